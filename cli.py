@@ -1,0 +1,72 @@
+"""A command's face: flags from a dataclass, and errors as one line with exit code 2."""
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tyro
+
+Config = TypeVar("Config")
+BOX_DRAWING = re.compile(r"[╭╮╰╯│─]+")
+
+
+def parse_flags(
+    config_class: type[Config], args: Sequence[str] | None = None, default: Config | None = None
+) -> Config:
+    """Build a configuration dataclass from command-line flags.
+
+    Args:
+        config_class: a dataclass; each field is a flag and its docstring the help text.
+        args: the arguments, by default the process's own.
+        default: an instance to take the values of flags that are not given from.
+
+    Raises:
+        ValueError: a flag is unknown or its value is refused; the message is one line.
+    """
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            if default is None:
+                return tyro.cli(config_class, args=args)
+            return tyro.cli(config_class, args=args, default=default)
+    except SystemExit as stop:
+        if stop.code in (0, None):  # --help
+            raise
+        raise ValueError(_first_sentence(captured.getvalue())) from None
+
+
+def _first_sentence(boxed: str) -> str:
+    """The message inside a box that tyro drew, on one line."""
+    title, *body = [BOX_DRAWING.sub(" ", line).strip() for line in boxed.splitlines()]
+    lines = []
+    for line in body:
+        if not line:  # the rule between the message and the help text
+            break
+        lines.append(line)
+    message = " ".join(lines) or title
+    return re.sub(r"^Error parsing [A-Z]\w*: ", "", message) + (
+        "" if "--help" in message else " (--help lists the flags)"
+    )
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a script's `main`; what a user can cause ends as one line and exit code 2.
+
+    A stopped run (FloatingPointError: the numbers went bad) exits 1, Ctrl-C exits 130.
+    """
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        _exit(f"error: {error}", 2)
+    except FloatingPointError as error:
+        _exit(f"stopped: {error}", 1)
+    except KeyboardInterrupt:
+        _exit("interrupted", 130)
+
+
+def _exit(message: str, code: int) -> None:
+    print(" ".join(message.split()), file=sys.stderr, flush=True)
+    raise SystemExit(code)

@@ -1,0 +1,119 @@
+"""Which device, which precision, which compiler: what this machine can do."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+DeviceName = Literal["auto", "cuda", "mps", "cpu"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
+    """The device to run on; `auto` is CUDA, else MPS, else the CPU.
+
+    Args:
+        name: `auto`, or a device type.
+        local_rank: which of the machine's GPUs, where there are several processes.
+
+    Raises:
+        ValueError: the machine has no such device.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        name = next((kind for kind in ("cuda", "mps") if available[kind]), "cpu")
+    if not available.get(name, True):
+        usable = ", ".join([kind for kind in available if available[kind]] + ["cpu"])
+        raise ValueError(f"--device {name} is not available here; available: {usable}")
+    if name != "cuda":
+        return torch.device(name)
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"process {local_rank} on this machine has no GPU of its own: "
+            f"run torchrun with --nproc_per_node={torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def select_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+    """The type that matrix products run in; parameters stay float32.
+
+    `auto` is bfloat16 where the hardware has it natively, float16 on older NVIDIA GPUs, and
+    float32 elsewhere: emulated bfloat16 is slower than float32.
+    """
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
+    if device.type == "cpu" and _cpu_has_bfloat16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    """Run matrix products in `dtype` from float32 parameters; float32 needs no autocast."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype)
+
+
+def compiler_problem(device: torch.device) -> str | None:
+    """Why `torch.compile` cannot work here, in a few words; None if it can."""
+    if device.type == "mps":
+        return "torch.compile does not support MPS well yet"
+    if device.type == "cuda":
+        return None if importlib.util.find_spec("triton") else "Triton is not installed"
+    compilers = [os.environ.get("CXX", ""), "g++", "clang++", "cl"]
+    if not any(compiler and shutil.which(compiler) for compiler in compilers):
+        return "no C++ compiler (g++ or clang++) is on the PATH"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python.h is missing (install your system's python3-dev package)"
+    return None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it, as honest timing needs."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def memory_gib(device: torch.device) -> float | None:
+    """The memory that this device has in all, in GiB; None where it cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return None
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """The most memory used so far, in GiB: of the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 2**30
+    if sys.platform == "win32":
+        return None
+    import resource  # POSIX only
+
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB here
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

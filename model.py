@@ -1,0 +1,254 @@
+"""GPT-2, and nothing else (Radford et al. 2019), with Hugging Face's parameter names.
+
+Shapes in comments: B sequences, T tokens, C channels (`n_embd`), H heads, D = C / H, V ids.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+GPT2_SIZES: dict[str, dict[str, int]] = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},  # 350M
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
+}
+VOCAB_MULTIPLE = 128  # tensor cores want the vocabulary matrix in multiples of this
+IGNORE_INDEX = -100  # a target with this value does not count towards the loss
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The dimensions of a GPT-2; the defaults are the 124M model.
+
+    Raises:
+        ValueError: a dimension is not positive, or the heads do not divide the width.
+    """
+
+    block_size: int = 1024
+    """Longest context, in tokens."""
+    vocab_size: int = 50257
+    """Token ids: 50,000 merges, 256 bytes, `<|endoftext|>`."""
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: "
+                f"--n-embd {self.n_head * round(self.n_embd / self.n_head) or self.n_head} would be"
+            )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: `vocab_size` rounded up to a multiple of 128."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def n_params(self) -> int:
+        """Parameters of the model, padding rows and position embeddings included."""
+        per_block = 12 * self.n_embd**2 + 13 * self.n_embd
+        embeddings = (self.padded_vocab_size + self.block_size) * self.n_embd
+        return embeddings + self.n_layer * per_block + 2 * self.n_embd
+
+
+class ModelOutput(NamedTuple):
+    """What a forward pass returns: exactly one of the two is not None."""
+
+    logits: Tensor | None  # (B, T, vocab_size)
+    loss: Tensor | None  # scalar, float32
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, for generation.
+
+    Args:
+        config: the model's dimensions; the cache holds up to `config.block_size` tokens.
+        batch_size: sequences, B.
+        device: where the model is.
+        dtype: the type that attention runs in (the autocast type, else float32).
+    """
+
+    def __init__(
+        self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (
+            config.n_layer,
+            batch_size,
+            config.n_head,
+            config.block_size,
+            config.n_embd // config.n_head,
+        )
+        self.keys = torch.empty(shape, device=device, dtype=dtype)
+        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one layer's new (B, H, T, D) keys and values; return all of that layer's."""
+        end = self.length + k.size(2)
+        self.keys[layer, :, :, self.length : end] = k
+        self.values[layer, :, :, self.length : end] = v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention over the past (Vaswani et al. 2017, section 3.2)."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Attend; `mask` (True = may look) replaces the causal rule. (B, T, C) -> (B, T, C)."""
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        k = k.view(B, T, self.n_head, -1).transpose(1, 2)
+        v = v.view(B, T, self.n_head, -1).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        # Without a mask, one new token may look at the whole cache; more start an empty one.
+        is_causal = mask is None and T > 1
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """Position-wise feed-forward: four times the width, tanh-approximated GELU."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each normalised before and added after."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.attn = CausalSelfAttention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = x + self.attn(self.ln_1(x), mask, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """Embeddings, the blocks, and the last LayerNorm: ids in, hidden states out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-5)
+
+    def forward(
+        self,
+        idx: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The last layer's normalised output, before the vocabulary matrix.
+
+        Args:
+            idx: (B, T) int64 token ids.
+            positions: (T,) or (B, T) int64 positions; by default 0…T-1, or on from the cache.
+            mask: (B, 1, T, T) bool, True where a query may look; by default causal.
+            cache: filled with this call's keys and values. It takes several tokens at once only
+                while it is empty, and one at a time after.
+
+        Returns:
+            (B, T, C), in the autocast type or float32.
+        """
+        past = 0 if cache is None else cache.length
+        if positions is None:
+            positions = torch.arange(past, past + idx.size(1), device=idx.device)
+        x = self.wte(idx) + self.wpe(positions)  # (B, T, C)
+        for block in self.h:
+            x = block(x, mask, cache)
+        if cache is not None:
+            cache.length += idx.size(1)
+        return self.ln_f(x)
+
+
+class GPT(nn.Module):
+    """The language model, initialised as GPT-2 was: N(0, 0.02), residual projections smaller.
+
+    Args:
+        config: the dimensions.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all parameters anew (GPT-2 paper, section 2.3)."""
+        # Each of the 2 * n_layer residual additions would add variance: shrink to compensate.
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=residual_std)
+            elif parameter.dim() >= 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.ones_(parameter)  # LayerNorm gains
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> (..., vocab_size): the padding columns exist for the matrix product only."""
+        return self.lm_head(hidden)[..., : self.config.vocab_size]
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
+    ) -> ModelOutput:
+        """Next-token logits, or with `targets` the mean cross-entropy.
+
+        Args:
+            idx: (B, T) int64 token ids, T <= block_size.
+            targets: (B, T) int64 ids of the next tokens; `IGNORE_INDEX` does not count.
+            cache: see `Transformer.forward`.
+
+        Returns:
+            `(logits, None)` without targets; `(None, loss)` with, so that the full logits need
+            never outlive the loss. The loss is float32, in nats a token.
+        """
+        logits = self.logits(self.transformer(idx, cache=cache))
+        if targets is None:
+            return ModelOutput(logits, None)
+        loss = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX
+        )
+        return ModelOutput(None, loss)
