@@ -2,15 +2,17 @@
 
 import contextlib
 import io
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import tyro
 
 Config = TypeVar("Config")
-BOX_DRAWING = re.compile(r"[╭╮╰╯│─]+")
+BOX_DRAWING = "╭╮╰╯│─ "
+COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def parse_flags(
@@ -26,9 +28,10 @@ def parse_flags(
     Raises:
         ValueError: a flag is unknown or its value is refused; the message is one line.
     """
+    args = sys.argv[1:] if args is None else args
     captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(captured):
+        with contextlib.redirect_stderr(captured), _lines_unbroken(args):
             if default is None:
                 return tyro.cli(config_class, args=args)
             return tyro.cli(config_class, args=args, default=default)
@@ -38,18 +41,33 @@ def parse_flags(
         raise ValueError(_first_sentence(captured.getvalue())) from None
 
 
+@contextlib.contextmanager
+def _lines_unbroken(args: Sequence[str]) -> Iterator[None]:
+    """Keep tyro from breaking a long path in its message in two; help fits the terminal still."""
+    columns = os.environ.get("COLUMNS")
+    if not {"-h", "--help"} & set(args):
+        os.environ["COLUMNS"] = "100000"
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS", None)
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+
+
 def _first_sentence(boxed: str) -> str:
     """The message inside a box that tyro drew, on one line."""
-    title, *body = [BOX_DRAWING.sub(" ", line).strip() for line in boxed.splitlines()]
+    boxed = COLOUR_CODE.sub("", boxed)
+    title, *body = [line.strip(BOX_DRAWING) for line in boxed.splitlines()]
     lines = []
     for line in body:
         if not line:  # the rule between the message and the help text
             break
         lines.append(line)
-    message = " ".join(lines) or title
-    return re.sub(r"^Error parsing [A-Z]\w*: ", "", message) + (
-        "" if "--help" in message else " (--help lists the flags)"
-    )
+    message = re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(lines) or title)
+    if suggestion := re.search(r"Perhaps you meant:\W*(--[\w-]+)", boxed):
+        message += f". Perhaps you meant {suggestion[1]}?"
+    return message if "--help" in message else f"{message} (--help lists the flags)"
 
 
 def run_command(main: Callable[[], None]) -> None:

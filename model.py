@@ -4,7 +4,7 @@ Shapes in comments: B sequences, T tokens, C channels (`n_embd`), H heads, D = C
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -226,6 +226,21 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.ones_(parameter)  # LayerNorm gains
+
+    def crop_block_size(self, block_size: int) -> None:
+        """Shorten the longest context, forgetting the later position embeddings.
+
+        Raises:
+            ValueError: the model knows no positions beyond its own block size.
+        """
+        if block_size > self.config.block_size:
+            raise ValueError(
+                f"--block-size {block_size} is beyond this model's {self.config.block_size}"
+            )
+        self.config = replace(self.config, block_size=block_size)
+        self.transformer.wpe = nn.Embedding.from_pretrained(
+            self.transformer.wpe.weight.detach()[:block_size].clone(), freeze=False
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., vocab_size): the padding columns exist for the matrix product only."""

@@ -1,0 +1,252 @@
+"""Shards → batches, as a pure function of the step.
+
+The training tokens are cut into N windows: window i is tokens [i·T, i·T + T + 1), the last one
+of which is the next window's first, so that every token but the first is a target once. An epoch
+is a permutation of the N windows that depends on the seed and the epoch only. With G windows in a
+global batch, step s takes places [s·G, (s+1)·G) of the order; micro-steps and ranks share these
+out. So the same step sees the same windows on any number of processes, and the loader's whole
+state is the step.
+"""
+
+import hashlib
+import queue
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from distributed import DistributedContext
+from model import IGNORE_INDEX
+from shards import TokenArray, TokenShards
+
+FEISTEL_ROUNDS = 6
+PREFETCH_BATCHES = 4
+IndexArray = npt.NDArray[np.int64]
+
+
+class Batch(NamedTuple):
+    """One micro-batch on the device: both (B, T) int64, `targets` one token ahead."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def count_windows(tokens: int, block_size: int) -> int:
+    """Windows of `block_size` targets in a split of `tokens` tokens."""
+    return max(0, tokens - 1) // block_size
+
+
+def permute(places: IndexArray, size: int, seed: int, epoch: int) -> IndexArray:
+    """Look up places in a pseudo-random permutation of range(size), in O(1) memory.
+
+    A Feistel network permutes the smallest power of four that holds `size`; results outside the
+    range are permuted again until they fall inside, which keeps the map one-to-one ("cycle
+    walking": Black & Rogaway 2002, Ciphers with Arbitrary Finite Domains, section 4).
+
+    Args:
+        places: int64 array of any shape, each in [0, size).
+        size: length of the permutation, >= 1.
+        seed: with `epoch`, chooses the permutation.
+        epoch: which pass over the data.
+
+    Returns:
+        int64 array of the same shape: where each place is sent.
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
+    keys = np.frombuffer(digest, "<u8")
+    result = _feistel(places.astype(np.uint64), half_bits, keys)
+    while (outside := result >= size).any():
+        result[outside] = _feistel(result[outside], half_bits, keys)
+    return result.astype(np.int64)
+
+
+def _feistel(
+    values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # wraps around, as it should
+        mixed ^= mixed >> np.uint64(32)
+        mixed *= np.uint64(0xD6E8FEB86659FD93)
+        mixed ^= mixed >> np.uint64(32)
+        left, right = right, left ^ (mixed & mask)
+    return (left << shift) | right
+
+
+class ShardedDataLoader:
+    """An endless iterator over this process's micro-batches, from `start_step` on.
+
+    A thread reads ahead, into pinned memory where the device is a GPU. Each optimizer step is
+    `grad_accum_steps` items. Use it as a context manager, so that the thread ends.
+
+    Args:
+        shards: the training split.
+        block_size: T, tokens in a sequence.
+        micro_batch_size: B, sequences in a micro-batch.
+        grad_accum_steps: micro-batches in an optimizer step, on each process.
+        seed: chooses the order.
+        shuffle: False takes the windows in sequence.
+        vocab_size: ids must be below this.
+        context: this process's place; its device gets the batches.
+        start_step: updates done.
+
+    Raises:
+        ValueError: the split is smaller than one step; or, while iterating, an id is too large.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        block_size: int,
+        micro_batch_size: int,
+        grad_accum_steps: int,
+        seed: int,
+        shuffle: bool,
+        vocab_size: int,
+        context: DistributedContext,
+        start_step: int = 0,
+    ) -> None:
+        self.shards = shards
+        self.block_size = block_size
+        self.micro_batch_size = micro_batch_size
+        self.grad_accum_steps = grad_accum_steps
+        self.seed = seed
+        self.shuffle = shuffle
+        self.vocab_size = vocab_size
+        self.context = context
+        self.windows_per_step = micro_batch_size * grad_accum_steps * context.world_size
+        self.windows_per_epoch = count_windows(shards.total_tokens, block_size)
+        if self.windows_per_epoch < self.windows_per_step:
+            raise ValueError(
+                f"the training split has {shards.total_tokens:,} tokens, and one step needs "
+                f"{self.windows_per_step * block_size + 1:,}: give a smaller --total-batch-size "
+                f"or more data"
+            )
+        self._queue: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH_BATCHES)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._prefetch, args=(start_step,), name="dataloader", daemon=True
+        )
+
+    def __enter__(self) -> "ShardedDataLoader":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro-batch.
+
+        Raises:
+            ValueError: the data are not GPT-2 tokens.
+        """
+        item = self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return to_batch(item, self.context.device)
+
+    def window_indices(self, step: int, micro_step: int) -> IndexArray:
+        """The windows of one micro-batch of this process: (B,) int64."""
+        first = step * self.windows_per_step
+        first += (micro_step * self.context.world_size + self.context.rank) * self.micro_batch_size
+        places = first + np.arange(self.micro_batch_size, dtype=np.int64)
+        epochs, places = np.divmod(places, self.windows_per_epoch)
+        if not self.shuffle:
+            return places
+        windows = np.empty_like(places)
+        for epoch in np.unique(epochs):  # a step may cross from one epoch into the next
+            chosen = epochs == epoch
+            windows[chosen] = permute(places[chosen], self.windows_per_epoch, self.seed, int(epoch))
+        return windows
+
+    def _prefetch(self, step: int) -> None:
+        try:
+            while True:
+                for micro_step in range(self.grad_accum_steps):
+                    windows = self.window_indices(step, micro_step)
+                    tokens = read_windows(self.shards, windows, self.block_size, self.vocab_size)
+                    if not self._put(to_host_tensor(tokens, self.context.device)):
+                        return
+                step += 1
+        except Exception as error:  # raised again in the training thread
+            self._put(error)
+
+    def _put(self, item: Tensor | Exception) -> bool:
+        """Queue an item; False if the loader was closed meanwhile."""
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def validation_batches(
+    shards: TokenShards,
+    *,
+    block_size: int,
+    micro_batch_size: int,
+    max_tokens: int,
+    vocab_size: int,
+    context: DistributedContext,
+) -> Iterator[Batch]:
+    """This process's share of the first windows of the validation split.
+
+    Every process gets equally many batches, all of the same shape: what is missing to a full one
+    is filled with targets of `IGNORE_INDEX`.
+
+    Args:
+        shards: the validation split.
+        block_size: T.
+        micro_batch_size: B.
+        max_tokens: targets to cover, over all processes; less where the split has less.
+        vocab_size: ids must be below this.
+        context: this process's place; its device gets the batches.
+
+    Yields:
+        Batches of (B, T).
+    """
+    windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
+    for first in range(0, windows, micro_batch_size * context.world_size):
+        indices = first + context.rank * micro_batch_size + np.arange(micro_batch_size)
+        tokens = read_windows(shards, np.minimum(indices, windows - 1), block_size, vocab_size)
+        batch = to_batch(to_host_tensor(tokens, context.device), context.device)
+        filler = torch.from_numpy(indices >= windows).to(context.device)
+        yield Batch(batch.inputs, batch.targets.masked_fill(filler[:, None], IGNORE_INDEX))
+
+
+def read_windows(
+    shards: TokenShards, windows: IndexArray, block_size: int, vocab_size: int
+) -> TokenArray:
+    """Read windows into one (B, T + 1) uint16 array, refusing ids >= `vocab_size`."""
+    tokens = np.empty((len(windows), block_size + 1), np.uint16)
+    for row, window in enumerate(windows.tolist()):
+        tokens[row] = shards.read(window * block_size, block_size + 1)
+        shards.check_tokens(tokens[row], window * block_size, vocab_size)
+    return tokens
+
+
+def to_host_tensor(tokens: TokenArray, device: torch.device) -> Tensor:
+    """Wrap tokens as int16, which every device has; pinned where they will cross to a GPU."""
+    tensor = torch.from_numpy(tokens.view(np.int16))
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def to_batch(tokens: Tensor, device: torch.device) -> Batch:
+    """Copy (B, T + 1) int16 to the device, then widen it there to two (B, T) int64 tensors."""
+    # int16 holds the uint16's bits: ids above 32767 are negative until masked.
+    tokens = tokens.to(device, non_blocking=True).long() & 0xFFFF
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -1,0 +1,120 @@
+"""Several processes as one trainer: the group, the wrapping, the reductions.
+
+Run by `torchrun`, each process finds its place in the environment; run plainly, there is one
+process and every function here is free.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from device import DeviceName, select_device
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """This process's place among all of them."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that prints and writes."""
+        return self.rank == 0
+
+
+@contextmanager
+def setup_distributed(device_name: DeviceName = "auto") -> Iterator[DistributedContext]:
+    """Join the process group that `torchrun` describes, if any, for the length of the body.
+
+    NCCL joins GPUs, gloo joins CPUs.
+
+    Args:
+        device_name: see `select_device`; with CUDA each process takes the GPU of its local rank.
+
+    Yields:
+        This process's context.
+
+    Raises:
+        ValueError: the device is missing, or cannot be shared by several processes.
+    """
+    rank, local_rank, world_size, local_world_size = (
+        int(os.environ.get(name, default))
+        for name, default in (
+            ("RANK", 0),
+            ("LOCAL_RANK", 0),
+            ("WORLD_SIZE", 1),
+            ("LOCAL_WORLD_SIZE", 1),
+        )
+    )
+    device = select_device(device_name, local_rank)
+    context = DistributedContext(device, rank, local_rank, world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        yield context
+        return
+    if device.type == "mps":
+        raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
+    if device.type == "cpu":  # torchrun allows each process one thread, however many cores
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield context
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap_model(model: nn.Module, context: DistributedContext) -> nn.Module:
+    """Average gradients over all processes (DDP); a lone process keeps the model as it is."""
+    if context.world_size == 1:
+        return model
+    device_ids = [context.device.index] if context.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Choose whether the next backward pass averages gradients or only accumulates them."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = enabled
+
+
+def all_reduce_sum(tensor: Tensor, context: DistributedContext) -> Tensor:
+    """Sum `tensor` over all processes, in place; every process gets the result."""
+    if context.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_reduce_mean(tensor: Tensor, context: DistributedContext) -> Tensor:
+    """Average a float `tensor` over all processes, in place; every process gets the result."""
+    return all_reduce_sum(tensor, context).div_(context.world_size)
+
+
+def broadcast_int(value: int, context: DistributedContext) -> int:
+    """The main process's `value`, on every process."""
+    if context.world_size == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.int64, device=context.device)
+    dist.broadcast(tensor, src=0)
+    return int(tensor)
+
+
+def barrier(context: DistributedContext) -> None:
+    """Wait until every process has come here."""
+    if context.world_size > 1:
+        dist.barrier()

@@ -1,0 +1,464 @@
+"""HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
+
+    python hellaswag.py --model runs/NAME
+    torchrun --nproc_per_node=8 hellaswag.py --model gpt2 --output predictions.jsonl
+
+Completion style: an ending's loss is that of its own tokens after the context. `acc` takes the
+lowest summed loss, `acc_norm` the lowest mean loss.
+
+Each example is one row, in which the four endings share their context:
+
+    tokens     c0 c1 c2 | a0 a1 | b0 | d0 d1 d2 | e0 e1
+    positions   0  1  2 |  3  4 |  3 |  3  4  5 |  3  4
+
+An ending looks at the context and at itself only. Its last token is predicted but predicts
+nothing, so it is left out of the row.
+"""
+
+import hashlib
+import http.client
+import json
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from checkpoint import load_model
+from cli import parse_flags, run_command
+from device import DeviceName, DtypeName, autocast, select_dtype
+from distributed import DistributedContext, all_reduce_sum, barrier, setup_distributed
+from files import atomic_write, sha256_of
+from model import GPT
+from tokenizer import gpt2_encoding
+
+DATA_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+DATA_BYTES = 12_246_618
+DATA_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+DATA_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
+DOWNLOAD_TIMEOUT_SECONDS = 30
+N_ENDINGS = 4
+CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
+QUERIES_PER_PRODUCT = 1024  # rows of (queries, vocab_size) float32 logits at a time: 0.2 GB
+
+
+@dataclass(frozen=True)
+class HellaSwagConfig:
+    """The flags of `hellaswag.py`."""
+
+    model: str = "gpt2"
+    """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
+    data: Path | None = None
+    """A JSONL file in HellaSwag's format; by default the validation set, downloaded once."""
+    limit: int = 0
+    """Score only this many examples, from the first; 0 = all."""
+    output: Path | None = None
+    """Write every example's losses and predictions to this JSONL file."""
+    batch_size: int = 32
+    """Examples in one forward pass."""
+    device: DeviceName = "auto"
+    """Where to run."""
+    dtype: DtypeName = "auto"
+    """The type of the matrix products; the losses are float32 whatever it is."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}"
+            for name, least in (("limit", 0), ("batch_size", 1))
+            if getattr(self, name) < least
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True)
+class Example:
+    """One context and its four endings, as token ids."""
+
+    ind: int
+    label: int
+    context: list[int]
+    endings: list[list[int]]
+    origin: str
+    """File and line, for messages."""
+
+    @property
+    def packed_length(self) -> int:
+        """Tokens of the row that scores it."""
+        return len(self.context) + sum(len(ending) - 1 for ending in self.endings)
+
+
+@dataclass(frozen=True)
+class HellaSwagResult:
+    """The losses of N examples' endings, and what follows from them; on the CPU."""
+
+    labels: Tensor  # (N,) int64
+    summed: Tensor  # (N, 4) float32, nats of a whole ending
+    mean: Tensor  # (N, 4) float32, nats a token
+
+    @property
+    def total(self) -> int:
+        """How many examples were scored."""
+        return len(self.labels)
+
+    @property
+    def predictions(self) -> Tensor:
+        """(N,) int64: the ending with the lowest summed loss; the first of equals."""
+        return self.summed.argmin(dim=1)
+
+    @property
+    def predictions_norm(self) -> Tensor:
+        """(N,) int64: the ending with the lowest mean loss; the first of equals."""
+        return self.mean.argmin(dim=1)
+
+    @property
+    def correct(self) -> int:
+        """How many of `predictions` are right."""
+        return int((self.predictions == self.labels).sum())
+
+    @property
+    def correct_norm(self) -> int:
+        """How many of `predictions_norm` are right."""
+        return int((self.predictions_norm == self.labels).sum())
+
+    @property
+    def acc(self) -> float:
+        """The share of `predictions` that are right."""
+        return self.correct / self.total
+
+    @property
+    def acc_norm(self) -> float:
+        """The share of `predictions_norm` that are right."""
+        return self.correct_norm / self.total
+
+    def __str__(self) -> str:
+        return (
+            f"acc {self.correct}/{self.total}={self.acc:.4f} "
+            f"acc_norm {self.correct_norm}/{self.total}={self.acc_norm:.4f}"
+        )
+
+
+def main() -> None:
+    """Score a model and print its accuracy."""
+    config = parse_flags(HellaSwagConfig)
+    with setup_distributed(config.device) as context:
+        path = config.data or download_hellaswag(context)
+        examples = load_examples(path, config.limit)
+        model = load_model(config.model, context.device)
+        dtype = select_dtype(config.dtype, context.device)
+        result = evaluate_hellaswag(
+            model, examples, context, dtype, batch_size=config.batch_size, progress=True
+        )
+        if context.is_main:
+            print(f"HellaSwag {path}, {config.model}: {result}")
+            if config.output is not None:
+                write_predictions(config.output, examples, result)
+
+
+def load_examples(path: Path, limit: int = 0) -> list[Example]:
+    """Read and tokenise a HellaSwag JSONL file.
+
+    Args:
+        path: one JSON object a line; see `render_example`.
+        limit: read this many examples, from the first; 0 = all.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a row is not a HellaSwag example, or there is none; the message has its line.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no HellaSwag file {path}")
+    examples: list[Example] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if limit and len(examples) == limit:
+                break
+            if line.strip():
+                examples.append(_parse_line(line, f"{path}:{number}"))
+    if not examples:
+        raise ValueError(f"{path} has no examples")
+    return examples
+
+
+def _parse_line(line: bytes, origin: str) -> Example:
+    try:
+        return render_example(json.loads(line.decode("utf-8")), origin)
+    except ValueError as error:  # bad UTF-8 and bad JSON are ValueErrors too
+        raise ValueError(f"{origin}: {error}") from None
+
+
+def render_example(row: Any, origin: str = "") -> Example:  # noqa: ANN401 - any JSON value
+    """Tokenise one row of the data set: the context, and each ending after a space.
+
+    Args:
+        row: has `ind` (int), `ctx` (text), `endings` (4 texts) and `label` (int, 0 to 3).
+        origin: file and line, for later messages.
+
+    Raises:
+        ValueError: something of that is missing, empty or of another kind.
+    """
+    if not isinstance(row, dict):
+        raise ValueError("the row is not a JSON object")
+    missing = [key for key in ("ind", "ctx", "endings", "label") if key not in row]
+    if missing:
+        raise ValueError(f"the row has no {', '.join(missing)}")
+    ind, ctx, endings, label = row["ind"], row["ctx"], row["endings"], row["label"]
+    if type(ind) is not int:
+        raise ValueError(f"ind is {ind!r}, not a whole number")
+    if type(label) is not int or not 0 <= label < N_ENDINGS:
+        raise ValueError(f"label is {label!r}, not 0, 1, 2 or 3")
+    if not isinstance(endings, list) or len(endings) != N_ENDINGS:
+        raise ValueError(f"endings must be a list of {N_ENDINGS} texts")
+    if not all(isinstance(text, str) and text.strip() for text in (ctx, *endings)):
+        raise ValueError("ctx or an ending is empty or not a text")
+    encode = gpt2_encoding().encode_ordinary
+    return Example(ind, label, encode(ctx), [encode(" " + text) for text in endings], origin)
+
+
+def check_lengths(examples: Sequence[Example], block_size: int) -> None:
+    """Refuse examples that the model has not enough positions for.
+
+    Raises:
+        ValueError: a context and its longest ending are more than `block_size` tokens.
+    """
+    for example in examples:
+        length = len(example.context) + max(map(len, example.endings))
+        if length > block_size:
+            raise ValueError(
+                f"{example.origin}: context and ending are {length} tokens, "
+                f"more than the model's block_size {block_size}"
+            )
+
+
+def evaluate_hellaswag(
+    model: GPT,
+    examples: Sequence[Example],
+    context: DistributedContext,
+    dtype: torch.dtype,
+    *,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> HellaSwagResult:
+    """Score a data set, shared out over all processes; every process must call it.
+
+    The batches are the same whatever the number of processes, and so are the losses.
+
+    Args:
+        model: the raw model, neither compiled nor wrapped, on the context's device.
+        examples: the same ones on every process.
+        context: this process's place.
+        dtype: the type of the matrix products, the vocabulary's excepted, which is float32.
+        batch_size: examples in one forward pass.
+        progress: whether the main process shows a progress bar.
+
+    Returns:
+        The losses in the order of `examples`, the same on every process.
+
+    Raises:
+        ValueError: an example is longer than the model's block.
+    """
+    check_lengths(examples, model.config.block_size)
+    # Of one length, so that little is padding; the longest first, so that memory runs out early.
+    order = sorted(range(len(examples)), key=lambda i: -examples[i].packed_length)
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    own = batches[context.rank :: context.world_size]
+    summed = torch.zeros(len(examples), N_ENDINGS, device=context.device)
+    bar = tqdm(
+        total=sum(map(len, own)), unit=" examples", disable=not (progress and context.is_main)
+    )
+    with bar, autocast(context.device, dtype):  # one for all batches: weights are cast once
+        for batch in own:
+            summed[batch] = score_examples(model, [examples[i] for i in batch])
+            bar.update(len(batch))
+    # Each row is some process's losses plus the others' zeros.
+    summed = all_reduce_sum(summed, context).cpu()
+    lengths = torch.tensor([[len(ending) for ending in e.endings] for e in examples])
+    labels = torch.tensor([example.label for example in examples])
+    return HellaSwagResult(labels, summed, summed / lengths)
+
+
+@torch.no_grad()
+def score_examples(model: GPT, examples: Sequence[Example]) -> Tensor:
+    """The losses of all endings of a batch, in one forward pass.
+
+    Args:
+        model: the raw model; it runs in the autocast type of the caller.
+        examples: B of them.
+
+    Returns:
+        (B, 4) float32: the summed loss of each ending, in nats, on the model's device.
+    """
+    device = model.transformer.wte.weight.device
+    rows = [_pack(example) for example in examples]
+    idx = _pad([row.idx for row in rows], 0).to(device)
+    positions = _pad([row.positions for row in rows], 0).to(device)
+    segments = _pad([row.segments for row in rows], PADDING).to(device)
+    hidden = model.transformer(idx, positions, _attention_mask(segments))  # (B, T, C)
+
+    T = idx.size(1)
+    queries = torch.tensor([T * i + query for i, row in enumerate(rows) for query in row.queries])
+    targets = torch.tensor([target for row in rows for target in row.targets])
+    losses = _token_losses(
+        model, hidden.flatten(0, 1)[queries.to(device)], targets.to(device)
+    )  # (N,), all the endings one after the other
+
+    lengths = torch.tensor([len(ending) for e in examples for ending in e.endings])
+    is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # (4 * B, longest ending)
+    by_ending = losses.new_zeros(is_token.shape).masked_scatter_(is_token.to(device), losses)
+    return by_ending.sum(dim=1).view(-1, N_ENDINGS)
+
+
+class PackedRow(NamedTuple):
+    """One example as a row of tokens, and where in it what is predicted."""
+
+    idx: list[int]
+    positions: list[int]
+    segments: list[int]  # 0 = context, 1 to 4 = ending
+    queries: list[int]  # places in the row whose next token counts
+    targets: list[int]  # those next tokens: the four endings, one after the other
+
+
+def _pack(example: Example) -> PackedRow:
+    """Lay an example out as the module's docstring shows."""
+    n_context = len(example.context)
+    row = PackedRow(
+        idx=list(example.context),
+        positions=list(range(n_context)),
+        segments=[CONTEXT] * n_context,
+        queries=[],
+        targets=[],
+    )
+    for segment, ending in enumerate(example.endings, start=1):
+        n_inputs = len(ending) - 1
+        start = len(row.idx)
+        row.idx.extend(ending[:-1])
+        row.positions.extend(range(n_context, n_context + n_inputs))
+        row.segments.extend([segment] * n_inputs)
+        row.queries.extend([n_context - 1, *range(start, start + n_inputs)])
+        row.targets.extend(ending)
+    return row
+
+
+def _pad(rows: list[list[int]], value: int) -> Tensor:
+    """Lists of ids as one (B, T) int64 tensor, T the longest of them."""
+    return pad_sequence([torch.tensor(row) for row in rows], True, value)
+
+
+def _attention_mask(segments: Tensor) -> Tensor:
+    """Where each token may look: back, at the context and at its own segment.
+
+    Args:
+        segments: (B, T) int64.
+
+    Returns:
+        (B, 1, T, T) bool. Padding looks at padding too, so that no row of it is empty.
+    """
+    T = segments.size(1)
+    causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
+    own = segments[:, :, None] == segments[:, None, :]
+    return (causal & (own | (segments == CONTEXT)[:, None, :]))[:, None]
+
+
+def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
+    """(N, C) hidden states and (N,) next ids to (N,) float32 cross-entropies, in nats."""
+    # bfloat16 would round losses near 3 to steps of 0.016 and tie the endings.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return torch.cat(
+            [
+                F.cross_entropy(model.logits(h.float()), t, reduction="none")
+                for h, t in zip(
+                    torch.split(hidden, QUERIES_PER_PRODUCT),
+                    torch.split(targets, QUERIES_PER_PRODUCT),
+                    strict=True,
+                )
+            ]
+        )
+
+
+def write_predictions(path: Path, examples: Sequence[Example], result: HellaSwagResult) -> None:
+    """Write one JSON line per example, in the order of `examples`, atomically."""
+    with atomic_write(path) as file:
+        for place, example in enumerate(examples):
+            line = {
+                "ind": example.ind,
+                "label": example.label,
+                "mean_losses": [round(x, 6) for x in result.mean[place].tolist()],
+                "summed_losses": [round(x, 6) for x in result.summed[place].tolist()],
+                "prediction": int(result.predictions[place]),
+                "prediction_norm": int(result.predictions_norm[place]),
+            }
+            file.write((json.dumps(line) + "\n").encode())
+
+
+def download_hellaswag(
+    context: DistributedContext, path: Path = DATA_PATH, url: str = DATA_URL
+) -> Path:
+    """Download the validation set, once; every process must call it.
+
+    The main process downloads, the others wait for it.
+
+    Args:
+        context: this process's place.
+        path: where the file goes, or is already.
+        url: where it comes from.
+
+    Returns:
+        `path`.
+
+    Raises:
+        OSError: the main process could not download it.
+        FileNotFoundError: another process does not find what the main process downloaded.
+    """
+    failure: OSError | None = None
+    if context.is_main:
+        try:
+            fetch(url, path, DATA_BYTES, DATA_SHA256)
+        except OSError as error:
+            failure = error
+    barrier(context)  # also after a failure, or the others would wait for ever
+    if failure is not None:
+        raise failure
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"process {context.rank} does not find {path}, which process 0 was to download"
+        )
+    return path
+
+
+def fetch(url: str, path: Path, size: int, sha256: str) -> None:
+    """Download a file unless it is already there, whole.
+
+    Args:
+        url: where it comes from.
+        path: where it goes; it appears only once it is complete and right.
+        size: its bytes.
+        sha256: its hash.
+
+    Raises:
+        OSError: there is no connection, or what came is not that file.
+    """
+    if path.is_file() and path.stat().st_size == size and sha256_of(path) == sha256:
+        return
+    try:
+        with (
+            urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as response,
+            atomic_write(path) as file,
+        ):
+            content = response.read(size + 1)
+            if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
+                raise OSError(f"its {len(content):,} bytes are not the {size:,} of the known file")
+            file.write(content)
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(
+            f"cannot download {url} ({error}); on a machine without network pass --data FILE"
+        ) from None
+
+
+if __name__ == "__main__":
+    run_command(main)

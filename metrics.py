@@ -1,0 +1,294 @@
+"""What a run measures: the JSONL log, the clock, throughput and MFU.
+
+`metrics.jsonl` has one JSON object a line, one line an event, and is only ever appended to. It is
+all that figures are drawn from.
+"""
+
+import json
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Self
+
+# Dense bfloat16 peaks in FLOP/s (float16 on the V100 and T4, which have no bfloat16), float32
+# accumulation, from NVIDIA's data sheets; where those quote the sparse rate, half of it. The keys
+# are patterns for the name that the driver gives; the first that matches counts.
+PEAK_FLOPS = {
+    r"\bB200$": 2250e12,
+    r"\bH200 NVL$": 835e12,
+    r"\bG?H200\b": 989e12,
+    r"\bH100 PCIe$": 756e12,
+    r"\bH100 NVL$": 835e12,
+    r"\bH100 .*HBM3$": 989e12,
+    r"\bA100\b": 312e12,
+    r"\bA10$": 125e12,
+    r"\bA10G$": 70e12,
+    r"\bL4$": 121e12,
+    r"\bL40S$": 362e12,
+    r"\bV100-SXM2\b": 125e12,
+    r"\bV100-PCIE\b": 112e12,
+    r"\bT4$": 65e12,
+    r"\bRTX A6000$": 155e12,
+    r"\bRTX 4090$": 165e12,
+    r"\bRTX 3090$": 71e12,
+}
+ETA_WINDOW = 50  # laps that the time left is estimated from
+
+
+class MetricsLogger:
+    """Append records to a JSONL file, each on disk as soon as it is logged; a context manager.
+
+    Args:
+        path: the file; its folder is created if it is missing. None logs nothing, for the ranks
+            that do not write.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: BinaryIO | None = None
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        if _is_torn(path):
+            self._file.write(b"\n")  # an earlier process died in mid-line: start on our own
+
+    def log(self, **values: float | str | None) -> None:
+        """Append one record.
+
+        Args:
+            values: the record's fields. A training or evaluation record has `step` and
+                `tokens_seen`. A resumed run logs `resumed_from=step` once, before anything
+                else. A float that is not finite is written as null: JSON has no NaN.
+        """
+        if self._file is None:
+            return
+        record = {name: _finite_or_none(value) for name, value in values.items()}
+        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read a metrics file, which a run may be writing to at this moment.
+
+    Lines that a dying process tore are skipped. Where a run was resumed from a step, what had been
+    logged of later steps is dropped, since those steps were done again.
+
+    Args:
+        path: a `metrics.jsonl`.
+
+    Returns:
+        The records in the order they were logged, each with a `step`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    records: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(record, dict):
+            continue
+        if "resumed_from" in record:
+            records = [earlier for earlier in records if earlier["step"] <= record["resumed_from"]]
+        elif "step" in record:
+            records.append(record)
+    return records
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file's last line has no end."""
+    if not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _finite_or_none(value: float | str | None) -> float | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flops_per_token(n_params: int, n_layer: int, n_embd: int, block_size: int) -> int:
+    """Floating-point operations to train on one token, forward and backward.
+
+    Six for each parameter and twelve for each product of attention scores and values, whose
+    masked half counts too. Source: PaLM (Chowdhery et al. 2022), appendix B.
+
+    Args:
+        n_params: parameters of the model; the tied embedding counts once.
+        n_layer: blocks.
+        n_embd: width, heads times head size.
+        block_size: tokens in a sequence, T.
+    """
+    return 6 * n_params + 12 * n_layer * n_embd * block_size
+
+
+def peak_flops(device_name: str) -> float | None:
+    """A GPU's dense bfloat16 peak in FLOP/s; None where it is not known, never a guess.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name()` gives it.
+    """
+    if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
+        return None
+    for pattern, peak in PEAK_FLOPS.items():
+        if re.search(pattern, device_name):
+            return peak
+    return None
+
+
+def mfu(
+    tokens_per_second: float,
+    flops_per_token: int,
+    device_peak_flops: float | None,
+    world_size: int = 1,
+) -> float | None:
+    """Model FLOPs utilisation: the share of the devices' peak that went into the model.
+
+    Source: PaLM (Chowdhery et al. 2022), section 4.1.
+
+    Args:
+        tokens_per_second: over all devices.
+        flops_per_token: of the function of that name.
+        device_peak_flops: one device's peak in FLOP/s.
+        world_size: devices.
+
+    Returns:
+        A fraction; None where the peak is not known.
+    """
+    if device_peak_flops is None:
+        return None
+    return tokens_per_second * flops_per_token / (device_peak_flops * world_size)
+
+
+class Timing(NamedTuple):
+    """What one lap of the `StepTimer` took."""
+
+    step_time_ms: float
+    """Mean over the lap's steps."""
+    tokens_per_second: float
+    eta_seconds: float | None
+    """Training time left; None until a lap without warm-up is there to judge by."""
+
+
+class StepTimer:
+    """Measure optimizer steps; what happens inside `paused()` is not counted.
+
+    Work on a GPU runs on after the call that started it, so wait for it (`synchronize`, or read
+    the loss) before each lap and pause.
+
+    Args:
+        step: updates done when the clock starts, which is now.
+        max_steps: updates in the whole run.
+        tokens_per_step: tokens of one update over all ranks.
+        clock: seconds, from any origin.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        max_steps: int,
+        tokens_per_step: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._step = step
+        self._max_steps = max_steps
+        self._tokens_per_step = tokens_per_step
+        self._clock = clock
+        self._recent: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW)
+        self._warm = False
+        self._start = clock()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock for evaluation, sampling and saving."""
+        pause_start = self._clock()
+        try:
+            yield
+        finally:
+            self._start += self._clock() - pause_start
+
+    def lap(self, step: int) -> Timing:
+        """Time the steps since the last lap.
+
+        Args:
+            step: updates done by now, more than at the last lap.
+        """
+        now = self._clock()
+        steps, seconds = step - self._step, now - self._start
+        self._step, self._start = step, now
+        if self._warm:  # the first lap compiles and allocates: no measure of what is to come
+            self._recent.append((steps, seconds))
+        self._warm = True
+        return Timing(
+            step_time_ms=1000 * seconds / steps,
+            tokens_per_second=steps * self._tokens_per_step / seconds,
+            eta_seconds=self._eta_seconds(),
+        )
+
+    def _eta_seconds(self) -> float | None:
+        if not self._recent:
+            return None
+        steps = sum(steps for steps, _ in self._recent)
+        seconds = sum(seconds for _, seconds in self._recent)
+        return (self._max_steps - self._step) * seconds / steps
+
+
+def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:
+    """One console line of a training record; what is missing or None reads `n/a`."""
+
+    def show(name: str, spec: str, unit: str = "") -> str:
+        value = record.get(name)
+        return "n/a" if value is None else format(value, spec) + unit
+
+    return " | ".join(
+        [
+            f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
+            f"loss {show('train_loss', '.4f')}",
+            f"lr {show('lr', '.2e')}",
+            f"norm {show('grad_norm', '.2f')}",
+            show("step_time_ms", ".1f", " ms"),
+            show("tokens_per_second", ",.0f", " tok/s"),
+            f"mfu {show('mfu', '.1%')}",
+            f"eta {format_duration(eta_seconds)}",
+            f"peak {show('peak_memory_gib', '.1f', ' GiB')}",
+        ]
+    )
+
+
+def format_duration(seconds: float | None) -> str:
+    """Seconds in the two largest units that matter: `43s`, `5m07s`, `1h43m`, `2d04h`."""
+    if seconds is None:
+        return "n/a"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest}s"
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes}m{rest:02d}s"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}h" if days else f"{hours}h{minutes:02d}m"

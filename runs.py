@@ -1,0 +1,146 @@
+"""A run's folder: its name, its lock, its configuration, and what may be resumed into it."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from checkpoint import find_checkpoint, latest_checkpoint, read_state, remove_leftovers
+from distributed import DistributedContext, broadcast_int
+from files import read_json, write_json
+
+CONFIG_NAME = "config.json"
+LOCK_NAME = ".lock"
+
+
+def find_resumable(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
+    """The checkpoint that `--resume` means.
+
+    Args:
+        resume: `auto`, a run folder or a checkpoint. `auto` is the latest checkpoint of the named
+            run or, without a name, of the run in `out_dir` that saved last.
+        out_dir: where the run folders are.
+        run_name: the run's name, if it was given.
+
+    Returns:
+        The checkpoint's folder; None if `auto` finds none, so that the run is to start anew.
+
+    Raises:
+        FileNotFoundError: `resume` names something that is no checkpoint and has none.
+    """
+    if resume != "auto":
+        return find_checkpoint(Path(resume))
+    runs = [out_dir / run_name] if run_name else list(out_dir.glob("*"))
+    latest = [checkpoint for run in runs if (checkpoint := latest_checkpoint(run))]
+    return max(latest, key=lambda checkpoint: checkpoint.stat().st_mtime, default=None)
+
+
+def settings_as_args(settings: Mapping[str, Any]) -> list[str]:
+    """Saved settings as command-line flags, so that they are parsed and checked as flags are."""
+    args = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            args.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            args.append(f"--{flag}={value}")
+    return args
+
+
+def saved_settings(config_path: Path | None, checkpoint: Path | None) -> dict[str, Any]:
+    """The settings that flags are laid over: a checkpoint's, else a config.json's, else none.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: the file is not a configuration.
+    """
+    if checkpoint is not None:
+        return read_state(checkpoint).train_config
+    if config_path is None:
+        return {}
+    settings = read_json(config_path)
+    if not isinstance(settings, dict):
+        raise ValueError(f"--config {config_path} is not a run's {CONFIG_NAME}")
+    return settings
+
+
+def choose_run_dir(
+    out_dir: Path,
+    run_name: str | None,
+    size: str,
+    checkpoint: Path | None,
+    context: DistributedContext,
+) -> Path:
+    """Where the run goes: the resumed checkpoint's run, the given name, or size and time."""
+    started = broadcast_int(int(time.time()), context)  # one name, though clocks differ
+    if checkpoint is not None and run_name is None:
+        return checkpoint.parent.parent
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
+    return out_dir / (run_name or f"{size}-{stamp}")
+
+
+@contextmanager
+def open_run(
+    run_dir: Path, settings: Mapping[str, Any], resuming: bool, context: DistributedContext
+) -> Iterator[None]:
+    """Hold a run's folder for the length of the body; the main process makes and locks it.
+
+    Args:
+        run_dir: the folder.
+        settings: what `config.json` is to say.
+        resuming: whether the folder may hold a run already.
+        context: this process's place.
+
+    Raises:
+        ValueError: the folder holds a run and `resuming` is False, or another trainer has it.
+    """
+    lock = FileLock(run_dir / LOCK_NAME)
+    problem = _take(run_dir, lock, settings, resuming) if context.is_main else None
+    if not broadcast_int(problem is None, context):
+        if problem is None:
+            raise SystemExit(2)  # the main process says why
+        raise ValueError(problem)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _take(run_dir: Path, lock: FileLock, settings: Mapping[str, Any], resuming: bool) -> str | None:
+    """Make, lock and label the folder; if that cannot be, say why."""
+    if not resuming and (run_dir / CONFIG_NAME).exists():
+        return (
+            f"{run_dir} already holds a run: give another --run-name, or go on with it by "
+            f"--resume {run_dir}"
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+        remove_leftovers(run_dir / "checkpoints")
+        write_json(run_dir / CONFIG_NAME, dict(settings))
+    except Timeout:
+        return f"another trainer is at work in {run_dir}"
+    except OSError as error:
+        return f"the run folder cannot be written: {error}"
+    return None
+
+
+def refuse_changes(saved: Mapping[str, Any], wanted: Mapping[str, Any], checkpoint: Path) -> None:
+    """Refuse to resume with settings that would make it another run.
+
+    Raises:
+        ValueError: values differ; the message lists each.
+    """
+    changes = [
+        f"{name} {saved.get(name)} -> {value}"
+        for name, value in wanted.items()
+        if saved.get(name) != value
+    ]
+    if changes:
+        raise ValueError(
+            f"{checkpoint} is of another run ({', '.join(changes)}): "
+            f"leave these as they were, or start a new run without --resume"
+        )

@@ -1,0 +1,210 @@
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataloader import (
+    ShardedDataLoader,
+    count_windows,
+    permute,
+    to_batch,
+    to_host_tensor,
+    validation_batches,
+)
+from distributed import DistributedContext
+from model import IGNORE_INDEX
+from shards import open_shards
+
+CPU = torch.device("cpu")
+T = 8
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """A training split of 1000 tokens, each its own position, in three shards of odd lengths."""
+    tokens = np.arange(1000, dtype=np.uint16)
+    for number, piece in enumerate(np.split(tokens, [333, 350])):
+        np.save(tmp_path / f"train_{number}.npy", piece)
+    np.save(tmp_path / "val_0.npy", np.arange(500, dtype=np.uint16))
+    return tmp_path
+
+
+def loader(data_dir, rank=0, world_size=1, **changes):
+    options = {
+        "block_size": T,
+        "micro_batch_size": 4,
+        "grad_accum_steps": 2,
+        "seed": 1,
+        "shuffle": True,
+        "vocab_size": 50257,
+        "start_step": 0,
+    }
+    context = DistributedContext(CPU, rank=rank, world_size=world_size)
+    return ShardedDataLoader(open_shards(data_dir, "train"), context=context, **options | changes)
+
+
+@given(size=st.integers(1, 5000), seed=st.integers(0, 10), epoch=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_permute_is_one_to_one(size, seed, epoch):
+    places = np.arange(size)
+    assert np.array_equal(np.sort(permute(places, size, seed, epoch)), places)
+
+
+def test_permute_of_a_place_does_not_depend_on_the_others():
+    whole = permute(np.arange(1000), 1000, seed=3, epoch=1)
+    alone = [int(permute(np.array([place]), 1000, seed=3, epoch=1)[0]) for place in (0, 500, 999)]
+    assert alone == whole[[0, 500, 999]].tolist()
+
+
+def test_permute_looks_random():
+    size = 100_000
+    order = permute(np.arange(size), size, seed=1337, epoch=0)
+    other_epoch = permute(np.arange(size), size, seed=1337, epoch=1)
+    assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.02
+    assert abs(np.corrcoef(order, other_epoch)[0, 1]) < 0.02
+    # Neighbours end up a third of the range apart on average, as independent draws would.
+    assert np.abs(np.diff(order)).mean() / size == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_permute_takes_no_memory_for_the_range():
+    huge = 10**15
+    places = permute(np.array([0, 1, huge - 1]), huge, seed=0, epoch=0)
+    assert len(set(places.tolist())) == 3
+    assert all(0 <= place < huge for place in places.tolist())
+
+
+def test_loader_targets_are_inputs_one_token_ahead_across_shard_edges(data_dir):
+    with loader(data_dir, shuffle=False) as batches:
+        seen = list(itertools.islice(batches, 15))
+    inputs = torch.cat([batch.inputs for batch in seen])
+    targets = torch.cat([batch.targets for batch in seen])
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs.flatten(), torch.arange(15 * 4 * T))
+
+
+def test_loader_epoch_sees_every_window_once(data_dir):
+    windows = count_windows(1000, T)
+    assert windows == 124
+    batches = loader(data_dir, micro_batch_size=1, grad_accum_steps=1)
+    for epoch in range(2):
+        steps = range(epoch * windows, (epoch + 1) * windows)
+        seen = [int(batches.window_indices(step, 0)[0]) for step in steps]
+        assert sorted(seen) == list(range(windows))
+
+
+def test_loader_step_across_an_epoch_edge_repeats_nothing(data_dir):
+    batches = loader(data_dir)  # 8 windows a step, 124 an epoch: step 15 crosses
+    seen = [
+        window
+        for step in range(31)  # 248 windows: two epochs
+        for micro_step in range(2)
+        for window in batches.window_indices(step, micro_step).tolist()
+    ]
+    assert sorted(seen[:124]) == list(range(124))
+    assert sorted(seen[124:]) == list(range(124))
+    assert seen[:124] != seen[124:]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "grad_accum_steps"),
+    [(1, 2, 4), (2, 2, 2), (4, 2, 1), (2, 1, 4)],
+)
+def test_loader_step_has_the_same_windows_however_shared_out(
+    data_dir, world_size, micro_batch_size, grad_accum_steps
+):
+    step = 15  # crosses from the first epoch into the second
+    whole = loader(data_dir, micro_batch_size=8, grad_accum_steps=1).window_indices(step, 0)
+    shares = [
+        loader(
+            data_dir,
+            rank=rank,
+            world_size=world_size,
+            micro_batch_size=micro_batch_size,
+            grad_accum_steps=grad_accum_steps,
+        ).window_indices(step, micro_step)
+        for rank in range(world_size)
+        for micro_step in range(grad_accum_steps)
+    ]
+    assert sorted(np.concatenate(shares).tolist()) == sorted(whole.tolist())
+
+
+def test_loader_starts_where_another_would_be(data_dir):
+    with loader(data_dir) as batches:
+        straight = list(itertools.islice(batches, 8))
+    with loader(data_dir, start_step=3) as batches:
+        resumed = list(itertools.islice(batches, 2))
+    assert torch.equal(resumed[0].inputs, straight[6].inputs)
+    assert torch.equal(resumed[1].targets, straight[7].targets)
+
+
+def test_loader_seed_changes_the_order(data_dir):
+    orders = [loader(data_dir, seed=seed).window_indices(0, 0).tolist() for seed in (1, 2)]
+    assert orders[0] != orders[1]
+
+
+def test_loader_thread_ends(data_dir):
+    with loader(data_dir) as batches:
+        next(batches)
+    assert "dataloader" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_loader_refuses_a_split_below_one_step(data_dir):
+    with pytest.raises(ValueError, match="1,000 tokens, and one step needs 1,025"):
+        loader(data_dir, micro_batch_size=64)
+
+
+def test_loader_names_shard_and_offset_of_an_impossible_id(data_dir):
+    batches = loader(data_dir, shuffle=False)
+    path = data_dir / "train_1.npy"
+    tokens = np.load(path)
+    tokens[10] = 60000  # after the folder was opened and checked
+    np.save(path, tokens)
+    with batches, pytest.raises(ValueError, match=r"train_1.npy, offset 10: token id 60000"):
+        list(itertools.islice(batches, 15))
+
+
+def test_to_batch_keeps_ids_beyond_int16():
+    tokens = np.array([[0, 1, 32767, 32768, 50256]], np.uint16)
+    batch = to_batch(to_host_tensor(tokens, CPU), CPU)
+    assert batch.inputs.tolist() == [[0, 1, 32767, 32768]]
+    assert batch.targets.tolist() == [[1, 32767, 32768, 50256]]
+    assert batch.inputs.dtype == torch.int64
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_validation_batches_cover_the_same_tokens_at_every_world_size(data_dir, world_size):
+    targets, lengths = [], []
+    for rank in range(world_size):
+        batches = list(
+            validation_batches(
+                open_shards(data_dir, "val"),
+                block_size=T,
+                micro_batch_size=4,
+                max_tokens=200,
+                vocab_size=50257,
+                context=DistributedContext(CPU, rank=rank, world_size=world_size),
+            )
+        )
+        lengths.append(len(batches))
+        for batch in batches:
+            assert batch.targets.shape == (4, T)
+            targets += batch.targets[batch.targets != IGNORE_INDEX].tolist()
+    assert sorted(targets) == list(range(1, 201))
+    assert len(set(lengths)) == 1
+
+
+def test_validation_batches_take_what_there_is(data_dir):
+    batches = validation_batches(
+        open_shards(data_dir, "val"),
+        block_size=T,
+        micro_batch_size=4,
+        max_tokens=10**9,
+        vocab_size=50257,
+        context=DistributedContext(CPU),
+    )
+    counted = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
+    assert counted == count_windows(500, T) * T == 496

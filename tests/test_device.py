@@ -1,0 +1,161 @@
+import os
+import shutil
+import sys
+import time
+
+import pytest
+import torch
+
+from device import (
+    autocast,
+    compiler_problem,
+    memory_gib,
+    peak_memory_gib,
+    select_device,
+    select_dtype,
+    synchronize,
+)
+
+CPU = torch.device("cpu")
+HAS_CUDA = torch.cuda.is_available()
+needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="this machine has no CUDA GPU")
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_select_device_auto_is_the_best_that_torch_reports():
+    accelerator = torch.accelerator.current_accelerator()
+    expected = accelerator.type if accelerator else "cpu"
+
+    assert select_device("auto").type == expected
+
+
+def test_select_device_cpu_is_always_there():
+    assert select_device("cpu", local_rank=5) == CPU
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA GPU")
+def test_select_device_that_is_missing_names_those_that_are_there():
+    with pytest.raises(ValueError, match=r"--device cuda is not available here; available: .*cpu"):
+        select_device("cuda")
+
+
+@needs_cuda
+def test_select_device_gives_each_local_rank_its_gpu_and_refuses_one_too_many():
+    count = torch.cuda.device_count()
+
+    assert [select_device("auto", rank).index for rank in range(count)] == list(range(count))
+    with pytest.raises(ValueError, match=f"--nproc_per_node={count}"):
+        select_device("cuda", count)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float32", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("float16", torch.float16),
+    ],
+)
+def test_select_dtype_gives_what_is_asked_for(name, dtype):
+    assert select_dtype(name, CPU) == dtype
+
+
+@linux_only
+def test_select_dtype_auto_on_a_cpu_follows_the_hardware():
+    with open("/proc/cpuinfo") as file:
+        flags = {word for line in file if line.startswith("flags") for word in line.split()}
+    native = bool(flags & {"avx512_bf16", "amx_bf16"})
+
+    assert select_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+
+
+@needs_cuda
+def test_select_dtype_auto_on_a_gpu_follows_its_generation():
+    major, _ = torch.cuda.get_device_capability()
+    expected = torch.bfloat16 if major >= 8 else torch.float16  # Ampere brought bfloat16
+
+    assert select_dtype("auto", torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_runs_products_in_the_type_and_leaves_parameters_in_float32(dtype):
+    layer = torch.nn.Linear(4, 4)
+
+    with autocast(CPU, dtype):
+        assert layer(torch.randn(2, 4)).dtype == dtype
+    assert layer.weight.dtype == torch.float32
+
+
+def test_compiler_problem_without_a_compiler_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+    assert "compiler" in compiler_problem(CPU)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="this machine has no g++")
+def test_compiler_problem_accepts_the_compiler_that_cxx_names(monkeypatch, tmp_path):
+    normal = compiler_problem(CPU)
+    compiler = tmp_path / "my-compiler"
+    compiler.symlink_to(shutil.which("g++"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+
+    assert compiler_problem(CPU) == normal
+
+
+def test_compiler_problem_leaves_mps_alone():
+    assert "MPS" in compiler_problem(torch.device("mps"))
+
+
+@needs_cuda
+def test_synchronize_waits_for_the_gpu():
+    device = torch.device("cuda")
+    x = torch.randn(4096, 4096, device=device)
+    for _ in range(50):
+        y = x @ x
+    event = torch.cuda.Event()
+    event.record()
+
+    synchronize(device)
+
+    assert event.query()
+    assert y.isfinite().all()
+
+
+def test_synchronize_on_the_cpu_returns_at_once():
+    start = time.perf_counter()
+
+    synchronize(CPU)
+
+    assert time.perf_counter() - start < 0.1
+
+
+@linux_only
+def test_memory_gib_on_a_cpu_is_the_machines():
+    with open("/proc/meminfo") as file:
+        total_kib = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
+
+    assert memory_gib(CPU) == pytest.approx(total_kib / 2**20, rel=0.01)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no resident-size peak")
+def test_peak_memory_gib_grows_with_what_is_used_and_does_not_shrink():
+    before = peak_memory_gib(CPU)
+    block = b"x" * int(before * 2**30 + 2**27)  # 128 MiB more than ever before
+    during = peak_memory_gib(CPU)
+    del block
+
+    assert during >= before + 0.1
+    assert peak_memory_gib(CPU) >= during
+
+
+@needs_cuda
+def test_peak_memory_gib_on_a_gpu_counts_tensors():
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = peak_memory_gib(device)
+    torch.empty(2**28, dtype=torch.uint8, device=device)
+
+    assert peak_memory_gib(device) == pytest.approx(before + 0.25, abs=0.01)
+    assert memory_gib(device) > peak_memory_gib(device)

@@ -1,0 +1,136 @@
+import hashlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from files import atomic_write, read_json, sha256_of, write_json
+
+posix_only = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and signals")
+
+
+def test_atomic_write_makes_the_file_and_its_folder(tmp_path):
+    path = tmp_path / "a" / "b" / "file.bin"
+
+    with atomic_write(path) as file:
+        file.write(b"whole")
+
+    assert path.read_bytes() == b"whole"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_atomic_write_shows_the_old_content_until_it_is_complete(tmp_path):
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+
+    with atomic_write(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+
+    assert path.read_bytes() == b"new"
+
+
+def write_half_and_fail(path):
+    with atomic_write(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_atomic_write_that_fails_leaves_everything_as_it_was(tmp_path, old):
+    path = tmp_path / "file.bin"
+    if old is not None:
+        path.write_bytes(old)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half_and_fail(path)
+
+    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == (
+        [] if old is None else [("file.bin", old)]
+    )
+
+
+@posix_only
+def test_atomic_write_killed_in_the_middle_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+    script = (
+        "import os, signal, sys; from pathlib import Path; from files import atomic_write\n"
+        "with atomic_write(Path(sys.argv[1])) as file:\n"
+        "    file.write(b'half'); file.flush()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+
+
+@posix_only
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_atomic_write_gives_the_permissions_that_open_would(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with atomic_write(tmp_path / "file.bin") as file:
+            file.write(b"x")
+        plain = tmp_path / "plain.bin"
+        plain.write_bytes(b"x")
+        left = os.umask(umask)
+    finally:
+        os.umask(before)
+
+    assert left == umask
+    assert stat.S_IMODE((tmp_path / "file.bin").stat().st_mode) == mode
+    assert stat.S_IMODE(plain.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 21) + 5])
+def test_sha256_of_equals_hashlib_on_the_whole(tmp_path, size):
+    content = os.urandom(size)
+    path = tmp_path / "file.bin"
+    path.write_bytes(content)
+
+    assert sha256_of(path) == hashlib.sha256(content).hexdigest()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.just('é"\n😀'),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=8,
+)
+
+
+@given(value=json_values)
+def test_json_survives_writing_and_reading(tmp_path_factory, value):
+    path = tmp_path_factory.getbasetemp() / "value.json"
+
+    write_json(path, value)
+
+    assert read_json(path) == value
+
+
+def test_write_json_is_indented_and_ends_its_last_line(tmp_path):
+    write_json(tmp_path / "value.json", {"step": 1})
+
+    assert (tmp_path / "value.json").read_text() == '{\n  "step": 1\n}\n'
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{'a': 1}", b"\xff\xfe\x00"])
+def test_read_json_of_something_else_names_the_file(tmp_path, content):
+    path = tmp_path / "broken.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ValueError, match=r"broken\.json is not valid JSON"):
+        read_json(path)
+
+
+def test_read_json_of_a_missing_file_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        read_json(tmp_path / "none.json")

@@ -1,0 +1,353 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from device import compiler_problem
+from model import GPT, GPT2_SIZES, IGNORE_INDEX, GPTConfig, KVCache
+
+CPU = torch.device("cpu")
+STAND_INS = {  # each size's layers to heads to head size in small, and an odd vocabulary
+    "gpt2": {"n_layer": 3, "n_head": 3, "n_embd": 48},
+    "gpt2-medium": {"n_layer": 6, "n_head": 4, "n_embd": 64},
+    "gpt2-large": {"n_layer": 9, "n_head": 5, "n_embd": 80},
+    "gpt2-xl": {"n_layer": 12, "n_head": 25, "n_embd": 100},
+}
+BLOCK_SIZE, VOCAB_SIZE = 16, 193
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+PARAMETERS = {  # 50304 rows of embedding
+    "gpt2": 124_475_904,
+    "gpt2-medium": 354_871_296,
+    "gpt2-large": 774_090_240,
+    "gpt2-xl": 1_557_686_400,
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(1337)
+
+
+def tiny(**dimensions):
+    settings = {"block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE, **STAND_INS["gpt2"]}
+    return GPT(GPTConfig(**(settings | dimensions)))
+
+
+def lively(model):
+    """Redraw the parameters so large that every part of the model shows in the logits."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def hugging_face_twin(model):
+    """A transformers GPT-2 with the same weights: matrices transposed, no padding rows."""
+    config = model.config
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.block_size,
+            n_embd=config.n_embd,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+    weights = {}
+    for name, value in model.state_dict().items():
+        if name.endswith(TRANSPOSED):
+            value = value.T
+        elif name in ("transformer.wte.weight", "lm_head.weight"):
+            value = value[: config.vocab_size]
+        weights[name] = value.clone()
+    theirs.load_state_dict(weights)
+    return theirs.eval()
+
+
+def random_ids(*shape):
+    return torch.randint(VOCAB_SIZE, shape)
+
+
+def test_stand_ins_cover_every_size():
+    assert STAND_INS.keys() == GPT2_SIZES.keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("size", STAND_INS)
+def test_gpt_logits_equal_hugging_face_at_every_length(size):
+    model = lively(tiny(**STAND_INS[size]))
+    theirs = hugging_face_twin(model)
+
+    for length in range(1, BLOCK_SIZE + 1):
+        idx = random_ids(2, length)
+        with torch.no_grad():
+            ours, expected = model(idx).logits, theirs(idx).logits
+        assert ours.shape == (2, length, VOCAB_SIZE)
+        assert (ours - expected).abs().max() <= 1e-4
+    assert expected.std() > 0.5  # logits near zero would agree whatever the model
+
+
+@pytest.mark.parametrize("size", STAND_INS)
+def test_gpt_loss_and_every_gradient_equal_hugging_face(size):
+    model = lively(tiny(**STAND_INS[size]))
+    theirs = hugging_face_twin(model)
+    tokens = random_ids(3, BLOCK_SIZE + 1)
+    idx, targets = tokens[:, :-1], tokens[:, 1:]
+
+    loss = model(idx, targets).loss
+    loss.backward()
+    expected = F.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten())
+    expected.backward()
+
+    assert abs(loss.item() - expected.item()) <= 1e-4
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = gradients[name].grad
+        ours = parameter.grad.T if name.endswith(TRANSPOSED) else parameter.grad
+        assert (ours[: len(gradient)] - gradient).abs().max() <= 1e-4, name
+        assert gradient.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("size", GPT2_SIZES)
+def test_gpt_has_the_published_number_of_parameters(size):
+    config = GPTConfig(**GPT2_SIZES[size])
+    with torch.device("meta"):
+        model = GPT(config)
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[size]
+    assert config.n_params == PARAMETERS[size]
+
+
+def test_gpt_decayed_and_other_parameters_are_as_in_the_reference():
+    with torch.device("meta"):
+        parameters = list(GPT(GPTConfig()).parameters())
+    matrices = [parameter.numel() for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter.numel() for parameter in parameters if parameter.dim() < 2]
+
+    assert (len(matrices), sum(matrices)) == (50, 124_354_560)
+    assert (len(others), sum(others)) == (98, 121_344)
+
+
+def test_gpt_state_dict_names_are_hugging_face_ones():
+    model = tiny()
+
+    assert model.state_dict().keys() == hugging_face_twin(model).state_dict().keys()
+
+
+def test_gpt_embedding_and_head_are_one_parameter():
+    model = tiny()
+
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(50257, 50304), (128, 128), (129, 256), (1, 128)])
+def test_config_pads_the_vocabulary_to_a_multiple_of_128(vocab_size, rows):
+    assert GPTConfig(vocab_size=vocab_size).padded_vocab_size == rows
+
+
+def test_gpt_initial_loss_is_that_of_a_uniform_guess():
+    model = tiny(vocab_size=4000)
+    tokens = torch.randint(4000, (8, BLOCK_SIZE + 1))
+
+    loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+
+    assert loss.item() == pytest.approx(math.log(4000), abs=0.1)
+    assert loss.dtype == torch.float32
+
+
+def test_gpt_initialisation_is_gpt2s():
+    model = tiny(n_layer=8, n_head=4, n_embd=128, block_size=256)
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert torch.all(parameter == 0), name
+        elif ".ln_" in name:
+            assert torch.all(parameter == 1), name
+        else:
+            std = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02  # 4 = sqrt(2 * 8 layers)
+            assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(parameter.mean().item()) < std / 20, name
+
+
+def test_gpt_initialisation_follows_the_seed():
+    torch.manual_seed(7)
+    first = tiny().state_dict()
+    torch.manual_seed(7)
+    second = tiny().state_dict()
+
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("position", [1, 7, BLOCK_SIZE - 1])
+def test_gpt_later_tokens_do_not_change_earlier_logits(position):
+    model = lively(tiny())
+    idx = random_ids(1, BLOCK_SIZE)
+    changed = idx.clone()
+    changed[0, position] = (changed[0, position] + 1) % VOCAB_SIZE
+
+    with torch.no_grad():
+        before, after = model(idx).logits[0], model(changed).logits[0]
+
+    assert torch.equal(before[:position], after[:position])
+    assert (before[position:] - after[position:]).abs().amax(dim=1).min() > 1e-3
+
+
+@pytest.mark.parametrize("prompt_length", [1, 5, BLOCK_SIZE])
+def test_gpt_with_cache_equals_without(prompt_length):
+    model = lively(tiny())
+    idx = random_ids(3, BLOCK_SIZE)
+    cache = KVCache(model.config, batch_size=3, device=CPU, dtype=torch.float32)
+
+    with torch.no_grad():
+        expected = model(idx).logits
+        pieces = [model(idx[:, :prompt_length], cache=cache).logits]
+        for position in range(prompt_length, BLOCK_SIZE):
+            pieces.append(model(idx[:, position : position + 1], cache=cache).logits)
+
+    assert cache.length == BLOCK_SIZE
+    assert (torch.cat(pieces, dim=1) - expected).abs().max() <= 1e-5
+
+
+def test_transformer_packs_sequences_by_mask_and_positions():
+    model = lively(tiny())
+    first, second = random_ids(1, 6), random_ids(1, 9)
+    positions = torch.cat([torch.arange(6), torch.arange(9)])
+    document = torch.tensor([0] * 6 + [1] * 9)
+    mask = (document[:, None] == document) & torch.ones(15, 15, dtype=torch.bool).tril()
+
+    with torch.no_grad():
+        packed = model.transformer(torch.cat([first, second], dim=1), positions, mask[None, None])
+        apart = [model.transformer(first), model.transformer(second)]
+
+    assert (packed - torch.cat(apart, dim=1)).abs().max() <= 1e-5
+
+
+def test_gpt_ignored_targets_do_not_count_towards_the_loss():
+    model = lively(tiny())
+    tokens = random_ids(2, BLOCK_SIZE + 1)
+    idx, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[:, ::3] = IGNORE_INDEX
+
+    with torch.no_grad():
+        loss = model(idx, targets).loss
+        log_probabilities = model(idx).logits.log_softmax(dim=-1)
+    counted = [
+        -log_probabilities[row, position, targets[row, position]].item()
+        for row in range(2)
+        for position in range(BLOCK_SIZE)
+        if position % 3
+    ]
+
+    assert loss.item() == pytest.approx(sum(counted) / len(counted), abs=1e-5)
+
+
+def test_gpt_padded_ids_get_neither_logits_nor_gradient():
+    model = lively(tiny())
+    tokens = random_ids(2, BLOCK_SIZE + 1)
+
+    model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+    gradient = model.transformer.wte.weight.grad
+
+    assert logits.size(-1) == VOCAB_SIZE < model.config.padded_vocab_size
+    assert torch.all(gradient[VOCAB_SIZE:] == 0)
+    assert torch.all(gradient[:VOCAB_SIZE].abs().amax(dim=1) > 0)
+
+
+def test_gpt_returns_either_logits_or_loss():
+    model = tiny()
+    idx = random_ids(1, 4)
+
+    logits, no_loss = model(idx)
+    no_logits, loss = model(idx, idx)
+
+    assert no_loss is None
+    assert no_logits is None
+    assert logits.shape == (1, 4, VOCAB_SIZE)
+    assert loss.shape == ()
+
+
+def test_gpt_loss_is_float32_under_bfloat16_autocast():
+    model = tiny()
+    tokens = random_ids(2, BLOCK_SIZE + 1)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+
+    assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("micro_steps", [2, 3, 6])
+def test_gpt_gradient_of_micro_batches_is_that_of_one_large_batch(micro_steps):
+    model = lively(tiny())
+    tokens = random_ids(6, BLOCK_SIZE + 1)
+    idx, targets = tokens[:, :-1], tokens[:, 1:]
+    model(idx, targets).loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    for micro_idx, micro_targets in zip(
+        idx.chunk(micro_steps), targets.chunk(micro_steps), strict=True
+    ):
+        (model(micro_idx, micro_targets).loss / micro_steps).backward()
+
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name]).abs().max() <= 1e-6, name
+
+
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="this machine has no C++ compiler")
+def test_gpt_compiled_equals_eager_in_loss_and_gradients():
+    model = lively(tiny(n_layer=1))
+    tokens = random_ids(2, BLOCK_SIZE + 1)
+    idx, targets = tokens[:, :-1], tokens[:, 1:]
+    expected_loss = model(idx, targets).loss
+    expected_loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    loss = torch.compile(model)(idx, targets).loss
+    loss.backward()
+
+    assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name]).abs().max() <= 1e-5, name
+
+
+def test_gpt_learns_one_batch_by_heart():
+    model = tiny()
+    tokens = random_ids(2, BLOCK_SIZE + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    for _ in range(60):
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    assert loss.item() < 0.1
+
+
+def test_gpt_has_no_dropout_to_switch_off():
+    assert not [module for module in tiny().modules() if isinstance(module, nn.Dropout)]
+
+
+@pytest.mark.parametrize("name", ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_config_refuses_a_dimension_below_one(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, not {value}"):
+        GPTConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("n_embd", "n_head", "mend"), [(100, 12, "--n-embd 96"), (5, 12, "--n-embd 12")]
+)
+def test_config_refuses_heads_that_do_not_divide_the_width_and_names_a_width_that_would_do(
+    n_embd, n_head, mend
+):
+    with pytest.raises(ValueError, match=f"n_embd {n_embd} .* n_head {n_head}: {mend}"):
+        GPTConfig(n_embd=n_embd, n_head=n_head)

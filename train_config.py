@@ -1,0 +1,132 @@
+"""The flags of `train_gpt2.py`: every setting of a run, its default and its limits."""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from device import DeviceName, DtypeName
+from model import GPT2_SIZES, GPTConfig
+
+NOT_SAVED = ("config", "resume", "plan", "run_name")  # flags that name a run, not its settings
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a GPT-2. With no flags: the 124M model on 10B tokens of FineWeb-Edu."""
+
+    data_dir: Path = Path("data/fineweb-edu-10BT")
+    """Folder of token shards, as fineweb.py makes it."""
+    shuffle: bool = True
+    """Take the training windows in a new random order each epoch, or in sequence."""
+    seed: int = 1337
+    """Chooses the initial weights, the data order and the samples."""
+
+    size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
+    """Model size: 124M, 350M, 774M or 1558M parameters."""
+    n_layer: int | None = None
+    """Number of blocks, instead of the size's."""
+    n_head: int | None = None
+    """Number of attention heads, instead of the size's."""
+    n_embd: int | None = None
+    """Width, instead of the size's."""
+    block_size: int = 1024
+    """Context length in tokens."""
+    init_from: str | None = None
+    """Start from these weights: gpt2, gpt2-medium, …, a Hugging Face folder, or a run."""
+
+    total_batch_size: int = 524_288
+    """Tokens in an optimizer step, over all processes and micro-steps."""
+    micro_batch_size: int | None = None
+    """Sequences that a process takes at once; by default what should fit the device."""
+
+    max_steps: int = 19_073
+    """Optimizer steps in all."""
+    max_lr: float = 6e-4
+    """Peak learning rate."""
+    min_lr: float = 6e-5
+    """Learning rate at the end."""
+    warmup_steps: int = 715
+    """Steps of linear warm-up."""
+    lr_schedule: Literal["cosine", "wsd"] = "cosine"
+    """Shape of the decay: half a cosine, or constant and then linear (warm-up, stable, decay)."""
+    weight_decay: float = 0.1
+    """AdamW's decay of matrices; biases and LayerNorms have none."""
+    grad_clip: float = 1.0
+    """Largest global norm of the gradient; larger ones are scaled down to it."""
+
+    val_every: int = 250
+    """Steps between validations; 0 = never."""
+    val_tokens: int = 10_485_760
+    """Tokens in a validation, or what there is."""
+    hellaswag_every: int = 250
+    """Steps between HellaSwag evaluations; 0 = never."""
+    hellaswag_data: Path | None = None
+    """A HellaSwag JSONL file; by default the validation set, downloaded once."""
+    sample_every: int = 250
+    """Steps between samples; 0 = never."""
+
+    out_dir: Path = Path("runs")
+    """Where run folders go."""
+    run_name: str | None = None
+    """Name of the run's folder; by default size and time."""
+    resume: str | None = None
+    """Go on from a checkpoint: auto (the run's latest, if any), a run folder or a checkpoint."""
+    config: Path | None = None
+    """Take the flags that are not given from this run's config.json."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; one is saved at the end too, and 0 saves only that."""
+    log_every: int = 1
+    """Steps between log lines."""
+
+    device: DeviceName = "auto"
+    """Device to train on."""
+    dtype: DtypeName = "auto"
+    """Type of matrix products; auto is bfloat16 where the hardware has it."""
+    compile: bool = True
+    """Compile the model with torch.compile, where there is a compiler."""
+    plan: bool = False
+    """Print what the run would take, and exit."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        at_least_one = "total_batch_size", "max_steps", "val_tokens", "log_every"
+        positive = "max_lr", "grad_clip"
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            minimum = 1 if name in at_least_one or name == "micro_batch_size" else 0
+            flag = f"--{name.replace('_', '-')}"
+            if not math.isfinite(value) or value < minimum:
+                problems.append(f"{flag} must be at least {minimum}, not {value}")
+            elif name in positive and value == 0:
+                problems.append(f"{flag} must be above 0")
+        if self.min_lr > self.max_lr:
+            problems.append(f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}")
+        if self.run_name is not None and Path(self.run_name).name != self.run_name:
+            problems.append(f"--run-name {self.run_name!r} must be a plain folder name")
+        if self.init_from is not None and (self.n_layer or self.n_head or self.n_embd):
+            problems.append("--init-from brings its own --n-layer, --n-head and --n-embd")
+        try:
+            self.model_config()
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def model_config(self) -> GPTConfig:
+        """The dimensions that the size and its overrides give."""
+        dimensions = dict(GPT2_SIZES[self.size])
+        for name in dimensions:
+            if getattr(self, name) is not None:
+                dimensions[name] = getattr(self, name)
+        return GPTConfig(block_size=self.block_size, **dimensions)
+
+    def saved(self) -> dict[str, Any]:
+        """The settings as JSON values, for `config.json` and checkpoints."""
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self).items()
+            if name not in NOT_SAVED
+        }

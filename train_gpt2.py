@@ -1,0 +1,560 @@
+"""Train a GPT-2.
+
+    python train_gpt2.py                                  one process: CUDA, MPS or CPU
+    torchrun --nproc_per_node=8 train_gpt2.py             eight GPUs (or gloo on CPUs)
+
+With no flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hellaswag import Example, download_hellaswag, evaluate_hellaswag, load_examples
+from tokenizer import gpt2_encoding
+from torch import nn
+from tqdm import tqdm
+
+from checkpoint import (
+    TrainerState,
+    load_checkpoint,
+    load_model,
+    read_state,
+    rng_states,
+    save_checkpoint,
+)
+from cli import parse_flags, run_command
+from dataloader import Batch, ShardedDataLoader, count_windows, validation_batches
+from device import (
+    autocast,
+    compiler_problem,
+    memory_gib,
+    peak_memory_gib,
+    select_device,
+    select_dtype,
+)
+from distributed import (
+    DistributedContext,
+    all_reduce_mean,
+    all_reduce_sum,
+    barrier,
+    set_gradient_sync,
+    setup_distributed,
+    wrap_model,
+)
+from lr_schedule import cosine_lr, wsd_lr
+from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu, peak_flops
+from model import GPT, IGNORE_INDEX, GPTConfig
+from plan import BatchPlan, describe_plan, plan_batch
+from runs import (
+    choose_run_dir,
+    find_resumable,
+    open_run,
+    refuse_changes,
+    saved_settings,
+    settings_as_args,
+)
+from sample import generate
+from shards import TokenShards, open_shards
+from train_config import TrainConfig
+
+SAMPLE_PROMPT = "Hello, I'm a language model,"
+SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
+FIXED_ON_RESUME = ("total_batch_size", "seed", "shuffle")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Everything that the training loop works with."""
+
+    config: TrainConfig
+    context: DistributedContext
+    run_dir: Path
+    batch: BatchPlan
+    dtype: torch.dtype
+    raw_model: GPT  # what evaluation, sampling and saving use
+    model: nn.Module  # the same weights, compiled and wrapped
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    train_shards: TokenShards
+    val_shards: TokenShards
+    hellaswag: Sequence[Example]
+
+
+def main() -> None:
+    """Set up, resume if asked to, train."""
+    config, checkpoint = parse_config(sys.argv[1:])
+    if config.plan:
+        print_plan(config)
+        return
+    with setup_distributed(config.device) as context:
+        run_dir = choose_run_dir(config.out_dir, config.run_name, config.size, checkpoint, context)
+        trainer = build_trainer(config, run_dir, context)
+        start_step = resume(trainer, checkpoint) if checkpoint else 0
+        if start_step >= config.max_steps:
+            say(context, f"{run_dir} is finished: {start_step} steps are done")
+            return
+        with open_run(run_dir, config.saved(), checkpoint is not None, context):
+            train(trainer, start_step)
+
+
+# --- the training section ---------------------------------------------------------------------
+
+
+def train(trainer: Trainer, start_step: int) -> None:
+    """Train from `start_step` to `max_steps`. One turn is one optimizer step."""
+    config, context = trainer.config, trainer.context
+    timer = StepTimer(start_step, config.max_steps, config.total_batch_size)
+    metrics_path = trainer.run_dir / "metrics.jsonl" if context.is_main else None
+    with (
+        MetricsLogger(metrics_path) as logger,
+        training_loader(trainer, start_step) as batches,
+        progress_bar(trainer, start_step) as bar,
+    ):
+        if start_step:
+            logger.log(resumed_from=start_step)
+        for step in range(start_step, config.max_steps + 1):  # the last turn only evaluates
+            with timer.paused():
+                if step > start_step or not start_step:
+                    evaluate_and_save(trainer, step, logger)
+            if step == config.max_steps:
+                break
+            lr = learning_rate(config, step)
+            result = train_step(
+                trainer.model,
+                trainer.optimizer,
+                batches,
+                grad_accum_steps=trainer.batch.grad_accum_steps,
+                lr=lr,
+                grad_clip=config.grad_clip,
+                dtype=trainer.dtype,
+                scaler=trainer.scaler,
+                context=context,
+            )
+            bar.update()
+            if (step + 1) % config.log_every == 0 or step + 1 == config.max_steps:
+                log_step(trainer, logger, timer, step + 1, lr, result)
+    say(context, f"done: {trainer.run_dir}")
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step did, over the whole global batch."""
+
+    loss: float  # mean cross-entropy, nats a token
+    grad_norm: float  # global, before clipping
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Batch],
+    *,
+    grad_accum_steps: int,
+    lr: float,
+    grad_clip: float,
+    dtype: torch.dtype,
+    scaler: torch.amp.GradScaler,
+    context: DistributedContext,
+) -> StepResult:
+    """One optimizer step: accumulate, average over processes, clip, update.
+
+    Args:
+        model: the compiled and wrapped model.
+        optimizer: over its parameters.
+        batches: where `grad_accum_steps` micro-batches are taken from.
+        grad_accum_steps: micro-batches of this process in the step.
+        lr: the learning rate of this update.
+        grad_clip: largest global gradient norm.
+        dtype: of matrix products.
+        scaler: scales the loss where `dtype` is float16; disabled elsewhere.
+        context: this process's place.
+
+    Raises:
+        FloatingPointError: loss or gradient are not finite, on every process alike; the weights
+            are as they were.
+    """
+    loss_sum = torch.zeros((), device=context.device)
+    for micro_step in range(grad_accum_steps):
+        set_gradient_sync(model, micro_step == grad_accum_steps - 1)
+        inputs, targets = next(batches)
+        with autocast(context.device, dtype):
+            _, loss = model(inputs, targets)
+        scaler.scale(loss / grad_accum_steps).backward()
+        loss_sum += loss.detach() / grad_accum_steps
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    # The step's only wait for the device: the update must not happen if this is not finite.
+    result = StepResult(*torch.stack([all_reduce_mean(loss_sum, context), norm]).tolist())
+    if not math.isfinite(result.loss) or not (
+        math.isfinite(result.grad_norm) or scaler.is_enabled()
+    ):
+        raise FloatingPointError(
+            f"loss {result.loss:.4f}, gradient norm {result.grad_norm}: no update was made"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.step(optimizer)  # with float16, skips an update whose gradient overflowed
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return result
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of the update after `step`."""
+    schedule = {"cosine": cosine_lr, "wsd": wsd_lr}[config.lr_schedule]
+    return schedule(
+        step,
+        max_lr=config.max_lr,
+        min_lr=config.min_lr,
+        warmup_steps=config.warmup_steps,
+        max_steps=config.max_steps,
+    )
+
+
+# --- what happens between steps ---------------------------------------------------------------
+
+
+def evaluate_and_save(trainer: Trainer, step: int, logger: MetricsLogger) -> None:
+    """Validate, score HellaSwag, sample and save, each if it is due after `step` updates."""
+    config, context = trainer.config, trainer.context
+
+    def due(every: int) -> bool:
+        return every > 0 and (step % every == 0 or step == config.max_steps)
+
+    record: dict[str, float] = {}
+    if due(config.val_every):
+        record["val_loss"] = evaluate_loss(
+            trainer.model, validation_loader(trainer), trainer.dtype, context
+        )
+    if due(config.hellaswag_every) and trainer.hellaswag:
+        score = evaluate_hellaswag(trainer.raw_model, trainer.hellaswag, context, trainer.dtype)
+        record["hellaswag_acc"] = score.acc
+        record["hellaswag_acc_norm"] = score.acc_norm
+        record["hellaswag_total"] = score.total
+    if record:
+        logger.log(step=step, tokens_seen=step * config.total_batch_size, **record)
+        values = " | ".join(f"{name} {value:.4f}" for name, value in record.items())
+        say(context, f"step {step} | {values}")
+    if due(config.sample_every):
+        write_samples(trainer, step)
+    if step and (due(config.checkpoint_every) or step == config.max_steps):
+        save(trainer, step)
+
+
+@torch.no_grad()
+def evaluate_loss(
+    model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype, context: DistributedContext
+) -> float:
+    """Mean cross-entropy over all processes' batches, in nats a token.
+
+    Sums and counts are added up over the processes and divided once, so that the result does not
+    depend on how many there are.
+    """
+    exact = torch.float32 if context.device.type == "mps" else torch.float64  # MPS has no float64
+    totals = torch.zeros(2, dtype=exact, device=context.device)
+    for inputs, targets in batches:
+        with autocast(context.device, dtype):
+            _, loss = model(inputs, targets)
+        count = (targets != IGNORE_INDEX).sum()
+        totals[0] += torch.where(count > 0, loss * count, 0.0)
+        totals[1] += count
+    loss_sum, count_sum = all_reduce_sum(totals, context).tolist()
+    return float(loss_sum / count_sum)
+
+
+def write_samples(trainer: Trainer, step: int) -> None:
+    """Continue a fixed prompt, from a generator of its own, into `samples.txt`.
+
+    Every process does this, so that none waits long for another; the main one writes.
+    """
+    context, encoding = trainer.context, gpt2_encoding()
+    prompt = torch.tensor(encoding.encode_ordinary(SAMPLE_PROMPT), device=context.device)
+    generator = torch.Generator(context.device).manual_seed(trainer.config.seed)
+    sequences = generate(
+        trainer.raw_model,
+        prompt.repeat(SAMPLE_COUNT, 1),
+        SAMPLE_TOKENS,
+        top_k=SAMPLE_TOP_K,
+        generator=generator,
+        dtype=trainer.dtype,
+    )
+    if not context.is_main:
+        return
+    with (trainer.run_dir / "samples.txt").open("a", encoding="utf-8") as file:
+        for sequence in sequences:
+            line = f"step {step} | sample: {encoding.decode(sequence)!r}"
+            print(line, file=file)
+            say(context, line)
+
+
+def save(trainer: Trainer, step: int) -> None:
+    """Save a checkpoint; the other processes wait for the main one."""
+    config = trainer.config
+    if trainer.context.is_main:
+        state = TrainerState(
+            step=step,
+            tokens_seen=step * config.total_batch_size,
+            model_config=asdict(trainer.raw_model.config),
+            train_config=config.saved(),
+            data_fingerprint=trainer.train_shards.fingerprint,
+            rng_states=rng_states(),
+            grad_scaler=trainer.scaler.state_dict(),
+        )
+        folder = trainer.run_dir / "checkpoints"
+        path = save_checkpoint(folder, state, trainer.raw_model, trainer.optimizer)
+        say(trainer.context, f"step {step} | saved {path}")
+    barrier(trainer.context)
+
+
+def log_step(
+    trainer: Trainer,
+    logger: MetricsLogger,
+    timer: StepTimer,
+    step: int,
+    lr: float,
+    result: StepResult,
+) -> None:
+    """Log a training record, to `metrics.jsonl` and as a line on the console."""
+    config, context, model = trainer.config, trainer.context, trainer.raw_model.config
+    timing = timer.lap(step)
+    per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
+    record = {
+        "step": step,
+        "tokens_seen": step * config.total_batch_size,
+        "train_loss": result.loss,
+        "lr": lr,
+        "grad_norm": result.grad_norm,
+        "step_time_ms": timing.step_time_ms,
+        "tokens_per_second": timing.tokens_per_second,
+        "mfu": mfu(
+            timing.tokens_per_second, per_token, device_peak(context.device), context.world_size
+        ),
+        "peak_memory_gib": peak_memory_gib(context.device),
+    }
+    logger.log(**record)
+    say(context, format_step(record, config.max_steps, timing.eta_seconds))
+
+
+# --- setting up -------------------------------------------------------------------------------
+
+
+def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
+    """The configuration, and the checkpoint to resume from, if any.
+
+    Flags are laid over the settings of the resumed checkpoint or of `--config`.
+    """
+    locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("config", "resume", "out-dir", "run-name"):
+        locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?")
+    given, _ = locate.parse_known_args(args)
+    checkpoint = None
+    if given.resume:
+        out_dir = Path(given.out_dir or TrainConfig.out_dir)
+        checkpoint = find_resumable(given.resume, out_dir, given.run_name)
+    saved = saved_settings(given.config and Path(given.config), checkpoint)
+    return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint
+
+
+def print_plan(config: TrainConfig) -> None:
+    """Print what the run would take on this machine, without touching anything."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = select_device(config.device)
+    model = config.model_config()
+    plan = describe_plan(
+        model,
+        share_out(config, model, device, world_size),
+        total_batch_size=config.total_batch_size,
+        max_steps=config.max_steps,
+        world_size=world_size,
+        peak_flops=device_peak(device),
+    )
+    print(plan)
+
+
+def share_out(
+    config: TrainConfig, model: GPTConfig, device: torch.device, world_size: int
+) -> BatchPlan:
+    """Share the global batch out over this machine's devices."""
+    memory = memory_gib(device)
+    if memory is not None and device.type != "cuda":
+        memory /= world_size  # processes without a GPU of their own share what there is
+    return plan_batch(
+        model,
+        total_batch_size=config.total_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        world_size=world_size,
+        device=device,
+        memory_gib=memory,
+    )
+
+
+def build_trainer(config: TrainConfig, run_dir: Path, context: DistributedContext) -> Trainer:
+    """Open the data, build model and optimizer; nothing is written yet."""
+    device = context.device
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    dtype = select_dtype(config.dtype, device)
+    train_shards, val_shards = open_data(config)
+    raw_model = build_model(config, device)
+    return Trainer(
+        config=config,
+        context=context,
+        run_dir=run_dir,
+        batch=share_out(config, raw_model.config, device, context.world_size),
+        dtype=dtype,
+        raw_model=raw_model,
+        model=wrap_model(compile_model(raw_model, config, context), context),
+        optimizer=build_optimizer(raw_model, config.weight_decay, device),
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        train_shards=train_shards,
+        val_shards=val_shards,
+        hellaswag=open_hellaswag(config, context),
+    )
+
+
+def open_data(config: TrainConfig) -> tuple[TokenShards, TokenShards]:
+    """Open and check both splits."""
+    train_shards = open_shards(config.data_dir, "train")
+    val_shards = open_shards(config.data_dir, "val")
+    if config.val_every and not count_windows(val_shards.total_tokens, config.block_size):
+        raise ValueError(
+            f"the validation split has {val_shards.total_tokens} tokens, fewer than "
+            f"--block-size {config.block_size} + 1: give more data, or --val-every 0"
+        )
+    return train_shards, val_shards
+
+
+def open_hellaswag(config: TrainConfig, context: DistributedContext) -> Sequence[Example]:
+    """The examples to score; none, with a warning, where they cannot be had."""
+    if not config.hellaswag_every:
+        return []
+    if config.hellaswag_data is not None:
+        return load_examples(config.hellaswag_data)
+    try:
+        return load_examples(download_hellaswag(context))
+    except OSError as error:
+        say(context, f"warning: no HellaSwag evaluation: {error} (--hellaswag-every 0 is silent)")
+        return []
+
+
+def build_model(config: TrainConfig, device: torch.device) -> GPT:
+    """The raw model: new weights, the same on every process, or `--init-from`'s."""
+    torch.manual_seed(config.seed)
+    if config.init_from is None:
+        with device:
+            return GPT(config.model_config())
+    model = load_model(config.init_from, device)
+    model.crop_block_size(config.block_size)
+    return model
+
+
+def compile_model(model: GPT, config: TrainConfig, context: DistributedContext) -> nn.Module:
+    """The model compiled, loss and all; the model itself, with a warning, where that cannot be."""
+    if not config.compile:
+        return model
+    problem = compiler_problem(context.device)
+    if problem is not None:
+        say(context, f"warning: not compiled, training will be slower: {problem}")
+        return model
+    return torch.compile(model, dynamic=False)
+
+
+def build_optimizer(
+    model: nn.Module, weight_decay: float, device: torch.device
+) -> torch.optim.AdamW:
+    """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused where the device allows.
+
+    Matrices decay; biases and LayerNorm gains, which have one dimension, do not.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = device.type in ("cuda", "cpu", "mps")
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+
+
+def resume(trainer: Trainer, checkpoint: Path) -> int:
+    """Put model, optimizer and generators back; return the updates done.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of a run on another model, data or batch.
+    """
+    config, state = trainer.config, read_state(checkpoint)
+    refuse_changes(
+        {
+            **state.model_config,
+            **{name: state.train_config.get(name) for name in FIXED_ON_RESUME},
+            "data_fingerprint": state.data_fingerprint,
+        },
+        {
+            **asdict(trainer.raw_model.config),
+            **{name: getattr(config, name) for name in FIXED_ON_RESUME},
+            "data_fingerprint": trainer.train_shards.fingerprint,
+        },
+        checkpoint,
+    )
+    load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler)
+    say(trainer.context, f"resumed from {checkpoint}")
+    return state.step
+
+
+def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
+    """This process's training micro-batches, from `start_step` on."""
+    return ShardedDataLoader(
+        trainer.train_shards,
+        block_size=trainer.raw_model.config.block_size,
+        micro_batch_size=trainer.batch.micro_batch_size,
+        grad_accum_steps=trainer.batch.grad_accum_steps,
+        seed=trainer.config.seed,
+        shuffle=trainer.config.shuffle,
+        vocab_size=trainer.raw_model.config.vocab_size,
+        context=trainer.context,
+        start_step=start_step,
+    )
+
+
+def validation_loader(trainer: Trainer) -> Iterator[Batch]:
+    """This process's share of the validation windows."""
+    return validation_batches(
+        trainer.val_shards,
+        block_size=trainer.raw_model.config.block_size,
+        micro_batch_size=trainer.batch.micro_batch_size,
+        max_tokens=trainer.config.val_tokens,
+        vocab_size=trainer.raw_model.config.vocab_size,
+        context=trainer.context,
+    )
+
+
+def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
+    """A bar over the run's steps, where the main process's output is a terminal."""
+    return tqdm(
+        total=trainer.config.max_steps,
+        initial=start_step,
+        unit="step",
+        disable=None if trainer.context.is_main else True,
+    )
+
+
+def device_peak(device: torch.device) -> float | None:
+    """The device's peak in FLOP/s, if it is known."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device))
+
+
+def say(context: DistributedContext, line: str) -> None:
+    """Print a line once, above the progress bar if there is one."""
+    if context.is_main:
+        tqdm.write(line)
+
+
+if __name__ == "__main__":
+    run_command(main)
