@@ -88,6 +88,11 @@ def compiler_problem(device: torch.device) -> str | None:
     return None
 
 
+def device_name(device: torch.device) -> str:
+    """The name of the GPU's kind, else the device's type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that was asked of it, as honest timing needs."""
     if device.type == "cuda":

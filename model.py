@@ -238,9 +238,8 @@ class GPT(nn.Module):
                 f"--block-size {block_size} is beyond this model's {self.config.block_size}"
             )
         self.config = replace(self.config, block_size=block_size)
-        self.transformer.wpe = nn.Embedding.from_pretrained(
-            self.transformer.wpe.weight.detach()[:block_size].clone(), freeze=False
-        )
+        weight = self.transformer.wpe.weight
+        self.transformer.wpe.weight = nn.Parameter(weight.detach()[:block_size].clone())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., vocab_size): the padding columns exist for the matrix product only."""

@@ -84,20 +84,24 @@ def choose_run_dir(
 
 @contextmanager
 def open_run(
-    run_dir: Path, settings: Mapping[str, Any], resuming: bool, context: DistributedContext
+    run_dir: Path,
+    settings: Mapping[str, Any],
+    checkpoint: Path | None,
+    context: DistributedContext,
 ) -> Iterator[None]:
     """Hold a run's folder for the length of the body; the main process makes and locks it.
 
     Args:
         run_dir: the folder.
         settings: what `config.json` is to say.
-        resuming: whether the folder may hold a run already.
+        checkpoint: where the run goes on from; only its own folder may hold a run already.
         context: this process's place.
 
     Raises:
-        ValueError: the folder holds a run and `resuming` is False, or another trainer has it.
+        ValueError: the folder holds another run, or another trainer has it.
     """
     lock = FileLock(run_dir / LOCK_NAME)
+    resuming = checkpoint is not None and checkpoint.parent.parent.resolve() == run_dir.resolve()
     problem = _take(run_dir, lock, settings, resuming) if context.is_main else None
     if not broadcast_int(problem is None, context):
         if problem is None:

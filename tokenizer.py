@@ -32,9 +32,7 @@ VOCAB_PATH = Path(__file__).parent / "assets" / "vocab.bpe"
 VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 # How GPT-2 cuts text into words before merging bytes; tiktoken's spelling of the original.
-WORD_PATTERN = (
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-)
+WORD_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 # Where a long text may be cut without changing its ids: before a whitespace character that a
 # non-whitespace one follows. In WORD_PATTERN words of letters, digits or signs hold no whitespace
@@ -46,6 +44,7 @@ WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 
 PIECE_CHARS = 1 << 18  # longer texts are cut: tiktoken fails on runs of 1M spaces
+RELOAD_TOKENS = 1 << 26  # gigatoken remembers every word that it has seen, up to a GB in these
 CHECK_CHARS = 10_000  # of every batch, compared with tiktoken
 
 
@@ -102,6 +101,7 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     """
     remaining = iter(batches)
     gigatoken = _load_gigatoken(workers)
+    since_load = 0
     if gigatoken is None:
         _warn("gigatoken is not installed")
     else:
@@ -112,6 +112,9 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
                 remaining = itertools.chain([texts], remaining)
                 break
             yield tokens
+            since_load += len(tokens)
+            if since_load > RELOAD_TOKENS:
+                gigatoken, since_load = _load_gigatoken(workers), 0
     yield from _encode_in_processes(remaining, workers)
 
 
@@ -203,9 +206,7 @@ def _starts_as_tiktoken(tokens: TokenIds, texts: Sequence[str]) -> bool:
     return np.array_equal(tokens[: len(expected)], expected)
 
 
-def _encode_in_processes(
-    batches: Iterable[Sequence[str]], workers: int
-) -> Iterator[TokenIds]:
+def _encode_in_processes(batches: Iterable[Sequence[str]], workers: int) -> Iterator[TokenIds]:
     """Encode with tiktoken, batches in parallel, results in order."""
     if workers == 1:
         yield from map(_encode_with_tiktoken, batches)

@@ -8,6 +8,10 @@ from typing import Any, Literal
 from device import DeviceName, DtypeName
 from model import GPT2_SIZES, GPTConfig
 
+ABOVE_ZERO = (
+    *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
+    *("log_every", "max_lr", "grad_clip"),
+)
 NOT_SAVED = ("config", "resume", "plan", "run_name")  # flags that name a run, not its settings
 
 
@@ -90,18 +94,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        at_least_one = "total_batch_size", "max_steps", "val_tokens", "log_every"
-        positive = "max_lr", "grad_clip"
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool):
+            if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            minimum = 1 if name in at_least_one or name == "micro_batch_size" else 0
             flag = f"--{name.replace('_', '-')}"
-            if not math.isfinite(value) or value < minimum:
-                problems.append(f"{flag} must be at least {minimum}, not {value}")
-            elif name in positive and value == 0:
-                problems.append(f"{flag} must be above 0")
+            if name in ABOVE_ZERO and not 0 < value < math.inf:
+                problems.append(f"{flag} must be above 0, not {value}")
+            elif not 0 <= value < math.inf:
+                problems.append(f"{flag} must be at least 0, not {value}")
         if self.min_lr > self.max_lr:
             problems.append(f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}")
         if self.run_name is not None and Path(self.run_name).name != self.run_name:

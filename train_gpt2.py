@@ -13,11 +13,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from hellaswag import Example, download_hellaswag, evaluate_hellaswag, load_examples
-from tokenizer import gpt2_encoding
 from torch import nn
 from tqdm import tqdm
 
@@ -34,7 +32,7 @@ from dataloader import Batch, ShardedDataLoader, count_windows, validation_batch
 from device import (
     autocast,
     compiler_problem,
-    memory_gib,
+    device_name,
     peak_memory_gib,
     select_device,
     select_dtype,
@@ -48,9 +46,10 @@ from distributed import (
     setup_distributed,
     wrap_model,
 )
+from hellaswag import Example, download_hellaswag, evaluate_hellaswag, load_examples
 from lr_schedule import cosine_lr, wsd_lr
 from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu, peak_flops
-from model import GPT, IGNORE_INDEX, GPTConfig
+from model import GPT, IGNORE_INDEX
 from plan import BatchPlan, describe_plan, plan_batch
 from runs import (
     choose_run_dir,
@@ -62,6 +61,7 @@ from runs import (
 )
 from sample import generate
 from shards import TokenShards, open_shards
+from tokenizer import gpt2_encoding
 from train_config import TrainConfig
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
@@ -87,11 +87,14 @@ class Trainer:
     hellaswag: Sequence[Example]
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Set up, resume if asked to, train."""
-    config, checkpoint = parse_config(sys.argv[1:])
+    config, checkpoint = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
-        print_plan(config)
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        print(
+            describe_plan(config, config.model_config(), select_device(config.device), world_size)
+        )
         return
     with setup_distributed(config.device) as context:
         run_dir = choose_run_dir(config.out_dir, config.run_name, config.size, checkpoint, context)
@@ -100,7 +103,11 @@ def main() -> None:
         if start_step >= config.max_steps:
             say(context, f"{run_dir} is finished: {start_step} steps are done")
             return
-        with open_run(run_dir, config.saved(), checkpoint is not None, context):
+        with open_run(run_dir, config.saved(), checkpoint, context):
+            say(
+                context,
+                describe_plan(config, trainer.raw_model.config, context.device, context.world_size),
+            )
             train(trainer, start_step)
 
 
@@ -109,7 +116,8 @@ def main() -> None:
 
 def train(trainer: Trainer, start_step: int) -> None:
     """Train from `start_step` to `max_steps`. One turn is one optimizer step."""
-    config, context = trainer.config, trainer.context
+    config, context, model = trainer.config, trainer.context, trainer.raw_model.config
+    say(context, describe_plan(config, model, context.device, context.world_size))
     timer = StepTimer(start_step, config.max_steps, config.total_batch_size)
     metrics_path = trainer.run_dir / "metrics.jsonl" if context.is_main else None
     with (
@@ -324,6 +332,7 @@ def log_step(
     config, context, model = trainer.config, trainer.context, trainer.raw_model.config
     timing = timer.lap(step)
     per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
+    peak = peak_flops(device_name(context.device))
     record = {
         "step": step,
         "tokens_seen": step * config.total_batch_size,
@@ -332,9 +341,7 @@ def log_step(
         "grad_norm": result.grad_norm,
         "step_time_ms": timing.step_time_ms,
         "tokens_per_second": timing.tokens_per_second,
-        "mfu": mfu(
-            timing.tokens_per_second, per_token, device_peak(context.device), context.world_size
-        ),
+        "mfu": mfu(timing.tokens_per_second, per_token, peak, context.world_size),
         "peak_memory_gib": peak_memory_gib(context.device),
     }
     logger.log(**record)
@@ -361,39 +368,6 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
     return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint
 
 
-def print_plan(config: TrainConfig) -> None:
-    """Print what the run would take on this machine, without touching anything."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = select_device(config.device)
-    model = config.model_config()
-    plan = describe_plan(
-        model,
-        share_out(config, model, device, world_size),
-        total_batch_size=config.total_batch_size,
-        max_steps=config.max_steps,
-        world_size=world_size,
-        peak_flops=device_peak(device),
-    )
-    print(plan)
-
-
-def share_out(
-    config: TrainConfig, model: GPTConfig, device: torch.device, world_size: int
-) -> BatchPlan:
-    """Share the global batch out over this machine's devices."""
-    memory = memory_gib(device)
-    if memory is not None and device.type != "cuda":
-        memory /= world_size  # processes without a GPU of their own share what there is
-    return plan_batch(
-        model,
-        total_batch_size=config.total_batch_size,
-        micro_batch_size=config.micro_batch_size,
-        world_size=world_size,
-        device=device,
-        memory_gib=memory,
-    )
-
-
 def build_trainer(config: TrainConfig, run_dir: Path, context: DistributedContext) -> Trainer:
     """Open the data, build model and optimizer; nothing is written yet."""
     device = context.device
@@ -406,7 +380,7 @@ def build_trainer(config: TrainConfig, run_dir: Path, context: DistributedContex
         config=config,
         context=context,
         run_dir=run_dir,
-        batch=share_out(config, raw_model.config, device, context.world_size),
+        batch=plan_batch(config, raw_model.config, device, context.world_size),
         dtype=dtype,
         raw_model=raw_model,
         model=wrap_model(compile_model(raw_model, config, context), context),
@@ -439,7 +413,7 @@ def open_hellaswag(config: TrainConfig, context: DistributedContext) -> Sequence
     try:
         return load_examples(download_hellaswag(context))
     except OSError as error:
-        say(context, f"warning: no HellaSwag evaluation: {error} (--hellaswag-every 0 is silent)")
+        say(context, f"warning: HellaSwag will not be scored: {error} (--hellaswag-data FILE)")
         return []
 
 
@@ -462,7 +436,7 @@ def compile_model(model: GPT, config: TrainConfig, context: DistributedContext) 
     if problem is not None:
         say(context, f"warning: not compiled, training will be slower: {problem}")
         return model
-    return torch.compile(model, dynamic=False)
+    return cast(nn.Module, torch.compile(model, dynamic=False))
 
 
 def build_optimizer(
@@ -543,17 +517,11 @@ def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
     )
 
 
-def device_peak(device: torch.device) -> float | None:
-    """The device's peak in FLOP/s, if it is known."""
-    if device.type != "cuda":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device))
-
-
 def say(context: DistributedContext, line: str) -> None:
     """Print a line once, above the progress bar if there is one."""
     if context.is_main:
         tqdm.write(line)
+        sys.stdout.flush()  # a log file or a pipe is to have it at once
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from cli import parse_flags, run_command
 
-DEEP_PATH = "/data/" + "a-folder/with some words and_names/" * 4 + "file.txt"
+DEEP_PATH = "/data/" + "a-folder/and_more/" * 7 + "with some words, and more/file.txt"
 
 
 @dataclass(frozen=True)

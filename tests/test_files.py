@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from files import atomic_write, read_json, sha256_of, write_json
@@ -107,6 +107,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(value=json_values)
 def test_json_survives_writing_and_reading(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "value.json"

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
@@ -162,36 +162,39 @@ def test_wsd_lr_without_decay_drops_only_at_the_end():
 
 
 @pytest.mark.parametrize("schedule", [cosine_lr, wsd_lr])
-@given(settings=schedules(), step=st.integers(min_value=0, max_value=200))
-def test_schedule_stays_in_bounds(schedule, settings, step):
-    rate = schedule(step, **settings)
+@settings(deadline=None)
+@given(arguments=schedules(), step=st.integers(min_value=0, max_value=200))
+def test_schedule_stays_in_bounds(schedule, arguments, step):
+    rate = schedule(step, **arguments)
 
-    assert 0.0 <= rate <= settings["max_lr"] * (1 + 1e-12)
-    if step >= settings["warmup_steps"]:
-        assert rate >= settings["min_lr"] * (1 - 1e-12)
+    assert 0.0 <= rate <= arguments["max_lr"] * (1 + 1e-12)
+    if step >= arguments["warmup_steps"]:
+        assert rate >= arguments["min_lr"] * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("schedule", [cosine_lr, wsd_lr])
-@given(settings=schedules())
-def test_schedule_rises_during_warmup_and_never_after(schedule, settings):
-    warmup_steps = settings["warmup_steps"]
-    rates = [schedule(step, **settings) for step in range(130)]
+@settings(deadline=None)
+@given(arguments=schedules())
+def test_schedule_rises_during_warmup_and_never_after(schedule, arguments):
+    warmup_steps = arguments["warmup_steps"]
+    rates = [schedule(step, **arguments) for step in range(130)]
     rise, rest = rates[:warmup_steps], rates[max(warmup_steps - 1, 0) :]
 
     assert all(later > earlier for earlier, later in pairwise(rise))
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(rest))
 
 
-@given(settings=schedules())
-def test_cosine_lr_has_no_jump(settings):
-    if settings["warmup_steps"] >= settings["max_steps"]:
+@settings(deadline=None)
+@given(arguments=schedules())
+def test_cosine_lr_has_no_jump(arguments):
+    if arguments["warmup_steps"] >= arguments["max_steps"]:
         return  # there, warm-up is followed by the minimum
-    length = settings["max_steps"] - settings["warmup_steps"]
+    length = arguments["max_steps"] - arguments["warmup_steps"]
     steepest = max(
-        settings["max_lr"] / max(settings["warmup_steps"], 1),
-        math.pi / 2 * (settings["max_lr"] - settings["min_lr"]) / length,
+        arguments["max_lr"] / max(arguments["warmup_steps"], 1),
+        math.pi / 2 * (arguments["max_lr"] - arguments["min_lr"]) / length,
     )
-    rates = [cosine_lr(step, **settings) for step in range(130)]
+    rates = [cosine_lr(step, **arguments) for step in range(130)]
 
     for earlier, later in pairwise(rates):
         assert abs(later - earlier) <= steepest * (1 + 1e-9)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import (
@@ -43,6 +43,7 @@ UNKNOWN_NAMES = [
     "NVIDIA GeForce RTX 4090 Laptop GPU",
     "NVIDIA GeForce RTX 3090 Ti",
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
     "NVIDIA H20",
     "NVIDIA A100X",
     "NVIDIA L40",
@@ -137,6 +138,7 @@ def test_logger_keeps_every_finished_record_when_the_process_is_killed(tmp_path)
     assert [record["step"] for record in read_metrics(path)] == list(range(100))
 
 
+@settings(deadline=None)
 @given(
     records=st.lists(
         st.dictionaries(

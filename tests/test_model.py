@@ -259,6 +259,25 @@ def test_gpt_padded_ids_get_neither_logits_nor_gradient():
     assert torch.all(gradient[:VOCAB_SIZE].abs().amax(dim=1) > 0)
 
 
+def test_gpt_cropped_gives_the_same_logits_up_to_its_new_length():
+    model = lively(tiny())
+    idx = random_ids(2, 6)
+    with torch.no_grad():
+        expected = model(idx).logits
+
+    model.crop_block_size(6)
+
+    with torch.no_grad():
+        assert torch.equal(model(idx).logits, expected)
+    assert model.config.block_size == 6
+    assert sum(parameter.numel() for parameter in model.parameters()) == model.config.n_params
+
+
+def test_gpt_crop_refuses_a_longer_context():
+    with pytest.raises(ValueError, match="--block-size 17 is beyond this model's 16"):
+        tiny().crop_block_size(17)
+
+
 def test_gpt_returns_either_logits_or_loss():
     model = tiny()
     idx = random_ids(1, 4)

@@ -1,0 +1,114 @@
+"""The whole journey on this machine, offline, in minutes: `make demo`.
+
+Text → shards → a small GPT-2 → samples → HellaSwag's format → Hugging Face's format → figures.
+Every step is a command of this project, printed before it runs.
+"""
+
+import math
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cli import parse_flags, run_command
+from metrics import format_duration, read_metrics
+from shards import TokenShards, open_shards
+
+DATA_DIR = Path("data/stdlib")
+RUN_DIR = Path("runs/demo")
+EXPORT_DIR = Path("exported/demo")
+HELLASWAG_SAMPLE = Path("assets/hellaswag_sample.jsonl")
+CLEARLY_BELOW = 0.5  # nats a token
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Take a small GPT-2 from text to samples, scores and figures on this machine."""
+
+    short: bool = False
+    """Train a third as long, to see that everything works."""
+
+
+def main() -> None:
+    """Run every command in turn and sum up."""
+    config = parse_flags(DemoConfig)
+    start = time.perf_counter()
+    shutil.rmtree(RUN_DIR, ignore_errors=True)  # an earlier demo's
+    step("Python's standard library → token shards", "fineweb.py", "--source=stdlib")
+    step("shards → a GPT-2 of 10M parameters", "train_gpt2.py", *train_flags(config.short))
+    step("a sample", "sample.py", f"--model={RUN_DIR}", "--prompt=def read", "--num-samples=2")
+    step(
+        "HellaSwag's format (24 rows of our own: NOT the benchmark)",
+        "hellaswag.py",
+        *(f"--model={RUN_DIR}", f"--data={HELLASWAG_SAMPLE}"),
+    )
+    step("export for Hugging Face", "export.py", f"--model={RUN_DIR}", f"--out={EXPORT_DIR}")
+    step("figures", "plot.py", str(RUN_DIR))
+    summarise(time.perf_counter() - start)
+
+
+def train_flags(short: bool) -> list[str]:
+    """A model that two CPU cores train in minutes."""
+    steps = 100 if short else 300
+    return [
+        *(f"--data-dir={DATA_DIR}", f"--out-dir={RUN_DIR.parent}", f"--run-name={RUN_DIR.name}"),
+        *("--n-layer=6", "--n-head=5", "--n-embd=160", "--block-size=256"),
+        *("--total-batch-size=4096", f"--max-steps={steps}", f"--warmup-steps={steps // 10}"),
+        *("--max-lr=3e-3", "--min-lr=3e-4", f"--val-every={steps // 5}", "--val-tokens=65536"),
+        *(f"--sample-every={steps}", f"--hellaswag-every={steps}"),
+        *(f"--hellaswag-data={HELLASWAG_SAMPLE}", f"--checkpoint-every={steps}", "--log-every=10"),
+    ]
+
+
+def step(title: str, script: str, *flags: str) -> None:
+    """Announce one of the project's commands and run it; its failure ends the demo."""
+    print(f"\n=== {title}\n$ python {script} {' '.join(flags)}", flush=True)
+    result = subprocess.run([sys.executable, script, *flags], check=False)
+    if result.returncode:
+        raise SystemExit(result.returncode)
+
+
+def summarise(seconds: float) -> None:
+    """Print where everything is, and what was learnt; fail if that is not clear."""
+    losses = [r["val_loss"] for r in read_metrics(RUN_DIR / "metrics.jsonl") if "val_loss" in r]
+    baseline = unigram_loss(open_shards(DATA_DIR, "train"), open_shards(DATA_DIR, "val"))
+    print(
+        f"\n=== done in {format_duration(seconds)}\n"
+        f"validation loss  {losses[-1]:.2f} nats a token, from {losses[0]:.2f} before training\n"
+        f"unigram model    {baseline:.2f}: what knowing only how often each token occurs gives\n"
+        f"run, samples     {RUN_DIR}\n"
+        f"loss curve       {RUN_DIR / 'figures' / 'loss.png'}\n"
+        f"for transformers {EXPORT_DIR}"
+    )
+    if losses[-1] > baseline - CLEARLY_BELOW:
+        raise FloatingPointError("the model has not learnt more than token frequencies")
+
+
+def unigram_loss(train: TokenShards, val: TokenShards, vocab_size: int = 50257) -> float:
+    """Cross-entropy of the validation split under the training split's token frequencies.
+
+    Every id is counted once more than it occurs (add-one smoothing), so that none is impossible.
+
+    Returns:
+        Nats a token.
+    """
+    counts = count_tokens(train, vocab_size) + 1.0
+    val_counts = count_tokens(val, vocab_size)
+    log_probs = np.log(counts) - math.log(counts.sum())
+    return float(-(val_counts * log_probs).sum() / val_counts.sum())
+
+
+def count_tokens(shards: TokenShards, vocab_size: int) -> np.ndarray:
+    """How often each id occurs: (vocab_size,) float64."""
+    counts = np.zeros(vocab_size)
+    for array in shards.arrays:
+        counts += np.bincount(array, minlength=vocab_size)
+    return counts
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,41 @@
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
+ROOT = Path(__file__).parent.parent
+TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
+TINY_RUN = (
+    *TINY_MODEL,
+    *("--total-batch-size=256", "--micro-batch-size=4", "--max-steps=8", "--warmup-steps=2"),
+    *("--val-every=4", "--val-tokens=256", "--sample-every=0", "--hellaswag-every=0"),
+    *("--checkpoint-every=4", "--device=cpu", "--dtype=float32", "--no-compile"),
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory):
+    """Shards of a language that can be learnt: each id follows from the one before."""
+    folder = tmp_path_factory.mktemp("data")
+    steps = np.random.default_rng(0).integers(0, 3, 20_000)
+    tokens = (np.cumsum(steps) % 400).astype(np.uint16)
+    np.save(folder / "val_000000.npy", tokens[:2000])
+    np.save(folder / "train_000001.npy", tokens[2000:9000])
+    np.save(folder / "train_000002.npy", tokens[9000:])
+    return folder
+
+
+@pytest.fixture
+def tiny_flags(tiny_data, tmp_path):
+    """Flags of a run of seconds; later flags override them."""
+    return [f"--data-dir={tiny_data}", f"--out-dir={tmp_path}/runs", *TINY_RUN]
+
+
+def torchrun(script, *args, processes=2):
+    """The command that starts `script` on several gloo ranks of this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc_per_node={processes}", str(ROOT / script), *args]

@@ -1,0 +1,347 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from files import read_json, write_json
+from model import GPT, GPTConfig
+from pretrained import from_hf, load_pretrained, save_pretrained, to_hf_state_dict
+from tokenizer import gpt2_encoding
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers must not ask the hub for anything
+transformers = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
+TOLERANCE = {"rtol": 0, "atol": 1e-4}
+# The four sizes' head counts and ratios of depth, in miniature.
+STAND_INS = {
+    "gpt2": GPTConfig(block_size=12, n_layer=2, n_head=12, n_embd=48),
+    "gpt2-medium": GPTConfig(block_size=12, n_layer=3, n_head=16, n_embd=64),
+    "gpt2-large": GPTConfig(block_size=12, n_layer=4, n_head=20, n_embd=80),
+    "gpt2-xl": GPTConfig(block_size=12, n_layer=5, n_head=25, n_embd=100),
+}
+TINY = GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)
+
+
+def hf_model(config):
+    torch.manual_seed(0)
+    hf_config = transformers.GPT2Config(
+        n_positions=config.block_size,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    model = transformers.GPT2LMHeadModel(hf_config)
+    with torch.no_grad():  # biases start at 0 and gains at 1, which would hide a swap
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def random_model(config=TINY):
+    torch.manual_seed(1)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def export_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained") / "export"
+    save_pretrained(random_model(), folder)
+    return folder
+
+
+@pytest.fixture
+def exported(export_once, tmp_path):
+    return shutil.copytree(export_once, tmp_path / "export")
+
+
+@pytest.mark.parametrize("size", STAND_INS)
+def test_from_hf_gives_transformers_logits_at_every_length(size):
+    config = STAND_INS[size]
+    theirs = hf_model(config)
+    ours = from_hf(theirs.state_dict(), config)
+    for T in range(1, config.block_size + 1):
+        idx = torch.randint(0, config.vocab_size, (2, T))
+        with torch.no_grad():
+            torch.testing.assert_close(ours(idx).logits, theirs(idx).logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize("size", STAND_INS)
+def test_from_hf_gives_transformers_loss_and_gradients(size):
+    config = STAND_INS[size]
+    theirs = hf_model(config)
+    ours = from_hf(theirs.state_dict(), config)
+    tokens = torch.randint(0, config.vocab_size, (3, config.block_size + 1))
+    idx, targets = tokens[:, :-1], tokens[:, 1:]
+
+    our_loss = ours(idx, targets).loss
+    logits = theirs(idx).logits
+    their_loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(our_loss, their_loss, **TOLERANCE)
+
+    our_loss.backward()
+    their_loss.backward()
+    their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        gradient = parameter.grad
+        if name == "transformer.wte.weight":
+            assert not gradient[config.vocab_size :].any()
+            gradient = gradient[: config.vocab_size]
+        elif name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            gradient = gradient.t()
+        torch.testing.assert_close(gradient, their_gradients.pop(name), **TOLERANCE)
+    assert not their_gradients
+
+
+def test_from_hf_takes_bare_names_mask_buffers_and_half_precision():
+    model = random_model()
+    state = {
+        name.removeprefix("transformer."): tensor.half()
+        for name, tensor in to_hf_state_dict(model).items()
+    }
+    for layer in range(TINY.n_layer):
+        state[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+        state[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    state["lm_head.weight"] = state["wte.weight"].clone()
+    loaded = from_hf(state, TINY)
+    for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours[:8], theirs[:8].half().float())
+
+
+def test_from_hf_ties_the_head_pads_with_zeros_and_copies():
+    state = to_hf_state_dict(random_model())
+    model = from_hf(state, TINY)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert not model.lm_head.weight[TINY.vocab_size :].any()
+    model.transformer.wpe.weight.data.zero_()
+    assert state["transformer.wpe.weight"].all()
+
+
+def test_from_hf_draws_no_random_numbers():
+    state = to_hf_state_dict(random_model())
+    before = torch.get_rng_state()
+    from_hf(state, TINY)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_from_hf_names_every_tensor_that_does_not_fit():
+    state = to_hf_state_dict(random_model())
+    del state["transformer.ln_f.bias"]
+    state["score.weight"] = torch.zeros(2)
+    # Square weights would hide it, so this one is given untransposed.
+    state["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(32, 8)
+    with pytest.raises(ValueError, match="not this GPT-2's") as error:
+        from_hf(state, TINY)
+    for part in (
+        "transformer.ln_f.bias is missing",
+        "transformer.score.weight is unexpected",
+        "transformer.h.0.mlp.c_fc.weight has shape (32, 8), not (8, 32)",
+    ):
+        assert part in str(error.value)
+
+
+def test_from_hf_refuses_a_head_of_its_own():
+    state = to_hf_state_dict(random_model())
+    state["lm_head.weight"] = state["transformer.wte.weight"] + 1
+    with pytest.raises(ValueError, match="only tied models"):
+        from_hf(state, TINY)
+
+
+def test_save_pretrained_round_trip_is_exact(exported):
+    loaded = load_pretrained(str(exported), CPU)
+    assert loaded.config == TINY
+    original = random_model()
+    original.transformer.wte.weight.data[TINY.vocab_size :] = 0
+    for ours, theirs in zip(loaded.parameters(), original.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_save_pretrained_loads_in_transformers_with_equal_logits(exported):
+    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(
+        exported, output_loading_info=True
+    )
+    assert not any(report.values())
+    idx = torch.randint(0, TINY.vocab_size, (2, TINY.block_size))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            theirs(idx).logits, random_model()(idx).logits, **TOLERANCE
+        )
+    assert theirs.config.n_ctx == theirs.config.n_positions == TINY.block_size
+    assert theirs.generation_config.eos_token_id == 50256
+    assert load_file(exported / "model.safetensors")["transformer.wte.weight"].shape == (50257, 8)
+
+
+def test_save_pretrained_tokenizer_is_gpt2s(exported):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    text = "Hello  world's\n\t naïve 日本語 🙂 \x00\xad 12345 don't"
+    ids = gpt2_encoding().encode_ordinary(text)
+    assert tokenizer(text)["input_ids"] == ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("a<|endoftext|>b")["input_ids"] == [64, 50256, 65]
+    assert len(tokenizer) == 50257
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 50256
+    ids_of = read_json(exported / "vocab.json")
+    assert sorted(ids_of.values()) == list(range(50257))
+
+
+def test_save_pretrained_works_in_a_text_generation_pipeline(exported):
+    pipeline = transformers.pipeline("text-generation", str(exported), device="cpu")
+    [result] = pipeline("Hi", max_new_tokens=3, do_sample=False, return_full_text=True)
+    assert result["generated_text"].startswith("Hi")
+    assert len(result["generated_text"]) > 2
+
+
+def test_load_pretrained_reads_what_transformers_saves(tmp_path):
+    theirs = hf_model(STAND_INS["gpt2"])
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "parts", max_shard_size="2MB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    idx = torch.randint(0, 50257, (2, 12))
+    for folder in ("whole", "parts"):
+        ours = load_pretrained(str(tmp_path / folder), CPU)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(idx).logits, theirs(idx).logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("activation_function", "relu", "activation_function is 'relu', not 'gelu_new'"),
+        ("vocab_size", 32000, "vocab_size is 32000, not 50257"),
+        ("model_type", "llama", "model_type is 'llama', not 'gpt2'"),
+        ("tie_word_embeddings", False, "tie_word_embeddings"),
+        ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx"),
+        ("n_inner", 100, "n_inner is 100"),
+        ("n_layer", None, "n_layer is missing"),
+        ("n_head", 3, "n_embd 8 is not a multiple of n_head 3"),
+        ("n_layer", 3, "transformer.h.2.attn.c_attn.bias is missing"),
+    ],
+)
+def test_load_pretrained_refuses_another_architecture(exported, name, value, message):
+    config = read_json(exported / "config.json")
+    write_json(exported / "config.json", {**config, name: value})
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(str(exported), CPU)
+
+
+def test_load_pretrained_refuses_pickle_and_damage(exported):
+    weights = exported / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable"):
+        load_pretrained(str(exported), CPU)
+    weights.rename(exported / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin is a pickle file"):
+        load_pretrained(str(exported), CPU)
+    (exported / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        load_pretrained(str(exported), CPU)
+
+
+def test_save_pretrained_replaces_exports_and_nothing_else(exported, tmp_path):
+    save_pretrained(random_model(GPTConfig(4, n_layer=1, n_head=1, n_embd=4)), exported)
+    assert load_pretrained(str(exported), CPU).config.n_embd == 4
+
+    hf_model(TINY).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "file").touch()
+    for name in ("theirs", "run", "file"):
+        with pytest.raises(ValueError, match="--out"):
+            save_pretrained(random_model(), tmp_path / name)
+    with pytest.raises(ValueError, match="vocab_size is 300"):
+        save_pretrained(GPT(GPTConfig(4, 300, 1, 1, 4)), tmp_path / "new")
+
+
+LOAD = (
+    "import sys, torch; from cli import run_command; from pretrained import load_pretrained;"
+    "run_command(lambda: print(load_pretrained(sys.argv[1], torch.device('cpu')).config.n_embd))"
+)
+
+
+def load_in_a_process(name, endpoint, cache):
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache)}
+    environment["HF_HUB_OFFLINE"] = "0"
+    return subprocess.run(
+        [sys.executable, "-c", LOAD, name],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_load_pretrained_downloads_once_then_needs_no_network(exported, tmp_path):
+    requests = []
+
+    class Hub(BaseHTTPRequestHandler):
+        """The part of the hub's protocol that a file download uses."""
+
+        def do_HEAD(self):
+            requests.append(self.path)
+            path = exported / Path(self.path).name
+            if not self.path.startswith("/openai-community/gpt2/resolve/main/"):
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(path.stat().st_size))
+            self.send_header("ETag", f'"{path.name}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.end_headers()
+
+        def do_GET(self):
+            self.do_HEAD()
+            self.wfile.write((exported / Path(self.path).name).read_bytes())
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    try:
+        first = load_in_a_process("gpt2", endpoint, tmp_path / "cache")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert first.stdout.strip() == str(TINY.n_embd), first.stderr
+    assert any(path.endswith("/model.safetensors") for path in requests)
+
+    again = load_in_a_process("gpt2", endpoint, tmp_path / "cache")  # the server is gone
+    assert again.stdout.strip() == str(TINY.n_embd), again.stderr
+
+    missing = load_in_a_process("gpt2-medium", endpoint, tmp_path / "cache")
+    assert missing.returncode == 2
+    assert missing.stderr.count("\n") == 1
+    assert "'gpt2-medium' is not a folder, and the Hugging Face hub did not give" in missing.stderr
+
+
+def test_config_json_says_what_tools_ask_for(exported):
+    config = json.loads((exported / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    assert config["n_ctx"] == config["n_positions"] == TINY.block_size
+    assert (config["activation_function"], config["vocab_size"]) == ("gelu_new", 50257)
+    assert config["tie_word_embeddings"] is True
+    assert config["bos_token_id"] == config["eos_token_id"] == 50256
+
+
+def test_load_pretrained_ignores_stray_safetensors(exported):
+    save_file({"x": torch.zeros(1)}, exported / "other.safetensors")
+    assert load_pretrained(str(exported), CPU).config == TINY

@@ -1,0 +1,235 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import GPT, GPTConfig
+from pretrained import save_pretrained, to_hf_state_dict
+from sample import SampleConfig, draw_token, generate, window_start
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).parent.parent
+TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
+SMALL_VOCAB = GPTConfig(block_size=8, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
+
+
+def random_model(config, seed=0):
+    """A model whose logits differ enough that no two are near each other."""
+    torch.manual_seed(seed)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def prompts(config, B, T):
+    return torch.randint(0, config.vocab_size, (B, T))
+
+
+def test_generate_greedy_equals_transformers():
+    transformers = pytest.importorskip("transformers")
+    model = random_model(TINY)
+    hf_config = transformers.GPT2Config(
+        n_positions=TINY.block_size, n_layer=TINY.n_layer, n_head=TINY.n_head, n_embd=TINY.n_embd
+    )
+    theirs = transformers.GPT2LMHeadModel(hf_config).eval()
+    theirs.load_state_dict(to_hf_state_dict(model), strict=False)
+    theirs.tie_weights()
+    idx = prompts(TINY, 3, 4)
+    expected = theirs.generate(
+        idx,
+        attention_mask=torch.ones_like(idx),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=50256,
+    )
+    assert generate(model, idx, 12, temperature=0, stop_token=None) == expected.tolist()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 5, 8])
+@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 20])
+def test_generate_greedy_is_the_same_without_the_cache(block_size, prompt_length):
+    config = GPTConfig(block_size, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
+    model = random_model(config)
+    idx = prompts(config, 3, prompt_length)
+    cached = generate(model, idx, 25, temperature=0, stop_token=None)
+    assert cached == generate(model, idx, 25, temperature=0, stop_token=None, use_cache=False)
+    assert [len(row) for row in cached] == [prompt_length + 25] * 3
+
+
+def test_generate_slides_by_half_a_block():
+    """Each token is the likeliest after the window that the rule gives, worked out in the open."""
+    model = random_model(SMALL_VOCAB)
+    [row] = generate(model, prompts(SMALL_VOCAB, 1, 3), 20, temperature=0, stop_token=None)
+    for n_tokens in range(3, 23):
+        start = {**dict.fromkeys(range(9), 0), **dict.fromkeys(range(9, 13), 4)}.get(n_tokens)
+        if start is None:  # 13 to 16 tokens: 8; 17 to 20: 12; 21 to 24: 16
+            start = 8 + (n_tokens - 13) // 4 * 4
+        window = torch.tensor([row[start:n_tokens]])
+        with torch.no_grad():
+            assert row[n_tokens] == int(model(window).logits[0, -1].argmax())
+
+
+def test_generate_refills_the_cache_once_in_half_a_block():
+    model = random_model(SMALL_VOCAB)
+    fed = []
+    model.transformer.register_forward_hook(
+        lambda module, args, output: fed.append(args[0].size(1))
+    )
+    generate(model, prompts(SMALL_VOCAB, 1, 3), 16, temperature=0, stop_token=None)
+    assert fed == [3, 1, 1, 1, 1, 1, 5, 1, 1, 1, 5, 1, 1, 1, 5, 1]
+
+
+@given(n_tokens=st.integers(1, 5000), block_size=st.integers(1, 1024))
+def test_window_start_is_the_smallest_multiple_that_fits(n_tokens, block_size):
+    start, stride = window_start(n_tokens, block_size), max(1, block_size // 2)
+    assert start % stride == 0
+    assert 1 <= n_tokens - start <= block_size
+    assert start == 0 or n_tokens - (start - stride) > block_size
+
+
+def test_generate_seed_decides_the_samples_and_leaves_the_global_state():
+    model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 4, 2)
+
+    def draw(seed):
+        return generate(model, idx, 12, generator=torch.Generator().manual_seed(seed))
+
+    before = torch.get_rng_state()
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generate_stops_each_row_at_its_own_stop_token():
+    model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 4, 2)
+    full = generate(model, idx, 12, temperature=0, stop_token=None)
+    stop = full[0][5]
+    rows = generate(model, torch.cat([idx, idx]), 12, temperature=0, stop_token=stop)
+    for row, whole in zip(rows, full + full, strict=True):
+        continuation = whole[2:]
+        cut = continuation.index(stop) if stop in continuation else len(continuation)
+        assert row == whole[: 2 + cut]
+    assert len(rows[0]) <= 5
+
+
+def test_generate_does_not_stop_at_a_stop_token_in_the_prompt():
+    model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 1, 3)
+    full = generate(model, idx, 4, temperature=0, stop_token=None)
+    absent = next(t for t in idx[0].tolist() if t not in full[0][3:])
+    assert generate(model, idx, 4, temperature=0, stop_token=absent) == full
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generate_never_gives_a_padding_id(temperature):
+    model = random_model(SMALL_VOCAB)
+    with torch.no_grad():  # so that, of all 128 rows, a padding one is always the likeliest
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.lm_head.weight[SMALL_VOCAB.vocab_size :] = 50.0
+    idx = prompts(SMALL_VOCAB, 8, 1)
+    hidden = model.transformer(idx)
+    assert (model.lm_head(hidden).argmax(dim=-1) >= SMALL_VOCAB.vocab_size).all()
+    for row in generate(model, idx, 10, temperature=temperature, top_k=0, stop_token=None):
+        assert max(row) < SMALL_VOCAB.vocab_size
+
+
+def test_generate_in_bfloat16_keeps_training_possible():
+    model = random_model(SMALL_VOCAB)
+    idx = prompts(SMALL_VOCAB, 2, 3)
+    rows = generate(model, idx, 12, dtype=torch.bfloat16, stop_token=None)
+    assert [len(row) for row in rows] == [15, 15]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(idx, idx).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=30)
+
+
+@given(logits=LOGITS, top_k=st.integers(0, 40), seed=st.integers(0, 2**31))
+def test_draw_token_is_among_the_top_k(logits, top_k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    token = int(draw_token(torch.tensor([logits]), 1.0, top_k, 1.0, generator))
+    better = sum(logit > logits[token] for logit in logits)
+    assert better < (top_k or len(logits))
+
+
+@given(logits=LOGITS, top_p=st.floats(0.01, 1), seed=st.integers(0, 2**31))
+def test_draw_token_is_in_the_nucleus(logits, top_p, seed):
+    generator = torch.Generator().manual_seed(seed)
+    token = int(draw_token(torch.tensor([logits]), 1.0, 0, top_p, generator))
+    probs = torch.tensor(logits).double().softmax(dim=0)
+    likelier = probs[probs > probs[token]].sum()
+    assert likelier < top_p + 1e-6
+
+
+@settings(max_examples=30)
+@given(logits=LOGITS, temperature=st.sampled_from([0.0, 1e-30, 1e-3]))
+def test_draw_token_is_greedy_at_no_temperature(logits, temperature):
+    logits = [round(logit) for logit in logits]  # no near ties
+    token = int(draw_token(torch.tensor([logits], dtype=torch.float32), temperature, 0, 1.0, None))
+    assert logits[token] == max(logits)
+
+
+def test_draw_token_follows_the_probabilities_worked_by_hand():
+    """Of 0.5, 0.25, 0.15, 0.1: top-k 3 renormalises by 0.9, and then 0.7 reaches two tokens."""
+    logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log().repeat(60_000, 1)
+
+    def frequencies(temperature, top_k, top_p):
+        drawn = draw_token(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
+        return torch.bincount(drawn, minlength=4) / len(drawn)
+
+    close = {"rtol": 0, "atol": 0.01}
+    expected = torch.tensor([0.1, 0.5, 0.15, 0.25])
+    torch.testing.assert_close(frequencies(1.0, 0, 1.0), expected, **close)
+    squared = expected**2 / (expected**2).sum()
+    torch.testing.assert_close(frequencies(0.5, 0, 1.0), squared, **close)
+    top_3 = torch.tensor([0, 0.5, 0.15, 0.25]) / 0.9
+    torch.testing.assert_close(frequencies(1.0, 3, 1.0), top_3, **close)
+    top_3_then_p = torch.tensor([0, 0.5, 0, 0.25]) / 0.75
+    torch.testing.assert_close(frequencies(1.0, 3, 0.7), top_3_then_p, **close)
+
+
+def test_sample_config_reports_every_bad_flag_at_once():
+    with pytest.raises(ValueError, match="--num-samples") as error:
+        SampleConfig(num_samples=0, max_new_tokens=-1, temperature=-1.0, top_k=-1, top_p=0.0)
+    for flag in ("--num-samples", "--max-new-tokens", "--temperature", "--top-k", "--top-p"):
+        assert flag in str(error.value)
+    for wrong in ({"temperature": float("nan")}, {"temperature": float("inf")}, {"top_p": 1.1}):
+        with pytest.raises(ValueError, match="must be"):
+            SampleConfig(**wrong)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample") / "model"
+    save_pretrained(random_model(TINY), folder)
+    return folder
+
+
+def run_sample(*args):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "sample.py"), *args, "--device", "cpu"],
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def test_main_prints_samples_of_any_prompt(folder):
+    flags = ("--model", str(folder), "--num-samples", "2", "--max-new-tokens", "20")
+    prompted = run_sample(*flags, "--prompt", os.fsdecode(b"caf\xc3\xa9 \xff"))
+    assert prompted.returncode == 0, prompted.stderr
+    text = prompted.stdout.decode("utf-8")
+    assert text.count("--- sample ") == 2
+    assert text.count("café \ufffd") == 2  # the byte that is not UTF-8, as tiktoken reads it
+
+    started = run_sample(*flags)
+    assert started.returncode == 0, started.stderr
+    assert b"<|endoftext|>" not in started.stdout

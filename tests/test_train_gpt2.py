@@ -1,0 +1,307 @@
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, torchrun
+
+import train_gpt2
+from checkpoint import latest_checkpoint, load_model
+from dataloader import Batch
+from device import compiler_problem
+from distributed import DistributedContext
+from metrics import read_metrics
+from model import GPT, GPTConfig
+from train_gpt2 import build_optimizer, evaluate_loss, learning_rate, main, train_step
+
+CPU = torch.device("cpu")
+CONTEXT = DistributedContext(CPU)
+TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
+
+
+def losses(run_dir):
+    """Training loss by step, exactly as logged."""
+    return {
+        r["step"]: r["train_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r
+    }
+
+
+def val_losses(run_dir):
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return {r["step"]: r["val_loss"] for r in records if "val_loss" in r}
+
+
+def one_step(model, batches, dtype=torch.float32, grad_clip=1.0):
+    optimizer = build_optimizer(model, 0.1, CPU)
+    return train_step(
+        model,
+        optimizer,
+        iter(batches),
+        grad_accum_steps=len(batches),
+        lr=1e-3,
+        grad_clip=grad_clip,
+        dtype=dtype,
+        scaler=torch.amp.GradScaler("cpu", enabled=dtype == torch.float16),
+        context=CONTEXT,
+    )
+
+
+def random_batch(rows, seed=0):
+    tokens = torch.randint(0, 100, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    return Batch(tokens[:, :-1], tokens[:, 1:])
+
+
+def test_main_learns_validates_and_saves(tiny_flags, tmp_path, capsys):
+    main([*tiny_flags, "--run-name=a", "--max-steps=12", "--max-lr=1e-2", "--sample-every=12"])
+    run_dir = tmp_path / "runs" / "a"
+    loss = losses(run_dir)
+    assert sorted(loss) == list(range(1, 13))
+    assert abs(loss[1] - math.log(50257)) < 0.3
+    assert loss[12] < loss[1] - 1
+    assert sorted(val_losses(run_dir)) == [0, 4, 8, 12]
+    assert [p.name for p in sorted((run_dir / "checkpoints").iterdir())] == [
+        "step_00000004",
+        "step_00000008",
+        "step_00000012",
+    ]
+    assert json.loads((run_dir / "config.json").read_text())["max_lr"] == 1e-2
+    samples = (run_dir / "samples.txt").read_text().splitlines()
+    assert len(samples) == 8  # four at step 0 and four at the end
+    assert all("Hello, I'm a language model," in line for line in samples)
+    record = read_metrics(run_dir / "metrics.jsonl")[-2]
+    assert record["tokens_seen"] == 12 * 256
+    assert record["mfu"] is None  # a CPU's peak is not guessed
+    assert record["tokens_per_second"] > 0
+    assert "step 12/12 | loss" in capsys.readouterr().out
+
+
+def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=whole"])
+    main([*tiny_flags, "--run-name=halves", "--checkpoint-every=3"])
+    runs = tmp_path / "runs"
+    for later in ("step_00000006", "step_00000008"):  # as if it had died after step 5
+        for file in (runs / "halves/checkpoints" / later).iterdir():
+            file.unlink()
+    main([*tiny_flags, "--run-name=halves", "--resume=auto"])
+    assert losses(runs / "halves") == losses(runs / "whole")
+    assert val_losses(runs / "halves") == val_losses(runs / "whole")
+    ends = [load_model(runs / name).state_dict() for name in ("whole", "halves")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+def test_main_compiled_run_resumes_exactly_and_evaluates(tiny_flags, tmp_path):
+    sample = ROOT / "assets" / "hellaswag_sample.jsonl"
+    flags = [*tiny_flags, "--compile", "--block-size=64", "--sample-every=4"]
+    flags += ["--hellaswag-every=4", f"--hellaswag-data={sample}"]
+    main([*flags, "--run-name=whole"])
+    main([*flags, "--run-name=halves", "--max-steps=8", "--checkpoint-every=4"])
+    runs = tmp_path / "runs"
+    for file in (runs / "halves/checkpoints/step_00000008").iterdir():
+        file.unlink()
+    main([*flags, "--run-name=halves", "--resume=auto"])
+    assert losses(runs / "halves") == losses(runs / "whole")
+    scores = [r for r in read_metrics(runs / "whole/metrics.jsonl") if "hellaswag_acc_norm" in r]
+    assert [score["step"] for score in scores] == [0, 4, 8]
+    assert scores[0]["hellaswag_total"] == 24
+
+
+def test_main_two_ranks_equal_one(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=one"])
+    command = torchrun("train_gpt2.py", *tiny_flags, "--run-name=two", "--micro-batch-size=2")
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    one, two = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/two")
+    assert one.keys() == two.keys()
+    assert max(abs(one[step] - two[step]) for step in one) <= 1e-5
+    one, two = val_losses(tmp_path / "runs/one"), val_losses(tmp_path / "runs/two")
+    assert max(abs(one[step] - two[step]) for step in one) <= 1e-5
+
+
+def test_main_killed_run_goes_on(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=whole", "--max-steps=40", "--val-every=0"])
+    flags = [*tiny_flags, "--run-name=killed", "--max-steps=40", "--val-every=0"]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train_gpt2.py", *flags], stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("step  9/"):
+            break
+    process.kill()
+    assert process.wait(30) != 0
+    killed = tmp_path / "runs" / "killed"
+    assert latest_checkpoint(killed) is not None
+    main([*flags, "--resume=auto"])
+    assert losses(killed) == losses(tmp_path / "runs" / "whole")
+
+
+def test_main_float16_on_cpu_scales_the_loss(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=half", "--dtype=float16"])
+    main([*tiny_flags, "--run-name=full"])
+    half, full = losses(tmp_path / "runs/half"), losses(tmp_path / "runs/full")
+    assert max(abs(half[step] - full[step]) for step in full) < 0.05
+    state = json.loads(
+        (latest_checkpoint(tmp_path / "runs/half") / "trainer_state.json").read_text()
+    )
+    assert state["grad_scaler"]["scale"] > 1
+
+
+def test_main_init_from_continues_a_model(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=first", "--max-lr=1e-2"])
+    first = tmp_path / "runs/first"
+    flags = [flag for flag in tiny_flags if not flag.startswith("--n-")]
+    main([*flags, f"--init-from={first}", "--run-name=second", "--block-size=16"])
+    assert val_losses(tmp_path / "runs/second")[0] == pytest.approx(val_losses(first)[8], abs=0.2)
+
+
+def test_main_of_a_finished_run_changes_nothing(tiny_flags, tmp_path, capsys):
+    main([*tiny_flags, "--run-name=a"])
+    log = (tmp_path / "runs/a/metrics.jsonl").read_bytes()
+    main([*tiny_flags, "--run-name=a", "--resume=auto"])
+    assert "is finished: 8 steps are done" in capsys.readouterr().out
+    assert (tmp_path / "runs/a/metrics.jsonl").read_bytes() == log
+
+
+def test_main_config_file_is_overridden_by_flags(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=a"])
+    config, _ = train_gpt2.parse_config(
+        ["--config", str(tmp_path / "runs/a/config.json"), "--max_steps=3", "--shuffle"]
+    )
+    assert (config.n_embd, config.max_steps, config.compile, config.run_name) == (
+        32,
+        3,
+        False,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--n-layer=3"], "n_layer 2 -> 3"),
+        (["--total-batch-size=512"], "total_batch_size 256 -> 512"),
+        (["--seed=2", "--no-shuffle"], "seed 1337 -> 2, shuffle True -> False"),
+    ],
+)
+def test_resume_refuses_another_run(tiny_flags, tmp_path, changes, message):
+    main([*tiny_flags, "--run-name=a", "--max-steps=4"])
+    with pytest.raises(ValueError, match=message):
+        main([*tiny_flags, "--run-name=a", "--resume=auto", *changes])
+
+
+def test_resume_refuses_other_data(tiny_flags, tiny_data, tmp_path):
+    main([*tiny_flags, "--run-name=a", "--max-steps=4"])
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in tiny_data.iterdir():
+        np.save(other / path.name, np.load(path)[1:])
+    with pytest.raises(ValueError, match="data_fingerprint"):
+        main([*tiny_flags, "--run-name=a", "--resume=auto", f"--data-dir={other}"])
+
+
+def test_main_refuses_a_folder_that_holds_a_run(tiny_flags):
+    main([*tiny_flags, "--run-name=a", "--max-steps=1"])
+    with pytest.raises(ValueError, match="already holds a run"):
+        main([*tiny_flags, "--run-name=a"])
+
+
+def test_main_plan_prints_and_touches_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["--plan", "--device=cpu", "--dtype=float32"])
+    plan = capsys.readouterr().out
+    assert "124,475,904" in plan
+    assert "860M a token" in plan
+    assert "9,999,745,024" in plan
+    assert "1.39 GiB" in plan
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line_reports_all_problems_in_one_line(tmp_path):
+    flags = ["--max-lr=-1", "--micro-batch-size=0", "--n-head=7", "--run-name=../x"]
+    result = subprocess.run(
+        [sys.executable, ROOT / "train_gpt2.py", *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    for problem in ("--max-lr", "--micro-batch-size", "n_head 7", "--run-name '../x'"):
+        assert problem in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_step_of_micro_batches_equals_one_of_the_whole():
+    torch.manual_seed(0)
+    whole, parts = GPT(TINY), GPT(TINY)
+    parts.load_state_dict(whole.state_dict())
+    batch = random_batch(8)
+    pieces = [Batch(*pair) for pair in zip(*(part.split(2) for part in batch), strict=True)]
+    result_whole, result_parts = one_step(whole, [batch]), one_step(parts, pieces)
+    assert result_parts.loss == pytest.approx(result_whole.loss, abs=1e-6)
+    assert result_parts.grad_norm == pytest.approx(result_whole.grad_norm, rel=1e-5)
+
+
+def test_train_step_clips_to_the_norm():
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    grads = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: grads.update({name: p.grad})
+        )
+    result = one_step(model, [random_batch(4)], grad_clip=0.25)
+    clipped = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+    assert result.grad_norm > 0.25
+    assert clipped == pytest.approx(0.25, rel=1e-4)
+    assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_train_step_stops_before_an_update_that_is_not_finite():
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = float("nan")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(FloatingPointError, match="no update was made"):
+        one_step(model, [random_batch(4)])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.nan_to_num(7.0), before[name].nan_to_num(7.0))
+
+
+def test_build_optimizer_decays_matrices_only():
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    decayed, others = build_optimizer(model, 0.1, CPU).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert (len(decayed["params"]), len(others["params"])) == (50, 98)
+    assert sum(p.numel() for p in decayed["params"]) == 124_354_560
+    assert sum(p.numel() for p in others["params"]) == 121_344
+    assert decayed["betas"] == (0.9, 0.95)
+    assert decayed["fused"]
+
+
+def test_evaluate_loss_weighs_tokens_not_batches():
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    batch = random_batch(6)
+    ignored = batch.targets.clone()
+    ignored[4:] = -100
+    nothing = torch.full_like(ignored, -100)
+    batches = [Batch(batch.inputs, ignored), Batch(batch.inputs[4:], batch.targets[4:])]
+    batches.append(Batch(batch.inputs, nothing))
+    expected = float(model(*batch).loss.detach())
+    assert evaluate_loss(model, batches, torch.float32, CONTEXT) == pytest.approx(
+        expected, abs=1e-6
+    )
+
+
+def test_learning_rate_follows_the_flags(tiny_flags):
+    config, _ = train_gpt2.parse_config([*tiny_flags, "--lr-schedule=wsd", "--max-steps=10"])
+    rates = [learning_rate(config, step) for step in range(10)]
+    assert rates[0] == 3e-4
+    assert rates[1:8] == [6e-4] * 7
+    assert rates[9] < rates[8] <= 6e-4
