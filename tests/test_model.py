@@ -251,6 +251,7 @@ def test_gpt_padded_ids_get_neither_logits_nor_gradient():
     model = lively(tiny())
     tokens = random_ids(2, BLOCK_SIZE + 1)
 
+    logits = model(tokens[:, :-1]).logits
     model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
     gradient = model.transformer.wte.weight.grad
 

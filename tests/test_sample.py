@@ -12,7 +12,6 @@ from model import GPT, GPTConfig
 from pretrained import save_pretrained, to_hf_state_dict
 from sample import SampleConfig, draw_token, generate, window_start
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)

@@ -1,0 +1,71 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from distributed import all_reduce_mean, all_reduce_sum, broadcast_int, setup_distributed
+
+RANK_SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from distributed import *
+
+with setup_distributed("cpu") as context:
+    me = float(context.rank)
+    assert context.world_size == 2
+    assert all_reduce_sum(torch.tensor([1.0, me]), context).tolist() == [2.0, 1.0]
+    assert all_reduce_mean(torch.tensor(me), context).item() == 0.5
+    assert broadcast_int(41 + context.rank, context) == 41
+
+    torch.manual_seed(0)
+    raw = torch.nn.Linear(3, 1)
+    model = wrap_model(raw, context)
+    synced = []
+    def count(state, bucket):
+        synced.append(bucket.index())
+        return default_hooks.allreduce_hook(None, bucket)
+    model.register_comm_hook(None, count)
+    for micro_step in range(3):
+        set_gradient_sync(model, micro_step == 2)
+        model(torch.full((1, 3), me + 1)).sum().backward()
+        assert len(synced) == (micro_step == 2), (micro_step, synced)
+        if micro_step < 2:  # not averaged yet: each process has its own
+            assert raw.weight.grad.flatten()[0] == (micro_step + 1) * (me + 1)
+    assert raw.weight.grad.flatten()[0] == 3 * 1.5
+print("fine", flush=True)
+"""
+
+
+def test_two_ranks_reduce_and_average_gradients_on_the_last_micro_step_only(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANK_SCRIPT.format(root=str(ROOT)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*launcher, "--nproc_per_node=2", script], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("fine") == 2
+
+
+def test_setup_distributed_of_one_process_is_free(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with setup_distributed("cpu") as context:
+        assert (context.rank, context.world_size, context.is_main) == (0, 1, True)
+        assert not torch.distributed.is_initialized()
+        assert all_reduce_mean(torch.tensor(3.0), context).item() == 3.0
+        assert all_reduce_sum(torch.tensor(3.0), context).item() == 3.0
+        assert broadcast_int(7, context) == 7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_setup_distributed_refuses_a_missing_device():
+    with (
+        pytest.raises(ValueError, match=r"--device cuda is not available here; available: .*cpu"),
+        setup_distributed("cuda"),
+    ):
+        pass

@@ -1,0 +1,334 @@
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from conftest import ROOT, torchrun
+
+from distributed import DistributedContext
+from hellaswag import (
+    HellaSwagConfig,
+    HellaSwagResult,
+    check_lengths,
+    download_hellaswag,
+    evaluate_hellaswag,
+    fetch,
+    load_examples,
+    render_example,
+    score_examples,
+)
+from model import GPT, GPTConfig
+from pretrained import save_pretrained, to_hf_state_dict
+from tokenizer import gpt2_encoding
+
+SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
+ALONE = DistributedContext(torch.device("cpu"))
+TINY = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)
+ROW = {"ind": 7, "ctx": "A man", "label": 2, "endings": ["runs.", "is a cat.", "x", "sat down."]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return load_examples(SAMPLE)
+
+
+@pytest.fixture(scope="module")
+def plain_losses(model, examples):
+    """Every ending's summed loss by transformers, one whole sequence at a time, unpadded."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_positions=64, n_layer=2, n_head=2, n_embd=16)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    theirs.load_state_dict(to_hf_state_dict(model), strict=False)
+    theirs.tie_weights()
+    encode = gpt2_encoding().encode
+    losses = []
+    for line in SAMPLE.read_text().splitlines():
+        row = json.loads(line)
+        n_context = len(encode(row["ctx"]))
+        for ending in row["endings"]:
+            ids = torch.tensor([encode(row["ctx"]) + encode(" " + ending)])
+            with torch.no_grad():
+                log_probs = theirs(ids).logits.log_softmax(dim=-1)[0]
+            steps = range(n_context, ids.size(1))
+            losses.append(-sum(float(log_probs[t - 1, ids[0, t]]) for t in steps))
+    return torch.tensor(losses).view(-1, 4)
+
+
+def evaluate(model, examples, **options):
+    return evaluate_hellaswag(model, examples, ALONE, torch.float32, **options)
+
+
+def test_render_example_splits_context_and_endings():
+    example = render_example(ROW)
+    decode = gpt2_encoding().decode
+    assert decode(example.context) == "A man"
+    assert [decode(ending) for ending in example.endings] == [
+        " runs.",
+        " is a cat.",
+        " x",
+        " sat down.",
+    ]
+    assert (example.ind, example.label) == (7, 2)
+    # 2 of context, and of the endings' 2 + 4 + 1 + 3 tokens all but the last of each.
+    assert example.packed_length == 2 + 1 + 3 + 0 + 2
+
+
+def test_result_worked_by_hand():
+    """Two examples whose sums and means name different endings.
+
+    Sums 6, 4, 9, 8 over 6, 2, 3, 8 tokens: means 1, 2, 3, 1; the lowest sum is ending 1, the
+    lowest mean the first of 0 and 3. Sums 5, 5, 2, 7 over 5, 1, 1, 7: ending 2 by the sum, and 0
+    by the mean (1, 5, 2, 1).
+    """
+    summed = torch.tensor([[6.0, 4, 9, 8], [5, 5, 2, 7]])
+    lengths = torch.tensor([[6, 2, 3, 8], [5, 1, 1, 7]])
+    result = HellaSwagResult(torch.tensor([0, 2]), summed, summed / lengths)
+    assert result.predictions.tolist() == [1, 2]
+    assert result.predictions_norm.tolist() == [0, 0]
+    assert (result.acc, result.acc_norm, result.total) == (0.5, 0.5, 2)
+    assert str(result) == "acc 1/2=0.5000 acc_norm 1/2=0.5000"
+
+
+def test_score_examples_worked_by_hand():
+    """A bigram model whose losses can be added up on paper.
+
+    No blocks, width 1: the hidden state is the sign that LayerNorm's bias gives, so that every
+    token has the same distribution, softmax(wte): " x" has weight ln 3, all others 0. Then
+    p(" x") = 3 / 50259 and p(any other) = 1 / 50259.
+    """
+    model = GPT(GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=1))
+    [x] = gpt2_encoding().encode(" x")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.lm_head.weight[x] = torch.tensor(3.0).log()
+        model.transformer.ln_f.bias.fill_(1.0)
+    [losses] = score_examples(model, [render_example(ROW)])
+    total = torch.tensor(50259.0).log()
+    expected = torch.stack([2 * total, 4 * total, total - torch.tensor(3.0).log(), 3 * total])
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)
+
+
+def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples, plain_losses):
+    result = evaluate(model, examples, batch_size=5)
+    torch.testing.assert_close(result.summed, plain_losses, rtol=0, atol=1e-4)
+    lengths = torch.tensor([[len(ending) for ending in e.endings] for e in examples])
+    torch.testing.assert_close(result.mean, plain_losses / lengths, rtol=0, atol=1e-4)
+    assert torch.equal(result.predictions, plain_losses.argmin(dim=1))
+    assert torch.equal(result.predictions_norm, (plain_losses / lengths).argmin(dim=1))
+    labels = [json.loads(line)["label"] for line in SAMPLE.read_text().splitlines()]
+    correct = sum(int(plain_losses[i].argmin()) == label for i, label in enumerate(labels))
+    assert (result.correct, result.total) == (correct, 24)
+    assert result.acc == correct / 24
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 24, 100])
+def test_evaluate_hellaswag_does_not_depend_on_batch_size_or_order(model, examples, batch_size):
+    expected = evaluate(model, examples).summed
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(batch_size))
+    shuffled = [examples[i] for i in order]
+    summed = evaluate(model, shuffled, batch_size=batch_size).summed
+    torch.testing.assert_close(summed, expected[order], rtol=0, atol=1e-4)
+
+
+def test_evaluate_hellaswag_in_bfloat16_takes_float32_losses(model, examples):
+    result = evaluate_hellaswag(model, examples, ALONE, torch.bfloat16)
+    assert result.summed.dtype == torch.float32
+    exact = evaluate(model, examples)
+    assert not torch.equal(result.summed, exact.summed)  # autocast was on for the blocks
+    assert (result.mean - exact.mean).abs().max() < 0.02
+    assert len(result.summed.unique()) == result.summed.numel()  # nothing is rounded into ties
+
+
+def test_evaluate_hellaswag_refuses_rows_beyond_the_block(model, examples, tmp_path):
+    path = tmp_path / "long.jsonl"
+    longest = {**ROW, "ctx": "a" + " a" * 59}  # 60 tokens, and " is a cat." has 4: they just fit
+    too_long = {**ROW, "ctx": "a" + " a" * 60}
+    path.write_text("\n".join(json.dumps(row) for row in (ROW, longest, too_long)))
+    rows = load_examples(path)
+    evaluate(model, rows[:2])
+    with pytest.raises(ValueError, match=r"long\.jsonl:3: context and ending are 65 tokens"):
+        evaluate(model, rows)
+    with pytest.raises(ValueError, match="block_size 63"):
+        check_lengths(rows[:2], 63)
+
+
+def test_load_examples_takes_any_key_order_blank_lines_and_a_limit(tmp_path):
+    path = tmp_path / "data.jsonl"
+    backwards = dict(reversed(ROW.items()))
+    path.write_text(f"{json.dumps(ROW)}\n\n{json.dumps(backwards)}\nnot read\n")
+    first, second = load_examples(path, limit=2)
+    assert (first.context, first.endings, first.label) == (
+        second.context,
+        second.endings,
+        second.label,
+    )
+    assert (first.origin, second.origin) == (f"{path}:1", f"{path}:3")
+
+
+def bad(**changes):
+    return json.dumps({**ROW, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (bad(endings=["a", "b", "c"]), "endings must be a list of 4"),
+        (bad(endings=["a", "b", "c", "d", "e"]), "endings must be a list of 4"),
+        (bad(endings="abcd"), "endings must be a list of 4"),
+        (bad(endings=["a", "b", "c", " "]), "an ending is empty"),
+        (bad(endings=["a", "b", "c", 4]), "an ending is empty or not a text"),
+        (bad(ctx=""), "ctx or an ending is empty"),
+        (bad(ctx=None), "ctx or an ending is empty or not a text"),
+        (bad(label=4), "label is 4"),
+        (bad(label=-1), "label is -1"),
+        (bad(label="1"), "label is '1'"),
+        (bad(label=True), "label is True"),
+        (bad(ind="a"), "ind is 'a'"),
+        (b'{"ind": 1, "ctx": "a"}', "no endings, label"),
+        (b"[1]", "not a JSON object"),
+        (b'{"ind": 1', "Expecting"),
+        (b'{"ctx": "\xff"}', "can't decode byte 0xff"),
+    ],
+)
+def test_load_examples_names_the_line_of_a_bad_row(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(bad() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=message) as error:
+        load_examples(path)
+    assert str(error.value).startswith(f"{path}:2: ")
+
+
+def test_load_examples_refuses_no_file_and_no_rows(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
+        load_examples(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="no examples"):
+        load_examples(tmp_path / "empty.jsonl")
+
+
+def test_config_reports_every_bad_flag_at_once():
+    with pytest.raises(ValueError, match=r"--limit must be .*; --batch-size must be"):
+        HellaSwagConfig(limit=-1, batch_size=0)
+
+
+@pytest.fixture
+def server():
+    """A loopback server; `bodies` are its files, `requests` what was asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.requests.append(self.path)
+            body, length = self.server.bodies.get(self.path, (None, 0))
+            if body is None:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.bodies, server.requests = {}, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_fetch_downloads_once_and_checks(server, tmp_path):
+    body = b"some rows\n" * 1000
+    size, sha256 = len(body), hashlib.sha256(body).hexdigest()
+    server.bodies["/good"] = (body, size)
+    server.bodies["/altered"] = (b"S" + body[1:], size)
+    server.bodies["/longer"] = (body + b"x", size + 1)
+    server.bodies["/cut"] = (body[:-1], size)
+    url = f"http://127.0.0.1:{server.server_port}"
+    for name in ("/altered", "/longer", "/cut", "/missing"):
+        with pytest.raises(OSError, match=f"cannot download {url}{name} .*--data FILE"):
+            fetch(url + name, tmp_path / "data" / "file", size, sha256)
+        assert not list(tmp_path.rglob("file*"))
+
+    path = tmp_path / "data" / "file"
+    fetch(f"{url}/good", path, size, sha256)
+    assert path.read_bytes() == body
+    fetch(f"{url}/good", path, size, sha256)
+    assert server.requests.count("/good") == 1
+    path.write_bytes(body[:-5])  # a damaged file is replaced
+    fetch(f"{url}/good", path, size, sha256)
+    assert path.read_bytes() == body
+
+
+def test_download_hellaswag_leaves_it_to_the_main_process(server, tmp_path):
+    path, url = tmp_path / "data.jsonl", f"http://127.0.0.1:{server.server_port}/data"
+    path.write_text("from process 0")
+    other = DistributedContext(torch.device("cpu"), rank=1)
+    assert download_hellaswag(other, path, url) == path
+    assert server.requests == []
+    with pytest.raises(OSError, match="--data FILE"):
+        download_hellaswag(ALONE, path, url)
+    assert server.requests == ["/data"]
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hellaswag") / "model"
+    save_pretrained(model, folder)
+    return folder
+
+
+def run(command, cwd):
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=100, env=dict(os.environ)
+    )
+
+
+@pytest.mark.parametrize(("processes", "flags"), [(2, ["--batch-size=5"]), (3, ["--limit=2"])])
+def test_main_gives_the_same_with_any_number_of_processes(folder, tmp_path, processes, flags):
+    flags = [f"--model={folder}", f"--data={SAMPLE}", "--device=cpu", "--dtype=float32", *flags]
+    alone = run([sys.executable, ROOT / "hellaswag.py", *flags, "--output=1.jsonl"], tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    together = run(torchrun("hellaswag.py", *flags, "--output=n.jsonl", processes=processes), tmp_path)
+    assert together.returncode == 0, together.stderr
+    assert together.stdout == alone.stdout
+    assert "acc_norm " in alone.stdout
+
+    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    lines = (tmp_path / "1.jsonl").read_text().splitlines()
+    assert lines == (tmp_path / "n.jsonl").read_text().splitlines()
+    predictions = [json.loads(line) for line in lines]
+    assert [p["ind"] for p in predictions] == [row["ind"] for row in rows][: len(predictions)]
+    correct = sum(p["prediction_norm"] == p["label"] for p in predictions)
+    assert f"acc_norm {correct}/{len(predictions)}=" in alone.stdout
+    for prediction in predictions:
+        summed, mean = prediction["summed_losses"], prediction["mean_losses"]
+        assert prediction["prediction"] == summed.index(min(summed))
+        assert prediction["prediction_norm"] == mean.index(min(mean))
+
+
+def test_sample_file_is_balanced_and_in_the_original_format():
+    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    keys = "ind activity_label ctx_a ctx_b ctx split split_type label endings source_id".split()
+    assert all(list(row) == keys for row in rows)
+    assert all(row["ctx"] == f"{row['ctx_a']} {row['ctx_b']}" for row in rows)
+    assert all(row["source_id"].startswith("sample~") for row in rows)
+    labels = [row["label"] for row in rows]
+    assert [labels.count(label) for label in range(4)] == [6] * 4

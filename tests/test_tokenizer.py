@@ -1,0 +1,194 @@
+"""Token ids against tiktoken's, whatever the encoder, the workers and the cuts."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken_ext.openai_public
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenizer
+from tokenizer import CUT, END_OF_TEXT, VOCAB_SIZE, cut_text, encode_documents, gpt2_encoding
+
+ROOT = Path(tokenizer.__file__).parent
+
+# Any text, and text made of what tokenizers get wrong.
+AWKWARD = st.sampled_from(
+    [" ", "  ", "\n", "\r\n", "\t", "\x00", "\x1c", "\x85", "\xa0", "\u2003", "\u3000", "\ufeff"]
+    + ["a", "It's", "'ll", "I'LL", "9", "½", "!?", "日本", "é", "e\u0301", "🦄", "👩‍👩‍👧", "ا"]
+    + ["\ud800", "\udcff", "\ud83e\udd84", "<|endoftext|>", "<|", "endoftext"]
+)
+TEXTS = st.one_of(
+    st.text(),
+    st.text(st.characters(exclude_categories=[])),
+    st.lists(AWKWARD, max_size=30).map("".join),
+)
+
+
+def reference(texts):
+    """What tiktoken gives, one document at a time."""
+    encoding = gpt2_encoding()
+    return [id for text in texts for id in [END_OF_TEXT, *encoding.encode_ordinary(text)]]
+
+
+def without_gigatoken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+
+
+def test_gpt2_encoding_ids_are_the_published_ones():
+    encoding = gpt2_encoding()
+    assert encoding.encode("Hello, I'm a language model,") == [
+        15496, 11, 314, 1101, 257, 3303, 2746, 11,
+    ]  # fmt: skip
+    assert encoding.n_vocab == VOCAB_SIZE
+    assert encoding.eot_token == END_OF_TEXT
+    assert encoding.decode([END_OF_TEXT]) == "<|endoftext|>"
+    assert tokenizer.WORD_PATTERN == tiktoken_ext.openai_public.r50k_pat_str
+
+
+def test_gpt2_encoding_of_a_changed_file_is_refused(tmp_path, monkeypatch):
+    changed = tmp_path / "vocab.bpe"
+    changed.write_bytes(tokenizer.VOCAB_PATH.read_bytes()[:-1])
+    monkeypatch.setattr(tokenizer, "VOCAB_PATH", changed)
+    gpt2_encoding.cache_clear()
+    with pytest.raises(ValueError, match=r"vocab\.bpe is not GPT-2's"):
+        gpt2_encoding()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TEXTS, max_size=5))
+def test_encode_documents_ids_are_tiktokens(texts):
+    (tokens,) = encode_documents([texts])
+    assert tokens.dtype == np.uint16
+    assert tokens.tolist() == reference(texts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TEXTS, max_size=5))
+def test_encode_documents_without_gigatoken_gives_the_same_ids(texts):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_gigatoken(monkeypatch)
+        with pytest.warns(UserWarning, match="gigatoken is not installed"):
+            (tokens,) = encode_documents([texts])
+    assert tokens.tolist() == reference(texts)
+
+
+@settings(max_examples=500, deadline=None)
+@given(TEXTS, st.integers(1, 8))
+def test_cut_text_leaves_the_ids_as_they_were(text, min_chars):
+    pieces = cut_text(text, min_chars)
+    encode = gpt2_encoding().encode_ordinary
+    assert "".join(pieces) == text
+    assert all(len(piece) >= min_chars for piece in pieces[:-1])
+    assert [id for piece in pieces for id in encode(piece)] == encode(text)
+
+
+def test_cut_text_cuts_where_a_hand_would():
+    assert cut_text("one two  three\n\nfour ", 1) == ["one", " two ", " three\n", "\nfour "]
+    assert cut_text("abcdef", 2) == ["abcdef"]
+    assert not CUT.search("a\x1cb")  # whitespace to Python, not to GPT-2's pattern
+
+
+@pytest.mark.parametrize("space", [" ", "\n", " \n", "\u3000"])
+def test_encode_documents_takes_longer_runs_of_space_than_tiktoken(space, monkeypatch):
+    text = "a" + space * (1_500_000 // len(space)) + "b"
+    (fast,) = encode_documents([[text]])
+    without_gigatoken(monkeypatch)
+    with pytest.warns(UserWarning, match="gigatoken"):
+        (slow,) = encode_documents([[text]])
+    assert np.array_equal(fast, slow)
+    assert gpt2_encoding().decode(fast[1:].tolist()) == text
+
+
+def test_encode_documents_marks_documents_and_not_their_text():
+    (tokens,) = encode_documents([["<|endoftext|>", "", "x"]])
+    assert np.flatnonzero(tokens == END_OF_TEXT).tolist() == [0, len(tokens) - 3, len(tokens) - 2]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_encode_documents_in_processes_keeps_order(method, monkeypatch):
+    without_gigatoken(monkeypatch)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: method)
+    batches = [[f"document {i} of batch {n}" for i in range(n % 5)] for n in range(12)]
+    with pytest.warns(UserWarning, match="gigatoken"):
+        encoded = list(encode_documents(batches, workers=2))
+    assert [tokens.tolist() for tokens in encoded] == [reference(texts) for texts in batches]
+
+
+def test_encode_documents_reads_only_as_far_ahead_as_there_are_workers(monkeypatch):
+    without_gigatoken(monkeypatch)
+    read = []
+    batches = (read.append(n) or [f"{n}"] for n in range(100))
+    with pytest.warns(UserWarning, match="gigatoken"):
+        encoded = encode_documents(batches, workers=2)
+        for _ in range(4):
+            next(encoded)
+    encoded.close()
+    assert len(read) <= 4 + 2
+
+
+def test_encode_documents_reencodes_a_batch_that_gigatoken_got_wrong(monkeypatch):
+    class Wrong:
+        """gigatoken, but from its third batch on a document is missing its first token."""
+
+        def __init__(self, right):
+            self.right, self.calls = right, 0
+
+        def encode_batch(self, texts):
+            self.calls += 1
+            ids = self.right.encode_batch(texts)
+            return ids if self.calls < 3 else ids[:, 1:]
+
+    right = tokenizer._load_gigatoken(1)
+    monkeypatch.setattr(tokenizer, "_load_gigatoken", lambda workers: Wrong(right))
+    batches = [["one", "two"], ["three"], ["four five six", "seven"], ["eight"]]
+    with pytest.warns(UserWarning, match="disagrees") as caught:
+        encoded = list(encode_documents(batches))
+    assert len(caught) == 1
+    assert [tokens.tolist() for tokens in encoded] == [reference(texts) for texts in batches]
+
+
+def test_encode_documents_reloads_gigatoken_without_a_seam(monkeypatch):
+    monkeypatch.setattr(tokenizer, "RELOAD_TOKENS", 5)
+    batches = [[f"The batch of number {n}"] for n in range(4)]
+    encoded = [tokens.tolist() for tokens in encode_documents(batches)]
+    assert encoded == [reference(texts) for texts in batches]
+
+
+def test_encode_documents_names_a_worker_that_died(monkeypatch):
+    without_gigatoken(monkeypatch)
+
+    def batches():
+        yield ["first"]
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGKILL)
+        while True:
+            yield ["next"]
+
+    with (
+        pytest.warns(UserWarning, match="gigatoken"),
+        pytest.raises(ChildProcessError, match="--workers"),
+    ):
+        list(encode_documents(batches(), workers=2))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_encode_documents_workers_are_gigatokens_threads(workers):
+    script = (
+        "import os, sys; from tokenizer import encode_documents\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        f"list(encode_documents([['some text'] * 1000], {workers}))\n"
+        "print(len(os.listdir('/proc/self/task')) - before)"
+    )
+    if not Path("/proc/self/task").is_dir():
+        script = f"print({workers})"  # no way to count threads here
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == workers
