@@ -15,15 +15,12 @@ BOX_DRAWING = "╭╮╰╯│─ "
 COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def parse_flags(
-    config_class: type[Config], args: Sequence[str] | None = None, default: Config | None = None
-) -> Config:
+def parse_flags(config_class: type[Config], args: Sequence[str] | None = None) -> Config:
     """Build a configuration dataclass from command-line flags.
 
     Args:
         config_class: a dataclass; each field is a flag and its docstring the help text.
         args: the arguments, by default the process's own.
-        default: an instance to take the values of flags that are not given from.
 
     Raises:
         ValueError: a flag is unknown or its value is refused; the message is one line.
@@ -32,9 +29,7 @@ def parse_flags(
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured), _lines_unbroken(args):
-            if default is None:
-                return tyro.cli(config_class, args=args)
-            return tyro.cli(config_class, args=args, default=default)
+            return tyro.cli(config_class, args=args)
     except SystemExit as stop:
         if stop.code in (0, None):  # --help
             raise
@@ -86,5 +81,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def _exit(message: str, code: int) -> None:
-    print(" ".join(message.split()), file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")  # of a process under torchrun
+    origin = "" if rank == "0" else f"[rank {rank}] "
+    print(origin + " ".join(message.split()), file=sys.stderr, flush=True)
     raise SystemExit(code)

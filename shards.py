@@ -58,7 +58,7 @@ class Manifest:
     """Tokens in a full shard."""
     shards: tuple[ShardInfo, ...] = ()
     documents: int = 0
-    """Documents that begin in the shards written so far."""
+    """Documents with tokens; of an unfinished data set, those before `progress`."""
     skipped: int = 0
     """Documents left out because they were empty."""
     complete: bool = False
@@ -279,8 +279,11 @@ def verify_shards(folder: Path) -> Manifest:
         raise FileNotFoundError(f"{folder} has no {MANIFEST_NAME}")
     for shard in manifest.shards:
         path = folder / shard.file
+        mend = f"delete {folder} and run python fineweb.py again"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: {mend}")
         if sha256_of(path) != shard.sha256:
-            raise ValueError(f"{path} has changed since it was written (its SHA-256 differs)")
+            raise ValueError(f"{path} has changed since it was written: {mend}")
     return manifest
 
 

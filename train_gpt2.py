@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from checkpoint import (
     TrainerState,
+    latest_checkpoint,
     load_checkpoint,
     load_model,
     read_state,
@@ -91,10 +92,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Set up, resume if asked to, train."""
     config, checkpoint = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        print(
-            describe_plan(config, config.model_config(), select_device(config.device), world_size)
-        )
+        device, world_size = select_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
+        print(describe_plan(config, config.model_config(), device, world_size))
         return
     with setup_distributed(config.device) as context:
         run_dir = choose_run_dir(config.out_dir, config.run_name, config.size, checkpoint, context)
@@ -104,11 +103,11 @@ def main(args: Sequence[str] | None = None) -> None:
             say(context, f"{run_dir} is finished: {start_step} steps are done")
             return
         with open_run(run_dir, config.saved(), checkpoint, context):
-            say(
-                context,
-                describe_plan(config, trainer.raw_model.config, context.device, context.world_size),
-            )
-            train(trainer, start_step)
+            try:
+                train(trainer, start_step)
+            except FloatingPointError as error:
+                kept = latest_checkpoint(run_dir) or "none yet"
+                raise FloatingPointError(f"{error} (last checkpoint: {kept})") from None
 
 
 # --- the training section ---------------------------------------------------------------------
@@ -247,7 +246,7 @@ def evaluate_and_save(trainer: Trainer, step: int, logger: MetricsLogger) -> Non
         record["hellaswag_total"] = score.total
     if record:
         logger.log(step=step, tokens_seen=step * config.total_batch_size, **record)
-        values = " | ".join(f"{name} {value:.4f}" for name, value in record.items())
+        values = " | ".join(f"{name} {value:.5g}" for name, value in record.items())
         say(context, f"step {step} | {values}")
     if due(config.sample_every):
         write_samples(trainer, step)

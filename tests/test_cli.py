@@ -79,14 +79,6 @@ def test_parse_flags_takes_every_form(args, expected):
     assert parse_flags(Config, args) == expected
 
 
-def test_parse_flags_takes_what_is_not_given_from_the_default():
-    default = Config(max_lr=1.0, compile=False)
-
-    assert parse_flags(Config, ["--max-steps", "7"], default) == Config(
-        max_lr=1.0, compile=False, max_steps=7
-    )
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [

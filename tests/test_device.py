@@ -9,6 +9,7 @@ import torch
 from device import (
     autocast,
     compiler_problem,
+    device_name,
     memory_gib,
     peak_memory_gib,
     select_device,
@@ -84,6 +85,15 @@ def test_autocast_runs_products_in_the_type_and_leaves_parameters_in_float32(dty
     with autocast(CPU, dtype):
         assert layer(torch.randn(2, 4)).dtype == dtype
     assert layer.weight.dtype == torch.float32
+
+
+def test_device_name_without_a_gpu_is_the_type():
+    assert device_name(CPU) == "cpu"
+
+
+@needs_cuda
+def test_device_name_of_a_gpu_is_the_drivers():
+    assert device_name(torch.device("cuda")) == torch.cuda.get_device_properties(0).name
 
 
 def test_compiler_problem_without_a_compiler_says_so(monkeypatch, tmp_path):

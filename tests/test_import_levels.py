@@ -15,6 +15,7 @@ LEVELS = {
     "metrics": 1,
     "model": 1,
     "shards": 1,
+    "sources": 1,
     "tokenizer": 1,
     "dataloader": 2,
     "fineweb": 2,
@@ -29,6 +30,7 @@ LEVELS = {
     "train_gpt2": 5,
     "bench": 6,
     "plot": 6,
+    "demo": 7,
 }
 MODULES = sorted(path.stem for path in ROOT.glob("*.py"))
 DEFINITIONS = (

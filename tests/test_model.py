@@ -292,14 +292,14 @@ def test_gpt_returns_either_logits_or_loss():
     assert loss.shape == ()
 
 
-def test_gpt_loss_is_float32_under_bfloat16_autocast():
+def test_gpt_loss_is_float32_with_bfloat16_autocast_or_weights():
     model = tiny()
     tokens = random_ids(2, BLOCK_SIZE + 1)
+    idx, targets = tokens[:, :-1], tokens[:, 1:]
 
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
-
-    assert loss.dtype == torch.float32
+        assert model(idx, targets).loss.dtype == torch.float32
+    assert model.bfloat16()(idx, targets).loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("micro_steps", [2, 3, 6])

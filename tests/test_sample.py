@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from model import GPT, GPTConfig
 from pretrained import save_pretrained, to_hf_state_dict
-from sample import SampleConfig, draw_token, generate, window_start
-
+from sample import SampleConfig, draw_token, generate, main, window_start
 
 ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
@@ -170,7 +169,7 @@ def test_draw_token_is_in_the_nucleus(logits, top_p, seed):
 
 
 @settings(max_examples=30)
-@given(logits=LOGITS, temperature=st.sampled_from([0.0, 1e-30, 1e-3]))
+@given(logits=LOGITS, temperature=st.sampled_from([0.0, 1e-38, 1e-3]))
 def test_draw_token_is_greedy_at_no_temperature(logits, temperature):
     logits = [round(logit) for logit in logits]  # no near ties
     token = int(draw_token(torch.tensor([logits], dtype=torch.float32), temperature, 0, 1.0, None))
@@ -213,22 +212,22 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run_sample(*args):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "sample.py"), *args, "--device", "cpu"],
-        capture_output=True,
-        timeout=60,
-    )
+FLAGS = ("--num-samples=2", "--max-new-tokens=20", "--device=cpu")
 
 
-def test_main_prints_samples_of_any_prompt(folder):
-    flags = ("--model", str(folder), "--num-samples", "2", "--max-new-tokens", "20")
-    prompted = run_sample(*flags, "--prompt", os.fsdecode(b"caf\xc3\xa9 \xff"))
-    assert prompted.returncode == 0, prompted.stderr
-    text = prompted.stdout.decode("utf-8")
+def test_main_continues_any_bytes_as_a_prompt(folder):
+    command = [sys.executable, ROOT / "sample.py", f"--model={folder}", *FLAGS]
+    command += ["--prompt", os.fsdecode(b"caf\xc3\xa9 \xff")]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("utf-8")
     assert text.count("--- sample ") == 2
     assert text.count("café \ufffd") == 2  # the byte that is not UTF-8, as tiktoken reads it
 
-    started = run_sample(*flags)
-    assert started.returncode == 0, started.stderr
-    assert b"<|endoftext|>" not in started.stdout
+
+def test_main_starts_a_document_without_a_prompt(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--model={folder}", *FLAGS])
+    main()
+    text = capsys.readouterr().out
+    assert text.count("--- sample ") == 2
+    assert "<|endoftext|>" not in text

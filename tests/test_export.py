@@ -1,0 +1,49 @@
+import sys
+
+import pytest
+import torch
+
+import export
+from checkpoint import TrainerState, load_model, save_checkpoint
+from model import GPT, GPTConfig
+
+TINY = GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)
+
+
+def test_main_exports_a_run_that_transformers_loads(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)).loss.backward()
+    optimizer.step()
+    state = TrainerState(
+        step=1,
+        tokens_seen=4,
+        model_config=vars(TINY),
+        train_config={},
+        data_fingerprint="",
+        rng_states={},
+        grad_scaler={},
+    )
+    save_checkpoint(tmp_path / "run" / "checkpoints", state, model, optimizer)
+
+    out = tmp_path / "exported"
+    monkeypatch.setattr(sys, "argv", ["export.py", f"--model={tmp_path}/run", f"--out={out}"])
+    export.main()
+
+    last_line = capsys.readouterr().out.splitlines()[-1].strip()
+    assert last_line == f'transformers.pipeline("text-generation", "{out.as_posix()}")'
+    idx = torch.randint(0, 50257, (1, 8))
+    with torch.no_grad():
+        expected = model(idx).logits
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(out)(idx).logits
+        ours = load_model(out)(idx).logits
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-4)
+    assert torch.equal(ours, expected)
+
+
+def test_main_needs_a_place_to_write(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["export.py", "--model=gpt2"])
+    with pytest.raises(ValueError, match="--out"):
+        export.main()

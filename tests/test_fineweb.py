@@ -1,0 +1,657 @@
+"""Text in, shards out: the same bytes from every source, machine, and interrupted run."""
+
+import glob
+import hashlib
+import http.server
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fineweb
+import sources
+from fineweb import FineWebConfig, tokenize_documents
+from shards import Manifest, open_shards
+from sources import BLOCK_END, read_plain, stream_documents
+from tokenizer import CUT, END_OF_TEXT, gpt2_encoding
+
+ROOT = Path(fineweb.__file__).parent
+
+# Runs fineweb.py in small batches; KILL_AT is the n-th renaming of a finished file before which
+# the process dies as by kill -9.
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+if {hide!r}:
+    sys.modules["gigatoken"] = None
+if __name__ == "__main__":
+    import multiprocessing
+    multiprocessing.set_start_method({method!r})
+    import fineweb
+    fineweb.BATCH_CHARS = 1000
+    import sources
+    sources.TABLE_ROWS = 16
+    sources.BLOCK_BYTES = 1000
+    replace, renamed = os.replace, 0
+    def kill_or_replace(*paths):
+        global renamed
+        renamed += 1
+        if renamed == int(os.environ.get("KILL_AT", 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*paths)
+    os.replace = kill_or_replace
+    fineweb.run_command(fineweb.main)
+"""
+
+
+def texts_of(count, seed=0):
+    """Documents of random words, with an empty and a multi-script one among them."""
+    rng = random.Random(seed)
+    words = ["the", "quick", "fox", "état", "日本語", "🦄", "1234", "\n", "don't", "<|endoftext|>"]
+    texts = [" ".join(rng.choices(words, k=rng.randrange(1, 60))) for _ in range(count)]
+    texts[count // 2] = ""
+    return texts
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
+    return path
+
+
+def write_parquet(path, texts, **options):
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, **options)
+    return path
+
+
+def reference(texts):
+    encoding = gpt2_encoding()
+    documents = [[END_OF_TEXT, *encoding.encode_ordinary(text)] for text in texts if text]
+    return [id for document in documents for id in document]
+
+
+def contents(folder):
+    """Every file of a folder with its bytes."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def tokens_of(folder):
+    """All tokens in order, and the manifest they agree with."""
+    manifest = Manifest.load(folder)
+    return np.concatenate([np.load(folder / shard.file) for shard in manifest.shards]).tolist()
+
+
+def run_driver(tmp_path, *flags, kill_at=0, method="spawn", hide=False, **environment):
+    """Run fineweb.py in a process of its own."""
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(root=str(ROOT), hide=hide, method=method))
+    return subprocess.run(
+        [sys.executable, str(script), *map(str, flags)],
+        env={**os.environ, "KILL_AT": str(kill_at), **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def make(monkeypatch, capsys, tmp_path):
+    """fineweb.py in this process, in small batches; returns the last line that it prints."""
+    monkeypatch.setattr(fineweb, "BATCH_CHARS", 1000)
+    monkeypatch.setattr(sources, "TABLE_ROWS", 16)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["fineweb.py", *map(str, flags)])
+        fineweb.main()
+        return capsys.readouterr().out.strip()
+
+    return run
+
+
+# Shards
+
+
+def test_main_writes_the_tokens_of_every_document(make, tmp_path):
+    texts = texts_of(200)
+    line = make("--source", write_jsonl(tmp_path / "a.jsonl", texts), "--shard-size", 1500)
+    folder = Path("data/a")
+    assert tokens_of(folder) == reference(texts)
+    manifest = Manifest.load(folder)
+    assert manifest.complete
+    assert (manifest.documents, manifest.skipped) == (199, 1)
+    assert manifest.source["files"] == [{"name": "a.jsonl", "bytes": os.path.getsize("a.jsonl")}]
+    sizes = [shard.tokens for shard in manifest.shards]
+    assert sizes[:-1] == [1500] * (len(sizes) - 1)
+    assert 0 < sizes[-1] <= 1500
+    assert [shard.split for shard in manifest.shards] == ["val"] + ["train"] * (len(sizes) - 1)
+    assert str(tmp_path) not in (folder / "manifest.json").read_text()
+    assert re.fullmatch(
+        rf"data/a: 199 documents \(1 empty ones left out\), {sum(sizes):,} tokens, "
+        rf"{len(sizes)} shards; \d+\.\d s, [\d,]+ tokens/s",
+        line,
+    )
+
+
+def test_main_gives_the_same_shards_for_parquet_and_jsonl(make, tmp_path):
+    texts = texts_of(100)
+    write_parquet(tmp_path / "p.parquet", texts, row_group_size=30)
+    write_jsonl(tmp_path / "j1.jsonl", texts[:40])
+    write_jsonl(tmp_path / "j2.jsonl", texts[40:])
+    make("--source", "p.parquet", "--data-dir", "p", "--shard-size", 700)
+    make("--source", "j*.jsonl", "--data-dir", "j", "--shard-size", 700)
+    shards = [
+        {name: data for name, data in contents(Path(folder)).items() if name.endswith(".npy")}
+        for folder in ("p", "j")
+    ]
+    assert shards[0] == shards[1]
+
+
+@pytest.mark.parametrize(
+    ("workers", "hide", "method"),
+    [(2, False, "spawn"), (1, True, "spawn"), (2, True, "spawn"), (2, True, "forkserver")],
+)
+def test_main_gives_the_same_bytes_however_it_encodes(make, tmp_path, workers, hide, method):
+    source = write_parquet(tmp_path / "a.parquet", texts_of(300))
+    flags = ["--source", source, "--shard-size", 2000]
+    make(*flags, "--data-dir", "one", "--workers", 1)
+    done = run_driver(
+        tmp_path, *flags, "--data-dir", "two", "--workers", workers, hide=hide, method=method
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("gigatoken is not installed") == hide
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
+    source = tmp_path / "small.txt"
+    source.write_text("one two three four five six seven eight nine ten")
+    make("--source", source)
+    val, train = (open_shards(Path("data/small"), split) for split in ("val", "train"))
+    assert (val.total_tokens, train.total_tokens) == (1, 10)
+
+
+def test_main_cuts_documents_longer_than_a_shard(make, tmp_path):
+    texts = ["short", "a long story " * 2000, "the end"]
+    write_parquet(tmp_path / "a.parquet", texts)
+    make("--source", "a.parquet", "--shard-size", 100)
+    assert tokens_of(Path("data/a")) == reference(texts)
+
+
+def test_main_refuses_a_corpus_without_text(make, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match="0 tokens: too few"):
+        make("--source", "empty.txt")
+    assert not Path("data").exists()
+
+
+def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / ".mine.tmp").write_text("")
+    write_jsonl(tmp_path / "a.jsonl", ["text"])
+    with pytest.raises(ValueError, match="not a shard manifest"):
+        make("--source", "a.jsonl", "--data-dir", ".")
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", ".mine.tmp", "a.jsonl"}
+
+
+# Interrupted runs
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kind):
+    texts = texts_of(200)
+    source = tmp_path / f"a.{kind}"
+    if kind == "txt":
+        source.write_text("\n".join(texts))
+    else:
+        {"jsonl": write_jsonl, "parquet": write_parquet}[kind](source, texts)
+    flags = ["--source", source, "--shard-size", 1000]
+    make(*flags, "--data-dir", "whole")
+    # Before the first manifest, the first two shards and their manifest; then further on.
+    for kill_at in (1, 2, 3, 4, 9, 4) if kind == "jsonl" else (4, 9):
+        done = run_driver(tmp_path, *flags, "--data-dir", "killed", kill_at=kill_at)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert list((tmp_path / "killed").glob(".*.tmp"))
+    kept = Manifest.load(tmp_path / "killed")
+    assert len(kept.shards) > 2
+    assert not kept.complete
+    with pytest.raises(ValueError, match="not finished"):
+        open_shards(tmp_path / "killed", "train")
+    before = {
+        shard.file: (tmp_path / "killed" / shard.file).stat().st_mtime_ns for shard in kept.shards
+    }
+    make(*flags, "--data-dir", "killed")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    for name, written in before.items():  # finished shards are not made again
+        assert (tmp_path / "killed" / name).stat().st_mtime_ns == written
+
+
+def test_main_killed_by_the_clock_goes_on_to_the_same_bytes(make, tmp_path):
+    flags = ["--source", write_jsonl(tmp_path / "a.jsonl", texts_of(300)), "--shard-size", 1000]
+    make(*flags, "--data-dir", "whole")
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(root=str(ROOT), hide=False, method="spawn"))
+    process = subprocess.Popen(
+        [sys.executable, str(script), *map(str, flags), "--data-dir", "killed"],
+        cwd=tmp_path,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "killed" / "train_000005.npy").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    make(*flags, "--data-dir", "killed")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_main_leaves_a_finished_data_set_as_it_is(make, tmp_path):
+    flags = ["--source", write_jsonl(tmp_path / "a.jsonl", texts_of(50))]
+    make(*flags)
+    before = {path: path.stat().st_mtime_ns for path in Path("data/a").iterdir()}
+    assert "finished earlier" in make(*flags)
+    assert {path: path.stat().st_mtime_ns for path in Path("data/a").iterdir()} == before
+    shard = Path("data/a/train_000001.npy")
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"train_000001\.npy has changed"):
+        make(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "difference"),
+    [
+        (["--shard-size", 501], "shard size 500 instead of 501"),
+        (["--source", "b.jsonl"], r"file 1 a\.jsonl of \d+ bytes instead of b\.jsonl of \d+ bytes"),
+        (["--source", "stdlib"], "kind files instead of stdlib"),
+    ],
+)
+def test_main_refuses_other_data_in_the_same_folder(make, tmp_path, flags, difference):
+    write_jsonl(tmp_path / "a.jsonl", texts_of(50))
+    write_jsonl(tmp_path / "b.jsonl", texts_of(50))
+    same = ["--source", "a.jsonl", "--shard-size", 500, "--data-dir", "d"]
+    make(*same)
+    before = contents(Path("d"))
+    with pytest.raises(ValueError, match=f"d holds other data, {difference}: choose another"):
+        make(*same, *flags)
+    assert contents(Path("d")) == before
+
+
+def test_main_refuses_a_folder_of_foreign_shards(make, tmp_path):
+    np.save(tmp_path / "train.npy", np.zeros(5, np.uint16))
+    with pytest.raises(ValueError, match=r"\.npy files that fineweb\.py did not make"):
+        make("--source", write_jsonl(tmp_path / "a.jsonl", ["x"]), "--data-dir", tmp_path)
+
+
+def test_main_refuses_a_second_writer(make, tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["some text"])
+    with (
+        fineweb.only_writer(Path("data/a")),
+        pytest.raises(ValueError, match=r"another fineweb\.py is writing to data/a"),
+    ):
+        make("--source", source)
+    make("--source", source)
+
+
+# Bad input
+
+
+BAD_ROWS = {
+    "not JSON": (b"{'text': 1}", "not JSON"),
+    "cut off": (b'{"text": "abc', "not JSON"),
+    "no text": (b'{"body": "x", "id": 2}', "no `text`, .* it has body, id"),
+    "not an object": (b'["text"]', "no `text`"),
+    "a number": (b'{"text": 3}', "`text` is int, not a string"),
+    "null": (b'{"text": null}', "`text` is NoneType, not a string"),
+    "invalid UTF-8": (b'{"text": "\xff"}', "invalid UTF-8"),
+    "nested": (b"[" * 100_000, "nested too deeply|not JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_main_names_the_bad_line_and_goes_on_once_it_is_mended(make, tmp_path, kind):
+    row, message = BAD_ROWS[kind]
+    texts = texts_of(100)
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    flags = ["--source", source, "--shard-size", 1000]
+    make(*flags, "--data-dir", "whole")
+    lines = source.read_bytes().splitlines(keepends=True)
+    source.write_bytes(b"".join([*lines[:80], row + b"\n", *lines[81:]]))
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 81: .*({message})"):
+        make(*flags, "--data-dir", "mended")
+    manifest = Manifest.load(Path("mended"))
+    assert manifest.shards
+    assert not manifest.complete
+    assert {path.name for path in Path("mended").iterdir()} == {
+        "manifest.json",
+        *(shard.file for shard in manifest.shards),
+    }
+    with pytest.raises(ValueError, match="line 81"):  # going on, it is still the same line
+        make(*flags, "--data-dir", "mended")
+    source.write_bytes(b"".join(lines))
+    make(*flags, "--data-dir", "mended")
+    assert contents(Path("mended")) == contents(Path("whole"))
+
+
+def bad_parquet(path, column):
+    pq.write_table(pa.table(column), path)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"body": ["x"]}, r"row 1: no `text`.* it has body"),
+        ({"text": [1, 2]}, "row 1: `text` is int"),
+        ({"text": ["a"] * 40 + [None]}, "row 41: `text` is NoneType"),
+        (
+            {"text": pa.array([b"a"] * 20 + [b"\xff"], pa.binary()).view(pa.string())},
+            "row 21: invalid UTF-8",
+        ),
+    ],
+)
+def test_main_names_the_bad_row_of_a_parquet_file(make, tmp_path, column, message):
+    pq.write_table(pa.table(column), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet, {message}"):
+        make("--source", "a.parquet")
+    assert not Path("data").exists()
+
+
+def test_main_names_an_unreadable_parquet_file(make, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no PAR1")
+    with pytest.raises(ValueError, match=r"a\.parquet is not a readable Parquet file"):
+        make("--source", "a.parquet")
+
+
+def test_main_names_the_bad_line_of_a_plain_text(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 16)
+    (tmp_path / "a.txt").write_bytes(b"a line of text\n" * 20 + b"caf\xe9 noir\n" + b"more\n")
+    with pytest.raises(ValueError, match=r"a\.txt, line 21: invalid UTF-8"):
+        make("--source", "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--source", "none.jsonl"], "none.jsonl: no such file"),
+        (["--source", "none*.txt"], r"none\*.txt: no such file"),
+        (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
+        (["--source", "a.csv"], r"a\.csv is not .* files that end in \.parquet, \.jsonl, \.txt"),
+        (["--source", "."], r"\. is a folder: name its files, as in \./\*\.jsonl"),
+        (["--source", "stdlib", "fineweb"], "only files may be several"),
+        (["--shard-size", "0"], "--shard-size must be at least 1, not 0"),
+        (["--workers", "-1"], "--workers must be at least 1, not -1"),
+    ],
+)
+def test_main_explains_flags_that_cannot_be(make, flags, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        make(*flags)
+    assert not Path("data").exists()
+
+
+def test_main_prints_one_line_for_a_bad_row_and_exits_2(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 5}\n')
+    done = run_driver(tmp_path, "--source", "a.jsonl")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: a.jsonl, line 2: `text` is int, not a string"
+    assert not (tmp_path / "data").exists()
+
+
+# Plain texts and the standard library
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(), st.integers(1, 20))
+def test_read_plain_blocks_have_the_tokens_of_the_whole(tmp_path_factory, text, block_bytes):
+    path = tmp_path_factory.getbasetemp() / "hypothesis.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+        blocks = list(read_plain(path, 0, 0, "strict"))
+        for block in blocks:  # every block is a place to go on from
+            again = list(read_plain(path, block.cursor["row"], block.cursor["byte"], "strict"))
+            assert (
+                "".join(rest.text for rest in again)
+                == text.encode()[block.cursor["byte"] :].decode()
+            )
+    assert "".join(block.text for block in blocks) == text
+    assert [block.begins for block in blocks] == [True] + [False] * (len(blocks) - 1)
+    encode = gpt2_encoding().encode_ordinary
+    assert [id for block in blocks for id in encode(block.text)] == encode(text)
+
+
+@given(st.text(st.sampled_from("a9. \n\t\x85\xa0\u1680\u2003\u3000éж日🦄\u0d10\u1000\u2020\u3001")))
+def test_block_end_is_a_cut_that_the_tokenizer_allows(text):
+    data = text.encode()
+    allowed = {len(text[: found.start()].encode()) for found in CUT.finditer(text)}
+    assert {found.start() for found in BLOCK_END.finditer(data)} <= allowed
+
+
+def test_tokenize_documents_joins_blocks_and_marks_documents_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 64)
+    text = "".join(f"word{n} and 語 \n" for n in range(200))
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text)
+    source = sources.FileSource([tmp_path / "a.txt", tmp_path / "b.txt"])
+    batches = list(tokenize_documents(source.documents(None), 1))
+    assert len(batches) > 50
+    assert np.concatenate([tokens for _, tokens in batches]).tolist() == reference([text, text])
+
+
+def test_stdlib_source_is_the_librarys_own_files_in_a_fixed_order(make):
+    source = sources.stdlib_source()
+    names = [path.name for path in source.paths]
+    assert {"argparse.py", "os.py", "typing.py"} <= set(names)
+    assert not any(
+        part in path.parts for path in source.paths for part in ("test", "site-packages")
+    )
+    assert names != sorted(names)
+    assert names == [path.name for path in sources.stdlib_source().paths]
+    assert source.identity["modules"] == len(names)
+
+
+# The hub
+
+
+def parquet_stream(folder):
+    import datasets
+
+    return datasets.load_dataset(
+        "parquet",
+        data_files=sorted(glob.glob(f"{folder}/part*.parquet")),
+        split="train",
+        streaming=True,
+        cache_dir=str(folder),
+    )
+
+
+def test_stream_documents_goes_on_from_any_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "TABLE_ROWS", 7)
+    texts = [f"document {n}" for n in range(60)]
+    for part, start in enumerate(range(0, 60, 20)):
+        path = tmp_path / f"part{part}.parquet"
+        write_parquet(path, texts[start : start + 20], row_group_size=6)
+    whole = list(stream_documents(parquet_stream(tmp_path), None, "the hub"))
+    assert [document.text for document in whole] == texts
+    for n in (0, 1, 6, 7, 20, 33, 59):
+        cursor = json.loads(json.dumps(whole[n].cursor))
+        rest = stream_documents(parquet_stream(tmp_path), cursor, "the hub")
+        assert [document.text for document in rest] == texts[n:]
+
+
+def test_stream_documents_names_the_bad_row(tmp_path):
+    write_parquet(tmp_path / "part0.parquet", ["a"] * 300)
+    write_parquet(tmp_path / "part1.parquet", ["b", None])
+    with pytest.raises(ValueError, match="the hub, row 302: `text` is NoneType"):
+        list(stream_documents(parquet_stream(tmp_path), None, "the hub"))
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as one public data set needs, on the loopback."""
+
+    protocol_version = "HTTP/1.1"
+    files: dict[str, bytes] = {}  # noqa: RUF012 - set by the test
+    head = "a" * 40
+    asked: list[str] = []  # noqa: RUF012
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, code, body=b"", headers=()):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(code)
+        for name, value in [*headers, ("Content-Length", str(len(data)))]:
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def do_GET(self):
+        path = urllib.parse.unquote(self.path.split("?")[0])
+        self.asked.append(path)
+        if found := re.fullmatch(r"/api/datasets/o/n(?:/revision/(\w+))?", path):
+            commit = found[1] if found[1] and len(found[1]) == 40 else self.head
+            if found[1] == "nowhere":
+                return self.answer(404, {}, [("X-Error-Code", "RevisionNotFound")])
+            siblings = [{"rfilename": name} for name in self.files]
+            return self.answer(200, {"id": "o/n", "sha": commit, "siblings": siblings})
+        if found := re.fullmatch(r"/api/datasets/o/n/tree/\w{40}/?(.*)", path):
+            return self.answer(200, list(self.entries(found[1]).values()))
+        if found := re.fullmatch(r"/datasets/o/n/resolve/(\w{40})/(.+)", path):
+            return self.file(found[1], found[2])
+        return self.answer(404, {}, [("X-Error-Code", "RepoNotFound")])
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server looks for
+
+    def entries(self, folder):
+        entries = {}
+        for name, data in self.files.items():
+            if not folder or name.startswith(folder + "/"):
+                depth = folder.count("/") + 1 if folder else 0
+                child = "/".join(name.split("/")[: depth + 1])
+                kind = (
+                    {"type": "file", "size": len(data)} if child == name else {"type": "directory"}
+                )
+                oid = hashlib.sha1(child.encode()).hexdigest()
+                entries[child] = {"path": child, "oid": oid, **kind}
+        return entries
+
+    def file(self, commit, name):
+        if name not in self.files:
+            return self.answer(404, headers=[("X-Error-Code", "EntryNotFound")])
+        data = self.files[name]
+        headers = [("ETag", f'"{hashlib.sha1(data).hexdigest()}"'), ("X-Repo-Commit", commit)]
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+            start, end = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
+            span = ("Content-Range", f"bytes {start}-{end}/{len(data)}")
+            return self.answer(206, data[start : end + 1], [*headers, span])
+        return self.answer(200, data, headers)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub with the data set o/n, and the environment that leads to it."""
+    texts = texts_of(300)
+    Hub.files = {
+        "README.md": b"---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n"
+        b"  - split: train\n    path: sample/10BT/*\n---\n"
+    }
+    for part in range(2):
+        path = write_parquet(tmp_path / "part.parquet", texts[150 * part : 150 * part + 150])
+        Hub.files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
+    Hub.head, Hub.asked, Hub.texts = "a" * 40, [], texts
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Hub.environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "0",
+    }
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
+    flags = ["--source", "o/n", "--name", "sample-10BT", "--shard-size", "1500"]
+    done = run_driver(tmp_path, *flags, kill_at=8, **hub.environment)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder = tmp_path / "data" / "n-10BT"
+    assert len(Manifest.load(folder).shards) > 2
+    hub.head = "b" * 40  # the data set has moved on, the rerun has not
+    hub.asked.clear()
+    done = run_driver(tmp_path, *flags, **hub.environment)
+    assert done.returncode == 0, done.stderr
+    assert tokens_of(folder) == reference(hub.texts)
+    assert Manifest.load(folder).source == {
+        "kind": "hub",
+        "dataset": "o/n",
+        "name": "sample-10BT",
+        "revision": "a" * 40,
+    }
+    assert not any("b" * 40 in path for path in hub.asked)
+    closed = {**hub.environment, "HF_ENDPOINT": "http://127.0.0.1:1"}
+    done = run_driver(tmp_path, *flags, **closed)
+    assert "finished earlier" in done.stdout  # and that needs no network
+    done = run_driver(tmp_path, *flags, "--revision", "main", **hub.environment)
+    assert done.returncode == 2
+    assert f"revision {'a' * 40} instead of {'b' * 40}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--source", "o/nothing"], "error: --source o/nothing: the hub has no such data set"),
+        (
+            ["--source", "o/n", "--revision", "nowhere"],
+            "error: --revision nowhere: o/n has no such revision",
+        ),
+    ],
+)
+def test_main_names_what_the_hub_does_not_have(hub, tmp_path, flags, message):
+    done = run_driver(tmp_path, *flags, **hub.environment)
+    assert (done.returncode, done.stderr.splitlines()) == (2, [message])
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_main_without_network_says_what_works_without(tmp_path, offline):
+    start = time.monotonic()
+    done = run_driver(
+        tmp_path, HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE=offline, HF_HOME=str(tmp_path)
+    )
+    assert time.monotonic() - start < 15
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "cannot be reached" in done.stderr
+    assert "--source stdlib" in done.stderr
+    assert ".parquet, .jsonl, .txt" in done.stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_default_folder_is_named_after_the_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stdlib").mkdir()  # a folder of that name does not stand in the way
+    assert fineweb.default_folder(FineWebConfig()) == Path("data/fineweb-edu-10BT")
+    for source, name, folder in [
+        ("fineweb", None, "fineweb-10BT"),
+        ("fineweb-edu", "sample-100BT", "fineweb-edu-100BT"),
+        ("owner/stories", None, "stories"),
+        ("stdlib", None, "stdlib"),
+    ]:
+        config = FineWebConfig(source=(source,), name=name)
+        assert fineweb.default_folder(config) == Path("data") / folder
