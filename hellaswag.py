@@ -459,7 +459,8 @@ def fetch(url: str, path: Path, size: int, sha256: str) -> None:
             file.write(content)
     except (OSError, http.client.HTTPException) as error:
         raise OSError(
-            f"cannot download {url} ({error}); on a machine without network pass --data FILE"
+            f"cannot download {url} ({error}); on a machine without network pass --data FILE "
+            "(--hellaswag-data FILE in training)"
         ) from None
 
 

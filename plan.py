@@ -112,8 +112,8 @@ def describe_plan(
         "steps": f"{config.max_steps:,}",
         "tokens": f"{tokens:,} ({tokens / model.n_params:,.1f} a parameter)",
         "FLOPs": f"{per_token * tokens:.3g} ({per_token / 1e6:,.0f}M a token)",
-        "memory per device": f"at most about {state_gib + activations_gib:.1f} GiB: {state_gib:.1f} "
-        f"parameters, gradients, moments + {activations_gib:.1f} activations",
+        "memory per device": f"at most about {state_gib + activations_gib:.1f} GiB: "
+        f"{state_gib:.1f} parameters, gradients, moments + {activations_gib:.1f} activations",
         "checkpoint": f"{CHECKPOINT_BYTES_PER_PARAMETER * model.n_params / 2**30:.2f} GiB",
     }
     if peak is not None:

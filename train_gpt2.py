@@ -47,7 +47,7 @@ from distributed import (
     setup_distributed,
     wrap_model,
 )
-from hellaswag import Example, download_hellaswag, evaluate_hellaswag, load_examples
+from hellaswag import Example, check_lengths, download_hellaswag, evaluate_hellaswag, load_examples
 from lr_schedule import cosine_lr, wsd_lr
 from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu, peak_flops
 from model import GPT, IGNORE_INDEX
@@ -407,13 +407,15 @@ def open_hellaswag(config: TrainConfig, context: DistributedContext) -> Sequence
     """The examples to score; none, with a warning, where they cannot be had."""
     if not config.hellaswag_every:
         return []
-    if config.hellaswag_data is not None:
-        return load_examples(config.hellaswag_data)
     try:
-        return load_examples(download_hellaswag(context))
-    except OSError as error:
-        say(context, f"warning: HellaSwag will not be scored: {error} (--hellaswag-data FILE)")
+        examples = load_examples(config.hellaswag_data or download_hellaswag(context))
+        check_lengths(examples, config.block_size)
+    except (OSError, ValueError) as error:
+        if config.hellaswag_data is not None:
+            raise
+        say(context, f"warning: HellaSwag will not be scored: {error}")
         return []
+    return examples
 
 
 def build_model(config: TrainConfig, device: torch.device) -> GPT:
