@@ -4,6 +4,7 @@ Run by `torchrun`, each process finds its place in the environment; run plainly,
 process and every function here is free.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ class DistributedContext:
 def setup_distributed(device_name: DeviceName = "auto") -> Iterator[DistributedContext]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 
-    NCCL joins GPUs, gloo joins CPUs.
+    NCCL joins GPUs, gloo joins CPUs. A wrapped model must not outlive the body: make it in a
+    function that the body calls.
 
     Args:
         device_name: see `select_device`; with CUDA each process takes the GPU of its local rank.
@@ -71,10 +73,11 @@ def setup_distributed(device_name: DeviceName = "auto") -> Iterator[DistributedC
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    try:
-        yield context
-    finally:
-        dist.destroy_process_group()
+    yield context
+    # Not after an error, when others may wait in a collective: torchrun ends them.
+    gc.collect()  # a wrapped model keeps gloo's threads, which can abort the interpreter's exit
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def wrap_model(model: nn.Module, context: DistributedContext) -> nn.Module:
@@ -82,9 +85,7 @@ def wrap_model(model: nn.Module, context: DistributedContext) -> nn.Module:
     if context.world_size == 1:
         return model
     device_ids = [context.device.index] if context.device.type == "cuda" else None
-    return DistributedDataParallel(
-        model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

@@ -81,7 +81,7 @@ class TrainConfig:
     checkpoint_every: int = 1000
     """Steps between checkpoints; one is saved at the end too, and 0 saves only that."""
     log_every: int = 1
-    """Steps between log lines."""
+    """Steps between lines on the console; metrics.jsonl has every step."""
 
     device: DeviceName = "auto"
     """Device to train on."""

@@ -89,25 +89,30 @@ class Trainer:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Set up, resume if asked to, train."""
+    """Print the plan, or join the other processes and run."""
     config, checkpoint = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
         device, world_size = select_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
         print(describe_plan(config, config.model_config(), device, world_size))
         return
     with setup_distributed(config.device) as context:
-        run_dir = choose_run_dir(config.out_dir, config.run_name, config.size, checkpoint, context)
-        trainer = build_trainer(config, run_dir, context)
-        start_step = resume(trainer, checkpoint) if checkpoint else 0
-        if start_step >= config.max_steps:
-            say(context, f"{run_dir} is finished: {start_step} steps are done")
-            return
-        with open_run(run_dir, config.saved(), checkpoint, context):
-            try:
-                train(trainer, start_step)
-            except FloatingPointError as error:
-                kept = latest_checkpoint(run_dir) or "none yet"
-                raise FloatingPointError(f"{error} (last checkpoint: {kept})") from None
+        run(config, checkpoint, context)
+
+
+def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContext) -> None:
+    """Set up, resume if asked to, train."""
+    run_dir = choose_run_dir(config.out_dir, config.run_name, config.size, checkpoint, context)
+    trainer = build_trainer(config, run_dir, context)
+    start_step = resume(trainer, checkpoint) if checkpoint else 0
+    if start_step >= config.max_steps:
+        say(context, f"{run_dir} is finished: {start_step} steps are done")
+        return
+    with open_run(run_dir, config.saved(), checkpoint, context):
+        try:
+            train(trainer, start_step)
+        except FloatingPointError as error:
+            kept = latest_checkpoint(run_dir) or "none yet"
+            raise FloatingPointError(f"{error} (last checkpoint: {kept})") from None
 
 
 # --- the training section ---------------------------------------------------------------------
@@ -145,8 +150,7 @@ def train(trainer: Trainer, start_step: int) -> None:
                 context=context,
             )
             bar.update()
-            if (step + 1) % config.log_every == 0 or step + 1 == config.max_steps:
-                log_step(trainer, logger, timer, step + 1, lr, result)
+            log_step(trainer, logger, timer, step + 1, lr, result)
     say(context, f"done: {trainer.run_dir}")
 
 
@@ -327,7 +331,7 @@ def log_step(
     lr: float,
     result: StepResult,
 ) -> None:
-    """Log a training record, to `metrics.jsonl` and as a line on the console."""
+    """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
     config, context, model = trainer.config, trainer.context, trainer.raw_model.config
     timing = timer.lap(step)
     per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
@@ -344,7 +348,8 @@ def log_step(
         "peak_memory_gib": peak_memory_gib(context.device),
     }
     logger.log(**record)
-    say(context, format_step(record, config.max_steps, timing.eta_seconds))
+    if step % config.log_every == 0 or step == config.max_steps:
+        say(context, format_step(record, config.max_steps, timing.eta_seconds))
 
 
 # --- setting up -------------------------------------------------------------------------------
@@ -437,6 +442,7 @@ def compile_model(model: GPT, config: TrainConfig, context: DistributedContext) 
     if problem is not None:
         say(context, f"warning: not compiled, training will be slower: {problem}")
         return model
+    say(context, "compiling: the first validation and the first step take longer")
     return cast(nn.Module, torch.compile(model, dynamic=False))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from distributed import *
 
-with setup_distributed("cpu") as context:
+def check(context):
     me = float(context.rank)
     assert context.world_size == 2
     assert all_reduce_sum(torch.tensor([1.0, me]), context).tolist() == [2.0, 1.0]
@@ -36,6 +36,9 @@ with setup_distributed("cpu") as context:
         if micro_step < 2:  # not averaged yet: each process has its own
             assert raw.weight.grad.flatten()[0] == (micro_step + 1) * (me + 1)
     assert raw.weight.grad.flatten()[0] == 3 * 1.5
+
+with setup_distributed("cpu") as context:
+    check(context)
 print("fine", flush=True)
 """
 

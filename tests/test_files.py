@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def test_atomic_write_killed_in_the_middle_leaves_the_old_file(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
 
-    done = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(path)], check=False, cwd=ROOT)
 
     assert done.returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
