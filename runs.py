@@ -1,19 +1,42 @@
-"""A run's folder: its name, its lock, its configuration, and what may be resumed into it."""
+"""A run's folder and configuration: where they come from, and what may be resumed."""
 
+import argparse
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from checkpoint import find_checkpoint, latest_checkpoint, read_state, remove_leftovers
+from cli import parse_flags
 from distributed import DistributedContext, broadcast_int
 from files import read_json, write_json
+from model import GPTConfig
+from train_config import TrainConfig
 
 CONFIG_NAME = "config.json"
 LOCK_NAME = ".lock"
+FIXED_SETTINGS = ("total_batch_size", "seed", "shuffle")  # of a run, from its first step on
+
+
+def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
+    """The configuration, and the checkpoint to resume from, if any.
+
+    Flags are laid over the settings of the resumed checkpoint or of `--config`.
+    """
+    locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("config", "resume", "out-dir", "run-name"):
+        locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?")
+    given, _ = locate.parse_known_args(args)
+    checkpoint = None
+    if given.resume:
+        out_dir = Path(given.out_dir or TrainConfig.out_dir)
+        checkpoint = find_resumable(given.resume, out_dir, given.run_name)
+    saved = saved_settings(given.config and Path(given.config), checkpoint)
+    return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint
 
 
 def find_resumable(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
@@ -84,25 +107,24 @@ def choose_run_dir(
 
 @contextmanager
 def open_run(
-    run_dir: Path,
-    settings: Mapping[str, Any],
-    checkpoint: Path | None,
-    context: DistributedContext,
+    run_dir: Path, config: TrainConfig, checkpoint: Path | None, context: DistributedContext
 ) -> Iterator[None]:
     """Hold a run's folder for the length of the body; the main process makes and locks it.
 
     Args:
-        run_dir: the folder.
-        settings: what `config.json` is to say.
-        checkpoint: where the run goes on from; only its own folder may hold a run already.
+        run_dir: the folder. It may hold a run already if `--resume` found its checkpoint, or
+            found none because the run died before its first.
+        config: the run's settings, for `config.json`.
+        checkpoint: where the run goes on from, if anywhere.
         context: this process's place.
 
     Raises:
         ValueError: the folder holds another run, or another trainer has it.
     """
     lock = FileLock(run_dir / LOCK_NAME)
-    resuming = checkpoint is not None and checkpoint.parent.parent.resolve() == run_dir.resolve()
-    problem = _take(run_dir, lock, settings, resuming) if context.is_main else None
+    own = checkpoint is None or checkpoint.parent.parent.resolve() == run_dir.resolve()
+    resuming = config.resume is not None and own
+    problem = _take(run_dir, lock, config.saved(), resuming) if context.is_main else None
     if not broadcast_int(problem is None, context):
         if problem is None:
             raise SystemExit(2)  # the main process says why
@@ -132,12 +154,19 @@ def _take(run_dir: Path, lock: FileLock, settings: Mapping[str, Any], resuming: 
     return None
 
 
-def refuse_changes(saved: Mapping[str, Any], wanted: Mapping[str, Any], checkpoint: Path) -> None:
-    """Refuse to resume with settings that would make it another run.
+def refuse_another_run(
+    checkpoint: Path, model: GPTConfig, config: TrainConfig, data_fingerprint: str
+) -> None:
+    """Refuse to resume with a model, a batch, an order or data that are not the checkpoint's.
 
     Raises:
         ValueError: values differ; the message lists each.
     """
+    state = read_state(checkpoint)
+    saved = {**state.model_config, "data_fingerprint": state.data_fingerprint}
+    wanted = {**asdict(model), "data_fingerprint": data_fingerprint}
+    for name in FIXED_SETTINGS:
+        saved[name], wanted[name] = state.train_config.get(name), getattr(config, name)
     changes = [
         f"{name} {saved.get(name)} -> {value}"
         for name, value in wanted.items()

@@ -6,7 +6,6 @@
 With no flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -24,11 +23,10 @@ from checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_model,
-    read_state,
     rng_states,
     save_checkpoint,
 )
-from cli import parse_flags, run_command
+from cli import run_command
 from dataloader import Batch, ShardedDataLoader, count_windows, validation_batches
 from device import (
     autocast,
@@ -52,14 +50,7 @@ from lr_schedule import cosine_lr, wsd_lr
 from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu, peak_flops
 from model import GPT, IGNORE_INDEX
 from plan import BatchPlan, describe_plan, plan_batch
-from runs import (
-    choose_run_dir,
-    find_resumable,
-    open_run,
-    refuse_changes,
-    saved_settings,
-    settings_as_args,
-)
+from runs import choose_run_dir, open_run, parse_config, refuse_another_run
 from sample import generate
 from shards import TokenShards, open_shards
 from tokenizer import gpt2_encoding
@@ -67,7 +58,6 @@ from train_config import TrainConfig
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
-FIXED_ON_RESUME = ("total_batch_size", "seed", "shuffle")
 
 
 @dataclass(frozen=True)
@@ -107,9 +97,10 @@ def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContex
     if start_step >= config.max_steps:
         say(context, f"{run_dir} is finished: {start_step} steps are done")
         return
-    with open_run(run_dir, config.saved(), checkpoint, context):
+    batches = training_loader(trainer, start_step)
+    with open_run(run_dir, config, checkpoint, context):
         try:
-            train(trainer, start_step)
+            train(trainer, batches, start_step)
         except FloatingPointError as error:
             kept = latest_checkpoint(run_dir) or "none yet"
             raise FloatingPointError(f"{error} (last checkpoint: {kept})") from None
@@ -118,7 +109,7 @@ def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContex
 # --- the training section ---------------------------------------------------------------------
 
 
-def train(trainer: Trainer, start_step: int) -> None:
+def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None:
     """Train from `start_step` to `max_steps`. One turn is one optimizer step."""
     config, context, model = trainer.config, trainer.context, trainer.raw_model.config
     say(context, describe_plan(config, model, context.device, context.world_size))
@@ -126,10 +117,10 @@ def train(trainer: Trainer, start_step: int) -> None:
     metrics_path = trainer.run_dir / "metrics.jsonl" if context.is_main else None
     with (
         MetricsLogger(metrics_path) as logger,
-        training_loader(trainer, start_step) as batches,
+        batches,
         progress_bar(trainer, start_step) as bar,
     ):
-        if start_step:
+        if config.resume is not None:
             logger.log(resumed_from=start_step)
         for step in range(start_step, config.max_steps + 1):  # the last turn only evaluates
             with timer.paused():
@@ -355,23 +346,6 @@ def log_step(
 # --- setting up -------------------------------------------------------------------------------
 
 
-def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
-    """The configuration, and the checkpoint to resume from, if any.
-
-    Flags are laid over the settings of the resumed checkpoint or of `--config`.
-    """
-    locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("config", "resume", "out-dir", "run-name"):
-        locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?")
-    given, _ = locate.parse_known_args(args)
-    checkpoint = None
-    if given.resume:
-        out_dir = Path(given.out_dir or TrainConfig.out_dir)
-        checkpoint = find_resumable(given.resume, out_dir, given.run_name)
-    saved = saved_settings(given.config and Path(given.config), checkpoint)
-    return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint
-
-
 def build_trainer(config: TrainConfig, run_dir: Path, context: DistributedContext) -> Trainer:
     """Open the data, build model and optimizer; nothing is written yet."""
     device = context.device
@@ -468,23 +442,15 @@ def resume(trainer: Trainer, checkpoint: Path) -> int:
     Raises:
         ValueError: the checkpoint is damaged, or of a run on another model, data or batch.
     """
-    config, state = trainer.config, read_state(checkpoint)
-    refuse_changes(
-        {
-            **state.model_config,
-            **{name: state.train_config.get(name) for name in FIXED_ON_RESUME},
-            "data_fingerprint": state.data_fingerprint,
-        },
-        {
-            **asdict(trainer.raw_model.config),
-            **{name: getattr(config, name) for name in FIXED_ON_RESUME},
-            "data_fingerprint": trainer.train_shards.fingerprint,
-        },
+    refuse_another_run(
         checkpoint,
+        trainer.raw_model.config,
+        trainer.config,
+        trainer.train_shards.fingerprint,
     )
-    load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler)
+    step = load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler).step
     say(trainer.context, f"resumed from {checkpoint}")
-    return state.step
+    return step
 
 
 def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:

@@ -6,9 +6,11 @@ from filelock import FileLock
 
 from distributed import DistributedContext
 from files import read_json
-from runs import choose_run_dir, find_resumable, open_run, refuse_changes, settings_as_args
+from runs import choose_run_dir, find_resumable, open_run, settings_as_args
+from train_config import TrainConfig
 
 CONTEXT = DistributedContext(torch.device("cpu"))
+NEW, RESUMED = TrainConfig(), TrainConfig(resume="auto")
 
 
 def fake_checkpoint(run_dir, step):
@@ -22,15 +24,15 @@ def fake_checkpoint(run_dir, step):
 
 def test_open_run_writes_the_configuration_and_locks(tmp_path):
     run_dir = tmp_path / "a"
-    with open_run(run_dir, {"seed": 1}, None, CONTEXT):
-        assert read_json(run_dir / "config.json") == {"seed": 1}
+    with open_run(run_dir, NEW, None, CONTEXT):
+        assert read_json(run_dir / "config.json") == NEW.saved()
         checkpoint = fake_checkpoint(run_dir, 1)
         with (
             pytest.raises(ValueError, match="another trainer is at work"),
-            open_run(run_dir, {}, checkpoint, CONTEXT),
+            open_run(run_dir, RESUMED, checkpoint, CONTEXT),
         ):
             pass
-    with open_run(run_dir, {"seed": 2}, checkpoint, CONTEXT):  # free again
+    with open_run(run_dir, RESUMED, checkpoint, CONTEXT):  # free again
         pass
 
 
@@ -41,21 +43,28 @@ def test_open_run_gives_way_to_another_process(tmp_path):
     with (
         lock.acquire(),
         pytest.raises(ValueError, match="another trainer is at work"),
-        open_run(run_dir, {}, None, CONTEXT),
+        open_run(run_dir, NEW, None, CONTEXT),
     ):
         pass
 
 
 def test_open_run_refuses_a_folder_with_another_run(tmp_path):
-    with open_run(tmp_path / "a", {}, None, CONTEXT):
+    with open_run(tmp_path / "a", NEW, None, CONTEXT):
         pass
     other = fake_checkpoint(tmp_path / "b", 3)
-    for checkpoint in (None, other):
+    for config, checkpoint in ((NEW, None), (RESUMED, other)):
         with (
             pytest.raises(ValueError, match="already holds a run"),
-            open_run(tmp_path / "a", {}, checkpoint, CONTEXT),
+            open_run(tmp_path / "a", config, checkpoint, CONTEXT),
         ):
             pass
+
+
+def test_open_run_restarts_a_run_that_died_before_its_first_checkpoint(tmp_path):
+    with open_run(tmp_path / "a", NEW, None, CONTEXT):
+        pass
+    with open_run(tmp_path / "a", RESUMED, None, CONTEXT):
+        assert (tmp_path / "a" / "config.json").is_file()
 
 
 def test_open_run_cleans_up_after_a_killed_save(tmp_path):
@@ -63,7 +72,7 @@ def test_open_run_cleans_up_after_a_killed_save(tmp_path):
     leftover = tmp_path / "checkpoints" / ".step_00000004.tmp"
     leftover.mkdir()
     (leftover / "model.safetensors").write_text("half")
-    with open_run(tmp_path, {}, checkpoint, CONTEXT):
+    with open_run(tmp_path, RESUMED, checkpoint, CONTEXT):
         assert list((tmp_path / "checkpoints").iterdir()) == [checkpoint]
 
 
@@ -85,12 +94,6 @@ def test_choose_run_dir(tmp_path):
     assert choose_run_dir(tmp_path, None, "gpt2", checkpoint, CONTEXT) == tmp_path / "old"
     assert choose_run_dir(tmp_path, "x", "gpt2", None, CONTEXT) == tmp_path / "x"
     assert choose_run_dir(tmp_path, None, "gpt2", None, CONTEXT).name.startswith("gpt2-20")
-
-
-def test_refuse_changes_lists_each(tmp_path):
-    with pytest.raises(ValueError, match=r"a 1 -> 2, b x -> None"):
-        refuse_changes({"a": 1, "b": "x", "c": 3}, {"a": 2, "b": None, "c": 3}, tmp_path)
-    refuse_changes({"a": 1, "more": 2}, {"a": 1}, tmp_path)
 
 
 def test_settings_as_args_of_every_kind():

@@ -207,6 +207,24 @@ def test_main_refuses_a_folder_that_holds_a_run(tiny_flags):
         main([*tiny_flags, "--run-name=a"])
 
 
+def test_main_restarts_a_run_that_died_before_its_first_checkpoint(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--run-name=a", "--max-steps=2", "--resume=auto"]
+    main(flags)
+    for file in (tmp_path / "runs/a/checkpoints/step_00000002").iterdir():
+        file.unlink()
+    first = losses(tmp_path / "runs/a")
+    main(flags)
+    records = [r for r in read_metrics(tmp_path / "runs/a/metrics.jsonl") if "lr" in r]
+    assert [r["step"] for r in records] == [1, 2]
+    assert losses(tmp_path / "runs/a") == first
+
+
+def test_main_with_too_little_data_makes_no_run(tiny_flags, tmp_path):
+    with pytest.raises(ValueError, match="one step needs"):
+        main([*tiny_flags, "--run-name=a", "--total-batch-size=65536"])
+    assert not (tmp_path / "runs").exists()
+
+
 def test_main_plan_prints_and_touches_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["--plan", "--device=cpu", "--dtype=float32"])
