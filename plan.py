@@ -46,7 +46,7 @@ def plan_batch(
     fixed = config.micro_batch_size
     unit = block_size * world_size * (fixed or 1)
     if total % unit:
-        factors = f"block size {block_size} x {world_size} processes"
+        factors = f"block size {block_size} x world size {world_size}"
         if fixed:
             factors = f"micro-batch size {fixed} x {factors}"
         nearest = [count * unit for count in (total // unit, total // unit + 1) if count]
@@ -108,7 +108,7 @@ def describe_plan(
         "device": f"{world_size} x {device_name(device)}, {dtype}",
         "batch": f"{config.total_batch_size:,} tokens = {batch.micro_batch_size} sequences x "
         f"{model.block_size:,} tokens x {batch.grad_accum_steps} micro-steps x "
-        f"{world_size} processes",
+        f"world size {world_size}",
         "steps": f"{config.max_steps:,}",
         "tokens": f"{tokens:,} ({tokens / model.n_params:,.1f} a parameter)",
         "FLOPs": f"{per_token * tokens:.3g} ({per_token / 1e6:,.0f}M a token)",
