@@ -24,7 +24,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_select_device_auto_is_the_best_that_torch_reports():
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     expected = accelerator.type if accelerator else "cpu"
 
     assert select_device("auto").type == expected
