@@ -28,4 +28,4 @@ lint: .venv/.installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv data/stdlib runs/demo exported/demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -74,8 +74,8 @@ def save_checkpoint(
     remove_leftovers(checkpoints_dir)
     temporary.mkdir(parents=True)
     try:
-        save_file(_parameters(model), temporary / MODEL_NAME)
-        save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_NAME)
+        _write_tensors(temporary / MODEL_NAME, _parameters(model))
+        _write_tensors(temporary / OPTIMIZER_NAME, _optimizer_tensors(model, optimizer))
         write_json(temporary / STATE_NAME, asdict(state))
         names = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
         for name in names:
@@ -139,6 +139,24 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     """The run's complete checkpoint of the highest step; None if it has none."""
     complete = (run_dir / "checkpoints").glob(f"step_*/{MANIFEST_NAME}")
     return max((manifest.parent for manifest in complete), default=None)
+
+
+def set_aside_later(checkpoint: Path) -> list[Path]:
+    """Move a run's checkpoints of later steps to `checkpoints/set_aside`: they will be redone.
+
+    Returns:
+        Where they are now.
+    """
+    folder = checkpoint.parent / "set_aside"
+    moved = []
+    for later in sorted(checkpoint.parent.glob("step_*")):
+        if later.name > checkpoint.name:
+            folder.mkdir(exist_ok=True)
+            target = folder / later.name
+            if target.exists():
+                shutil.rmtree(target)
+            moved.append(later.rename(target))
+    return moved
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -283,6 +301,13 @@ def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             "param_groups": optimizer.state_dict()["param_groups"],
         }
     )
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # what a full disk becomes there
+        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -70,6 +70,9 @@ def run_command(main: Callable[[], None]) -> None:
 
     A stopped run (FloatingPointError: the numbers went bad) exits 1, Ctrl-C exits 130.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
+            stream.reconfigure(errors="replace")
     try:
         main()
     except (ValueError, OSError) as error:

@@ -5,6 +5,7 @@ Every step is a command of this project, printed before it runs.
 """
 
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def train_flags(short: bool) -> list[str]:
 
 def step(title: str, script: str, *flags: str) -> None:
     """Announce one of the project's commands and run it; its failure ends the demo."""
-    print(f"\n=== {title}\n$ python {script} {' '.join(flags)}", flush=True)
+    print(f"\n=== {title}\n$ python {shlex.join([script, *flags])}", flush=True)
     result = subprocess.run([sys.executable, script, *flags], check=False)
     if result.returncode:
         raise SystemExit(result.returncode)

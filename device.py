@@ -80,11 +80,23 @@ def compiler_problem(device: torch.device) -> str | None:
         return "torch.compile does not support MPS well yet"
     if device.type == "cuda":
         return None if importlib.util.find_spec("triton") else "Triton is not installed"
-    compilers = [os.environ.get("CXX", ""), "g++", "clang++", "cl"]
-    if not any(compiler and shutil.which(compiler) for compiler in compilers):
-        return "no C++ compiler (g++ or clang++) is on the PATH"
+    own = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX") or own, own)):
+        return f"no C++ compiler ({own}) is on the PATH"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python.h is missing (install your system's python3-dev package)"
+    return None
+
+
+def failure_to_compile(device: torch.device) -> str | None:
+    """Compile a line of code and run it: None if that works, else the first line of what failed.
+
+    The sure test, in seconds: a compiler can be there and broken.
+    """
+    try:
+        torch.compile(lambda x: x.sin() + 1, dynamic=False)(torch.ones(64, device=device))
+    except Exception as error:  # whatever Dynamo, Inductor, Triton or the compiler make of it
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return None
 
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from checkpoint import load_model
 from cli import parse_flags, run_command
 from device import DeviceName, DtypeName, autocast, select_dtype
-from distributed import DistributedContext, all_reduce_sum, barrier, setup_distributed
+from distributed import DistributedContext, all_reduce_sum, broadcast_int, setup_distributed
 from files import atomic_write, sha256_of
 from model import GPT
 from tokenizer import gpt2_encoding
@@ -423,12 +423,12 @@ def download_hellaswag(
             fetch(url, path, DATA_BYTES, DATA_SHA256)
         except OSError as error:
             failure = error
-    barrier(context)  # also after a failure, or the others would wait for ever
+    fetched = broadcast_int(failure is None, context)  # the others wait here, whatever happens
     if failure is not None:
         raise failure
-    if not path.is_file():
+    if not fetched or not path.is_file():
         raise FileNotFoundError(
-            f"process {context.rank} does not find {path}, which process 0 was to download from "
+            f"process {context.rank} has no {path}, which process 0 was to download from "
             f"{url}; on a machine without network, or with a disk of its own, pass --data FILE"
         )
     return path

@@ -55,12 +55,14 @@ def plan_batch(
             f"use {' or '.join(map(str, nearest))}"
         )
     sequences = total // (block_size * world_size)  # of each process in a step
-    limit = fixed or _micro_batch_limit(model, device, world_size)
+    limit = fixed or _micro_batch_limit(config, model, device, world_size)
     micro_batch_size = max(size for size in range(1, limit + 1) if sequences % size == 0)
     return BatchPlan(micro_batch_size, sequences // micro_batch_size)
 
 
-def _micro_batch_limit(model: GPTConfig, device: torch.device, world_size: int) -> int:
+def _micro_batch_limit(
+    config: TrainConfig, model: GPTConfig, device: torch.device, world_size: int
+) -> int:
     """Sequences that should fit a process's memory, at least 1."""
     limit = MAX_MICRO_BATCH_TOKENS[device.type] // model.block_size
     memory = memory_gib(device)
@@ -68,18 +70,21 @@ def _micro_batch_limit(model: GPTConfig, device: torch.device, world_size: int) 
         if device.type != "cuda":
             memory /= world_size  # processes without a GPU of their own share what there is
         free = MEMORY_SHARE * memory * 2**30 - STATE_BYTES_PER_PARAMETER * model.n_params
-        limit = min(limit, int(free // (activation_bytes_per_token(model) * model.block_size)))
+        per_sequence = activation_bytes_per_token(config, model, device) * model.block_size
+        limit = min(limit, int(free // per_sequence))
     return max(1, limit)
 
 
-def activation_bytes_per_token(model: GPTConfig) -> int:
-    """Memory that the backward pass needs of the forward's, compiled, in bfloat16: an estimate.
+def activation_bytes_per_token(config: TrainConfig, model: GPTConfig, device: torch.device) -> int:
+    """Memory that the backward pass needs of the forward's: an estimate, and a cautious one.
 
     A block keeps its two float32 residual inputs (8C bytes), two normalised copies (4C), q, k, v
     and attention's output (8C), and the MLP's hidden layer before and after GELU (16C). The
-    vocabulary adds its bfloat16 logits and their gradient, and a float32 softmax on the way.
+    vocabulary adds its bfloat16 logits and their gradient, and a float32 softmax on the way. That
+    is compiled, in 16 bits; without either it is up to twice as much.
     """
-    return 36 * model.n_layer * model.n_embd + 8 * model.padded_vocab_size
+    plain = not config.compile or select_dtype(config.dtype, device) == torch.float32
+    return (36 * model.n_layer * model.n_embd + 8 * model.padded_vocab_size) * (1 + plain)
 
 
 def describe_plan(
@@ -98,7 +103,8 @@ def describe_plan(
     per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
     micro_batch_tokens = batch.micro_batch_size * model.block_size
     state_gib = STATE_BYTES_PER_PARAMETER * model.n_params / 2**30
-    activations_gib = activation_bytes_per_token(model) * micro_batch_tokens / 2**30
+    per_token_bytes = activation_bytes_per_token(config, model, device)
+    activations_gib = per_token_bytes * micro_batch_tokens / 2**30
     peak = peak_flops(device_name(device))
     dtype = str(select_dtype(config.dtype, device)).removeprefix("torch.")
     rows = {

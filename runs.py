@@ -10,7 +10,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from checkpoint import find_checkpoint, latest_checkpoint, read_state, remove_leftovers
+from checkpoint import (
+    find_checkpoint,
+    latest_checkpoint,
+    read_state,
+    remove_leftovers,
+    set_aside_later,
+)
 from cli import parse_flags
 from distributed import DistributedContext, broadcast_int
 from files import read_json, write_json
@@ -31,11 +37,12 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
     for flag in ("config", "resume", "out-dir", "run-name"):
         locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?")
     given, _ = locate.parse_known_args(args)
-    checkpoint = None
+    saved, checkpoint = read_settings(given.config), None
     if given.resume:
-        out_dir = Path(given.out_dir or TrainConfig.out_dir)
+        out_dir = Path(given.out_dir or saved.get("out_dir") or TrainConfig.out_dir)
         checkpoint = find_resumable(given.resume, out_dir, given.run_name)
-    saved = saved_settings(given.config and Path(given.config), checkpoint)
+    if checkpoint is not None:
+        saved = read_state(checkpoint).train_config
     return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint
 
 
@@ -73,18 +80,16 @@ def settings_as_args(settings: Mapping[str, Any]) -> list[str]:
     return args
 
 
-def saved_settings(config_path: Path | None, checkpoint: Path | None) -> dict[str, Any]:
-    """The settings that flags are laid over: a checkpoint's, else a config.json's, else none.
+def read_settings(config_path: str | None) -> dict[str, Any]:
+    """The settings in a run's `config.json`; none without a path.
 
     Raises:
         FileNotFoundError: the file is missing.
         ValueError: the file is not a configuration.
     """
-    if checkpoint is not None:
-        return read_state(checkpoint).train_config
     if config_path is None:
         return {}
-    settings = read_json(config_path)
+    settings = read_json(Path(config_path))
     if not isinstance(settings, dict):
         raise ValueError(f"--config {config_path} is not a run's {CONFIG_NAME}")
     return settings
@@ -125,6 +130,8 @@ def open_run(
     own = checkpoint is None or checkpoint.parent.parent.resolve() == run_dir.resolve()
     resuming = config.resume is not None and own
     problem = _take(run_dir, lock, config.saved(), resuming) if context.is_main else None
+    if problem is None and context.is_main and resuming and checkpoint is not None:
+        set_aside_later(checkpoint)
     if not broadcast_int(problem is None, context):
         if problem is None:
             raise SystemExit(2)  # the main process says why

@@ -1,7 +1,6 @@
 """Text from a trained model: `python sample.py --model runs/NAME --prompt "Once upon a time"`."""
 
 import math
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -189,8 +188,6 @@ def _until_stop(tokens: list[int], prompt_length: int, stop_token: int | None) -
 
 def print_samples(samples: list[list[int]]) -> None:
     """Print token lists as text, each under a heading."""
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal that lacks a character must not stop us
-        sys.stdout.reconfigure(errors="replace")
     encoding = gpt2_encoding()
     for number, tokens in enumerate(samples, start=1):
         text = encoding.decode([t for t in tokens if t != END_OF_TEXT], errors="replace")

@@ -105,10 +105,20 @@ class TrainConfig:
                 problems.append(f"{flag} must be at least 0, not {value}")
         if self.min_lr > self.max_lr:
             problems.append(f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}")
-        if self.run_name is not None and Path(self.run_name).name != self.run_name:
+        if self.val_every and 0 < self.val_tokens < self.block_size:
+            problems.append(
+                f"--val-tokens {self.val_tokens} is below --block-size {self.block_size}"
+            )
+        if self.seed >= 2**63:
+            problems.append(f"--seed {self.seed} is not below 2**63")
+        if self.run_name is not None and (
+            Path(self.run_name).name != self.run_name or self.run_name == ".."
+        ):
             problems.append(f"--run-name {self.run_name!r} must be a plain folder name")
-        if self.init_from is not None and (self.n_layer or self.n_head or self.n_embd):
-            problems.append("--init-from brings its own --n-layer, --n-head and --n-embd")
+        if self.init_from is not None and (
+            self.size != "gpt2" or self.n_layer or self.n_head or self.n_embd
+        ):
+            problems.append("--init-from brings its own --size, --n-layer, --n-head and --n-embd")
         try:
             self.model_config()
         except ValueError as error:

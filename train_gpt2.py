@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_model,
+    read_state,
     rng_states,
     save_checkpoint,
 )
@@ -32,6 +33,7 @@ from device import (
     autocast,
     compiler_problem,
     device_name,
+    failure_to_compile,
     peak_memory_gib,
     select_device,
     select_dtype,
@@ -48,7 +50,7 @@ from distributed import (
 from hellaswag import Example, check_lengths, download_hellaswag, evaluate_hellaswag, load_examples
 from lr_schedule import cosine_lr, wsd_lr
 from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu, peak_flops
-from model import GPT, IGNORE_INDEX
+from model import GPT, IGNORE_INDEX, GPTConfig
 from plan import BatchPlan, describe_plan, plan_batch
 from runs import choose_run_dir, open_run, parse_config, refuse_another_run
 from sample import generate
@@ -83,7 +85,8 @@ def main(args: Sequence[str] | None = None) -> None:
     config, checkpoint = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
         device, world_size = select_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
-        print(describe_plan(config, config.model_config(), device, world_size))
+        if os.environ.get("RANK", "0") == "0":
+            print(describe_plan(config, model_dimensions(config, checkpoint), device, world_size))
         return
     with setup_distributed(config.device) as context:
         run(config, checkpoint, context)
@@ -92,7 +95,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContext) -> None:
     """Set up, resume if asked to, train."""
     run_dir = choose_run_dir(config.out_dir, config.run_name, config.size, checkpoint, context)
-    trainer = build_trainer(config, run_dir, context)
+    trainer = build_trainer(config, run_dir, checkpoint, context)
     start_step = resume(trainer, checkpoint) if checkpoint else 0
     if start_step >= config.max_steps:
         say(context, f"{run_dir} is finished: {start_step} steps are done")
@@ -104,6 +107,11 @@ def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContex
         except FloatingPointError as error:
             kept = latest_checkpoint(run_dir) or "none yet"
             raise FloatingPointError(f"{error} (last checkpoint: {kept})") from None
+        except torch.OutOfMemoryError:
+            size = trainer.batch.micro_batch_size
+            raise ValueError(
+                f"the device ran out of memory: --micro-batch-size must be below {size}"
+            ) from None
 
 
 # --- the training section ---------------------------------------------------------------------
@@ -193,18 +201,26 @@ def train_step(
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     # The step's only wait for the device: the update must not happen if this is not finite.
     result = StepResult(*torch.stack([all_reduce_mean(loss_sum, context), norm]).tolist())
-    if not math.isfinite(result.loss) or not (
-        math.isfinite(result.grad_norm) or scaler.is_enabled()
-    ):
-        raise FloatingPointError(
-            f"loss {result.loss:.4f}, gradient norm {result.grad_norm}: no update was made"
-        )
+    check_finite(result, scaler)
     for group in optimizer.param_groups:
         group["lr"] = lr
     scaler.step(optimizer)  # with float16, skips an update whose gradient overflowed
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return result
+
+
+def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> None:
+    """Stop before an update that would spoil the weights; every process comes to the same end.
+
+    A float16 gradient may overflow: its update is skipped and the scale halved, down to 1.
+    """
+    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        return
+    if not math.isfinite(result.loss) or scaler.get_scale() <= 1:  # 1 where scaling is off
+        raise FloatingPointError(
+            f"loss {result.loss:.4f}, gradient norm {result.grad_norm}: no update was made"
+        )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -235,7 +251,13 @@ def evaluate_and_save(trainer: Trainer, step: int, logger: MetricsLogger) -> Non
             trainer.model, validation_loader(trainer), trainer.dtype, context
         )
     if due(config.hellaswag_every) and trainer.hellaswag:
-        score = evaluate_hellaswag(trainer.raw_model, trainer.hellaswag, context, trainer.dtype)
+        score = evaluate_hellaswag(
+            trainer.raw_model,
+            trainer.hellaswag,
+            context,
+            trainer.dtype,
+            progress=sys.stderr.isatty(),
+        )
         record["hellaswag_acc"] = score.acc
         record["hellaswag_acc_norm"] = score.acc_norm
         record["hellaswag_total"] = score.total
@@ -346,14 +368,16 @@ def log_step(
 # --- setting up -------------------------------------------------------------------------------
 
 
-def build_trainer(config: TrainConfig, run_dir: Path, context: DistributedContext) -> Trainer:
+def build_trainer(
+    config: TrainConfig, run_dir: Path, checkpoint: Path | None, context: DistributedContext
+) -> Trainer:
     """Open the data, build model and optimizer; nothing is written yet."""
     device = context.device
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
     dtype = select_dtype(config.dtype, device)
     train_shards, val_shards = open_data(config)
-    raw_model = build_model(config, device)
+    raw_model = build_model(config, checkpoint, device)
     return Trainer(
         config=config,
         context=context,
@@ -362,7 +386,7 @@ def build_trainer(config: TrainConfig, run_dir: Path, context: DistributedContex
         dtype=dtype,
         raw_model=raw_model,
         model=wrap_model(compile_model(raw_model, config, context), context),
-        optimizer=build_optimizer(raw_model, config.weight_decay, device),
+        optimizer=build_optimizer(raw_model, config.weight_decay),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         train_shards=train_shards,
         val_shards=val_shards,
@@ -393,16 +417,27 @@ def open_hellaswag(config: TrainConfig, context: DistributedContext) -> Sequence
         if config.hellaswag_data is not None:
             raise
         say(context, f"warning: HellaSwag will not be scored: {error}")
-        return []
-    return examples
+        examples = []
+    # Scoring takes all processes together: where one has no examples, none may begin.
+    ready = all_reduce_sum(torch.tensor(float(bool(examples)), device=context.device), context)
+    return examples if int(ready) == context.world_size else []
 
 
-def build_model(config: TrainConfig, device: torch.device) -> GPT:
-    """The raw model: new weights, the same on every process, or `--init-from`'s."""
-    torch.manual_seed(config.seed)
+def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
+    """The dimensions that the flags give or, with `--init-from`, its model's or the run's."""
     if config.init_from is None:
+        return config.model_config()
+    if checkpoint is not None:  # the run has long left its source
+        return GPTConfig(**read_state(checkpoint).model_config)
+    return replace(load_model(config.init_from).config, block_size=config.block_size)
+
+
+def build_model(config: TrainConfig, checkpoint: Path | None, device: torch.device) -> GPT:
+    """The raw model, the same on every process: new, or `--init-from`'s; or to be resumed into."""
+    torch.manual_seed(config.seed)
+    if config.init_from is None or checkpoint is not None:
         with device:
-            return GPT(config.model_config())
+            return GPT(model_dimensions(config, checkpoint))
     model = load_model(config.init_from, device)
     model.crop_block_size(config.block_size)
     return model
@@ -412,7 +447,7 @@ def compile_model(model: GPT, config: TrainConfig, context: DistributedContext) 
     """The model compiled, loss and all; the model itself, with a warning, where that cannot be."""
     if not config.compile:
         return model
-    problem = compiler_problem(context.device)
+    problem = compiler_problem(context.device) or failure_to_compile(context.device)
     if problem is not None:
         say(context, f"warning: not compiled, training will be slower: {problem}")
         return model
@@ -420,10 +455,8 @@ def compile_model(model: GPT, config: TrainConfig, context: DistributedContext) 
     return cast(nn.Module, torch.compile(model, dynamic=False))
 
 
-def build_optimizer(
-    model: nn.Module, weight_decay: float, device: torch.device
-) -> torch.optim.AdamW:
-    """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused where the device allows.
+def build_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
 
     Matrices decay; biases and LayerNorm gains, which have one dimension, do not.
     """
@@ -432,8 +465,7 @@ def build_optimizer(
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    fused = device.type in ("cuda", "cpu", "mps")
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def resume(trainer: Trainer, checkpoint: Path) -> int:

@@ -1,10 +1,12 @@
 import os
 import shutil
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from conftest import ROOT
 
 from device import (
     autocast,
@@ -112,6 +114,29 @@ def test_compiler_problem_accepts_the_compiler_that_cxx_names(monkeypatch, tmp_p
     monkeypatch.setenv("CXX", str(compiler))
 
     assert compiler_problem(CPU) == normal
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a compiler of two lines of shell")
+def test_failure_to_compile_finds_a_compiler_that_is_broken(monkeypatch, tmp_path):
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    code = (
+        "import torch, device; cpu = torch.device('cpu')\n"
+        "print(device.compiler_problem(cpu), '|', device.failure_to_compile(cpu))"
+    )
+    environment = os.environ | {
+        "CXX": str(broken),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    there, works = result.stdout.strip().split(" | ")
+    assert there == "None"
+    assert works != "None"
+    assert "\n" not in works
 
 
 def test_compiler_problem_leaves_mps_alone():

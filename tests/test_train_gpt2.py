@@ -1,5 +1,9 @@
 import json
 import math
+import os
+import pty
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -7,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, torchrun
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
 from checkpoint import latest_checkpoint, load_model
@@ -15,7 +20,15 @@ from device import compiler_problem
 from distributed import DistributedContext
 from metrics import read_metrics
 from model import GPT, GPTConfig
-from train_gpt2 import build_optimizer, evaluate_loss, learning_rate, main, train_step
+from train_gpt2 import (
+    StepResult,
+    build_optimizer,
+    check_finite,
+    evaluate_loss,
+    learning_rate,
+    main,
+    train_step,
+)
 
 CPU = torch.device("cpu")
 CONTEXT = DistributedContext(CPU)
@@ -35,7 +48,7 @@ def val_losses(run_dir):
 
 
 def one_step(model, batches, dtype=torch.float32, grad_clip=1.0):
-    optimizer = build_optimizer(model, 0.1, CPU)
+    optimizer = build_optimizer(model, 0.1)
     return train_step(
         model,
         optimizer,
@@ -290,10 +303,108 @@ def test_train_step_stops_before_an_update_that_is_not_finite():
         assert torch.equal(parameter.nan_to_num(7.0), before[name].nan_to_num(7.0))
 
 
+def test_train_step_float16_gives_up_once_the_scale_is_down_to_1():
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    finite, overflowed = StepResult(1.0, 1.0), StepResult(1.0, math.inf)
+    check_finite(finite, scaler)
+    check_finite(overflowed, scaler)  # skipped, and the scale halved
+    scaler.scale(torch.ones(()))  # sets it up
+    scaler.update(1.0)
+    with pytest.raises(FloatingPointError, match="gradient norm inf"):
+        check_finite(overflowed, scaler)
+    with pytest.raises(FloatingPointError, match="loss nan"):
+        check_finite(StepResult(math.nan, 1.0), torch.amp.GradScaler("cpu", init_scale=4.0))
+
+
+class CountReads(TorchDispatchMode):
+    """Count how often a tensor's value is read as a Python number, which waits for the device."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_train_step_reads_no_number_from_the_device_but_its_result():
+    torch.manual_seed(0)
+    model, batches = GPT(TINY), [random_batch(4, seed) for seed in range(3)]
+    one_step(model, batches)  # the optimizer's state is made
+    with CountReads() as counted:
+        one_step(model, batches)
+    assert counted.reads == 0  # the result is read once, by tolist
+    with CountReads() as counted:
+        float(torch.ones(()))
+    assert counted.reads == 1
+
+
+def test_two_ranks_stop_together_when_one_has_a_gradient_that_is_not_finite(tiny_flags, tmp_path):
+    script = tmp_path / "poisoned.py"
+    script.write_text(
+        f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt2
+from cli import run_command
+
+build_model = train_gpt2.build_model
+def build_poisoned(*args):
+    model = build_model(*args)
+    if os.environ["RANK"] == "1":
+        calls = []
+        def poison(grad):
+            calls.append(1)
+            return grad * float("nan") if len(calls) == 6 else grad
+        model.transformer.ln_f.bias.register_hook(poison)
+    return model
+train_gpt2.build_model = build_poisoned
+run_command(train_gpt2.main)
+"""
+    )
+    command = torchrun(script, *tiny_flags, "--run-name=a", "--checkpoint-every=2")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    stopped = [line for line in result.stderr.splitlines() if "no update was made" in line]
+    assert any("step_0000000" in line for line in stopped)
+    assert sorted(losses(tmp_path / "runs/a")) == [1, 2, 3, 4, 5]
+    latest = latest_checkpoint(tmp_path / "runs/a")
+    assert latest.name == "step_00000004"
+    assert all(p.isfinite().all() for p in load_model(latest).parameters())
+
+
+def test_main_resumed_from_an_older_checkpoint_sets_the_later_ones_aside(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=a"])
+    checkpoints = tmp_path / "runs/a/checkpoints"
+    main([f"--resume={checkpoints / 'step_00000004'}", "--max-steps=6"])
+    assert latest_checkpoint(tmp_path / "runs/a").name == "step_00000006"
+    assert (checkpoints / "set_aside" / "step_00000008").is_dir()
+
+
+def test_main_resumes_without_the_model_it_was_started_from(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=first", "--max-steps=2"])
+    flags = [flag for flag in tiny_flags if not flag.startswith("--n-")]
+    main([*flags, f"--init-from={tmp_path}/runs/first", "--run-name=second", "--max-steps=4"])
+    shutil.rmtree(tmp_path / "runs/first")
+    main([f"--resume={tmp_path}/runs/second", "--max-steps=6"])
+    assert sorted(losses(tmp_path / "runs/second")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_main_shows_a_bar_on_a_terminal_only(tiny_flags, tmp_path):
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *tiny_flags, "--run-name=a"]
+    seen = []
+    shell = ["sh", "-c", f"stty rows 40 cols 100; exec {shlex.join(command)}"]
+    pty.spawn(shell, lambda fd: seen.append(os.read(fd, 4096)) or seen[-1])
+    assert "8/8" in b"".join(seen).decode()
+    assert "step/s" in b"".join(seen).decode()
+    piped = subprocess.run([*command[:-1], "--run-name=b"], capture_output=True, text=True)
+    assert "step/s" not in piped.stdout + piped.stderr
+
+
 def test_build_optimizer_decays_matrices_only():
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    decayed, others = build_optimizer(model, 0.1, CPU).param_groups
+    decayed, others = build_optimizer(model, 0.1).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert (len(decayed["params"]), len(others["params"])) == (50, 98)
     assert sum(p.numel() for p in decayed["params"]) == 124_354_560
