@@ -133,6 +133,20 @@ def test_main_two_ranks_equal_one(tiny_flags, tmp_path):
     assert max(abs(one[step] - two[step]) for step in one) <= 1e-5
 
 
+def test_main_ranks_agree_to_leave_hellaswag_out(tiny_flags, tmp_path):
+    damaged = tmp_path / "data/hellaswag/hellaswag_val.jsonl"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("not the benchmark")  # rank 0 cannot mend it, rank 1 would find a file
+    command = torchrun("train_gpt2.py", *tiny_flags, "--run-name=a", "--hellaswag-every=4")
+    no_network = os.environ | {"https_proxy": "http://127.0.0.1:9"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=no_network
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("warning: HellaSwag will not be scored: cannot download") == 1
+    assert len(losses(tmp_path / "runs/a")) == 8
+
+
 def test_main_killed_run_goes_on(tiny_flags, tmp_path):
     main([*tiny_flags, "--run-name=whole", "--max-steps=40", "--val-every=0"])
     flags = [*tiny_flags, "--run-name=killed", "--max-steps=40", "--val-every=0"]
