@@ -74,6 +74,19 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     return torch.autocast(device.type, dtype)
 
 
+def set_numerics(device: torch.device) -> None:
+    """Choose speed where it costs no exactness that matters, and repeatable sums on the CPU.
+
+    CUDA multiplies float32 matrices in TF32. On the CPU, compiled code would add up embedding
+    gradients in whatever order its threads come, so that no run could be resumed bit for bit.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    elif device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def compiler_problem(device: torch.device) -> str | None:
     """Why `torch.compile` cannot work here, in a few words; None if it can."""
     if device.type == "mps":

@@ -37,6 +37,7 @@ from device import (
     peak_memory_gib,
     select_device,
     select_dtype,
+    set_numerics,
 )
 from distributed import (
     DistributedContext,
@@ -373,8 +374,7 @@ def build_trainer(
 ) -> Trainer:
     """Open the data, build model and optimizer; nothing is written yet."""
     device = context.device
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32
+    set_numerics(device)
     dtype = select_dtype(config.dtype, device)
     train_shards, val_shards = open_data(config)
     raw_model = build_model(config, checkpoint, device)

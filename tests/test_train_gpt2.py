@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gpt2
 from checkpoint import latest_checkpoint, load_model
 from dataloader import Batch
-from device import compiler_problem
+from device import compiler_problem, set_numerics
 from distributed import DistributedContext
 from metrics import read_metrics
 from model import GPT, GPTConfig
@@ -287,6 +287,26 @@ def test_train_step_of_micro_batches_equals_one_of_the_whole():
     result_whole, result_parts = one_step(whole, [batch]), one_step(parts, pieces)
     assert result_parts.loss == pytest.approx(result_whole.loss, abs=1e-6)
     assert result_parts.grad_norm == pytest.approx(result_whole.grad_norm, rel=1e-5)
+
+
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+def test_compiled_gradients_are_the_same_each_time_with_two_threads():
+    set_numerics(CPU)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=256, vocab_size=100, n_layer=1, n_head=2, n_embd=128))
+    compiled = torch.compile(model, dynamic=False)
+    idx = torch.randint(0, 5, (4, 256))  # few ids: their gradients are long sums
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gradients = []
+        for _ in range(40):
+            model.zero_grad()
+            compiled(idx, idx.flip(1)).loss.backward()
+            gradients.append(model.transformer.wte.weight.grad)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 def test_train_step_clips_to_the_norm():
