@@ -7,15 +7,20 @@
         manifest.json            size and SHA-256 of each, written last
 
 The state is whole, not sharded, so that any number of processes can load it. A folder without
-its manifest is not a checkpoint.
+its manifest is not a checkpoint. Training waits for a copy of the state, not for its writing.
 """
 
 import base64
 import os
 import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -52,16 +57,92 @@ class TrainerState:
     format: int = CHECKPOINT_FORMAT
 
 
+class CheckpointWriter:
+    """Save checkpoints while training goes on; a context manager that sees the last one written.
+
+    `save` keeps training waiting while the state is copied to the CPU, no longer; a thread then
+    writes the copy (`save_file` and hashing release the interpreter's lock). The copy's memory is
+    kept for the next one: to fill pages that are new takes several times longer than to copy.
+
+    Args:
+        checkpoints_dir: the run's `checkpoints` folder; made by the first save.
+    """
+
+    def __init__(self, checkpoints_dir: Path) -> None:
+        self._checkpoints_dir = checkpoints_dir
+        self._copies: dict[str, dict[str, Tensor]] = {}  # by file, then by tensor
+        self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
+        self._last: Future[None] | None = None
+
+    def save(
+        self,
+        state: TrainerState,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        on_saved: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """Wait for the last checkpoint, copy the state as it is now, begin to write it.
+
+        Args:
+            state: what to save beside the tensors; its `step` names the folder.
+            model: the raw model, neither compiled nor wrapped; the same each time.
+            optimizer: AdamW over its parameters.
+            on_saved: called with the checkpoint's folder once it is complete, by the thread.
+
+        Raises:
+            OSError: the last checkpoint was not saved.
+        """
+        self.wait()
+        kept = self._copies
+        self._copies = {
+            file: {name: _copy(t, kept.get(file, {}).get(name)) for name, t in tensors.items()}
+            for file, tensors in _tensors_by_file(model, optimizer).items()
+        }
+        self._last = self._thread.submit(self._write, state, on_saved)
+
+    def check(self) -> None:
+        """Raise the last checkpoint's error, if it has met one by now."""
+        if self._last is not None and self._last.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            OSError: the disk is full or cannot be written; older checkpoints are as they were.
+        """
+        if self._last is None:
+            return
+        wait_for([self._last])  # if Ctrl-C breaks this off, it is still to be waited for
+        last, self._last = self._last, None
+        last.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.wait()
+        except OSError as failure:
+            if error is None:
+                raise
+            warnings.warn(str(failure), stacklevel=2)  # what ended the body is to be heard
+        finally:
+            self._thread.shutdown()
+
+    def _write(self, state: TrainerState, on_saved: Callable[[Path], None]) -> None:
+        on_saved(_write_checkpoint(self._checkpoints_dir, state, self._copies))
+
+
 def save_checkpoint(
     checkpoints_dir: Path, state: TrainerState, model: GPT, optimizer: torch.optim.Optimizer
 ) -> Path:
-    """Write a checkpoint that is either complete or not there.
-
-    Args:
-        checkpoints_dir: the run's `checkpoints` folder.
-        state: what to save beside the tensors; its `step` names the folder.
-        model: the raw model, neither compiled nor wrapped.
-        optimizer: AdamW over the model's parameters.
+    """Write a checkpoint and wait for it; see `CheckpointWriter.save`.
 
     Returns:
         The checkpoint's folder.
@@ -69,33 +150,9 @@ def save_checkpoint(
     Raises:
         OSError: the disk is full or cannot be written; older checkpoints are as they were.
     """
-    final = checkpoints_dir / f"step_{state.step:08d}"
-    temporary = checkpoints_dir / f".{final.name}.tmp"
-    remove_leftovers(checkpoints_dir)
-    temporary.mkdir(parents=True)
-    try:
-        _write_tensors(temporary / MODEL_NAME, _parameters(model))
-        _write_tensors(temporary / OPTIMIZER_NAME, _optimizer_tensors(model, optimizer))
-        write_json(temporary / STATE_NAME, asdict(state))
-        names = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
-        for name in names:
-            _flush(temporary / name)
-        files = {
-            name: {
-                "bytes": (temporary / name).stat().st_size,
-                "sha256": sha256_of(temporary / name),
-            }
-            for name in names
-        }
-        write_json(temporary / MANIFEST_NAME, {"format": CHECKPOINT_FORMAT, "files": files})
-        if final.exists():  # an older attempt at the same step
-            shutil.rmtree(final)
-        temporary.rename(final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(checkpoints_dir)
-    return final
+    with CheckpointWriter(checkpoints_dir) as writer:
+        writer.save(state, model, optimizer)
+    return _folder(checkpoints_dir, state.step)
 
 
 def remove_leftovers(checkpoints_dir: Path) -> None:
@@ -268,18 +325,64 @@ def load_parameters(checkpoint: Path, model: GPT) -> None:
             parameter.copy_(tensors[name])
 
 
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Each parameter once (the tied one as `transformer.wte.weight`), on the CPU."""
-    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+def _folder(checkpoints_dir: Path, step: int) -> Path:
+    return checkpoints_dir / f"step_{step:08d}"
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<…>`."""
+def _write_checkpoint(
+    checkpoints_dir: Path, state: TrainerState, tensors_by_file: dict[str, dict[str, Tensor]]
+) -> Path:
+    """Write a checkpoint that is either complete or not there; return its folder."""
+    final = _folder(checkpoints_dir, state.step)
+    temporary = checkpoints_dir / f".{final.name}.tmp"
+    try:
+        remove_leftovers(checkpoints_dir)
+        temporary.mkdir(parents=True)
+        for name, tensors in tensors_by_file.items():
+            save_file(tensors, temporary / name)
+            _flush(temporary / name)
+        write_json(temporary / STATE_NAME, asdict(state))
+        files = {
+            name: {
+                "bytes": (temporary / name).stat().st_size,
+                "sha256": sha256_of(temporary / name),
+            }
+            for name in (*tensors_by_file, STATE_NAME)
+        }
+        write_json(temporary / MANIFEST_NAME, {"format": CHECKPOINT_FORMAT, "files": files})
+        if final.exists():  # an older attempt at the same step
+            shutil.rmtree(final)
+        temporary.rename(final)
+        sync_folder(checkpoints_dir)
+    except (OSError, SafetensorError) as error:  # the latter is what a full disk becomes there
+        raise OSError(f"{final} was not saved: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # by now under its final name, or in vain
+    return final
+
+
+def _tensors_by_file(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """What each file is to hold, where it lies now.
+
+    Each parameter is there once (the tied one as `transformer.wte.weight`), the optimizer's state
+    as `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`.
+    """
+    parameters = dict(model.named_parameters())
     return {
-        f"{key}.{name}": value.detach().cpu()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
+        MODEL_NAME: {name: parameter.detach() for name, parameter in parameters.items()},
+        OPTIMIZER_NAME: {
+            f"{key}.{name}": value.detach()
+            for name, parameter in parameters.items()
+            for key, value in optimizer.state[parameter].items()
+        },
     }
+
+
+def _copy(tensor: Tensor, kept: Tensor | None) -> Tensor:
+    """A copy of `tensor` on the CPU, in the memory of an earlier one where there is one."""
+    return (torch.empty_like(tensor, device="cpu") if kept is None else kept).copy_(tensor)
 
 
 def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -301,13 +404,6 @@ def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             "param_groups": optimizer.state_dict()["param_groups"],
         }
     )
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:  # what a full disk becomes there
-        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -3,12 +3,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 from conftest import ROOT
+from safetensors.torch import load_file
 
 from checkpoint import (
+    CheckpointWriter,
     TrainerState,
     find_checkpoint,
     latest_checkpoint,
@@ -17,6 +22,7 @@ from checkpoint import (
     read_state,
     rng_states,
     save_checkpoint,
+    verify_checkpoint,
 )
 from model import GPT, GPTConfig
 
@@ -150,6 +156,139 @@ def test_save_checkpoint_replaces_an_older_attempt_at_the_same_step(saved):
     assert torch.equal(
         load_model(path).transformer.wte.weight, model.transformer.wte.weight.detach()
     )
+
+
+def saved_tensors(path):
+    return {name: load_file(path / name) for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def tensors_now(model, optimizer):
+    """What a checkpoint must hold, read off model and optimizer without our code."""
+    moments = {
+        f"{key}.{name}": value.clone()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"model.safetensors": parameters, "optimizer.safetensors": moments}
+
+
+def assert_same(found, expected):
+    for file, tensors in expected.items():
+        assert found[file].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(found[file][name], tensor), name
+
+
+def test_writer_saves_each_step_as_it_was_though_training_goes_on(tmp_path):
+    torch.manual_seed(0)
+    # Large enough that the changes below come while the file is being written.
+    model, optimizer = new_training(GPTConfig(16, 20_000, n_layer=1, n_head=2, n_embd=128))
+    expected = []
+    with CheckpointWriter(tmp_path) as writer:
+        for step in (1, 2):
+            train(model, optimizer, 1)
+            expected.append(tensors_now(model, optimizer))
+            writer.save(trainer_state(step), model, optimizer)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    optimizer.state[parameter]["exp_avg_sq"].add_(1.0)
+                    parameter.mul_(2.0)
+    for step, tensors in zip((1, 2), expected, strict=True):
+        assert_same(saved_tensors(tmp_path / f"step_{step:08d}"), tensors)
+
+
+def test_writer_says_saved_once_the_checkpoint_is_complete_and_lets_training_go_on(tmp_path):
+    model, optimizer = new_training()
+    train(model, optimizer, 1)
+    events, may_end = [], threading.Event()
+
+    def on_saved(path):
+        verify_checkpoint(path)
+        events.append(path.name)
+        may_end.wait(30)
+        events.append("written")
+
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(trainer_state(1), model, optimizer, on_saved)
+        events.append("training")
+        while len(events) < 2:
+            time.sleep(0.001)
+        writer.check()  # nothing is wrong, and nothing is waited for
+        assert sorted(events) == ["step_00000001", "training"]
+        threading.Timer(0.2, may_end.set).start()
+        writer.save(trainer_state(2), model, optimizer)
+        events.append("second save")
+    assert events[2:] == ["written", "second save"]
+
+
+@contextmanager
+def largest_file(size):
+    """As a full disk: a file of this process may not grow beyond `size` bytes."""
+    resource = pytest.importorskip("resource")  # POSIX has it
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+def check_for(writer, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        writer.check()
+
+
+@pytest.mark.parametrize("surface", ["check", "wait", "save"])
+def test_writer_that_fails_says_so_and_leaves_the_older_checkpoint(saved, surface):
+    path, model, optimizer = saved
+    before = saved_tensors(path)
+    surfaces = {
+        "check": lambda writer: check_for(writer, seconds=10),
+        "wait": lambda writer: writer.wait(),
+        "save": lambda writer: writer.save(trainer_state(5), model, optimizer),
+    }
+    with CheckpointWriter(path.parent) as writer:
+        with largest_file(10_000):
+            writer.save(trainer_state(4), model, optimizer)
+            with pytest.raises(OSError, match=r"step_00000004 was not saved: .*too large"):
+                surfaces[surface](writer)
+        assert os.listdir(path.parent) == [path.name]
+        verify_checkpoint(path)
+        assert_same(saved_tensors(path), before)
+        writer.save(trainer_state(6), model, optimizer)  # there is room again
+    assert latest_checkpoint(path.parent.parent).name == "step_00000006"
+
+
+def save_and_stop(folder, stop):
+    """Begin to save, then leave the writer's body at once, by `stop` if there is one."""
+    model, optimizer = new_training()
+    train(model, optimizer, 1)
+    with CheckpointWriter(folder) as writer:
+        writer.save(trainer_state(1), model, optimizer)
+        if stop is not None:
+            raise stop
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, FloatingPointError])
+def test_writer_finishes_though_training_is_stopped(tmp_path, stop):
+    with pytest.raises(stop):
+        save_and_stop(tmp_path, stop)
+    assert os.listdir(tmp_path) == ["step_00000001"]
+    verify_checkpoint(tmp_path / "step_00000001")
+
+
+def test_writer_that_fails_says_so_at_its_end(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.write_text("in the way")
+    with pytest.raises(OSError, match="step_00000001 was not saved"):
+        save_and_stop(folder, None)
+    with (  # but does not hide what stopped training
+        pytest.warns(UserWarning, match="step_00000001 was not saved"),
+        pytest.raises(FloatingPointError, match="loss nan"),
+    ):
+        save_and_stop(folder, FloatingPointError("loss nan"))
 
 
 SAVE_FOR_EVER = """
