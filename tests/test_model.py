@@ -7,7 +7,15 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from device import compiler_problem
-from model import GPT, GPT2_SIZES, IGNORE_INDEX, GPTConfig, KVCache
+from model import (
+    GPT,
+    GPT2_SIZES,
+    IGNORE_INDEX,
+    QUERY_BLOCKS,
+    BlockCausalAttention,
+    GPTConfig,
+    KVCache,
+)
 
 CPU = torch.device("cpu")
 STAND_INS = {  # each size's layers to heads to head size in small, and an odd vocabulary
@@ -320,8 +328,93 @@ def test_gpt_gradient_of_micro_batches_is_that_of_one_large_batch(micro_steps):
         assert (parameter.grad - expected[name]).abs().max() <= 1e-6, name
 
 
+@pytest.mark.parametrize("chunks", [2, 5, 32])
+def test_gpt_chunked_loss_and_every_gradient_equal_the_plain_ones(chunks):
+    model = lively(tiny())
+    tokens = random_ids(2, BLOCK_SIZE + 1)
+    idx, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[:, ::3] = IGNORE_INDEX
+    targets[0] = IGNORE_INDEX  # of some chunks, no target counts
+    plain = model(idx, targets).loss
+    (3 * plain).backward()  # a loss that is scaled, as accumulation and float16 do
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    model.loss_chunks = chunks
+    loss = model(idx, targets).loss
+    (3 * loss).backward()
+
+    assert loss.item() == pytest.approx(plain.item(), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name]).abs().max() <= 1e-6, name
+    assert torch.all(model.lm_head.weight.grad[VOCAB_SIZE:] == 0)  # padding
+    with torch.no_grad():
+        assert model(idx, targets).loss.item() == pytest.approx(plain.item(), abs=1e-6)
+
+
+def test_gpt_chunked_gradients_in_bfloat16_are_as_close_to_float32_as_the_plain_ones():
+    model = lively(tiny())
+    tokens = random_ids(2, BLOCK_SIZE + 1)
+    gradients = {}
+    for name, chunks, dtype in (
+        ("float32", 1, torch.float32),
+        ("plain", 1, torch.bfloat16),
+        ("chunked", 4, torch.bfloat16),
+    ):
+        model.zero_grad()
+        model.loss_chunks = chunks
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    plain, chunked = (
+        (gradients[name] - gradients["float32"]).norm() for name in ("plain", "chunked")
+    )
+    assert 0 < chunked <= 1.1 * plain
+
+
+@pytest.mark.parametrize("length", [QUERY_BLOCKS, 16, 48])
+def test_block_causal_attention_equals_torchs_in_output_and_gradients(length):
+    q, k, v = (torch.randn(6, length, 8, requires_grad=True) for _ in range(3))
+    d_output = torch.randn(6, length, 8)
+
+    ours = BlockCausalAttention.apply(q * 8**-0.5, k, v)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    assert (ours - theirs).abs().max() <= 1e-5
+    for gradient, expected in zip(
+        torch.autograd.grad(ours, (q, k, v), d_output),
+        torch.autograd.grad(theirs, (q, k, v), d_output),
+        strict=True,
+    ):
+        assert (gradient - expected).abs().max() <= 1e-5
+
+
+def test_block_causal_attention_in_bfloat16_errs_at_most_twice_as_much_as_torchs():
+    exact = [torch.randn(6, 256, 64, requires_grad=True) for _ in range(3)]
+    rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    d_output = torch.randn(6, 256, 64)
+
+    def error(output, inputs):
+        gradients = torch.autograd.grad(output, inputs, d_output.to(output.dtype))
+        found = torch.cat([tensor.float().flatten() for tensor in (output, *gradients)])
+        return (found - expected).norm() / expected.norm()
+
+    reference = F.scaled_dot_product_attention(*exact, is_causal=True)
+    gradients = torch.autograd.grad(reference, exact, d_output)
+    expected = torch.cat([tensor.flatten() for tensor in (reference, *gradients)]).detach()
+    q, k, v = rounded
+    ours = error(BlockCausalAttention.apply(q * 64**-0.5, k, v), rounded)
+    theirs = error(F.scaled_dot_product_attention(q, k, v, is_causal=True), rounded)
+
+    assert ours <= 2 * theirs  # it rounds the scores, which torch's keeps in float32
+
+
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="this machine has no C++ compiler")
-def test_gpt_compiled_equals_eager_in_loss_and_gradients():
+def test_gpt_compiled_and_chunked_equals_eager_in_loss_and_gradients():
+    # Compiled on a CPU, attention is BlockCausalAttention.
+    assert BLOCK_SIZE % QUERY_BLOCKS == 0
     model = lively(tiny(n_layer=1))
     tokens = random_ids(2, BLOCK_SIZE + 1)
     idx, targets = tokens[:, :-1], tokens[:, 1:]
@@ -330,6 +423,7 @@ def test_gpt_compiled_equals_eager_in_loss_and_gradients():
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
 
+    model.loss_chunks = 3
     loss = torch.compile(model)(idx, targets).loss
     loss.backward()
 
