@@ -10,7 +10,7 @@ from model import GPT2_SIZES, GPTConfig
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
-    *("log_every", "max_lr", "grad_clip"),
+    *("log_every", "max_lr", "grad_clip", "loss_chunks"),
 )
 NOT_SAVED = ("config", "resume", "plan", "run_name")  # flags that name a run, not its settings
 
@@ -41,8 +41,11 @@ class TrainConfig:
 
     total_batch_size: int = 524_288
     """Tokens in an optimizer step, over all processes and micro-steps."""
-    micro_batch_size: int | None = None
-    """Sequences that a process takes at once; by default what should fit the device."""
+    micro_batch_size: int | Literal["auto"] = "auto"
+    """Sequences that a process takes at once; auto is the most that fit and still bring speed."""
+    loss_chunks: int | None = None
+    """Parts in which the vocabulary's logits are computed: more take less memory, not other
+    results. By default 4 on a CPU, where it costs no time, and 1 elsewhere."""
 
     max_steps: int = 19_073
     """Optimizer steps in all."""

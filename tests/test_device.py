@@ -1,4 +1,5 @@
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from device import (
     autocast,
     compiler_problem,
     device_name,
+    is_out_of_memory,
     memory_gib,
     peak_memory_gib,
     select_device,
@@ -194,3 +196,41 @@ def test_peak_memory_gib_on_a_gpu_counts_tensors():
 
     assert peak_memory_gib(device) == pytest.approx(before + 0.25, abs=0.01)
     assert memory_gib(device) > peak_memory_gib(device)
+
+
+FAULTS = """
+import resource, sys, torch, device
+if sys.argv[1] == "keep":
+    device.keep_freed_memory()
+def use():
+    for _ in range(4):
+        torch.empty(2**26, dtype=torch.uint8).fill_(1)
+for _ in range(3):
+    use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@linux_only
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
+def test_keep_freed_memory_spares_the_page_faults_of_large_tensors():
+    returned, kept = (
+        int(subprocess.check_output([sys.executable, "-c", FAULTS, how], cwd=ROOT))
+        for how in ("return", "keep")
+    )
+
+    assert returned > 1000  # 4 tensors of 16,384 pages
+    assert kept < returned / 10
+
+
+def test_is_out_of_memory_knows_torchs_error_from_others():
+    with pytest.raises(RuntimeError) as too_much:
+        torch.empty(2**52)
+    with pytest.raises(RuntimeError) as other:
+        torch.ones(2) @ torch.ones(3)
+
+    assert is_out_of_memory(too_much.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(other.value)

@@ -4,6 +4,7 @@ import os
 import pty
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from conftest import ROOT, torchrun
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
-from checkpoint import latest_checkpoint, load_model
+from checkpoint import latest_checkpoint, load_model, verify_checkpoint
 from dataloader import Batch
 from device import compiler_problem, set_numerics
 from distributed import DistributedContext
@@ -377,11 +378,13 @@ def test_two_ranks_stop_together_when_one_has_a_gradient_that_is_not_finite(tiny
     script = tmp_path / "poisoned.py"
     script.write_text(
         f"""
-import os, sys
+import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import train_gpt2
 from cli import run_command
 
+flush = os.fsync
+os.fsync = lambda file: (time.sleep(0.2), flush(file))  # a slow disk
 build_model = train_gpt2.build_model
 def build_poisoned(*args):
     model = build_model(*args)
@@ -396,15 +399,72 @@ train_gpt2.build_model = build_poisoned
 run_command(train_gpt2.main)
 """
     )
-    command = torchrun(script, *tiny_flags, "--run-name=a", "--checkpoint-every=2")
+    command = torchrun(script, *tiny_flags, "--run-name=a", "--checkpoint-every=5")
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     stopped = [line for line in result.stderr.splitlines() if "no update was made" in line]
-    assert any("step_0000000" in line for line in stopped)
+    assert stopped
+    # The save of the step before was still under way: both processes waited for it.
+    assert all("step_00000005" in line for line in stopped)
     assert sorted(losses(tmp_path / "runs/a")) == [1, 2, 3, 4, 5]
     latest = latest_checkpoint(tmp_path / "runs/a")
-    assert latest.name == "step_00000004"
+    assert latest.name == "step_00000005"
     assert all(p.isfinite().all() for p in load_model(latest).parameters())
+
+
+def test_main_says_saved_of_complete_checkpoints_and_done_after_the_last(
+    tiny_flags, tmp_path, capsys
+):
+    main([*tiny_flags, "--run-name=a", "--checkpoint-every=1"])
+    lines = capsys.readouterr().out.splitlines()
+    run_dir = tmp_path / "runs/a"
+    paths = [run_dir / "checkpoints" / f"step_{step:08d}" for step in range(1, 9)]
+    saved = [f"step {step} | saved {path}" for step, path in enumerate(paths, 1)]
+    assert [line for line in lines if " | saved " in line] == saved
+    assert lines[-2:] == [saved[-1], f"done: {run_dir}"]
+    for path in paths:
+        verify_checkpoint(path)
+
+
+def test_main_that_stops_finishes_the_save_under_way(tiny_flags, tmp_path):
+    # A first update so large that the second step's loss is not finite.
+    flags = ["--max-lr=1e38", "--min-lr=0", "--warmup-steps=0", "--checkpoint-every=1"]
+    with pytest.raises(FloatingPointError, match=r"last checkpoint: .*step_00000001\)"):
+        main([*tiny_flags, *flags, "--run-name=a", "--val-every=0"])
+    folder = tmp_path / "runs/a/checkpoints"
+    assert os.listdir(folder) == ["step_00000001"]
+    verify_checkpoint(folder / "step_00000001")
+
+
+def test_main_interrupted_finishes_the_save_under_way(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--run-name=a", "--max-steps=1000", "--checkpoint-every=1"]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train_gpt2.py", *flags, "--val-every=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    output = ""
+    for line in process.stdout:
+        output += line
+        if line.startswith("step    5/"):
+            process.send_signal(signal.SIGINT)
+    assert process.stderr.read() == "interrupted\n"
+    assert process.wait(30) == 130
+    checkpoints = sorted((tmp_path / "runs/a/checkpoints").iterdir())
+    assert f"saved {checkpoints[-1]}\n" in output
+    for checkpoint in checkpoints:
+        verify_checkpoint(checkpoint)
+
+
+def test_main_stops_soon_after_a_save_that_failed(tiny_flags, tmp_path):
+    run_dir = tmp_path / "runs/a"
+    run_dir.mkdir(parents=True)
+    (run_dir / "checkpoints").write_text("in the way")
+    flags = ["--max-steps=40", "--checkpoint-every=20", "--val-every=0"]
+    with pytest.raises(OSError, match="step_00000020 was not saved"):
+        main([*tiny_flags, *flags, "--run-name=a"])
+    assert 20 <= max(losses(run_dir)) < 40
 
 
 def test_main_resumed_from_an_older_checkpoint_sets_the_later_ones_aside(tiny_flags, tmp_path):
