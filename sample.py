@@ -8,7 +8,14 @@ from torch import Tensor
 
 from checkpoint import load_model
 from cli import parse_flags, run_command
-from device import DeviceName, DtypeName, autocast, select_device, select_dtype
+from device import (
+    DeviceName,
+    DtypeName,
+    autocast,
+    select_device,
+    select_dtype,
+    vocabulary_precision,
+)
 from model import GPT, KVCache
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
@@ -119,7 +126,8 @@ def generate(
     cache = KVCache(model.config, B, idx.device, dtype) if use_cache else None
     tokens, start = idx, 0
     ended = torch.zeros(B, dtype=torch.bool, device=idx.device)
-    with autocast(idx.device, dtype):  # one for all tokens: the weights are cast once
+    # One for all tokens: the weights are cast once.
+    with vocabulary_precision(dtype), autocast(idx.device, dtype):
         for _ in range(max_new_tokens):
             previous_start = start
             start = window_start(tokens.size(1), model.config.block_size)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, torchrun
 
+from device import vocabulary_precision
 from distributed import DistributedContext
 from hellaswag import (
     HellaSwagConfig,
@@ -158,6 +159,34 @@ def test_evaluate_hellaswag_in_bfloat16_keeps_the_logits_in_float32(model, examp
     assert set(dtypes[1:]) == {torch.float32}
     assert result.summed.dtype == torch.float32
     assert (result.mean - evaluate(model, examples).mean).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inside"), [(torch.bfloat16, "medium"), (torch.float32, "highest")]
+)
+def test_evaluate_hellaswag_gives_the_precision_back(model, examples, dtype, inside):
+    seen = []
+    hook = model.lm_head.register_forward_hook(
+        lambda *_: seen.append(torch.get_float32_matmul_precision())
+    )
+    evaluate_hellaswag(model, examples[:2], ALONE, dtype)
+    hook.remove()
+    assert seen == [inside]
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(ValueError, match="block_size"), vocabulary_precision(dtype):
+        check_lengths(examples, 1)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(model, examples):
+    expected = evaluate(model, examples[:3]).summed
+    padding = model.lm_head.weight[TINY.vocab_size :]
+    before = padding.detach().clone()
+    with torch.no_grad():
+        padding.fill_(50.0)
+    torch.testing.assert_close(evaluate(model, examples[:3]).summed, expected)
+    with torch.no_grad():
+        padding.copy_(before)
 
 
 def test_evaluate_hellaswag_refuses_rows_beyond_the_block(model, examples, tmp_path):
