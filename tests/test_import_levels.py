@@ -28,9 +28,12 @@ LEVELS = {
     "runs": 4,
     "sample": 4,
     "train_gpt2": 5,
-    "bench": 6,
+    "bench_components": 6,
+    "bench_run": 6,
     "plot": 6,
+    "bench_report": 7,
     "demo": 7,
+    "bench": 8,
 }
 MODULES = sorted(path.stem for path in ROOT.glob("*.py"))
 DEFINITIONS = (

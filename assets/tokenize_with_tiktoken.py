@@ -1,0 +1,58 @@
+"""How the nanoGPT family tokenises: a pool of processes, tiktoken, `.npy` shards.
+
+The ordinary way that `bench.py --component tokenize` compares `fineweb.py` with, on the same
+.parquet or .jsonl files: `python tokenize_with_tiktoken.py FOLDER FILE…`. It takes the vocabulary
+from this repository's `tokenizer.py` (on PYTHONPATH), so that it needs no network.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+
+from tokenizer import END_OF_TEXT, gpt2_encoding
+
+SHARD_SIZE = 100_000_000
+encoding = gpt2_encoding()
+
+
+def tokenize(text: str) -> npt.NDArray[np.uint16]:
+    """One document's tokens."""
+    return np.array([END_OF_TEXT, *encoding.encode_ordinary(text)]).astype(np.uint16)
+
+
+def read(paths: list[str]) -> Iterator[str]:
+    """The documents of all files, but for empty ones."""
+    for path in paths:
+        if path.endswith(".parquet"):
+            with pq.ParquetFile(path) as file:
+                for table in file.iter_batches(1000, columns=["text"]):
+                    yield from filter(None, table.column("text").to_pylist())
+        else:
+            with open(path, encoding="utf-8") as lines:
+                yield from filter(None, (json.loads(line)["text"] for line in lines))
+
+
+def main(folder: str, *paths: str) -> None:
+    """Write the tokens of `paths` to shards in a new `folder`."""
+    os.makedirs(folder)
+    shard, filled, buffer = 0, 0, np.empty(SHARD_SIZE, np.uint16)
+    with multiprocessing.Pool(os.cpu_count()) as pool:
+        for tokens in pool.imap(tokenize, read(list(paths)), chunksize=16):
+            while len(tokens):
+                taken = tokens[: SHARD_SIZE - filled]
+                buffer[filled : filled + len(taken)] = taken
+                filled, tokens = filled + len(taken), tokens[len(taken) :]
+                if filled == SHARD_SIZE:
+                    np.save(f"{folder}/{shard:06d}.npy", buffer)
+                    shard, filled = shard + 1, 0
+    np.save(f"{folder}/{shard:06d}.npy", buffer[:filled])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
