@@ -19,6 +19,7 @@ GPT2_SIZES: dict[str, dict[str, int]] = {
 }
 VOCAB_MULTIPLE = 128  # tensor cores want the vocabulary matrix in multiples of this
 QUERY_BLOCKS = 4  # of block_causal_attention; more leave out more and compile for longer
+LONGEST_BLOCK_CAUSAL = 2048  # tokens
 IGNORE_INDEX = -100  # a target with this value does not count towards the loss
 
 
@@ -101,10 +102,13 @@ class KVCache:
 
 
 def prefers_block_causal(x: Tensor) -> bool:
-    """Whether attention of (B, T, C) is faster by `BlockCausalAttention`: compiled, on a CPU."""
-    return (
-        x.device.type == "cpu" and torch.compiler.is_compiling() and x.size(1) % QUERY_BLOCKS == 0
-    )
+    """Whether attention of (B, T, C) is faster by `BlockCausalAttention`: compiled, on a CPU.
+
+    Not of long sequences: the scores of a block take memory that grows with T squared.
+    """
+    T = x.size(1)
+    short = T % QUERY_BLOCKS == 0 and T <= LONGEST_BLOCK_CAUSAL
+    return short and x.device.type == "cpu" and torch.compiler.is_compiling()
 
 
 class BlockCausalAttention(torch.autograd.Function):
@@ -162,14 +166,6 @@ class BlockCausalAttention(torch.autograd.Function):
             d_k.append(F.pad(d_scores @ q[:, rows], rest))
             d_v.append(F.pad(probs.to(v.dtype) @ d_output[:, rows], rest))
         return torch.cat(d_q, dim=1), sum(d_k[1:], d_k[0]), sum(d_v[1:], d_v[0])
-
-
-def in_autocast_type(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the type that a product would cast them to here."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def query_blocks(T: int) -> list[tuple[slice, int]]:
@@ -324,19 +320,26 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             at_target = logits.gather(1, target[:, None].clamp(min=0))
             loss = loss + ((log_sum - at_target) * counts).sum()
             probs = (logits - log_sum).exp()
-            d_logits = (probs - (ids == target[:, None]).float()) * (counts / count)
-            d_logits = d_logits.to(h.dtype)
+            d_logits = ((probs - (ids == target[:, None]).float()) * counts).to(h.dtype)
             d_hidden.append(d_logits @ weight)
             d_weight += d_logits.T @ h
-        ctx.save_for_backward(torch.cat(d_hidden), d_weight.to(weight.dtype))
+        ctx.save_for_backward(torch.cat(d_hidden), d_weight, count)
         return loss / count
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Scale what the forward pass computed by the loss's own gradient."""
-        d_hidden, d_weight = ctx.saved_tensors
-        scale = d_loss.to(d_hidden.dtype)
-        return d_hidden * scale, d_weight * scale, None, None, None
+        """Scale what the forward pass computed: only now, so that float16 does not underflow."""
+        d_hidden, d_weight, count = ctx.saved_tensors
+        scale, dtype = d_loss / count, d_hidden.dtype
+        return (d_hidden * scale).to(dtype), (d_weight * scale).to(dtype), None, None, None
+
+
+def in_autocast_type(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the type that a product would cast them to here."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 class GPT(nn.Module):

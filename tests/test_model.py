@@ -352,21 +352,22 @@ def test_gpt_chunked_loss_and_every_gradient_equal_the_plain_ones(chunks):
         assert model(idx, targets).loss.item() == pytest.approx(plain.item(), abs=1e-6)
 
 
-def test_gpt_chunked_gradients_in_bfloat16_are_as_close_to_float32_as_the_plain_ones():
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1), (torch.float16, 2**16)])
+def test_gpt_chunked_gradients_in_16_bits_are_as_close_to_float32_as_the_plain_ones(dtype, scale):
     model = lively(tiny())
     tokens = random_ids(2, BLOCK_SIZE + 1)
     gradients = {}
-    for name, chunks, dtype in (
+    for name, chunks, product_dtype in (
         ("float32", 1, torch.float32),
-        ("plain", 1, torch.bfloat16),
-        ("chunked", 4, torch.bfloat16),
+        ("plain", 1, dtype),
+        ("chunked", 4, dtype),
     ):
         model.zero_grad()
         model.loss_chunks = chunks
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with torch.autocast("cpu", product_dtype, enabled=product_dtype != torch.float32):
             loss = model(tokens[:, :-1], tokens[:, 1:]).loss
-        loss.backward()
-        gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+        (loss * scale).backward()  # as the loss scaler of float16 does
+        gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()]) / scale
 
     plain, chunked = (
         (gradients[name] - gradients["float32"]).norm() for name in ("plain", "chunked")
