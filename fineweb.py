@@ -65,7 +65,7 @@ class FineWebConfig:
     shard_size: int = 100_000_000
     """Tokens in a full shard."""
     workers: int = field(default_factory=_cpu_count)
-    """Threads that encode (processes, where gigatoken is missing)."""
+    """Threads that share texts of megabytes (processes that encode, where gigatoken is missing)."""
     revision: str | None = None
     """Commit, branch or tag of the hub data set; by default its newest or, in a rerun, the same."""
 

@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE, offline: `assets/vocab.bpe` in, token ids out.
 
-tiktoken is the reference. Bulk encoding goes through gigatoken, many times faster, and every
-batch of it is compared with tiktoken.
+tiktoken is the reference. Bulk encoding goes through gigatoken, many times faster, in a thread of
+its own, and the beginning of every batch is compared with tiktoken.
 """
 
 import base64
@@ -11,14 +11,14 @@ import itertools
 import multiprocessing
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,9 @@ WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 
 PIECE_CHARS = 1 << 18  # longer texts are cut: tiktoken fails on runs of 1M spaces
+DOCUMENT_MARK = "\ufdd0"  # gigatoken's END_OF_TEXT: Unicode promises that this is no character
 RELOAD_TOKENS = 1 << 26  # gigatoken remembers every word that it has seen, up to a GB in these
+BATCHES_AHEAD = 4  # wait for gigatoken, so that it need not wait while a shard is written
 CHECK_CHARS = 10_000  # of every batch, compared with tiktoken
 
 
@@ -65,6 +67,7 @@ def gpt2_encoding() -> tiktoken.Encoding:
     )
 
 
+@functools.cache
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Token bytes → id: the 256 single bytes, then one token for each merge, in order."""
     merges = path.read_bytes()
@@ -73,11 +76,11 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     # The file writes each byte as a visible character: itself, or the next one from U+0100.
     visible = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     hidden = [byte for byte in range(256) if byte not in visible]
-    byte_of = {chr(byte): byte for byte in visible}
-    byte_of |= {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    byte_of = {byte: byte for byte in visible}
+    byte_of |= {256 + i: byte for i, byte in enumerate(hidden)}
     ranks = {bytes([byte]): rank for rank, byte in enumerate(byte_of.values())}
     for line in merges.decode().splitlines()[1:]:
-        token = bytes(byte_of[character] for character in line if character != " ")
+        token = line.replace(" ", "").translate(byte_of).encode("latin-1")
         ranks[token] = len(ranks)
     return ranks
 
@@ -90,8 +93,8 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
 
     Args:
         batches: lists of documents; only as many as are being encoded are held at a time.
-        workers: threads of gigatoken (set once for the process, by its first batch) or, without
-            gigatoken, processes of tiktoken.
+        workers: threads among which gigatoken shares texts of megabytes (set once for the process,
+            by its first batch) or, without gigatoken, processes of tiktoken.
 
     Yields:
         For each batch, in order, the (tokens,) uint16 of its documents one after another.
@@ -99,23 +102,23 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     Raises:
         ChildProcessError: a worker process died.
     """
-    remaining = iter(batches)
-    gigatoken = _load_gigatoken(workers)
-    since_load = 0
-    if gigatoken is None:
+    ahead, remaining = itertools.tee(batches)
+    try:
+        gigatoken = _Gigatoken(workers)
+    except ImportError:
         _warn("gigatoken is not installed")
-    else:
-        for texts in remaining:
-            tokens = _encode_with_gigatoken(gigatoken, texts)
+        yield from _encode_in_processes(remaining, workers)
+        return
+    with ThreadPoolExecutor(1) as thread:
+        encoded = _encode_ahead(thread, gigatoken.encode, ahead, in_flight=BATCHES_AHEAD)
+        for texts, tokens in zip(remaining, encoded, strict=True):
             if not _starts_as_tiktoken(tokens, texts):
-                _warn("gigatoken disagrees with tiktoken")
-                remaining = itertools.chain([texts], remaining)
                 break
             yield tokens
-            since_load += len(tokens)
-            if since_load > RELOAD_TOKENS:
-                gigatoken, since_load = _load_gigatoken(workers), 0
-    yield from _encode_in_processes(remaining, workers)
+        else:
+            return
+    _warn("gigatoken disagrees with tiktoken")
+    yield from _encode_in_processes(itertools.chain([texts], remaining), workers)
 
 
 def cut_text(text: str, min_chars: int = PIECE_CHARS) -> list[str]:
@@ -141,60 +144,65 @@ def _warn(reason: str) -> None:
     warnings.warn(f"{reason}: encoding with tiktoken, which is slower", stacklevel=3)
 
 
-def _load_gigatoken(workers: int) -> Any | None:  # noqa: ANN401 - it may not be installed
-    """A gigatoken.Tokenizer of GPT-2's vocabulary; None without the package."""
-    os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when its thread pool starts
-    try:
+class _Gigatoken:
+    """gigatoken with GPT-2's vocabulary, loaded anew before its memory of words fills ours.
+
+    Args:
+        workers: threads that encode.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+
+    def __init__(self, workers: int) -> None:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when its thread pool starts
+        # Each call looks whether its input is an array of this package, which takes 0.2 s to load.
+        sys.modules.setdefault("awkward", None)  # type: ignore[arg-type] # None: not to be found
         import gigatoken
-    except ImportError:
-        return None
-    ranks = _read_ranks(VOCAB_PATH)
-    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gpt2.tiktoken"
-        path.write_bytes(b"".join(lines))
-        return gigatoken.Tokenizer.from_tiktoken(str(path), pretokenizer="gpt2")
 
+        self._from_tiktoken = gigatoken.Tokenizer.from_tiktoken
+        self._tokens_since_load = RELOAD_TOKENS
 
-def _encode_with_gigatoken(tokenizer: Any, texts: Sequence[str]) -> TokenIds:  # noqa: ANN401
-    import awkward
+    def encode(self, texts: Sequence[str]) -> TokenIds:
+        """Encode documents, each with `END_OF_TEXT` first."""
+        if self._tokens_since_load >= RELOAD_TOKENS:
+            self._load()
+        # All in one text, so in one row: many rows would come as an array of another library.
+        # Unlike `Tokenizer.encode`, this lets the thread that reads go on meanwhile.
+        data = b"".join([DOCUMENT_MARK.encode() + _utf8(text) for text in texts])
+        ids, _ = self._tokenizer.encode_batch_padded([data], pad_id=0)
+        self._tokens_since_load += ids.size
+        if np.count_nonzero(ids == END_OF_TEXT) > len(texts):  # a text has the mark, too
+            return _encode_with_tiktoken(texts)
+        return ids.ravel().astype(np.uint16)
 
-    pieces = [[_replace_surrogates(piece) for piece in cut_text(text)] for text in texts]
-    ids = tokenizer.encode_batch(list(itertools.chain.from_iterable(pieces)))
-    counts = awkward.num(ids).to_numpy()
-    return _mark_documents(pieces, counts, awkward.flatten(ids).to_numpy())
+    def _load(self) -> None:
+        ranks = _read_ranks(VOCAB_PATH)
+        lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "gpt2.tiktoken"
+            path.write_bytes(b"".join(lines))
+            special_tokens = {DOCUMENT_MARK: END_OF_TEXT}
+            self._tokenizer = self._from_tiktoken(path, "gpt2", special_tokens)
+        self._tokens_since_load = 0
 
 
 def _encode_with_tiktoken(texts: Sequence[str]) -> TokenIds:
-    encode = functools.partial(gpt2_encoding().encode_to_numpy, disallowed_special=())
-    pieces = [[_replace_surrogates(piece) for piece in cut_text(text)] for text in texts]
-    ids = [encode(piece) for piece in itertools.chain.from_iterable(pieces)]
-    counts = np.array([len(tokens) for tokens in ids], dtype=np.int64)
-    return _mark_documents(pieces, counts, np.concatenate(ids or [np.empty(0, np.uint32)]))
+    encoding = gpt2_encoding()
+    mark = np.array([END_OF_TEXT], np.uint32)
+    ids = [np.empty(0, np.uint32)]
+    for text in texts:
+        pieces = cut_text(_utf8(text).decode())
+        ids += [mark, *(encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces)]
+    return np.concatenate(ids).astype(np.uint16)
 
 
-def _replace_surrogates(text: str) -> str:
-    """`text` as tiktoken reads it: paired surrogates joined, lone ones U+FFFD."""
+def _utf8(text: str) -> bytes:
+    """UTF-8 of a text as tiktoken reads it: paired surrogates joined, lone ones U+FFFD."""
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def _mark_documents(
-    pieces: list[list[str]], counts: npt.NDArray[np.int64], ids: npt.NDArray[np.uint32]
-) -> TokenIds:
-    """Put `END_OF_TEXT` before every document.
-
-    Args:
-        pieces: the pieces of each document.
-        counts: (all pieces,) int64, tokens of each piece.
-        ids: (tokens,) uint32, of all pieces one after another.
-    """
-    first_tokens = np.cumsum(counts) - counts
-    first_pieces = np.cumsum([0] + [len(document) for document in pieces])[:-1]
-    return np.insert(ids.astype(np.uint16), first_tokens[first_pieces], END_OF_TEXT)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def _starts_as_tiktoken(tokens: TokenIds, texts: Sequence[str]) -> bool:
@@ -214,18 +222,29 @@ def _encode_in_processes(batches: Iterable[Sequence[str]], workers: int) -> Iter
     # A fork would copy the locks of other threads (the progress bar's, gigatoken's) as they are.
     method = multiprocessing.get_start_method(allow_none=True)
     context = multiprocessing.get_context("spawn" if method in (None, "fork") else method)
-    in_flight: deque[Future[TokenIds]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context) as processes:
         try:
-            for texts in batches:
-                in_flight.append(pool.submit(_encode_with_tiktoken, texts))
-                if len(in_flight) > workers:
-                    yield in_flight.popleft().result()
-            while in_flight:
-                yield in_flight.popleft().result()
+            yield from _encode_ahead(processes, _encode_with_tiktoken, batches, workers)
         except BrokenProcessPool:
             raise ChildProcessError(
                 "a tokenizer process died, perhaps for want of memory: try a smaller --workers"
             ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+
+def _encode_ahead(
+    pool: Executor,
+    encode: Callable[[Sequence[str]], TokenIds],
+    batches: Iterable[Sequence[str]],
+    in_flight: int,
+) -> Iterator[TokenIds]:
+    """Encode in a pool, results in order; one batch more than are in flight may be waiting."""
+    futures: deque[Future[TokenIds]] = deque()
+    try:
+        for texts in batches:
+            futures.append(pool.submit(encode, texts))
+            if len(futures) > in_flight:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

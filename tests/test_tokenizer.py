@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -36,7 +37,16 @@ WORDS = [
     "👩\u200d👧",
     "\u0627",
 ]
-OTHERS = ["\ud800", "\udcff", "\ud83e\udd84", "<|endoftext|>", "<|", "endoftext"]
+OTHERS = [
+    tokenizer.DOCUMENT_MARK,
+    "\ufdd1",
+    "\ud800",
+    "\udcff",
+    "\ud83e\udd84",
+    "<|endoftext|>",
+    "<|",
+    "endoftext",
+]
 AWKWARD = st.sampled_from(SPACES + WORDS + OTHERS)
 TEXTS = st.one_of(
     st.text(),
@@ -77,17 +87,25 @@ def test_gpt2_encoding_of_a_changed_file_is_refused(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def gigatoken():
-    return tokenizer._load_gigatoken(workers=2)
+    return tokenizer._Gigatoken(workers=2)
 
 
 @settings(max_examples=300, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=5))
 def test_encode_documents_ids_are_tiktokens(gigatoken, texts):
     with pytest.MonkeyPatch.context() as monkeypatch:  # loading it takes 0.1 s
-        monkeypatch.setattr(tokenizer, "_load_gigatoken", lambda workers: gigatoken)
+        monkeypatch.setattr(tokenizer, "_Gigatoken", lambda workers: gigatoken)
         (tokens,) = encode_documents([texts])
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == reference(texts)
+
+
+def test_encode_documents_of_megabytes_has_tiktokens_ids():
+    rng = random.Random(0)
+    pieces = [piece for piece in SPACES + WORDS if piece.isprintable()]
+    texts = ["".join(rng.choices(pieces, k=size)) for size in (2_000_000, 10, 1_000_000)]
+    (tokens,) = encode_documents([texts], workers=2)  # gigatoken shares such among its threads
+    assert np.array_equal(tokens, np.array(reference(texts), np.uint16))
 
 
 @settings(max_examples=200, deadline=None)
@@ -158,20 +176,17 @@ def test_encode_documents_reads_only_as_far_ahead_as_there_are_workers(monkeypat
 
 
 def test_encode_documents_reencodes_a_batch_that_gigatoken_got_wrong(monkeypatch):
-    class Wrong:
-        """gigatoken, but from its third batch on a document is missing its first token."""
+    class Wrong(tokenizer._Gigatoken):
+        """gigatoken, but from its third batch on the first token is missing."""
 
-        def __init__(self, right):
-            self.right, self.calls = right, 0
+        calls = 0
 
-        def encode_batch(self, texts):
+        def encode(self, texts):
             self.calls += 1
-            ids = self.right.encode_batch(texts)
-            return ids if self.calls < 3 else ids[:, 1:]
+            return super().encode(texts)[self.calls >= 3 :]
 
-    right = tokenizer._load_gigatoken(1)
-    monkeypatch.setattr(tokenizer, "_load_gigatoken", lambda workers: Wrong(right))
-    batches = [["one", "two"], ["three"], ["four five six", "seven"], ["eight"]]
+    monkeypatch.setattr(tokenizer, "_Gigatoken", Wrong)
+    batches = [[f"batch {n}", "one two"] for n in range(12)]
     with pytest.warns(UserWarning, match="disagrees") as caught:
         encoded = list(encode_documents(batches))
     assert len(caught) == 1
