@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model
+from build import build_optimizer
 from cli import parse_flags, run_command
 from device import (
     DtypeName,
@@ -36,7 +37,6 @@ from pretrained import to_hf_state_dict
 from train_config import TrainConfig
 from train_gpt2 import (
     Trainer,
-    build_optimizer,
     build_trainer,
     learning_rate,
     train_step,

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,6 +35,7 @@ MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "trainer_state.json"
 MANIFEST_NAME = "manifest.json"
+FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 
 
@@ -54,6 +55,8 @@ class TrainerState:
     """Generator states by device type, base64."""
     grad_scaler: dict[str, Any]
     """The loss scaler's state; empty unless float16 is in use."""
+    grad_norms: list[float] = field(default_factory=list)
+    """The last gradient norms, which outliers are told by."""
     format: int = CHECKPOINT_FORMAT
 
 
@@ -66,10 +69,13 @@ class CheckpointWriter:
 
     Args:
         checkpoints_dir: the run's `checkpoints` folder; made by the first save.
+        keep: once a checkpoint is complete, delete all but this many, the oldest first; 0 keeps
+            all.
     """
 
-    def __init__(self, checkpoints_dir: Path) -> None:
+    def __init__(self, checkpoints_dir: Path, keep: int = 0) -> None:
         self._checkpoints_dir = checkpoints_dir
+        self._keep = keep
         self._copies: dict[str, dict[str, Tensor]] = {}  # by file, then by tensor
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
@@ -137,6 +143,8 @@ class CheckpointWriter:
 
     def _write(self, state: TrainerState, on_saved: Callable[[Path], None]) -> None:
         on_saved(_write_checkpoint(self._checkpoints_dir, state, self._copies))
+        if self._keep:
+            _remove_oldest(self._checkpoints_dir, self._keep)
 
 
 def save_checkpoint(
@@ -156,7 +164,7 @@ def save_checkpoint(
 
 
 def remove_leftovers(checkpoints_dir: Path) -> None:
-    """Delete what a process that died in the middle of a save has left."""
+    """Delete what a process that died in the middle of a save, or of a deletion, has left."""
     for leftover in checkpoints_dir.glob(".*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -192,10 +200,40 @@ def load_checkpoint(
     return state
 
 
+def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
+    """The checkpoints that were saved to the end, the highest step first."""
+    manifests = checkpoints_dir.glob(f"step_*/{MANIFEST_NAME}")
+    return sorted((manifest.parent for manifest in manifests), reverse=True)
+
+
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The run's complete checkpoint of the highest step; None if it has none."""
-    complete = (run_dir / "checkpoints").glob(f"step_*/{MANIFEST_NAME}")
-    return max((manifest.parent for manifest in complete), default=None)
+    return next(iter(complete_checkpoints(run_dir / "checkpoints")), None)
+
+
+def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
+    """The run's checkpoint of the highest step whose hashes are right; None if it has none.
+
+    Args:
+        run_dir: the run's folder.
+        warn: told of each damaged checkpoint on the way.
+
+    Raises:
+        ValueError: every checkpoint is damaged.
+    """
+    checkpoints = complete_checkpoints(run_dir / "checkpoints")
+    for checkpoint in checkpoints:
+        try:
+            verify_checkpoint(checkpoint)
+        except (OSError, ValueError) as error:
+            warn(f"{error}; going back to the checkpoint before it")
+        else:
+            return checkpoint
+    if checkpoints:
+        raise ValueError(
+            f"every checkpoint in {run_dir} is damaged: start a new run with another --run-name"
+        )
+    return None
 
 
 def set_aside_later(checkpoint: Path) -> list[Path]:
@@ -237,16 +275,18 @@ def verify_checkpoint(checkpoint: Path) -> None:
         FileNotFoundError: a file is missing.
         ValueError: a file's size or hash is not the manifest's.
     """
-    manifest_path = checkpoint / MANIFEST_NAME
-    manifest = read_json(manifest_path)
-    for name in (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME):
-        path = checkpoint / name
-        try:
-            expected = manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]
-        except (KeyError, TypeError):
-            raise ValueError(f"{manifest_path} does not list {name}") from None
-        if (path.stat().st_size, sha256_of(path)) != expected:
-            raise ValueError(f"{path} is damaged: its size or SHA-256 is not the manifest's")
+    path = checkpoint / MANIFEST_NAME
+    manifest, found = read_json(path), _manifest(checkpoint)
+    listed = manifest.get("files") if isinstance(manifest, dict) else None
+    for name, entry in found["files"].items():
+        if not isinstance(listed, dict) or name not in listed:
+            raise ValueError(f"{path} is damaged: it does not list {name}")
+        if listed[name] != entry:
+            raise ValueError(
+                f"{checkpoint / name} is damaged: its size or SHA-256 is not the manifest's"
+            )
+    if manifest != found:
+        raise ValueError(f"{path} is damaged: it is not what was written")
 
 
 def read_state(checkpoint: Path) -> TrainerState:
@@ -342,14 +382,7 @@ def _write_checkpoint(
             save_file(tensors, temporary / name)
             _flush(temporary / name)
         write_json(temporary / STATE_NAME, asdict(state))
-        files = {
-            name: {
-                "bytes": (temporary / name).stat().st_size,
-                "sha256": sha256_of(temporary / name),
-            }
-            for name in (*tensors_by_file, STATE_NAME)
-        }
-        write_json(temporary / MANIFEST_NAME, {"format": CHECKPOINT_FORMAT, "files": files})
+        write_json(temporary / MANIFEST_NAME, _manifest(temporary))
         if final.exists():  # an older attempt at the same step
             shutil.rmtree(final)
         temporary.rename(final)
@@ -359,6 +392,20 @@ def _write_checkpoint(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # by now under its final name, or in vain
     return final
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    """What the manifest of a folder with these files is to say."""
+    paths = [checkpoint / name for name in FILE_NAMES]
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in paths}
+    return {"format": CHECKPOINT_FORMAT, "files": files}
+
+
+def _remove_oldest(checkpoints_dir: Path, keep: int) -> None:
+    """Delete all checkpoints but the `keep` of the highest steps."""
+    for checkpoint in complete_checkpoints(checkpoints_dir)[keep:]:
+        # Under another name first, so that a half-deleted one is never taken for a checkpoint.
+        shutil.rmtree(checkpoint.rename(checkpoints_dir / f".{checkpoint.name}.tmp"))
 
 
 def _tensors_by_file(

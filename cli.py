@@ -10,9 +10,15 @@ from typing import TypeVar
 
 import tyro
 
+from interrupt import restore_ctrl_c
+
 Config = TypeVar("Config")
 BOX_DRAWING = "╭╮╰╯│─ "
 COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class RunStopped(Exception):  # noqa: N818 - what happened, not what was wrong
+    """A run that nobody did anything wrong with cannot go on; it may be resumed."""
 
 
 def parse_flags(config_class: type[Config], args: Sequence[str] | None = None) -> Config:
@@ -68,8 +74,10 @@ def _first_sentence(boxed: str) -> str:
 def run_command(main: Callable[[], None]) -> None:
     """Run a script's `main`; what a user can cause ends as one line and exit code 2.
 
-    A stopped run (FloatingPointError: the numbers went bad) exits 1, Ctrl-C exits 130.
+    A run that had to stop (RunStopped; FloatingPointError: the numbers went bad) exits 1, Ctrl-C
+    exits 130.
     """
+    restore_ctrl_c()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
             stream.reconfigure(errors="replace")
@@ -77,10 +85,10 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except (ValueError, OSError) as error:
         _exit(f"error: {error}", 2)
-    except FloatingPointError as error:
+    except (RunStopped, FloatingPointError) as error:
         _exit(f"stopped: {error}", 1)
-    except KeyboardInterrupt:
-        _exit("interrupted", 130)
+    except KeyboardInterrupt as interrupt:
+        _exit(" ".join(["interrupted", *interrupt.args]), 130)
 
 
 def _exit(message: str, code: int) -> None:

@@ -5,15 +5,18 @@ process and every function here is free.
 """
 
 import gc
+import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from device import DeviceName, select_device
 
@@ -106,6 +109,77 @@ def all_reduce_mean(tensor: Tensor, context: DistributedContext) -> Tensor:
     return all_reduce_sum(tensor, context).div_(context.world_size)
 
 
+def all_reduce_max(value: int, context: DistributedContext) -> int:
+    """The largest `value` of all processes, on every process."""
+    if context.world_size == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.int64, device=context.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return int(tensor)
+
+
+def gather_text(text: str, context: DistributedContext) -> list[str]:
+    """Every process's `text`, in the order of their ranks, on every process."""
+    if context.world_size == 1:
+        return [text]
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=context.device)
+    longest = max(1, all_reduce_max(len(data), context))
+    padded = nn.functional.pad(data, (0, longest - len(data)))  # by NULs, which text has none of
+    gathered = [torch.empty_like(padded) for _ in range(context.world_size)]
+    dist.all_gather(gathered, padded)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in gathered]
+
+
+@contextmanager
+def failing_together(context: DistributedContext) -> Iterator[None]:
+    """Where the body raises what a user can cause on one process, end every process.
+
+    Without this the others would wait for it, in the next collective. The body must have none.
+
+    Raises:
+        ValueError: on the main process, with the message of the first that met an error.
+        SystemExit: on the others, exit code 2.
+    """
+    error = None
+    try:
+        yield
+    except (OSError, ValueError) as caught:
+        error = caught
+    messages = gather_text("" if error is None else str(error) or repr(error), context)
+    if not any(messages):
+        return
+    if not context.is_main:
+        raise SystemExit(2)
+    if error is not None:
+        raise error
+    rank = next(rank for rank, message in enumerate(messages) if message)
+    raise ValueError(f"on rank {rank}: {messages[rank]}")
+
+
+def require_same(what: str, lines: Sequence[str], context: DistributedContext) -> None:
+    """End every process if `lines`, which describe `what`, are not the same on all of them.
+
+    Raises:
+        ValueError: on the main process, naming the first difference.
+        SystemExit: on the others, exit code 2.
+    """
+    texts = gather_text("\n".join(lines), context)
+    with failing_together(context):
+        for rank, text in enumerate(texts):
+            pairs = itertools.zip_longest(text.split("\n"), texts[0].split("\n"))
+            for there, here in pairs:
+                if there != here:
+                    raise ValueError(
+                        f"{what} differ: rank {rank} has {there or 'nothing'}, "
+                        f"rank 0 has {here or 'nothing'}"
+                    )
+
+
+def is_lost_process(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone or unreachable."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def broadcast_int(value: int, context: DistributedContext) -> int:
     """The main process's `value`, on every process."""
     if context.world_size == 1:
@@ -119,3 +193,12 @@ def barrier(context: DistributedContext) -> None:
     """Wait until every process has come here."""
     if context.world_size > 1:
         dist.barrier()
+
+
+def say(context: DistributedContext, line: str) -> None:
+    """Print a line once, above the progress bar if there is one."""
+    if not context.is_main:
+        return
+    with suppress(OSError):  # a run is worth more than its log on a full disk or a closed pipe
+        tqdm.write(line)
+        sys.stdout.flush()  # a log file or a pipe is to have it at once

@@ -1,5 +1,10 @@
 """A trained model for everyone: `python export.py --model runs/NAME --out exported/NAME`."""
 
+if __name__ == "__main__":
+    from interrupt import end_at_ctrl_c
+
+    end_at_ctrl_c()  # the imports below take seconds
+
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -15,12 +15,17 @@ An ending looks at the context and at itself only. Its last token is predicted b
 nothing, so it is left out of the row.
 """
 
+if __name__ == "__main__":
+    from interrupt import end_at_ctrl_c
+
+    end_at_ctrl_c()  # the imports below take seconds
+
 import hashlib
 import http.client
 import json
 import math
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +39,14 @@ from tqdm import tqdm
 from checkpoint import load_model
 from cli import parse_flags, run_command
 from device import DeviceName, DtypeName, autocast, select_dtype, vocabulary_precision
-from distributed import DistributedContext, all_reduce_sum, broadcast_int, setup_distributed
+from distributed import (
+    DistributedContext,
+    all_reduce_sum,
+    broadcast_int,
+    failing_together,
+    say,
+    setup_distributed,
+)
 from files import atomic_write, sha256_of
 from model import GPT
 from tokenizer import gpt2_encoding
@@ -47,6 +59,7 @@ DOWNLOAD_TIMEOUT_SECONDS = 30
 N_ENDINGS = 4
 CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
 QUERIES_PER_PRODUCT = 128  # rows of float32 logits at a time, 26 MB: they stay in the cache
+Round = list[list[int]]  # a batch for each process: the places of its examples
 
 
 @dataclass(frozen=True)
@@ -222,6 +235,36 @@ def render_example(row: Any, origin: str = "") -> Example:  # noqa: ANN401 - any
     return Example(ind, label, encode(ctx), [encode(" " + text) for text in endings], origin)
 
 
+def examples_or_none(
+    path: Path | None, block_size: int, context: DistributedContext
+) -> list[Example]:
+    """The examples that training scores; none, with a warning, where they cannot be had.
+
+    Args:
+        path: a HellaSwag JSONL file; by default the validation set, downloaded once.
+        block_size: the most tokens that an example may have.
+        context: this process's place; every process must call this.
+
+    Raises:
+        FileNotFoundError: the given file is missing.
+        ValueError: the given file is damaged, or an example is too long.
+    """
+    examples: list[Example] = []
+    if path is not None:
+        with failing_together(context):
+            examples = load_examples(path)
+            check_lengths(examples, block_size)
+        return examples
+    try:
+        examples = load_examples(download_hellaswag(context))
+        check_lengths(examples, block_size)
+    except (OSError, ValueError) as error:
+        say(context, f"warning: HellaSwag will not be scored: {error}")
+    # Scoring takes all processes together: where one has no examples, none may begin.
+    ready = all_reduce_sum(torch.tensor(float(bool(examples)), device=context.device), context)
+    return examples if int(ready) == context.world_size else []
+
+
 def check_lengths(examples: Sequence[Example], block_size: int) -> None:
     """Refuse examples that the model has not enough positions for.
 
@@ -245,6 +288,7 @@ def evaluate_hellaswag(
     *,
     batch_size: int = 16,
     progress: bool = False,
+    watch: Callable[[Iterable[Round]], Iterable[Round]] = iter,
 ) -> HellaSwagResult:
     """Score a data set, shared out over all processes; every process must call it.
 
@@ -257,6 +301,8 @@ def evaluate_hellaswag(
         dtype: the type of the matrix products, the vocabulary's excepted, which is float32.
         batch_size: examples in one forward pass.
         progress: whether the main process shows a progress bar.
+        watch: passes the rounds on, in each of which every process takes a batch; it may raise
+            between them, on all processes alike.
 
     Returns:
         The losses in the order of `examples`, the same on every process.
@@ -268,19 +314,19 @@ def evaluate_hellaswag(
     # Of one length, so that little is padding; the longest first, so that memory runs out early.
     order = sorted(range(len(examples)), key=lambda i: -examples[i].packed_length)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    own = batches[context.rank :: context.world_size]
+    starts = range(0, len(batches), context.world_size)
+    rounds = [batches[start : start + context.world_size] for start in starts]
     summed = torch.zeros(len(examples), N_ENDINGS, device=context.device)
-    bar = tqdm(
-        total=sum(map(len, own)), unit=" examples", disable=not (progress and context.is_main)
-    )
+    bar = tqdm(total=len(examples), unit=" examples", disable=not (progress and context.is_main))
     with (
         bar,
         vocabulary_precision(dtype),
         autocast(context.device, dtype),  # one for all batches: the weights are cast once
     ):
-        for batch in own:
-            summed[batch] = score_examples(model, [examples[i] for i in batch])
-            bar.update(len(batch))
+        for shared in watch(rounds):
+            for batch in shared[context.rank : context.rank + 1]:  # the last round may be short
+                summed[batch] = score_examples(model, [examples[i] for i in batch])
+            bar.update(sum(map(len, shared)))
     # Each row is some process's losses plus the others' zeros.
     summed = all_reduce_sum(summed, context).cpu()
     lengths = torch.tensor([[len(ending) for ending in e.endings] for e in examples])

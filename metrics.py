@@ -11,9 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, NamedTuple, Self
+
+from files import append_whole
 
 # Dense bfloat16 peaks in FLOP/s (float16 on the V100 and T4, which have no bfloat16), float32
 # accumulation, from NVIDIA's data sheets; where those quote the sparse rate, half of it. The keys
@@ -41,7 +44,7 @@ ETA_WINDOW = 50  # laps that the time left is estimated from
 
 
 class MetricsLogger:
-    """Append records to a JSONL file, each on disk as soon as it is logged; a context manager.
+    """Append records to a JSONL file, each in it at once and whole; a context manager.
 
     Args:
         path: the file; its folder is created if it is missing. None logs nothing, for the ranks
@@ -49,13 +52,13 @@ class MetricsLogger:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = FileIO(path, "a")
         if _is_torn(path):
-            self._file.write(b"\n")  # an earlier process died in mid-line: start on our own
+            append_whole(self._file, b"\n")  # an earlier process died in mid-line: start on our own
 
     def log(self, **values: float | str | None) -> None:
         """Append one record.
@@ -64,12 +67,14 @@ class MetricsLogger:
             values: the record's fields. A training or evaluation record has `step` and
                 `tokens_seen`. A resumed run logs `resumed_from=step` once, before anything
                 else. A float that is not finite is written as null: JSON has no NaN.
+
+        Raises:
+            OSError: the disk is full; nothing of the record is in the file.
         """
         if self._file is None:
             return
         record = {name: _finite_or_none(value) for name, value in values.items()}
-        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
-        self._file.flush()
+        append_whole(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

@@ -1,10 +1,11 @@
 """A run's folder and configuration: where they come from, and what may be resumed."""
 
 import argparse
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from filelock import FileLock, Timeout
 from checkpoint import (
     find_checkpoint,
     latest_checkpoint,
+    latest_valid_checkpoint,
     read_state,
     remove_leftovers,
     set_aside_later,
@@ -25,6 +27,7 @@ from train_config import TrainConfig
 
 CONFIG_NAME = "config.json"
 LOCK_NAME = ".lock"
+PREEMPTED_NAME = "PREEMPTED"
 FIXED_SETTINGS = ("total_batch_size", "seed", "shuffle")  # of a run, from its first step on
 
 
@@ -40,32 +43,86 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
     saved, checkpoint = read_settings(given.config), None
     if given.resume:
         out_dir = Path(given.out_dir or saved.get("out_dir") or TrainConfig.out_dir)
+        if given.resume == "auto" and given.run_name is None:
+            given.run_name = last_run(out_dir)
+            args = [*args, f"--run-name={given.run_name}"] if given.run_name else args
         checkpoint = find_resumable(given.resume, out_dir, given.run_name)
     if checkpoint is not None:
         saved = read_state(checkpoint).train_config
     return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint
 
 
+def last_run(out_dir: Path) -> str | None:
+    """The name of the run that `--resume auto` means where no name is given; None without one.
+
+    It is the run that was preempted last or, if none was, the one that saved last.
+    """
+    runs = list(out_dir.glob("*"))
+    preempted = [mark for run in runs if (mark := run / PREEMPTED_NAME).is_file()]
+    saved = [checkpoint for run in runs if (checkpoint := latest_checkpoint(run))]
+    last = max(preempted or saved, key=lambda path: path.stat().st_mtime, default=None)
+    return None if last is None else last.relative_to(out_dir).parts[0]
+
+
 def find_resumable(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
     """The checkpoint that `--resume` means.
 
     Args:
-        resume: `auto`, a run folder or a checkpoint. `auto` is the latest checkpoint of the named
-            run or, without a name, of the run in `out_dir` that saved last.
+        resume: `auto`, a run folder or a checkpoint. `auto` is the run's last checkpoint that is
+            not damaged.
         out_dir: where the run folders are.
-        run_name: the run's name, if it was given.
+        run_name: the run that `auto` is about, if there is one.
 
     Returns:
         The checkpoint's folder; None if `auto` finds none, so that the run is to start anew.
 
     Raises:
         FileNotFoundError: `resume` names something that is no checkpoint and has none.
+        ValueError: all checkpoints of the run are damaged.
     """
     if resume != "auto":
         return find_checkpoint(Path(resume))
-    runs = [out_dir / run_name] if run_name else list(out_dir.glob("*"))
-    latest = [checkpoint for run in runs if (checkpoint := latest_checkpoint(run))]
-    return max(latest, key=lambda checkpoint: checkpoint.stat().st_mtime, default=None)
+    return latest_valid_checkpoint(out_dir / run_name, _warn) if run_name else None
+
+
+def _warn(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # there is no process group yet
+        print(f"warning: {message}", flush=True)
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Why and where a run was stopped from outside; the content of its `PREEMPTED` file."""
+
+    step: int
+    """Optimizer updates done."""
+    signal: str
+    evaluated: bool
+    """Whether the evaluations due at this step were done."""
+
+    def save(self, run_dir: Path) -> None:
+        """Write the run folder's `PREEMPTED`."""
+        write_json(run_dir / PREEMPTED_NAME, asdict(self))
+
+
+def read_preemption(run_dir: Path) -> Preemption | None:
+    """The run folder's `PREEMPTED`; None if the run was not preempted, or went on since.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    path = run_dir / PREEMPTED_NAME
+    if not path.is_file():
+        return None
+    try:
+        return Preemption(**read_json(path))
+    except TypeError:
+        raise ValueError(f"{path} is not what this code writes: delete it") from None
+
+
+def clear_preemption(run_dir: Path) -> None:
+    """Take the mark away: the run goes on."""
+    (run_dir / PREEMPTED_NAME).unlink(missing_ok=True)
 
 
 def settings_as_args(settings: Mapping[str, Any]) -> list[str]:
@@ -96,18 +153,14 @@ def read_settings(config_path: str | None) -> dict[str, Any]:
 
 
 def choose_run_dir(
-    out_dir: Path,
-    run_name: str | None,
-    size: str,
-    checkpoint: Path | None,
-    context: DistributedContext,
+    config: TrainConfig, checkpoint: Path | None, context: DistributedContext
 ) -> Path:
     """Where the run goes: the resumed checkpoint's run, the given name, or size and time."""
     started = broadcast_int(int(time.time()), context)  # one name, though clocks differ
-    if checkpoint is not None and run_name is None:
+    if checkpoint is not None and (config.run_name is None or config.resume == "auto"):
         return checkpoint.parent.parent
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
-    return out_dir / (run_name or f"{size}-{stamp}")
+    return config.out_dir / (config.run_name or f"{config.size}-{stamp}")
 
 
 @contextmanager

@@ -61,6 +61,9 @@ class TrainConfig:
     """AdamW's decay of matrices; biases and LayerNorms have none."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient; larger ones are scaled down to it."""
+    skip_grad_norm_zscore: float = 0.0
+    """Skip the update if the gradient's norm is this many standard deviations above the mean of
+    the last 128; 0 = never."""
 
     val_every: int = 250
     """Steps between validations; 0 = never."""
@@ -83,6 +86,11 @@ class TrainConfig:
     """Take the flags that are not given from this run's config.json."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; one is saved at the end too, and 0 saves only that."""
+    keep_checkpoints: int = 0
+    """Keep this many checkpoints, the newest; 0 = all."""
+    stop_on_write_error: bool = False
+    """Stop all processes when a checkpoint, metrics or samples cannot be written (a full disk),
+    instead of going on with a warning each time."""
     log_every: int = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 

@@ -6,35 +6,39 @@
 With no flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
 """
 
+if __name__ == "__main__":
+    from interrupt import end_at_ctrl_c
+
+    end_at_ctrl_c()  # the imports below take seconds
+
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
 from tqdm import tqdm
 
+from build import build_model, build_optimizer, compile_model, model_dimensions, open_data
 from checkpoint import (
     CheckpointWriter,
     TrainerState,
     latest_checkpoint,
     load_checkpoint,
-    load_model,
-    read_state,
     rng_states,
 )
-from cli import run_command
-from dataloader import Batch, ShardedDataLoader, count_windows, validation_batches
+from cli import RunStopped, run_command
+from dataloader import Batch, ShardedDataLoader, validation_batches
 from device import (
     autocast,
-    compiler_problem,
     device_name,
-    failure_to_compile,
     is_out_of_memory,
     keep_freed_memory,
     peak_memory_gib,
@@ -47,18 +51,33 @@ from distributed import (
     all_reduce_mean,
     all_reduce_sum,
     barrier,
+    failing_together,
+    is_lost_process,
+    require_same,
+    say,
     set_gradient_sync,
     setup_distributed,
     wrap_model,
 )
-from hellaswag import Example, check_lengths, download_hellaswag, evaluate_hellaswag, load_examples
+from files import append_whole
+from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import cosine_lr, wsd_lr
 from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu, peak_flops
-from model import GPT, IGNORE_INDEX, GPTConfig
+from model import GPT, IGNORE_INDEX
+from outliers import RecentNorms
 from plan import BatchPlan, choose_batch, describe_plan, plan_batch
-from runs import choose_run_dir, open_run, parse_config, refuse_another_run
+from runs import (
+    Preemption,
+    choose_run_dir,
+    clear_preemption,
+    open_run,
+    parse_config,
+    read_preemption,
+    refuse_another_run,
+)
 from sample import generate
-from shards import TokenShards, open_shards
+from shards import TokenShards
+from stopping import Stopped, StopRequest
 from tokenizer import gpt2_encoding
 from train_config import TrainConfig
 
@@ -83,6 +102,12 @@ class Trainer:
     val_shards: TokenShards
     hellaswag: Sequence[Example]
     writer: CheckpointWriter
+    norms: RecentNorms
+    stop: StopRequest
+
+    def is_due(self, every: int, step: int) -> bool:
+        """Whether what happens every so many steps happens now; at the end all of it does."""
+        return every > 0 and (step % every == 0 or step == self.config.max_steps)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -103,52 +128,80 @@ def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContex
     """Set up, resume if asked to, train."""
     if context.device.type == "cpu":
         keep_freed_memory()
-    run_dir = choose_run_dir(config.out_dir, config.run_name, config.size, checkpoint, context)
+    run_dir = choose_run_dir(config, checkpoint, context)
     trainer = build_trainer(config, run_dir, checkpoint, context)
-    start_step = resume(trainer, checkpoint) if checkpoint else 0
-    if start_step >= config.max_steps:
+    start_step, evaluated = resume(trainer, checkpoint) if checkpoint else (0, False)
+    if start_step >= config.max_steps and evaluated:
         say(context, f"{run_dir} is finished: {start_step} steps are done")
         return
     batches = training_loader(trainer, start_step)
-    with open_run(run_dir, config, checkpoint, context):
-        try:
-            train(trainer, batches, start_step)
-        except FloatingPointError as error:
-            barrier(context)  # all come here, the main process when its last save is done
-            kept = latest_checkpoint(run_dir) or "none yet"
-            raise FloatingPointError(f"{error} (last checkpoint: {kept})") from None
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
+    with open_run(run_dir, config, checkpoint, context), explaining_failures(trainer):
+        train(trainer, batches, start_step, evaluated)
+
+
+@contextmanager
+def explaining_failures(trainer: Trainer) -> Iterator[None]:
+    """Say what is left of a run that fails in the body, and what to do."""
+
+    def kept() -> str:
+        return f"last checkpoint: {latest_checkpoint(trainer.run_dir) or 'none yet'}"
+
+    try:
+        yield
+    except FloatingPointError as error:
+        barrier(trainer.context)  # all come here, the main process when its last save is done
+        raise FloatingPointError(f"{error} ({kept()})") from None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
             size = trainer.batch.micro_batch_size
             raise ValueError(
                 f"the device ran out of memory: --micro-batch-size must be below {size}"
             ) from None
+        if is_lost_process(error):
+            raise RunStopped(
+                f"another process of this run is gone ({kept()}): start all again, "
+                f"with --resume {trainer.run_dir}"
+            ) from None
+        raise
 
 
 # --- the training section ---------------------------------------------------------------------
 
 
-def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None:
-    """Train from `start_step` to `max_steps`. One turn is one optimizer step."""
+def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int, evaluated: bool) -> None:
+    """Train from `start_step` to `max_steps`. One turn is one optimizer step.
+
+    Args:
+        trainer: the run.
+        batches: its training micro-batches, from `start_step` on.
+        start_step: updates done.
+        evaluated: whether the evaluations due after them are done, too.
+    """
     config, context, model = trainer.config, trainer.context, trainer.raw_model.config
     say(context, describe_plan(config, model, trainer.batch, context.device, context.world_size))
     timer = StepTimer(start_step, config.max_steps, config.total_batch_size)
     metrics_path = trainer.run_dir / "metrics.jsonl" if context.is_main else None
     with (
+        trainer.stop as stop,
         MetricsLogger(metrics_path) as logger,
-        trainer.writer as writer,
+        trainer.writer,
         batches,
         progress_bar(trainer, start_step) as bar,
     ):
         if config.resume is not None:
-            logger.log(resumed_from=start_step)
+            log(trainer, logger, resumed_from=start_step)
         for step in range(start_step, config.max_steps + 1):  # the last turn only evaluates
-            writer.check()  # a full disk is to stop the run now, not at its next save
+            last = step == config.max_steps
             with timer.paused():
-                if step > start_step or not start_step:
-                    evaluate_and_save(trainer, step, logger)
-            if step == config.max_steps:
+                evaluated = (evaluated and step == start_step) or evaluate(trainer, step, logger)
+                with handling_write_errors(trainer):
+                    trainer.writer.check()
+                stopping = stop.agreed()
+                if step > start_step and (
+                    stopping or last or trainer.is_due(config.checkpoint_every, step)
+                ):
+                    save(trainer, step)
+            if stopping or last:
                 break
             lr = learning_rate(config, step)
             result = train_step(
@@ -161,10 +214,12 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
                 dtype=trainer.dtype,
                 scaler=trainer.scaler,
                 context=context,
+                norm_limit=trainer.norms.limit(),
             )
+            trainer.norms.extend([result.grad_norm])
             bar.update()
             log_step(trainer, logger, timer, step + 1, lr, result)
-    say(context, f"done: {trainer.run_dir}")
+    finish(trainer, step, evaluated)
 
 
 class StepResult(NamedTuple):
@@ -172,6 +227,7 @@ class StepResult(NamedTuple):
 
     loss: float  # mean cross-entropy, nats a token
     grad_norm: float  # global, before clipping
+    skipped: bool = False  # no update was made, the norm being above the limit
 
 
 def train_step(
@@ -185,6 +241,7 @@ def train_step(
     dtype: torch.dtype,
     scaler: torch.amp.GradScaler,
     context: DistributedContext,
+    norm_limit: float = math.inf,
 ) -> StepResult:
     """One optimizer step: accumulate, average over processes, clip, update.
 
@@ -198,6 +255,7 @@ def train_step(
         dtype: of matrix products.
         scaler: scales the loss where `dtype` is float16; disabled elsewhere.
         context: this process's place.
+        norm_limit: no update is made if the gradient's norm is above this.
 
     Raises:
         FloatingPointError: loss or gradient are not finite, on every process alike; the weights
@@ -218,10 +276,12 @@ def train_step(
     check_finite(result, scaler)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    scaler.step(optimizer)  # with float16, skips an update whose gradient overflowed
+    skipped = result.grad_norm > norm_limit
+    if not skipped:
+        scaler.step(optimizer)  # with float16, skips an update whose gradient overflowed
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return result
+    return result._replace(skipped=skipped)
 
 
 def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> None:
@@ -252,37 +312,39 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 # --- what happens between steps ---------------------------------------------------------------
 
 
-def evaluate_and_save(trainer: Trainer, step: int, logger: MetricsLogger) -> None:
-    """Validate, score HellaSwag, sample and save, each if it is due after `step` updates."""
-    config, context = trainer.config, trainer.context
+def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
+    """Validate, score HellaSwag and sample, each if it is due after `step` updates.
 
-    def due(every: int) -> bool:
-        return every > 0 and (step % every == 0 or step == config.max_steps)
-
+    Returns:
+        False if that was broken off, because the processes are to stop.
+    """
+    config, context, watch = trainer.config, trainer.context, trainer.stop.watch
     record: dict[str, float] = {}
-    if due(config.val_every):
-        record["val_loss"] = evaluate_loss(
-            trainer.model, validation_loader(trainer), trainer.dtype, context
-        )
-    if due(config.hellaswag_every) and trainer.hellaswag:
-        score = evaluate_hellaswag(
-            trainer.raw_model,
-            trainer.hellaswag,
-            context,
-            trainer.dtype,
-            progress=sys.stderr.isatty(),
-        )
-        record["hellaswag_acc"] = score.acc
-        record["hellaswag_acc_norm"] = score.acc_norm
-        record["hellaswag_total"] = score.total
+    try:
+        if trainer.is_due(config.val_every, step):
+            batches = watch(validation_loader(trainer))
+            record["val_loss"] = evaluate_loss(trainer.model, batches, trainer.dtype, context)
+        if trainer.is_due(config.hellaswag_every, step) and trainer.hellaswag:
+            score = evaluate_hellaswag(
+                trainer.raw_model,
+                trainer.hellaswag,
+                context,
+                trainer.dtype,
+                progress=sys.stderr.isatty(),
+                watch=watch,
+            )
+            record["hellaswag_acc"] = score.acc
+            record["hellaswag_acc_norm"] = score.acc_norm
+            record["hellaswag_total"] = score.total
+    except Stopped:
+        return False
     if record:
-        logger.log(step=step, tokens_seen=step * config.total_batch_size, **record)
+        log(trainer, logger, step=step, tokens_seen=step * config.total_batch_size, **record)
         values = " | ".join(f"{name} {value:.5g}" for name, value in record.items())
         say(context, f"step {step} | {values}")
-    if due(config.sample_every):
+    if trainer.is_due(config.sample_every, step):
         write_samples(trainer, step)
-    if step and (due(config.checkpoint_every) or step == config.max_steps):
-        save(trainer, step)
+    return True
 
 
 @torch.no_grad()
@@ -324,11 +386,11 @@ def write_samples(trainer: Trainer, step: int) -> None:
     )
     if not context.is_main:
         return
-    with (trainer.run_dir / "samples.txt").open("a", encoding="utf-8") as file:
-        for sequence in sequences:
-            line = f"step {step} | sample: {encoding.decode(sequence)!r}"
-            print(line, file=file)
-            say(context, line)
+    lines = [f"step {step} | sample: {encoding.decode(sequence)!r}" for sequence in sequences]
+    with handling_write_errors(trainer), FileIO(trainer.run_dir / "samples.txt", "a") as file:
+        append_whole(file, "".join(line + "\n" for line in lines).encode())
+    for line in lines:
+        say(context, line)
 
 
 def save(trainer: Trainer, step: int) -> None:
@@ -344,13 +406,34 @@ def save(trainer: Trainer, step: int) -> None:
         data_fingerprint=trainer.train_shards.fingerprint,
         rng_states=rng_states(),
         grad_scaler=trainer.scaler.state_dict(),
+        grad_norms=trainer.norms.as_list(),
     )
-    trainer.writer.save(
-        state,
-        trainer.raw_model,
-        trainer.optimizer,
-        on_saved=lambda path: say(context, f"step {step} | saved {path}"),
-    )
+
+    def on_saved(path: Path) -> None:
+        clear_preemption(trainer.run_dir)
+        say(context, f"step {step} | saved {path}")
+
+    with handling_write_errors(trainer):
+        trainer.writer.wait()  # the last one may have failed
+    trainer.writer.save(state, trainer.raw_model, trainer.optimizer, on_saved)
+
+
+def log(trainer: Trainer, logger: MetricsLogger, **values: float | str | None) -> None:
+    """Append a record to `metrics.jsonl`."""
+    with handling_write_errors(trainer):
+        logger.log(**values)
+
+
+@contextmanager
+def handling_write_errors(trainer: Trainer) -> Iterator[None]:
+    """Where the body cannot write, warn and go on or, if the flags say so, ask all to stop."""
+    try:
+        yield
+    except OSError as error:
+        if trainer.config.stop_on_write_error:
+            trainer.stop.fail(error)
+        else:
+            say(trainer.context, f"warning: {error}")
 
 
 def log_step(
@@ -377,9 +460,35 @@ def log_step(
         "mfu": mfu(timing.tokens_per_second, per_token, peak, context.world_size),
         "peak_memory_gib": peak_memory_gib(context.device),
     }
-    logger.log(**record)
+    if result.skipped:
+        record["update_skipped"] = True
+        say(context, f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
+    log(trainer, logger, **record)
     if step % config.log_every == 0 or step == config.max_steps:
         say(context, format_step(record, config.max_steps, timing.eta_seconds))
+
+
+def finish(trainer: Trainer, step: int, evaluated: bool) -> None:
+    """Say how the run has ended, and mark one that was stopped from outside.
+
+    Raises:
+        KeyboardInterrupt: that was Ctrl-C.
+        OSError: a file could not be written, and the run was to stop for that.
+    """
+    context, stop, run_dir = trainer.context, trainer.stop, trainer.run_dir
+    if context.is_main and stop.signal is None:
+        clear_preemption(run_dir)
+    if context.is_main and stop.signal is not None:
+        Preemption(step, stop.signal.name, evaluated).save(run_dir)
+    barrier(context)  # all is written
+    stop.raise_failure()
+    if stop.signal is None:
+        say(context, f"done: {run_dir}")
+        return
+    advice = f"after step {step}, go on with --resume {run_dir}"
+    if stop.signal == signal.SIGINT:
+        raise KeyboardInterrupt(advice) if context.is_main else SystemExit(130)
+    say(context, f"{stop.signal.name}: stopped {advice}")
 
 
 # --- setting up -------------------------------------------------------------------------------
@@ -392,10 +501,13 @@ def build_trainer(
     device = context.device
     set_numerics(device)
     dtype = select_dtype(config.dtype, device)
-    train_shards, val_shards = open_data(config)
+    train_shards, val_shards = open_data(config, context)
     raw_model = build_model(config, checkpoint, device)
     raw_model.loss_chunks = config.loss_chunks or (4 if device.type == "cpu" else 1)
     model = wrap_model(compile_model(raw_model, config, context), context)
+    hellaswag: Sequence[Example] = []
+    if config.hellaswag_every:
+        hellaswag = examples_or_none(config.hellaswag_data, config.block_size, context)
     return Trainer(
         config=config,
         context=context,
@@ -408,104 +520,38 @@ def build_trainer(
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         train_shards=train_shards,
         val_shards=val_shards,
-        hellaswag=open_hellaswag(config, context),
-        writer=CheckpointWriter(run_dir / "checkpoints"),
+        hellaswag=hellaswag,
+        writer=CheckpointWriter(run_dir / "checkpoints", config.keep_checkpoints),
+        norms=RecentNorms(config.skip_grad_norm_zscore),
+        stop=StopRequest(context),
     )
 
 
-def open_data(config: TrainConfig) -> tuple[TokenShards, TokenShards]:
-    """Open and check both splits."""
-    train_shards = open_shards(config.data_dir, "train")
-    val_shards = open_shards(config.data_dir, "val")
-    if config.val_every and not count_windows(val_shards.total_tokens, config.block_size):
-        raise ValueError(
-            f"the validation split has {val_shards.total_tokens} tokens, fewer than "
-            f"--block-size {config.block_size} + 1: give more data, or --val-every 0"
-        )
-    return train_shards, val_shards
+def resume(trainer: Trainer, checkpoint: Path) -> tuple[int, bool]:
+    """Put model, optimizer and generators back.
 
-
-def open_hellaswag(config: TrainConfig, context: DistributedContext) -> Sequence[Example]:
-    """The examples to score; none, with a warning, where they cannot be had."""
-    if not config.hellaswag_every:
-        return []
-    try:
-        examples = load_examples(config.hellaswag_data or download_hellaswag(context))
-        check_lengths(examples, config.block_size)
-    except (OSError, ValueError) as error:
-        if config.hellaswag_data is not None:
-            raise
-        say(context, f"warning: HellaSwag will not be scored: {error}")
-        examples = []
-    # Scoring takes all processes together: where one has no examples, none may begin.
-    ready = all_reduce_sum(torch.tensor(float(bool(examples)), device=context.device), context)
-    return examples if int(ready) == context.world_size else []
-
-
-def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
-    """The dimensions that the flags give or, with `--init-from`, its model's or the run's."""
-    if config.init_from is None:
-        return config.model_config()
-    if checkpoint is not None:  # the run has long left its source
-        return GPTConfig(**read_state(checkpoint).model_config)
-    return replace(load_model(config.init_from).config, block_size=config.block_size)
-
-
-def build_model(config: TrainConfig, checkpoint: Path | None, device: torch.device) -> GPT:
-    """The raw model, the same on every process: new, or `--init-from`'s; or to be resumed into."""
-    torch.manual_seed(config.seed)
-    if config.init_from is None or checkpoint is not None:
-        with device:
-            return GPT(model_dimensions(config, checkpoint))
-    model = load_model(config.init_from, device)
-    model.crop_block_size(config.block_size)
-    return model
-
-
-def compile_model(model: GPT, config: TrainConfig, context: DistributedContext) -> nn.Module:
-    """The model compiled, loss and all; the model itself, with a warning, where that cannot be."""
-    if not config.compile:
-        return model
-    problem = compiler_problem(context.device) or failure_to_compile(context.device)
-    if problem is not None:
-        say(context, f"warning: not compiled, training will be slower: {problem}")
-        return model
-    say(context, "compiling: the first validation and the first step take longer")
-    # Compiled code is kept from run to run, that of our own autograd functions only if asked to.
-    functorch_config.autograd_cache_allow_custom_autograd_functions = True
-    if context.device.type == "cpu":  # GELU again in the backward pass: 0.6 GiB less of 3.9
-        functorch_config.ban_recompute_materialized_backward = False
-    return cast(nn.Module, torch.compile(model, dynamic=False))
-
-
-def build_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
-
-    Matrices decay; biases and LayerNorm gains, which have one dimension, do not.
-    """
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
-
-
-def resume(trainer: Trainer, checkpoint: Path) -> int:
-    """Put model, optimizer and generators back; return the updates done.
+    Returns:
+        The updates done, and whether the evaluations due after them were done, too.
 
     Raises:
         ValueError: the checkpoint is damaged, or of a run on another model, data or batch.
     """
-    refuse_another_run(
-        checkpoint,
-        trainer.raw_model.config,
-        trainer.config,
-        trainer.train_shards.fingerprint,
-    )
-    step = load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler).step
-    say(trainer.context, f"resumed from {checkpoint}")
-    return step
+    context = trainer.context
+    require_same("the checkpoints to resume from", [str(checkpoint)], context)
+    with failing_together(context):
+        refuse_another_run(
+            checkpoint,
+            trainer.raw_model.config,
+            trainer.config,
+            trainer.train_shards.fingerprint,
+        )
+        state = load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler)
+        preemption = read_preemption(checkpoint.parent.parent)
+    trainer.norms.extend(state.grad_norms)
+    say(context, f"resumed from {checkpoint}")
+    if preemption is not None and preemption.step == state.step:
+        return state.step, preemption.evaluated
+    return state.step, True
 
 
 def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
@@ -543,13 +589,6 @@ def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
         unit="step",
         disable=None if trainer.context.is_main else True,
     )
-
-
-def say(context: DistributedContext, line: str) -> None:
-    """Print a line once, above the progress bar if there is one."""
-    if context.is_main:
-        tqdm.write(line)
-        sys.stdout.flush()  # a log file or a pipe is to have it at once
 
 
 if __name__ == "__main__":

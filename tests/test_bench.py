@@ -19,11 +19,11 @@ from bench import LADDER, PRODUCT, BenchConfig, Contestant, climb, compare, comp
 from bench_components import Figure
 from bench_report import rounded, store_section
 from bench_run import HuggingFaceGPT2, RungResult, Settings, build_contestant, unfused
+from build import build_optimizer
 from cli import parse_flags, run_command
 from distributed import DistributedContext
 from model import GPT, GPTConfig
 from train_config import TrainConfig
-from train_gpt2 import build_optimizer
 
 CPU = torch.device("cpu")
 KERNELS = {

@@ -7,10 +7,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    "cli": 0,
     "device": 0,
     "files": 0,
+    "interrupt": 0,
     "lr_schedule": 0,
+    "outliers": 0,
+    "cli": 1,
     "distributed": 1,
     "metrics": 1,
     "model": 1,
@@ -20,9 +22,11 @@ LEVELS = {
     "dataloader": 2,
     "fineweb": 2,
     "pretrained": 2,
+    "stopping": 2,
     "train_config": 2,
     "checkpoint": 3,
     "plan": 3,
+    "build": 4,
     "export": 4,
     "hellaswag": 4,
     "runs": 4,

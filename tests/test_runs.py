@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,7 +7,16 @@ from filelock import FileLock
 
 from distributed import DistributedContext
 from files import read_json
-from runs import choose_run_dir, find_resumable, open_run, settings_as_args
+from runs import (
+    Preemption,
+    choose_run_dir,
+    clear_preemption,
+    find_resumable,
+    last_run,
+    open_run,
+    read_preemption,
+    settings_as_args,
+)
 from train_config import TrainConfig
 
 CONTEXT = DistributedContext(torch.device("cpu"))
@@ -76,24 +86,51 @@ def test_open_run_cleans_up_after_a_killed_save(tmp_path):
         assert list((tmp_path / "checkpoints").iterdir()) == [checkpoint]
 
 
-def test_find_resumable_auto_takes_the_named_run_else_the_last_saved(tmp_path):
+def test_last_run_was_preempted_or_else_saved_last(tmp_path):
+    assert last_run(tmp_path) is None
+    old = fake_checkpoint(tmp_path / "old", 900)
+    fake_checkpoint(tmp_path / "new", 5)
+    os.utime(old, (1000, 1000))
+    assert last_run(tmp_path) == "new"
+    Preemption(900, "SIGTERM", True).save(tmp_path / "old")
+    assert last_run(tmp_path) == "old"
+    Preemption(0, "SIGUSR1", False).save(tmp_path / "newest")  # before its first checkpoint
+    os.utime(tmp_path / "old/PREEMPTED", (1000, 1000))
+    assert last_run(tmp_path) == "newest"
+    clear_preemption(tmp_path / "newest")
+    assert last_run(tmp_path) == "old"
+
+
+def test_find_resumable_of_a_path_and_of_auto(tmp_path):
+    assert find_resumable("auto", tmp_path, "none") is None
     assert find_resumable("auto", tmp_path, None) is None
     old = fake_checkpoint(tmp_path / "old", 900)
-    new = fake_checkpoint(tmp_path / "new", 5)
-    os.utime(old, (1000, 1000))
-    assert find_resumable("auto", tmp_path, None) == new
-    assert find_resumable("auto", tmp_path, "old") == old
-    assert find_resumable("auto", tmp_path, "none") is None
     assert find_resumable(str(tmp_path / "old"), tmp_path, None) == old
     with pytest.raises(FileNotFoundError, match="nowhere is neither"):
         find_resumable("nowhere", tmp_path, None)
 
 
+def test_read_preemption_returns_what_was_saved(tmp_path):
+    assert read_preemption(tmp_path) is None
+    mark = Preemption(7, "SIGTERM", False)
+    mark.save(tmp_path)
+    assert read_preemption(tmp_path) == mark
+    (tmp_path / "PREEMPTED").write_text('{"step": 7}')
+    with pytest.raises(ValueError, match="PREEMPTED is not what this code writes"):
+        read_preemption(tmp_path)
+
+
 def test_choose_run_dir(tmp_path):
-    checkpoint = fake_checkpoint(tmp_path / "old", 1)
-    assert choose_run_dir(tmp_path, None, "gpt2", checkpoint, CONTEXT) == tmp_path / "old"
-    assert choose_run_dir(tmp_path, "x", "gpt2", None, CONTEXT) == tmp_path / "x"
-    assert choose_run_dir(tmp_path, None, "gpt2", None, CONTEXT).name.startswith("gpt2-20")
+    old = fake_checkpoint(tmp_path / "old", 1)
+    here = TrainConfig(out_dir=tmp_path)
+    assert choose_run_dir(here, old, CONTEXT) == tmp_path / "old"
+    assert choose_run_dir(replace(here, run_name="x"), None, CONTEXT) == tmp_path / "x"
+    assert choose_run_dir(here, None, CONTEXT).name.startswith("gpt2-20")
+    # The run may have been moved since its configuration was saved.
+    moved = TrainConfig(out_dir=tmp_path / "elsewhere", run_name="old", resume="auto")
+    assert choose_run_dir(moved, old, CONTEXT) == tmp_path / "old"
+    fork = replace(moved, resume=str(old), run_name="fork")
+    assert choose_run_dir(fork, old, CONTEXT) == tmp_path / "elsewhere/fork"
 
 
 def test_settings_as_args_of_every_kind():

@@ -1,0 +1,86 @@
+"""The parts of a training run, each made from its configuration: data, model, optimizer."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+
+from checkpoint import load_model, read_state
+from dataloader import count_windows
+from device import compiler_problem, failure_to_compile
+from distributed import DistributedContext, failing_together, require_same, say
+from model import GPT, GPTConfig
+from shards import TokenShards, open_shards
+from train_config import TrainConfig
+
+
+def open_data(config: TrainConfig, context: DistributedContext) -> tuple[TokenShards, TokenShards]:
+    """Open and check both splits, which must be the same on every process."""
+    with failing_together(context):
+        train_shards = open_shards(config.data_dir, "train")
+        val_shards = open_shards(config.data_dir, "val")
+        if config.val_every and not count_windows(val_shards.total_tokens, config.block_size):
+            raise ValueError(
+                f"the validation split has {val_shards.total_tokens} tokens, fewer than "
+                f"--block-size {config.block_size} + 1: give more data, or --val-every 0"
+            )
+    content = [
+        f"{path} of {len(array):,} tokens"
+        for shards in (train_shards, val_shards)
+        for path, array in zip(shards.paths, shards.arrays, strict=True)
+    ]
+    fingerprints = f"fingerprints {train_shards.fingerprint} and {val_shards.fingerprint}"
+    require_same("the data shards", [*content, fingerprints], context)
+    return train_shards, val_shards
+
+
+def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
+    """The dimensions that the flags give or, with `--init-from`, its model's or the run's."""
+    if config.init_from is None:
+        return config.model_config()
+    if checkpoint is not None:  # the run has long left its source
+        return GPTConfig(**read_state(checkpoint).model_config)
+    return replace(load_model(config.init_from).config, block_size=config.block_size)
+
+
+def build_model(config: TrainConfig, checkpoint: Path | None, device: torch.device) -> GPT:
+    """The raw model, the same on every process: new, or `--init-from`'s; or to be resumed into."""
+    torch.manual_seed(config.seed)
+    if config.init_from is None or checkpoint is not None:
+        with device:
+            return GPT(model_dimensions(config, checkpoint))
+    model = load_model(config.init_from, device)
+    model.crop_block_size(config.block_size)
+    return model
+
+
+def compile_model(model: GPT, config: TrainConfig, context: DistributedContext) -> nn.Module:
+    """The model compiled, loss and all; the model itself, with a warning, where that cannot be."""
+    if not config.compile:
+        return model
+    problem = compiler_problem(context.device) or failure_to_compile(context.device)
+    if problem is not None:
+        say(context, f"warning: not compiled, training will be slower: {problem}")
+        return model
+    say(context, "compiling: the first validation and the first step take longer")
+    # Compiled code is kept from run to run, that of our own autograd functions only if asked to.
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    if context.device.type == "cpu":  # GELU again in the backward pass: 0.6 GiB less of 3.9
+        functorch_config.ban_recompute_materialized_backward = False
+    return cast(nn.Module, torch.compile(model, dynamic=False))
+
+
+def build_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
+
+    Matrices decay; biases and LayerNorm gains, which have one dimension, do not.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)

@@ -1,0 +1,98 @@
+"""Stop together: what one process is asked to do, all of them do after the same step.
+
+SIGTERM and SIGUSR1 (schedulers send them before they kill), Ctrl-C, and a failure that only one
+process meets are remembered here, and told to the others at the next place that all pass.
+"""
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, Self, TypeVar
+
+from distributed import DistributedContext, all_reduce_max
+
+Item = TypeVar("Item")
+SIGNALS = [  # Windows has no SIGUSR1
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+]
+FAILURE = 1 << 16  # above every signal's number
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The work at hand was broken off, on every process at the same place."""
+
+
+class StopRequest:
+    """Whether training is to stop; as a context manager, it listens for signals.
+
+    A signal no longer ends the process, but a second Ctrl-C does, unless `torchrun` is there: it
+    passes the first one on, to processes that had it from the terminal already.
+
+    Args:
+        context: this process's place.
+    """
+
+    def __init__(self, context: DistributedContext) -> None:
+        self.error: Exception | None = None
+        self._context = context
+        self._own = 0  # what this process was asked: a signal's number, or FAILURE
+        self._agreed = 0  # the same, of all processes
+        self._handlers: dict[int, Any] = {}
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that all processes stop for; None if they do not, or for a failure."""
+        return signal.Signals(self._agreed) if 0 < self._agreed < FAILURE else None
+
+    def fail(self, error: Exception) -> None:
+        """Ask all processes to stop for an error that this one met."""
+        self.error, self._own = error, FAILURE
+
+    def agreed(self) -> bool:
+        """Whether any process was asked to stop; every process must call this, and learns it."""
+        self._agreed = all_reduce_max(self._own, self._context)
+        return self._agreed > 0
+
+    def watch(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Pass items on, until any process is asked to stop.
+
+        Args:
+            items: as many on every process.
+
+        Raises:
+            Stopped: on every process, before the same item.
+        """
+        for item in items:
+            if self.agreed():
+                raise Stopped
+            yield item
+
+    def raise_failure(self) -> None:
+        """End this process if all agreed to stop for a failure: with its message where it was met.
+
+        Raises:
+            Exception: the error.
+            SystemExit: another process had the error; exit code 2.
+        """
+        if self._agreed < FAILURE:
+            return
+        raise self.error if self.error is not None else SystemExit(2)
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and shells ask for
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._own == number == signal.SIGINT and self._context.world_size == 1:
+            raise KeyboardInterrupt
+        if not self._own and self._context.is_main and os.isatty(2):
+            # Not print: a signal may come in the middle of one.
+            os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
+        self._own = self._own or number

@@ -1,0 +1,525 @@
+"""Training meets kills, signals and lost processes: real processes, real signals."""
+
+import json
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import ROOT, torchrun
+
+from checkpoint import latest_checkpoint, load_model, verify_checkpoint
+from dataloader import ShardedDataLoader
+from device import compiler_problem
+from distributed import DistributedContext
+from metrics import read_metrics
+from shards import open_shards
+from train_gpt2 import main
+
+CPU = torch.device("cpu")
+SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
+
+# Starts train_gpt2.py with some of its work made slow, so that a signal can fall into it.
+SLOWED = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import hellaswag, train_gpt2
+from cli import run_command
+
+def slowed(function, word, seconds=0.3):
+    def wrapper(*args, **kwargs):
+        print(word, flush=True)
+        time.sleep(seconds)
+        return function(*args, **kwargs)
+    return wrapper
+
+slow = {slow!r}
+if "validation" in slow:
+    validation_loader = train_gpt2.validation_loader
+    train_gpt2.validation_loader = lambda trainer: map(
+        slowed(lambda batch: batch, "validating"), validation_loader(trainer)
+    )
+if "hellaswag" in slow:
+    hellaswag.score_examples = slowed(hellaswag.score_examples, "scoring")
+if "disk" in slow:
+    os.fsync = slowed(os.fsync, "flushing", 0.1)
+if "step" in slow:
+    train_gpt2.train_step = slowed(train_gpt2.train_step, "training")
+{more}
+run_command(train_gpt2.main)
+"""
+
+
+@pytest.fixture
+def slowed(tmp_path):
+    """A script that is train_gpt2.py with slow parts."""
+
+    def write(*slow, more=""):
+        script = tmp_path / "slowed.py"
+        script.write_text(SLOWED.format(root=str(ROOT), slow=slow, more=more))
+        return script
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_data, tmp_path_factory):
+    """The losses of an uninterrupted run of the flags that the tests here use."""
+    out_dir = tmp_path_factory.mktemp("whole")
+    main([*run_flags(tiny_data, out_dir), "--run-name=a"])
+    return losses(out_dir / "a")
+
+
+def run_flags(tiny_data, out_dir):
+    from conftest import TINY_RUN
+
+    return [f"--data-dir={tiny_data}", f"--out-dir={out_dir}", *TINY_RUN, "--max-steps=24"]
+
+
+@pytest.fixture(scope="module")
+def compile_cache(tmp_path_factory):
+    """A cache that has no model in it yet, for processes that compile one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def flags(tiny_data, tmp_path):
+    return [*run_flags(tiny_data, tmp_path / "runs"), "--run-name=a", "--resume=auto"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "runs" / "a"
+
+
+class Job:
+    """A command whose lines can be waited for; ended, whatever happens, with its children."""
+
+    def __init__(self, *command, **kwargs):
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **kwargs,
+        )
+        self.output = ""
+
+    def wait_for(self, start):
+        """Read lines until one begins with `start`."""
+        for line in self.process.stdout:
+            self.output += line
+            if line.startswith(start):
+                return
+        pytest.fail(f"no line {start!r} in {self.output}\n{self.process.stderr.read()}")
+
+    def send(self, number):
+        self.process.send_signal(number)
+
+    def ranks(self):
+        """The trainers that torchrun has started, by their rank."""
+        children = psutil.Process(self.process.pid).children()
+        return {int(child.environ()["RANK"]): child for child in children}
+
+    def end(self, timeout=60):
+        """Wait for the end; return the exit code and what was said on stderr."""
+        output, errors = self.process.communicate(timeout=timeout)
+        self.output += output
+        return self.process.returncode, errors
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            family = [*psutil.Process(self.process.pid).children(recursive=True)]
+            self.process.kill()
+            for child in family:
+                child.kill()
+        self.process.communicate()
+
+
+def losses(run_dir):
+    """Training loss by step, exactly as logged."""
+    return {
+        r["step"]: r["train_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r
+    }
+
+
+def evaluations(run_dir, name="val_loss"):
+    return {r["step"]: r[name] for r in read_metrics(run_dir / "metrics.jsonl") if name in r}
+
+
+def saved_steps(run_dir):
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def mark(run_dir):
+    return json.loads((run_dir / "PREEMPTED").read_text())
+
+
+def train(*args):
+    return sys.executable, ROOT / "train_gpt2.py", *args
+
+
+# --- kill -9 ----------------------------------------------------------------------------------
+
+
+def test_killed_in_the_middle_of_a_save_goes_on_bit_for_bit(slowed, flags, run_dir, whole):
+    script, chance = slowed("disk"), random.Random(0)
+    torn = 0
+    for _ in range(3):
+        with Job(sys.executable, script, *flags, "--checkpoint-every=2", "--val-every=0") as job:
+            job.wait_for("step")
+            for _ in range(chance.randint(6, 20)):  # each save flushes several times
+                job.wait_for("flushing")
+            time.sleep(chance.uniform(0, 0.1))
+            job.process.kill()
+        torn += len(list(run_dir.glob("checkpoints/.step_*.tmp")))
+        verify_checkpoint(latest_checkpoint(run_dir))
+    assert torn, "no kill fell into a save"
+    main([*flags, "--val-every=0"])
+    assert losses(run_dir) == whole
+    assert not list(run_dir.glob("checkpoints/.*"))
+
+
+def test_kill_of_one_rank_ends_the_job_and_leaves_no_process(slowed, flags, run_dir, whole):
+    with Job(*torchrun(slowed("step"), *flags, "--micro-batch-size=2")) as job:
+        job.wait_for("step  9/")
+        ranks = job.ranks()
+        ranks[1].kill()
+        start = time.monotonic()
+        code, errors = job.end()
+        assert code != 0
+        assert time.monotonic() - start < 45  # torchrun waits 30 s before it kills the others
+        assert not any(child.is_running() for child in ranks.values())
+    stopped = [line for line in errors.splitlines() if line.startswith("stopped:")]
+    assert len(stopped) == 1
+    assert "another process of this run is gone (last checkpoint: " in stopped[0]
+    again = torchrun("train_gpt2.py", *flags, "--micro-batch-size=2")
+    assert subprocess.run(again, capture_output=True).returncode == 0
+    two = losses(run_dir)
+    assert two.keys() == whole.keys()
+    assert max(abs(whole[step] - two[step]) for step in two) <= 1e-5
+
+
+# --- SIGTERM, SIGUSR1, Ctrl-C -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_saves_marks_and_resumes_bit_for_bit(flags, run_dir, whole, number):
+    with Job(*train(*flags, "--checkpoint-every=0")) as job:
+        job.wait_for("step  5/")
+        job.send(number)
+        assert job.end() == (0, "")
+    step = mark(run_dir)["step"]
+    assert mark(run_dir) == {"step": step, "signal": number.name, "evaluated": True}
+    assert 5 <= step < 24
+    assert saved_steps(run_dir) == [step]
+    assert f"{number.name}: stopped after step {step}, go on with --resume" in job.output
+    main(flags)
+    assert losses(run_dir) == whole
+    assert not (run_dir / "PREEMPTED").exists()
+
+
+@pytest.mark.parametrize(("slow", "word"), [("validation", "validating"), ("hellaswag", "scoring")])
+def test_signal_breaks_an_evaluation_off_and_it_is_done_again(
+    slowed, flags, run_dir, whole, slow, word
+):
+    flags += ["--block-size=64", "--val-every=6", "--hellaswag-every=6"]
+    flags += [f"--hellaswag-data={SAMPLE}", "--checkpoint-every=0"]
+    with Job(sys.executable, slowed(slow), *flags) as job:
+        job.wait_for("step  6/")
+        job.wait_for(word)
+        job.send(signal.SIGTERM)
+        assert job.end() == (0, "")
+        assert job.output.count("step  7/") == 0
+    assert mark(run_dir) == {"step": 6, "signal": "SIGTERM", "evaluated": False}
+    assert saved_steps(run_dir) == [6]
+    main([*flags, "--max-steps=6"])  # finishes what the last step owes
+    assert sorted(evaluations(run_dir)) == [0, 6]
+    assert sorted(evaluations(run_dir, "hellaswag_acc_norm")) == [0, 6]
+    assert not (run_dir / "PREEMPTED").exists()
+
+
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+def test_signal_while_compiling_stops_after_the_first_step(flags, run_dir, compile_cache):
+    with Job(*train(*flags, "--compile", "--val-every=0", "--n-layer=1")) as job:
+        job.wait_for("compiling")
+        time.sleep(2)
+        job.send(signal.SIGTERM)
+        code, errors = job.end(120)
+    assert (code, errors) == (0, "")
+    assert mark(run_dir)["step"] in (0, 1)
+    assert saved_steps(run_dir) == [1][: mark(run_dir)["step"]]
+
+
+def test_more_signals_during_the_save_corrupt_nothing(slowed, flags, run_dir, whole):
+    with Job(sys.executable, slowed("disk"), *flags, "--checkpoint-every=0") as job:
+        job.wait_for("step  5/")
+        job.send(signal.SIGTERM)
+        job.wait_for("flushing")
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            job.send(number)
+            time.sleep(0.1)
+        assert job.end() == (0, "")
+    verify_checkpoint(latest_checkpoint(run_dir))
+    main(flags)
+    assert losses(run_dir) == whole
+
+
+@pytest.mark.parametrize("target", ["torchrun", "one rank"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_torchrun_or_a_rank_stops_all_after_the_same_step(
+    slowed, flags, run_dir, target, number
+):
+    command = torchrun(slowed("validation", "step"), *flags, "--micro-batch-size=2")
+    command.insert(3, "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
+    with Job(*command) as job:
+        job.wait_for("step  2/")
+        if target == "torchrun":
+            job.send(number)
+        else:
+            job.ranks()[1].send_signal(number)
+        code, errors = job.end()
+    assert code == 0 if target == "one rank" else "SignalException" in errors  # torchrun's own
+    step = mark(run_dir)["step"]
+    assert mark(run_dir)["signal"] == number.name
+    assert saved_steps(run_dir) == [step]
+    assert sorted(losses(run_dir)) == list(range(1, step + 1))
+    assert job.output.count(": stopped after step") == 1
+    verify_checkpoint(latest_checkpoint(run_dir))
+
+
+def interrupted(errors):
+    """Whether Ctrl-C was said in one line, without a traceback."""
+    return len(errors.splitlines()) == 1 and errors.startswith("interrupted")
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 1.8])
+def test_interrupt_while_starting_says_one_line(flags, run_dir, seconds):
+    with Job(*train(*flags, "--max-steps=100000")) as job:
+        time.sleep(seconds)
+        job.send(signal.SIGINT)
+        code, errors = job.end()
+    assert code == 130
+    assert interrupted(errors), errors
+
+
+def test_interrupt_in_training_saves_and_says_one_line(flags, run_dir, whole):
+    with Job(*train(*flags, "--checkpoint-every=0")) as job:
+        job.wait_for("step  5/")
+        job.send(signal.SIGINT)
+        code, errors = job.end()
+    assert code == 130
+    assert interrupted(errors), errors
+    assert mark(run_dir)["signal"] == "SIGINT"
+    assert saved_steps(run_dir) == [mark(run_dir)["step"]]
+    main(flags)
+    assert losses(run_dir) == whole
+
+
+def test_second_interrupt_ends_at_once(slowed, flags, run_dir):
+    with Job(sys.executable, slowed("step"), *flags, "--checkpoint-every=0") as job:
+        job.wait_for("step  2/")
+        job.wait_for("training")
+        job.send(signal.SIGINT)
+        time.sleep(0.1)
+        job.send(signal.SIGINT)
+        code, errors = job.end()
+    assert (code, errors) == (130, "interrupted\n")
+    assert not saved_steps(run_dir)
+
+
+def press_ctrl_c(command, start, seconds):
+    """Run a command on a terminal, press Ctrl-C there, return what it showed and its exit code."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(command[0], command)
+    shown = ""
+    try:
+        while start not in shown:
+            shown += os.read(terminal, 4096).decode()
+        time.sleep(seconds)
+        os.write(terminal, b"\x03")
+        while True:
+            shown += os.read(terminal, 4096).decode()
+    except OSError:  # the terminal is closed at the other end
+        pass
+    return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+def test_interrupt_from_a_terminal_while_compiling(flags, run_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    command = [str(part) for part in train(*flags, "--compile", "--val-every=0", "--n-layer=1")]
+    shown, code = press_ctrl_c(command, "compiling", 3)
+    assert code == 130, shown
+    assert "Traceback" not in shown
+    assert "interrupted" in shown
+
+
+def test_interrupt_from_a_terminal_to_torchrun_saves(slowed, flags, run_dir):
+    command = torchrun(slowed("step"), *flags, "--micro-batch-size=2", "--checkpoint-every=0")
+    shown, code = press_ctrl_c(command, "step  2/", 0)
+    assert code != 0
+    assert saved_steps(run_dir) == [mark(run_dir)["step"]], shown
+    assert shown.count("interrupted after step") == 1
+    verify_checkpoint(latest_checkpoint(run_dir))
+
+
+# --- going on elsewhere -----------------------------------------------------------------------
+
+
+def test_two_ranks_then_one_then_two_see_the_same_windows(flags, run_dir, whole):
+    first, second, third = (["--max-steps=8"], ["--max-steps=16"], [])
+    # The schedule must not change with the number of steps.
+    constant = ["--lr-schedule=wsd", "--min-lr=6e-4", "--max-lr=6e-4"]
+    main([*flags, *constant, "--run-name=one"])
+    two_ranks = torchrun("train_gpt2.py", *flags, *constant)
+    subprocess.run([*two_ranks, *first, "--micro-batch-size=2"], check=True, timeout=90)
+    main([*flags, *constant, *second, "--micro-batch-size=8"])
+    subprocess.run([*two_ranks, *third, "--micro-batch-size=1"], check=True, timeout=90)
+    one, moved = losses(run_dir.parent / "one"), losses(run_dir)
+    assert one.keys() == moved.keys()
+    assert max(abs(one[step] - moved[step]) for step in one) <= 1e-5
+
+
+@pytest.mark.parametrize("order", ["--shuffle", "--no-shuffle"])
+def test_resume_at_a_shard_edge_and_at_an_epoch_edge(flags, run_dir, tmp_path, order):
+    # 8 steps of 8 windows of 32 tokens are an epoch; the first shard ends with step 4.
+    tokens = np.random.default_rng(0).integers(0, 50257, 8 * 8 * 32 + 1).astype(np.uint16)
+    data = tmp_path / "data"
+    data.mkdir()
+    np.save(data / "train_1.npy", tokens[: 4 * 8 * 32])
+    np.save(data / "train_2.npy", tokens[4 * 8 * 32 :])
+    np.save(data / "val_0.npy", tokens[:500])
+    flags += [f"--data-dir={data}", order, "--val-every=0"]
+    main([*flags, "--run-name=whole"])
+    for steps in (4, 8, 12, 16):
+        main([*flags, f"--max-steps={steps}", "--lr-schedule=cosine", "--max-lr=6e-4"])
+    whole_run = losses(run_dir.parent / "whole")
+    assert sorted(losses(run_dir)) == list(range(1, 17))
+    # The rates differ after the first stop's end; the windows, and so the first losses, do not.
+    assert losses(run_dir)[1] == whole_run[1]
+
+    def windows(start, stop):
+        loader = ShardedDataLoader(
+            open_shards(data, "train"),
+            block_size=32,
+            micro_batch_size=4,
+            grad_accum_steps=2,
+            seed=1337,
+            shuffle=order == "--shuffle",
+            vocab_size=50257,
+            context=DistributedContext(CPU),
+            start_step=start,
+        )
+        return [
+            int(window)
+            for step in range(start, stop)
+            for micro_step in range(2)
+            for window in loader.window_indices(step, micro_step)
+        ]
+
+    for edge in (4, 8):
+        assert windows(0, edge) + windows(edge, 16) == windows(0, 16)
+    assert sorted(windows(0, 8)) == sorted(windows(8, 16)) == list(range(64))
+
+
+def test_resume_of_a_finished_run_changes_nothing(flags, run_dir):
+    main(flags)
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    result = subprocess.run(train(*flags), capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stdout == f"resumed from {run_dir}/checkpoints/step_00000024\n" + (
+        f"{run_dir} is finished: 24 steps are done\n"
+    )
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+# --- one rank alone ---------------------------------------------------------------------------
+
+
+def test_one_rank_that_raises_before_a_collective_ends_all(slowed, flags, run_dir):
+    more = """
+def failing(trainer, step):
+    if step == 8 and trainer.context.rank == 1:
+        raise ValueError("the disk of this machine is gone")
+    write_samples(trainer, step)
+
+write_samples, train_gpt2.write_samples = train_gpt2.write_samples, failing
+"""
+    command = torchrun(slowed(more=more), *flags, "--micro-batch-size=2", "--sample-every=8")
+    with Job(*command) as job:
+        start = time.monotonic()
+        code, errors = job.end(90)
+        assert time.monotonic() - start < 60
+    assert code != 0
+    assert "[rank 1] error: the disk of this machine is gone" in errors
+    assert "another process of this run is gone" in errors or "SIGTERM" in errors
+    assert "Traceback" not in errors.split("ChildFailedError")[0].split("torch/distributed")[0]
+    verify_checkpoint(latest_checkpoint(run_dir))
+
+
+def test_both_ranks_take_part_in_validation_and_hellaswag(slowed, flags):
+    more = """
+rank = os.environ["RANK"]
+evaluate_loss, score_examples = train_gpt2.evaluate_loss, hellaswag.score_examples
+
+def counted_loss(model, batches, *args):
+    batches = list(batches)
+    print(f"rank {rank} validates {len(batches)} batches", flush=True)
+    return evaluate_loss(model, batches, *args)
+
+def counted_score(*args):
+    print(f"rank {rank} scores", flush=True)
+    return score_examples(*args)
+
+train_gpt2.evaluate_loss, hellaswag.score_examples = counted_loss, counted_score
+"""
+    command = torchrun(
+        slowed(more=more),
+        *flags,
+        *("--block-size=64", "--micro-batch-size=2", "--max-steps=1", "--val-tokens=1000"),
+        *("--hellaswag-every=1", f"--hellaswag-data={SAMPLE}"),
+    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert result.returncode == 0, result.stderr
+    for rank in (0, 1):  # each time, before and after the step
+        assert result.stdout.count(f"rank {rank} validates 4 batches") == 2  # 15 windows
+        assert result.stdout.count(f"rank {rank} scores") == 2  # batches of 16 and 8 examples
+
+
+def test_two_ranks_stop_before_the_update_when_one_gradient_is_infinite(slowed, flags, run_dir):
+    more = """
+build_model = train_gpt2.build_model
+
+def build_poisoned(*args):
+    model = build_model(*args)
+    calls = []
+    def poison(grad):
+        calls.append(1)
+        return grad / 0 if len(calls) == 10 else grad
+    if os.environ["RANK"] == "1":
+        model.transformer.ln_f.bias.register_hook(poison)
+    return model
+
+train_gpt2.build_model = build_poisoned
+"""
+    command = torchrun(slowed(more=more), *flags, "--checkpoint-every=3", "--micro-batch-size=4")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert result.returncode != 0
+    assert "no update was made" in result.stderr
+    assert sorted(losses(run_dir)) == list(range(1, 10))
+    assert saved_steps(run_dir) == [3, 6, 9]
+    assert all(p.isfinite().all() for p in load_model(run_dir).parameters())
