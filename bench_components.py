@@ -253,7 +253,9 @@ def measure_tokenize(setup: Setup) -> list[Figure]:
 
     def run(command: list[str | Path], sources: list[Path]) -> float:
         seconds = seconds_of(lambda: _run_script([*command, *sources]))
-        tokens = sum(np.load(path, mmap_mode="r").size for path in out.glob("*.npy"))
+        tokens = sum(
+            np.load(path, mmap_mode="r", allow_pickle=False).size for path in out.glob("*.npy")
+        )
         shutil.rmtree(out)
         if counts.setdefault(len(sources), tokens) != tokens:
             raise ValueError(f"{text}: {command[0]} wrote {tokens} tokens, not {counts}")

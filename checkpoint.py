@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from files import read_json, sha256_of, sync_folder, write_json
 from model import GPT, GPTConfig
-from pretrained import load_pretrained
+from pretrained import check_dimensions, load_pretrained
 
 MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -58,6 +58,15 @@ class TrainerState:
     grad_norms: list[float] = field(default_factory=list)
     """The last gradient norms, which outliers are told by."""
     format: int = CHECKPOINT_FORMAT
+
+    def __post_init__(self) -> None:
+        kinds = {"step": int, "tokens_seen": int, "train_config": dict, "grad_norms": list}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if type(value) is not kind:
+                raise ValueError(f"{name} is {value!r}")
+        if self.step < 1:
+            raise ValueError(f"step is {self.step}")
 
 
 class CheckpointWriter:
@@ -165,8 +174,8 @@ def save_checkpoint(
 
 def remove_leftovers(checkpoints_dir: Path) -> None:
     """Delete what a process that died in the middle of a save, or of a deletion, has left."""
-    for leftover in checkpoints_dir.glob(".*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in checkpoints_dir.glob(".step_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)  # never through a link
 
 
 def load_checkpoint(
@@ -192,11 +201,17 @@ def load_checkpoint(
     """
     verify_checkpoint(checkpoint)
     state = read_state(checkpoint)
-    load_parameters(checkpoint, model)
+    path = checkpoint / MODEL_NAME
+    _copy_parameters(path, _read_tensors(path), model)
     _load_optimizer(checkpoint, model, optimizer)
-    if scaler is not None and state.grad_scaler:
-        scaler.load_state_dict(state.grad_scaler)
-    restore_rng_states(state.rng_states)
+    try:
+        if scaler is not None and state.grad_scaler:
+            scaler.load_state_dict(state.grad_scaler)
+        restore_rng_states(state.rng_states)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint / STATE_NAME} has no valid generator states: {error}"
+        ) from None
     return state
 
 
@@ -299,7 +314,8 @@ def read_state(checkpoint: Path) -> TrainerState:
     path = checkpoint / STATE_NAME
     try:
         state = TrainerState(**read_json(path))
-    except TypeError as error:
+        GPTConfig(**state.model_config)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
     if state.format != CHECKPOINT_FORMAT:
         raise ValueError(f"{path} has format {state.format}, this code reads {CHECKPOINT_FORMAT}")
@@ -326,9 +342,12 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
         return load_pretrained(str(source), torch.device(device))
     checkpoint = find_checkpoint(path)
     verify_checkpoint(checkpoint)
+    config = GPTConfig(**read_state(checkpoint).model_config)
+    tensors = _read_tensors(checkpoint / MODEL_NAME)
+    check_dimensions(tensors, config, config.padded_vocab_size)
     with torch.device(device):
-        model = GPT(GPTConfig(**read_state(checkpoint).model_config))
-    load_parameters(checkpoint, model)
+        model = GPT(config)
+    _copy_parameters(checkpoint / MODEL_NAME, tensors, model)
     return model
 
 
@@ -351,15 +370,10 @@ def restore_rng_states(states: dict[str, str]) -> None:
         torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def load_parameters(checkpoint: Path, model: GPT) -> None:
-    """Copy a checkpoint's parameters into a model of the same dimensions.
-
-    Raises:
-        ValueError: names or shapes differ, or the file is damaged.
-    """
-    tensors = _read_tensors(checkpoint / MODEL_NAME)
+def _copy_parameters(path: Path, tensors: dict[str, Tensor], model: GPT) -> None:
+    """Copy a file's tensors into a model of the same dimensions."""
     parameters = dict(model.named_parameters())
-    _check_shapes(checkpoint / MODEL_NAME, tensors, parameters)
+    _check_shapes(path, tensors, parameters)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
@@ -439,8 +453,9 @@ def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
         kind, _, name = key.partition(".")
         by_parameter.setdefault(name, {})[kind] = tensor
     parameters = dict(model.named_parameters())
-    moments = {name: state["exp_avg"] for name, state in by_parameter.items()}
-    _check_shapes(path, moments, parameters)
+    for key in ("exp_avg", "exp_avg_sq"):
+        moments = {name: state[key] for name, state in by_parameter.items() if key in state}
+        _check_shapes(path, moments, parameters)
     names = {parameter: name for name, parameter in parameters.items()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     # The optimizer's own loader puts each tensor on its parameter's device; it counts parameters

@@ -125,7 +125,8 @@ class ShardedDataLoader:
         self.windows_per_epoch = count_windows(shards.total_tokens, block_size)
         if self.windows_per_epoch < self.windows_per_step:
             raise ValueError(
-                f"the training split has {shards.total_tokens:,} tokens, and one step needs "
+                f"the training split in {shards.paths[0].parent} has {shards.total_tokens:,} "
+                f"tokens, and one step needs "
                 f"{self.windows_per_step * block_size + 1:,}: give a smaller --total-batch-size "
                 f"or more data"
             )

@@ -3,13 +3,17 @@
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 HASH_BLOCK_BYTES = 1 << 20
+URL_SECRETS = re.compile(r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
+MAX_JSON_BYTES = 64 << 20  # the largest of ours, a manifest of 150,000 shards, has 30 MB
 
 
 @contextmanager
@@ -38,6 +42,21 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def append_whole(file: FileIO, data: bytes) -> None:
+    """Append `data` to an unbuffered file opened for appending: all of it, or nothing.
+
+    Raises:
+        OSError: the disk is full; the message names the file.
+    """
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while data:  # a disk that fills up takes a part
+            data = data[file.write(data) :]
+    except OSError as error:
+        file.truncate(end)
+        raise OSError(f"{file.name} was not written: {error}") from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -71,9 +90,32 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not JSON.
+        ValueError: it is not JSON, or has more than `MAX_JSON_BYTES`.
     """
+    with path.open("rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)  # bounded even if the file grows, or is a device
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"{path} has more than {MAX_JSON_BYTES >> 20} MiB: it is not one of ours")
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name that a file gave is that of an entry of its own folder, and no path."""
+    return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
+
+
+def link_out_of(folder: Path) -> Path | None:
+    """A link in a folder, at any depth, that leads out of it; None if there is none."""
+    home = os.path.realpath(folder)
+    links = (path for path in folder.rglob("*") if path.is_symlink())
+    return next(
+        (link for link in links if not Path(os.path.realpath(link)).is_relative_to(home)), None
+    )
+
+
+def without_secrets(message: str) -> str:
+    """A message whose addresses have lost what may be secret: user, password and query."""
+    return URL_SECRETS.sub(r"\1\2", message)

@@ -216,43 +216,59 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
         The manifest of the finished data set.
 
     Raises:
+        OSError: the disk is full; finished shards stay.
         ValueError: a document cannot be read; finished shards stay.
     """
     progress = Progress(**(manifest.progress or {}))
     writer = ShardWriter(folder, manifest.shard_size, manifest.shards)
     written = writer.tokens_written - progress.tokens  # of the first batch, in finished shards
-    manifest.save(folder)
+    with _writing_to(folder):
+        manifest.save(folder)
     documents = source.documents(progress.cursor)
     with tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=source.tokens) as bar:
         for batch, tokens in tokenize_documents(documents, workers):
             progress = progress._replace(cursor=batch[0].cursor)
-            writer.add(tokens[written:])
-            written = max(0, written - len(tokens))
-            if len(writer.shards) > len(manifest.shards):
-                manifest = replace(
-                    manifest,
-                    shards=tuple(writer.shards),
-                    documents=progress.documents,
-                    skipped=progress.skipped,
-                    progress=progress._asdict(),
-                )
-                manifest.save(folder)
+            with _writing_to(folder):
+                writer.add(tokens[written:])
+                written = max(0, written - len(tokens))
+                if len(writer.shards) > len(manifest.shards):
+                    manifest = replace(
+                        manifest,
+                        shards=tuple(writer.shards),
+                        documents=progress.documents,
+                        skipped=progress.skipped,
+                        progress=progress._asdict(),
+                    )
+                    manifest.save(folder)
             if batch[0].fraction:
                 bar.total = round(progress.tokens / batch[0].fraction)
             bar.update(len(tokens))
             progress = progress.after(batch, tokens)
         bar.total = progress.tokens
-    writer.close()
-    manifest = replace(
-        manifest,
-        shards=tuple(writer.shards),
-        documents=progress.documents,
-        skipped=progress.skipped,
-        complete=True,
-        progress=None,
-    )
-    manifest.save(folder)
+    with _writing_to(folder):
+        writer.close()
+        manifest = replace(
+            manifest,
+            shards=tuple(writer.shards),
+            documents=progress.documents,
+            skipped=progress.skipped,
+            complete=True,
+            progress=None,
+        )
+        manifest.save(folder)
     return manifest
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    """Name the folder that cannot be written: the error of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be written ({error.strerror or error}), perhaps for want of room; "
+            "what was finished stays: give the same command again to go on"
+        ) from None
 
 
 def tokenize_documents(

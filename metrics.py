@@ -113,13 +113,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(record, dict):
             continue
-        if "resumed_from" in record:
-            records = [earlier for earlier in records if earlier["step"] <= record["resumed_from"]]
-        elif "step" in record:
+        if isinstance(step := record.get("resumed_from"), int):
+            records = [earlier for earlier in records if earlier["step"] <= step]
+        elif isinstance(record.get("step"), int):
             records.append(record)
     return records
 

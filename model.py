@@ -40,9 +40,9 @@ class GPTConfig:
     n_embd: int = 768
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: "

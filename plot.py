@@ -135,7 +135,7 @@ class Series(NamedTuple):
         points = {
             record["tokens_seen"]: record[name]
             for record in records
-            if record.get(name) is not None and "tokens_seen" in record
+            if isinstance(record.get(name), int | float) and "tokens_seen" in record
         }
         tokens = sorted(points)
         return cls(np.array(tokens, float), np.array([points[token] for token in tokens], float))
@@ -235,7 +235,12 @@ def _read_run(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{run_dir} has no metrics.jsonl, so it is not a run folder")
-    records = read_metrics(path)
+    places = ("step", "tokens_seen")
+    records = [
+        record
+        for record in read_metrics(path)
+        if all(isinstance(record.get(place), int) for place in places)
+    ]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
         raise ValueError(f"{path} has no losses yet: wait for the run's first step")
     return records

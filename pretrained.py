@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from files import atomic_write, read_json, write_json
+from files import atomic_write, is_plain_name, read_json, without_secrets, write_json
 from model import GPT, GPT2_SIZES, GPTConfig
 from tokenizer import END_OF_TEXT, VOCAB_PATH
 
@@ -28,8 +28,10 @@ HUB_TIMEOUT_SECONDS = 10
 
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
+WPE = "transformer.wpe.weight"
 # Old files carry the causal mask as a buffer of every attention layer.
 MASK_BUFFER = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 # What `model.py` computes, in the words of Hugging Face's GPT2Config, whose default each is.
 FIXED_SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -100,8 +102,8 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
     """Build a model from Hugging Face's tensors; the rows that pad the vocabulary are zeros.
 
     Args:
-        state_dict: tensors of any float type, by name, with or without `transformer.` in front.
-            They are copied.
+        state_dict: tensors of any of `FLOAT_TYPES`, by name, with or without `transformer.` in
+            front. They are copied.
         config: the dimensions.
 
     Returns:
@@ -110,18 +112,46 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
     Raises:
         ValueError: a tensor is missing, unexpected or of another shape, or `lm_head` is not tied.
     """
+    tensors = _normalise_names(state_dict)
+    check_dimensions(tensors, config)
     with torch.device("meta"):  # names and shapes only: no random numbers are drawn
         model = GPT(config)
+    _check_fit(tensors, dict(_hf_views(model)))
     model.to_empty(device="cpu")
     model.lm_head.weight = model.transformer.wte.weight  # `to_empty` has untied them
-    tensors = _normalise_names(state_dict)
-    targets = dict(_hf_views(model))
-    _check_fit(tensors, targets)
     with torch.no_grad():
         model.transformer.wte.weight.zero_()
-        for name, target in targets.items():
+        for name, target in _hf_views(model):
             target.copy_(tensors[name])
     return model
+
+
+def check_dimensions(
+    tensors: Mapping[str, Tensor], config: GPTConfig, vocab_rows: int | None = None
+) -> None:
+    """Refuse dimensions that the tensors do not have, before a model of such a size is built.
+
+    Args:
+        tensors: by name, with `transformer.` in front.
+        config: the dimensions that a file claims.
+        vocab_rows: of the embedding; by default the vocabulary, without padding.
+
+    Raises:
+        ValueError: the embeddings are missing or of another shape, or layers are missing.
+    """
+    rows = {WTE: vocab_rows or config.vocab_size, WPE: config.block_size}
+    problems = [
+        f"{name} is missing"
+        if name not in tensors
+        else f"{name} has shape {tuple(tensors[name].shape)}, not {(count, config.n_embd)}"
+        for name, count in rows.items()
+        if name not in tensors or tensors[name].shape != (count, config.n_embd)
+    ]
+    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
+    if config.n_layer > len(layers):
+        problems.append(f"n_layer is {config.n_layer}, and there are {len(layers)} layers")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
@@ -171,6 +201,11 @@ def _check_fit(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> 
         for name in targets.keys() & tensors.keys()
         if tensors[name].shape != targets[name].shape
     ]
+    problems += [
+        f"{name} is of {tensor.dtype}, not a float type"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in FLOAT_TYPES
+    ]
     if problems:
         shown = "; ".join(sorted(problems)[:5])
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -189,10 +224,11 @@ def _read_config(path: Path) -> GPTConfig:
         for name, accepted in FIXED_SETTINGS.items()
         if values.get(name, accepted[0]) not in accepted
     ]
-    if values.get("n_inner") not in (None, 4 * (values.get("n_embd") or 0)):
-        problems.append(f"n_inner is {values['n_inner']}, not 4 * n_embd")
     names = ("n_positions", "n_layer", "n_head", "n_embd")
-    problems += [f"{name} is missing" for name in names if not isinstance(values.get(name), int)]
+    missing = [f"{name} is missing" for name in names if not isinstance(values.get(name), int)]
+    problems += missing
+    if not missing and values.get("n_inner") not in (None, 4 * values["n_embd"]):
+        problems.append(f"n_inner is {values['n_inner']!r}, not 4 * n_embd")
     if problems:
         raise ValueError(f"{path} is not a GPT-2 that can be loaded: {'; '.join(problems)}")
     block_size, n_layer, n_head, n_embd = (values[name] for name in names)
@@ -224,7 +260,11 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
 def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a folder's safetensors file, or files, by name."""
     if (folder / INDEX_NAME).is_file():
-        weight_map = read_json(folder / INDEX_NAME).get("weight_map", {})
+        index = read_json(folder / INDEX_NAME)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        # The files may be links, as those in the hub's cache are; their names may be no paths.
+        if not isinstance(weight_map, dict) or not all(map(is_plain_name, weight_map.values())):
+            raise ValueError(f"{INDEX_NAME} does not name the weights' files in its own folder")
         paths = sorted({folder / name for name in weight_map.values()})
     else:
         paths = [folder / WEIGHTS_NAME]
@@ -257,8 +297,9 @@ def _download(source: str) -> Path:
     except Exception as error:  # the hub's HTTP library, and so its errors, vary by version
         raise FileNotFoundError(
             f"{source!r} is not a folder, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {str(error).strip().splitlines()[0]}); --model and "
-            f"--init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or owner/name"
+            f"({type(error).__name__}: {without_secrets(str(error).strip().splitlines()[0])}); "
+            f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
+            f"owner/name"
         ) from None
     return Path(paths[0]).parent
 

@@ -21,7 +21,7 @@ from checkpoint import (
 )
 from cli import parse_flags
 from distributed import DistributedContext, broadcast_int
-from files import read_json, write_json
+from files import link_out_of, read_json, write_json
 from model import GPTConfig
 from train_config import TrainConfig
 
@@ -202,6 +202,8 @@ def _take(run_dir: Path, lock: FileLock, settings: Mapping[str, Any], resuming: 
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
             f"--resume {run_dir}"
         )
+    if link := link_out_of(run_dir):
+        return f"{link} is a link out of the run folder, which is not followed: remove it"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)

@@ -1,5 +1,10 @@
 """Text from a trained model: `python sample.py --model runs/NAME --prompt "Once upon a time"`."""
 
+if __name__ == "__main__":
+    from interrupt import end_at_ctrl_c
+
+    end_at_ctrl_c()  # the imports below take seconds
+
 import math
 from dataclasses import dataclass
 
@@ -60,6 +65,8 @@ class SampleConfig:
             problems.append(f"--temperature must be 0 or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             problems.append(f"--top-p must be above 0 and at most 1, not {self.top_p}")
+        if self.seed >= 2**63:
+            problems.append(f"--seed {self.seed} is not below 2**63")
         if problems:
             raise ValueError("; ".join(problems))
 

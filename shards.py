@@ -11,6 +11,7 @@ A folder of `*train*.npy` and `*val*.npy` files without a manifest opens too.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from files import atomic_write, read_json, sha256_of, write_json
+from files import atomic_write, is_plain_name, read_json, sha256_of, write_json
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
@@ -28,6 +29,15 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus that has not two full shards
 SCAN_BLOCK_TOKENS = 1 << 24
+MANIFEST_TYPES = {
+    "source": dict,
+    "tokenizer_sha256": str,
+    "shard_size": int,
+    "documents": int,
+    "skipped": int,
+    "complete": bool,
+}
+PROGRESS_TYPES = {"cursor": dict, "tokens": int, "documents": int, "skipped": int}
 
 
 @dataclass(frozen=True)
@@ -40,10 +50,11 @@ class ShardInfo:
     sha256: str
 
     def __post_init__(self) -> None:
-        if Path(self.file).name != self.file or self.file in ("", ".", ".."):
+        if not is_plain_name(self.file):
             raise ValueError(f"{self.file!r} is not the plain name of a file")
         if self.split not in ("train", "val"):
             raise ValueError(f"{self.file}: split is {self.split!r}, not 'train' or 'val'")
+        _check_types(vars(self), {"tokens": int, "sha256": str})
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,14 @@ class Manifest:
     """Documents left out because they were empty."""
     complete: bool = False
     progress: dict[str, Any] | None = None
-    """Where an interrupted run goes on; None once complete."""
+    """Where an interrupted run goes on, see `PROGRESS_TYPES`; None once complete."""
     format: int = field(default=MANIFEST_FORMAT)
+
+    def __post_init__(self) -> None:
+        _check_types(vars(self), MANIFEST_TYPES)
+        if self.progress is not None:
+            _check_types(vars(self), {"progress": dict})
+            _check_types(self.progress, PROGRESS_TYPES)
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json`, atomically."""
@@ -154,7 +171,10 @@ class ShardWriter:
     def _write(self, split: Split, tokens: TokenArray) -> None:
         path = self.folder / f"{split}_{len(self.shards):06d}.npy"
         with atomic_write(path) as file:
-            np.save(file, tokens, allow_pickle=False)
+            # Not np.save: it ignores the error of its last write, which a full disk makes.
+            header = np.lib.format.header_data_from_array_1_0(tokens)
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(tokens.data)
         self.shards.append(ShardInfo(path.name, split, len(tokens), sha256_of(path)))
 
 
@@ -230,8 +250,10 @@ class TokenShards:
 def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenShards:
     """Open one split of a data folder and check what can be checked quickly.
 
-    Every file's type, shape and, where there is a manifest, size are checked. A folder without a
-    manifest has its ids read through once, since nothing vouches for them.
+    Every file's type, shape and, where there is a manifest, size are checked, and the hash of each
+    that is newer than the manifest. A folder without a manifest has its ids read through once,
+    since nothing vouches for them. A shard may be a link to another disk: it is its content that
+    is checked.
 
     Args:
         folder: the data folder.
@@ -256,14 +278,18 @@ def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenSha
     if not paths:
         raise FileNotFoundError(f"{folder} has no {split} shards (*{split}*.npy)")
     shards = TokenShards(paths, _fingerprint(infos, paths))
-    for info, path, array in zip(infos, paths, shards.arrays, strict=False):
+    if manifest is None:
+        shards.check_ids(vocab_size)
+        return shards
+    finished_ns = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    for info, path, array in zip(infos, paths, shards.arrays, strict=True):
         if len(array) != info.tokens:
             raise ValueError(
                 f"{path} has {len(array):,} tokens, the manifest says {info.tokens:,}: "
                 f"delete {folder} and run python fineweb.py again"
             )
-    if manifest is None:
-        shards.check_ids(vocab_size)
+        if path.stat().st_mtime_ns >= finished_ns:  # copied after it, or changed
+            _check_hash(path, info)
     return shards
 
 
@@ -279,18 +305,34 @@ def verify_shards(folder: Path) -> Manifest:
         raise FileNotFoundError(f"{folder} has no {MANIFEST_NAME}")
     for shard in manifest.shards:
         path = folder / shard.file
-        mend = f"delete {folder} and run python fineweb.py again"
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: {mend}")
-        if sha256_of(path) != shard.sha256:
-            raise ValueError(f"{path} has changed since it was written: {mend}")
+            raise FileNotFoundError(
+                f"{path} is missing: delete {folder} and run python fineweb.py again"
+            )
+        _check_hash(path, shard)
     return manifest
+
+
+def _check_hash(path: Path, info: ShardInfo) -> None:
+    if sha256_of(path) != info.sha256:
+        raise ValueError(
+            f"{path} has changed since it was written: "
+            f"delete {path.parent} and run python fineweb.py again"
+        )
+
+
+def _check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    """Refuse a value of another type than its field's, and a negative count."""
+    for name, kind in types.items():
+        value = values.get(name)
+        if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
+            raise ValueError(f"{name} is {repr(value)[:60]}, not a valid {kind.__name__}")
 
 
 def _open_shard(path: Path) -> TokenArray:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        array = np.lib.format.open_memmap(path, mode="r")  # refuses objects, which are pickled
+    except Exception as error:  # a damaged header brings errors of many kinds
         raise ValueError(f"{path} cannot be read as a token shard: {error}") from None
     if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
         raise ValueError(

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from files import without_secrets
+
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
@@ -299,8 +301,8 @@ class HubSource:
             raise
         except Exception as error:  # of whichever HTTP library the hub's client uses
             raise ConnectionError(
-                f"reading {self.dataset} failed ({type(error).__name__}: {error}): "
-                "give the same command again to go on"
+                f"reading {self.dataset} failed ({type(error).__name__}: "
+                f"{without_secrets(str(error))}): give the same command again to go on"
             ) from None
 
 

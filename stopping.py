@@ -47,7 +47,7 @@ class StopRequest:
 
     def fail(self, error: Exception) -> None:
         """Ask all processes to stop for an error that this one met."""
-        self.error, self._own = error, FAILURE
+        self.error, self._own = self.error or error, FAILURE
 
     def agreed(self) -> bool:
         """Whether any process was asked to stop; every process must call this, and learns it."""

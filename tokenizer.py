@@ -11,18 +11,24 @@ import itertools
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 import tiktoken
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 TokenIds = npt.NDArray[np.uint16]
 
@@ -101,6 +107,7 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
 
     Raises:
         ChildProcessError: a worker process died.
+        OSError: there is no room for a temporary file.
     """
     ahead, remaining = itertools.tee(batches)
     try:
@@ -181,7 +188,10 @@ class _Gigatoken:
         lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "gpt2.tiktoken"
-            path.write_bytes(b"".join(lines))
+            try:
+                path.write_bytes(b"".join(lines))
+            except OSError as error:
+                raise OSError(f"{path}: {error.strerror}; make room there, or set TMPDIR") from None
             special_tokens = {DOCUMENT_MARK: END_OF_TEXT}
             self._tokenizer = self._from_tiktoken(path, "gpt2", special_tokens)
         self._tokens_since_load = 0
@@ -215,20 +225,92 @@ def _starts_as_tiktoken(tokens: TokenIds, texts: Sequence[str]) -> bool:
 
 
 def _encode_in_processes(batches: Iterable[Sequence[str]], workers: int) -> Iterator[TokenIds]:
-    """Encode with tiktoken, batches in parallel, results in order."""
+    """Encode with tiktoken in processes that take turns, a batch each; results in order."""
     if workers == 1:
         yield from map(_encode_with_tiktoken, batches)
         return
-    # A fork would copy the locks of other threads (the progress bar's, gigatoken's) as they are.
-    method = multiprocessing.get_start_method(allow_none=True)
-    context = multiprocessing.get_context("spawn" if method in (None, "fork") else method)
-    with ProcessPoolExecutor(workers, mp_context=context) as processes:
+    _read_ranks(VOCAB_PATH)  # if the file is missing or damaged, say so here and once
+    batches = iter(batches)
+    first = list(itertools.islice(batches, workers))
+    with ExitStack() as stack:
+        with _interrupts_held():
+            processes = [stack.enter_context(_Worker()) for _ in first]
+        for texts, process in zip(first, processes, strict=True):
+            process.send(texts)
+        turns = itertools.cycle(processes)
+        for texts, process in zip(batches, turns, strict=False):
+            yield process.receive()
+            process.send(texts)
+        for process in itertools.islice(turns, len(processes)):
+            yield process.receive()
+
+
+class _Worker:
+    """A process that encodes with tiktoken, one batch at a time; a context manager.
+
+    Its pipe is all that we share with it: it ends when we do, however abruptly, and if it dies we
+    see the end of the pipe. A pool of processes promises neither.
+
+    Raises:
+        ChildProcessError: (of `send` and `receive`) the process died.
+    """
+
+    def __init__(self) -> None:
+        # A fork would copy the locks of other threads (the progress bar's) as they are.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, texts: Sequence[str]) -> None:
+        """Give it a batch, once it has none."""
+        with self._death_named():
+            self._pipe.send(texts)
+
+    def receive(self) -> TokenIds:
+        """Wait for the ids of its batch."""
+        with self._death_named():
+            return self._pipe.recv()
+
+    @contextmanager
+    def _death_named(self) -> Iterator[None]:
         try:
-            yield from _encode_ahead(processes, _encode_with_tiktoken, batches, workers)
-        except BrokenProcessPool:
+            yield
+        except (EOFError, OSError):
             raise ChildProcessError(
                 "a tokenizer process died, perhaps for want of memory: try a smaller --workers"
             ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._pipe.close()
+
+
+def _work(pipe: "Connection[TokenIds, Sequence[str]]") -> None:
+    """Encode what comes through a pipe until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Windows, nothing is inherited
+    with suppress(EOFError, OSError):
+        while True:
+            pipe.send(_encode_with_tiktoken(pipe.recv()))
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back while processes start. They inherit that: what to do then is up to us."""
+    if sys.platform == "win32":
+        yield
+        return
+    resource_tracker.ensure_running()  # first: in Python 3.11 its start would let them through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _encode_ahead(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from device import DeviceName, DtypeName
+from files import is_plain_name
 from model import GPT2_SIZES, GPTConfig
 
 ABOVE_ZERO = (
@@ -122,8 +123,8 @@ class TrainConfig:
             )
         if self.seed >= 2**63:
             problems.append(f"--seed {self.seed} is not below 2**63")
-        if self.run_name is not None and (
-            Path(self.run_name).name != self.run_name or self.run_name == ".."
+        if self.run_name is not None and not (
+            is_plain_name(self.run_name) and self.run_name.isprintable()
         ):
             problems.append(f"--run-name {self.run_name!r} must be a plain folder name")
         if self.init_from is not None and (

@@ -219,6 +219,11 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int, evaluat
             trainer.norms.extend([result.grad_norm])
             bar.update()
             log_step(trainer, logger, timer, step + 1, lr, result)
+        try:
+            trainer.writer.wait()
+        except OSError as error:  # at the end, a warning is not enough
+            stop.fail(error)
+        stop.agreed()
     finish(trainer, step, evaluated)
 
 
@@ -476,13 +481,12 @@ def finish(trainer: Trainer, step: int, evaluated: bool) -> None:
         OSError: a file could not be written, and the run was to stop for that.
     """
     context, stop, run_dir = trainer.context, trainer.stop, trainer.run_dir
-    if context.is_main and stop.signal is None:
-        clear_preemption(run_dir)
     if context.is_main and stop.signal is not None:
         Preemption(step, stop.signal.name, evaluated).save(run_dir)
     barrier(context)  # all is written
     stop.raise_failure()
     if stop.signal is None:
+        clear_preemption(run_dir)
         say(context, f"done: {run_dir}")
         return
     advice = f"after step {step}, go on with --resume {run_dir}"

@@ -4,13 +4,25 @@ import signal
 import stat
 import subprocess
 import sys
+from io import FileIO
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from files import atomic_write, read_json, sha256_of, write_json
+import files
+from files import (
+    append_whole,
+    atomic_write,
+    is_plain_name,
+    link_out_of,
+    read_json,
+    sha256_of,
+    without_secrets,
+    write_json,
+)
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and signals")
 
@@ -136,3 +148,96 @@ def test_read_json_of_something_else_names_the_file(tmp_path, content):
 def test_read_json_of_a_missing_file_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.json"):
         read_json(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_read_json_refuses_deep_nesting(tmp_path, content):
+    path = tmp_path / "deep.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ValueError, match=r"deep\.json is not valid JSON"):
+        read_json(path)
+
+
+def test_read_json_reads_no_more_than_its_limit(tmp_path, monkeypatch):
+    path = tmp_path / "long.json"
+    path.write_text('"' + "a" * 998 + '"')
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 1000)
+    assert read_json(path) == "a" * 998
+
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 999)
+    with pytest.raises(ValueError, match=r"long\.json has more than"):
+        read_json(path)
+    if Path("/dev/zero").exists():  # has no size, and no end
+        with pytest.raises(ValueError, match="/dev/zero has more than"):
+            read_json(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("name", ["a", "a.npy", ".a", "..a", "a b", "é"])
+def test_is_plain_name_takes_names(name):
+    assert is_plain_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/", "/a", "a/", "a/b", "../a", "./a", None, 3, []]
+)
+def test_is_plain_name_refuses_paths_and_other_things(name):
+    assert not is_plain_name(name)
+
+
+@given(st.text(min_size=1))
+def test_is_plain_name_means_an_entry_of_the_folder_itself(name):
+    if is_plain_name(name):
+        assert (Path("/folder") / name).parent == Path("/folder")
+        assert Path(os.path.normpath(f"/folder/{name}")).parent == Path("/folder")
+
+
+@posix_only
+def test_link_out_of_finds_links_at_any_depth(tmp_path):
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / "a" / "b").mkdir(parents=True)
+    outside.mkdir()
+    (folder / "a" / "inside").symlink_to(folder / "a" / "b")
+    (folder / "loop").symlink_to(folder / "loop")
+    assert link_out_of(folder) is None
+    (tmp_path / "other name").symlink_to(folder)
+    assert link_out_of(tmp_path / "other name") is None
+    for target in (outside, "../../../outside", tmp_path / "nothing", "/etc/passwd"):
+        link = folder / "a" / "b" / "out"
+        link.symlink_to(target)
+        assert link_out_of(folder) == link
+        link.unlink()
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("no address", "no address"),
+        ("404 for url 'https://a.b/c d'", "404 for url 'https://a.b/c d'"),
+        ("at http://me:secret@h:80/x.", "at http://h:80/x."),
+        ("at http://secret@h", "at http://h"),
+        ('"https://h/x?X-Signature=secret&a=b" failed', '"https://h/x" failed'),
+        ("http://a:s3@cr3t@h/x then https://b:s@i/?t=s end", "http://h/x then https://i/ end"),
+        ("mail me@here?", "mail me@here?"),
+    ],
+)
+def test_without_secrets_keeps_the_address(message, expected):
+    assert without_secrets(message) == expected
+
+
+def test_append_whole_appends_all_or_nothing(tmp_path):
+    resource = pytest.importorskip("resource")  # POSIX has it
+    path = tmp_path / "log"
+    path.write_bytes(b"old\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30, before[1]))  # as a disk that is full there
+    try:
+        with FileIO(path, "a") as file:
+            append_whole(file, b"fits easily\n")
+            for _ in range(2):
+                with pytest.raises(OSError, match=r"log was not written: .*too large"):
+                    append_whole(file, b"x" * 20 + b"\n")
+            append_whole(file, b"fits too\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"old\nfits easily\nfits too\n"

@@ -49,8 +49,6 @@ DEFINITIONS = (
     ast.AsyncFunctionDef,
     ast.ClassDef,
 )
-FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-FORBIDDEN_CALLS = {"exec", "eval", "compile", "__import__", "torch.load", "torch.save"}
 
 
 def parse(module):
@@ -102,20 +100,6 @@ def is_guard(statement):
     )
 
 
-def forbidden_uses(tree):
-    """What runs code that came as data: pickle in its forms, exec, eval, remote code."""
-    uses = [name for name in imported_modules(tree) if name in FORBIDDEN_MODULES]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
-            uses.append(ast.unparse(node.func))
-        if isinstance(node, ast.keyword):
-            if node.arg == "trust_remote_code":
-                uses.append(node.arg)
-            if node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
-                uses.append(node.arg)
-    return uses
-
-
 def test_every_module_has_a_level():
     assert set(MODULES) <= LEVELS.keys(), "place the new module in LEVELS"
 
@@ -131,11 +115,6 @@ def test_module_does_no_work_at_import(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_module_runs_no_code_that_came_as_data(module):
-    assert forbidden_uses(parse(module)) == []
-
-
-@pytest.mark.parametrize("module", MODULES)
 def test_module_says_what_it_is_for(module):
     assert ast.get_docstring(parse(module))
 
@@ -148,18 +127,3 @@ def test_breaches_finds_an_import_that_goes_up(source):
 @pytest.mark.parametrize("source", ["print(1)", "for x in y: pass", "if x: y = 1", "f()"])
 def test_work_at_import_finds_statements_that_run(source):
     assert work_at_import(ast.parse(source)) == [1]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "exec(x)",
-        "torch.load(path)",
-        "f(trust_remote_code=True)",
-        "np.load(path, allow_pickle=True)",
-    ],
-)
-def test_forbidden_uses_finds_code_that_came_as_data(source):
-    assert len(forbidden_uses(ast.parse(source))) == 1

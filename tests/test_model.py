@@ -454,7 +454,7 @@ def test_gpt_has_no_dropout_to_switch_off():
 @pytest.mark.parametrize("name", ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_config_refuses_a_dimension_below_one(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, not {value}"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, not {value}"):
         GPTConfig(**{name: value})
 
 

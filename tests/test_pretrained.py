@@ -232,7 +232,12 @@ def test_load_pretrained_reads_what_transformers_saves(tmp_path):
         ("n_inner", 100, "n_inner is 100"),
         ("n_layer", None, "n_layer is missing"),
         ("n_head", 3, "n_embd 8 is not a multiple of n_head 3"),
-        ("n_layer", 3, "transformer.h.2.attn.c_attn.bias is missing"),
+        ("n_layer", 1, "transformer.h.1.attn.c_attn.bias is unexpected"),
+        ("n_layer", 3, "n_layer is 3, and there are 2 layers"),
+        ("n_layer", 10**12, "n_layer is 1000000000000, and there are 2 layers"),
+        ("n_embd", 10**12, r"wte.weight has shape \(50257, 8\), not \(50257, 1000000000000\)"),
+        ("n_positions", 10**12, r"wpe.weight has shape \(8, 8\), not \(1000000000000, 8\)"),
+        ("n_embd", {}, "n_embd is missing"),
     ],
 )
 def test_load_pretrained_refuses_another_architecture(exported, name, value, message):
@@ -346,3 +351,10 @@ def test_config_json_says_what_tools_ask_for(exported):
 def test_load_pretrained_ignores_stray_safetensors(exported):
     save_file({"x": torch.zeros(1)}, exported / "other.safetensors")
     assert load_pretrained(str(exported), CPU).config == TINY
+
+
+def test_from_hf_refuses_weights_that_are_no_floats():
+    state = to_hf_state_dict(random_model())
+    state["transformer.ln_f.bias"] = torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"transformer\.ln_f\.bias is of torch\.int64"):
+        from_hf(state, TINY)

@@ -110,7 +110,7 @@ def test_manifest_survives_a_save(tmp_path):
         (ShardInfo("val_000000.npy", "val", 10, "ab"),),
         documents=3,
         skipped=1,
-        progress={"cursor": {"file": 0}, "tokens": 5},
+        progress={"cursor": {"file": 0}, "tokens": 5, "documents": 2, "skipped": 0},
     )
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == manifest
@@ -226,3 +226,129 @@ def test_fingerprint_changes_with_any_token(tmp_path):
     assert len(prints) == 4
     paths = sorted((tmp_path / "a").glob("train*"))
     assert TokenShards(paths, "x").total_tokens == 30
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    manifest=st.booleans(),
+    data=st.data(),
+)
+def test_open_shards_reads_any_layout_as_one_array(tmp_path_factory, sizes, manifest, data):
+    """However the tokens are cut into files, every slice is a slice of all of them."""
+    folder = tmp_path_factory.mktemp("layout")
+    tokens = tokens_of(sum(sizes))
+    infos = []
+    for number, piece in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
+        path = folder / f"some_train_{number:03d}.npy"
+        np.save(path, piece)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        infos.append(ShardInfo(path.name, "train", len(piece), digest))
+    if manifest:
+        Manifest({}, "hash", 40, tuple(infos), complete=True).save(folder)
+    shards = open_shards(folder, "train")
+    assert shards.total_tokens == len(tokens)
+    start = data.draw(st.integers(0, len(tokens) - 1))
+    count = data.draw(st.integers(1, len(tokens) - start))
+    assert shards.read(start, count).tolist() == tokens[start : start + count].tolist()
+    with pytest.raises(FileNotFoundError, match="no val shards"):
+        open_shards(folder, "val")
+    place = data.draw(st.integers(0, len(tokens) - 1))
+    number = int(np.searchsorted(np.cumsum(sizes), place, side="right"))
+    offset = place - sum(sizes[:number])
+    assert shards.locate(place) == f"{folder}/some_train_{number:03d}.npy, offset {offset}"
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), manifest=st.booleans())
+def test_open_shards_refuses_any_damage_that_changes_the_tokens(tmp_path_factory, data, manifest):
+    """A file may be cut, extended or changed anywhere: the tokens are right, or it is named."""
+    folder = tmp_path_factory.mktemp("damaged")
+    write(folder, 40)
+    path = folder / "train_000002.npy"
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    damage = data.draw(st.sampled_from(["cut", "change", "extend"]))
+    if damage == "cut":
+        del content[place:]
+    elif damage == "change":
+        content[place] ^= data.draw(st.integers(1, 255))
+    else:
+        content += b"\0" * data.draw(st.integers(1, 9))
+    path.write_bytes(content)
+    if not manifest:
+        (folder / "manifest.json").unlink()
+    refusal = refusal_of(folder)
+    if refusal:
+        assert "train_000002.npy" in refusal
+    else:  # nothing tells one id from another then; type, shape and range hold all the same
+        assert not manifest
+        shards = open_shards(folder, "train")
+        assert all(array.dtype == np.uint16 and array.ndim == 1 for array in shards.arrays)
+        shards.check_ids(50257)
+
+
+def refusal_of(folder):
+    """Why a folder's training split does not open; None if it does. Other errors are raised."""
+    try:
+        open_shards(folder, "train")
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    return None
+
+
+HEADER = "{'descr': '<u2', 'fortran_order': False, 'shape': (20,), }"
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    header=st.text(alphabet="{}()[]',:<|uiO0123456789. \n#\\L\"*-", max_size=60)
+    | st.builds(
+        lambda start, end, middle: HEADER[:start] + middle + HEADER[end:],
+        st.integers(0, len(HEADER)),
+        st.integers(0, len(HEADER)),
+        st.text(alphabet="()[]',0123456789L*-\n", max_size=25),
+    ),
+    version=st.integers(0, 4),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_open_shards_takes_any_header_or_names_the_file(tmp_path_factory, header, version):
+    folder = tmp_path_factory.getbasetemp() / "headers"
+    folder.mkdir(exist_ok=True)
+    length = len(header).to_bytes(2 if version < 2 else 4, "little")
+    content = b"\x93NUMPY" + bytes([version, 0]) + length + header.encode("latin-1") + b"\1\0" * 20
+    (folder / "train_000001.npy").write_bytes(content)
+    refusal = refusal_of(folder)
+    if refusal:
+        assert "train_000001.npy" in refusal
+    else:
+        assert 1 <= open_shards(folder, "train").total_tokens <= len(content)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just("train"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_manifest_with_any_value_in_any_place_opens_or_is_refused(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "manifests"
+    if not folder.exists():
+        write(folder, 40)
+    path = folder / "manifest.json"
+    good = path.read_text()
+    values = json.loads(good)
+    place = data.draw(st.sampled_from([*values, "shard"]))
+    if place == "shard":
+        shard = values["shards"][1]
+        shard[data.draw(st.sampled_from(list(shard)))] = data.draw(json_values)
+    else:
+        values[place] = data.draw(json_values)
+    path.write_text(json.dumps(values))
+    refusal = refusal_of(folder)
+    tokens = None if refusal else open_shards(folder, "train").total_tokens
+    path.write_text(good)
+    assert str(folder) in refusal if refusal else tokens in (20, 30)

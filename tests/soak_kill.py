@@ -1,0 +1,349 @@
+"""Kill tokenising and training with -9 at random moments, many times, and count what was lost.
+
+    python tests/soak_kill.py --kills 200 --seed 0        # by hand: pytest does not collect it
+
+Needs Linux, whose /proc tells which processes there are.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from conftest import ROOT, TINY_RUN, torchrun
+
+sys.path.insert(0, str(ROOT))
+
+from checkpoint import latest_checkpoint, verify_checkpoint
+from cli import parse_flags, run_command
+from metrics import read_metrics
+from shards import MANIFEST_NAME, verify_shards
+
+TRAIN_STEPS = 150
+KILLS_A_RUN = 6
+TIMEOUT_S = 120
+
+# fineweb.py in small batches, so that there are many places to kill it at; HIDE=1: no gigatoken.
+DRIVER = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+if os.environ["HIDE"] == "1":
+    sys.modules["gigatoken"] = None
+if __name__ == "__main__":
+    import fineweb
+    fineweb.BATCH_CHARS = 20_000
+    fineweb.run_command(fineweb.main)
+"""
+
+
+@dataclass(frozen=True)
+class SoakConfig:
+    """Kill tokenising and training at random moments and count what was lost."""
+
+    kills: int = 200
+    """Kills in all."""
+    seed: int = 0
+    """Chooses the moments."""
+    only: Literal["train", "tokenize"] | None = None
+    """Kill only one of the two."""
+
+
+def main() -> None:
+    """Take turns between the two until there were enough kills; exit 1 if anything was lost."""
+    config = parse_flags(SoakConfig)
+    rng, tally = random.Random(config.seed), Counter()
+    kinds = {"tokenize": TokenizeSoak, "train": TrainSoak}
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [config.only] if config.only else list(kinds)
+        soaks = [kinds[name](Path(folder) / name, rng, tally) for name in chosen]
+        while (left := config.kills - kills_of(tally)) > 0:
+            soaks[tally["runs"] % len(soaks)].one_run(min(left, KILLS_A_RUN))
+            tally["runs"] += 1
+            print(describe(tally), flush=True)
+    if tally["shards lost"] or tally["steps lost"] or tally["other faults"]:
+        raise SystemExit(1)
+
+
+def kills_of(tally):
+    return sum(count for kind, count in tally.items() if kind.startswith("kill of "))
+
+
+def describe(tally):
+    """One line: kills by kind, what went on, what was lost."""
+    kinds = [f"{kind[8:]} {n}" for kind, n in sorted(tally.items()) if kind.startswith("kill of ")]
+    return (
+        f"{kills_of(tally)} kills ({', '.join(kinds)}) in {tally['runs']} runs | "
+        f"resumed {tally['resumed']} times | steps lost beyond the last saved one: "
+        f"{tally['steps lost']} | shards lost or changed, so documents lost or repeated: "
+        f"{tally['shards lost']} | other faults: {tally['other faults']}"
+    )
+
+
+# Processes
+
+
+def children(pid):
+    """Live processes that `pid` started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        state, parent = _state(stat)
+        if parent == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def outlive(pids, seconds=10.0):
+    """Those of `pids` that still run after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [pid for pid in pids if _state(Path(f"/proc/{pid}/stat"))[0] not in ("", "Z")]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+
+
+def _state(stat):
+    """A process's state, empty once it is gone, and its parent."""
+    try:
+        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "", 0
+    return state, int(parent)
+
+
+# Tokenising
+
+
+def start_fineweb(folder, *flags, hide=False, **options):
+    """Start fineweb.py with two workers in `folder`, as the leader of a process group."""
+    driver = folder / "driver.py"
+    driver.write_text(DRIVER)
+    return subprocess.Popen(
+        [sys.executable, str(driver), "--workers=2", *map(str, flags)],
+        cwd=folder,
+        env={**os.environ, "HIDE": str(int(hide))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def write_documents(path, count):
+    """A .jsonl of documents of very different lengths, some of them empty."""
+    rng = random.Random(0)
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            text = "" if number % 50 == 7 else " ".join(rng.choices(words, k=rng.randrange(1, 300)))
+            print(json.dumps({"text": text}), file=file)
+
+
+def faults_of_shards(killed, whole):
+    """What is wrong with the shards of a killed run: nothing may be, under a final name.
+
+    Args:
+        killed: its data folder.
+        whole: that of an uninterrupted run.
+    """
+    found = []
+    if (killed / MANIFEST_NAME).exists():
+        try:
+            verify_shards(killed)
+        except (OSError, ValueError) as error:
+            found.append(str(error))
+    for path in killed.glob("*.npy"):
+        if path.read_bytes() != (whole / path.name).read_bytes():
+            found.append(f"{path} is not as in an uninterrupted run")
+    return found
+
+
+def differences(killed, whole):
+    """Names of the files that two finished data folders do not share byte for byte."""
+    ours, theirs = ({path.name: path.read_bytes() for path in f.iterdir()} for f in (killed, whole))
+    return sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+
+
+class Soak:
+    """What tokenising and training have in common."""
+
+    def __init__(self, folder, rng, tally):
+        self.folder, self.rng, self.tally, self.runs = folder, rng, tally, 0
+        folder.mkdir()
+        self.prepare()
+
+    def fault(self, kind, message):
+        self.tally[kind] += 1
+        print(f"{kind}: {message}", flush=True)
+
+
+class TokenizeSoak(Soak):
+    """Kill fineweb.py, with gigatoken and without in turn."""
+
+    def prepare(self):
+        write_documents(self.folder / "a.jsonl", 5000)
+        self.whole = self.folder / "whole"
+        start = time.monotonic()
+        self.finish("whole", hide=False)
+        self.seconds = time.monotonic() - start
+
+    def start(self, name, hide):
+        flags = ["--source=a.jsonl", "--shard-size=5000", f"--data-dir={name}"]
+        return start_fineweb(self.folder, *flags, hide=hide)
+
+    def finish(self, name, hide):
+        process = self.start(name, hide)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        if process.returncode:
+            self.fault("shards lost", f"{name} did not finish: {errors[-500:]}")
+
+    def one_run(self, kills):
+        """Kill a run up to `kills` times, finish it, compare it with the uninterrupted one."""
+        self.runs += 1
+        name, hide = f"run{self.runs}", self.runs % 2 == 0
+        killed = self.folder / name
+        for _ in range(kills):
+            process = self.start(name, hide)
+            while process.poll() is None and not (killed / MANIFEST_NAME).exists():
+                time.sleep(0.001)
+            time.sleep(self.rng.uniform(0, self.seconds / 2))
+            workers = children(process.pid)
+            process.kill()
+            process.communicate()
+            if process.returncode == 0:  # it was faster than the kill
+                break
+            self.tally["kill of fineweb.py" + " with tiktoken" * hide] += 1
+            self.tally["resumed"] += 1
+            for message in faults_of_shards(killed, self.whole):
+                self.fault("shards lost", message)
+            if left := outlive(workers):
+                self.fault("other faults", f"workers {left} outlived fineweb.py")
+        self.finish(name, hide)
+        for file in differences(killed, self.whole):
+            self.fault("shards lost", f"{killed / file} differs")
+
+
+# Training
+
+
+class TrainSoak(Soak):
+    """Kill train_gpt2.py: one process or, every third run, two ranks, both or only one of them."""
+
+    def prepare(self):
+        (self.folder / "data").mkdir()
+        steps = np.random.default_rng(0).integers(0, 3, 60_000)
+        tokens = (np.cumsum(steps) % 400).astype(np.uint16)
+        np.save(self.folder / "data" / "val_000000.npy", tokens[:2000])
+        np.save(self.folder / "data" / "train_000001.npy", tokens[2000:])
+        self.references = {}
+
+    def start(self, name, ranks):
+        flags = [f"--data-dir={self.folder}/data", f"--out-dir={self.folder}/runs", *TINY_RUN]
+        flags += [f"--max-steps={TRAIN_STEPS}", "--checkpoint-every=3"]
+        flags += [f"--run-name={name}", "--resume=auto"]
+        one = [sys.executable, str(ROOT / "train_gpt2.py"), *flags]
+        with (self.folder / "errors.txt").open("w") as errors:
+            return subprocess.Popen(
+                one if ranks == 1 else torchrun("train_gpt2.py", *flags, processes=ranks),
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def finish(self, name, ranks):
+        process = self.start(name, ranks)
+        process.communicate(timeout=TIMEOUT_S)
+        if process.returncode:
+            errors = (self.folder / "errors.txt").read_text()[-500:]
+            self.fault("other faults", f"{name} did not finish: {errors}")
+
+    def losses(self, name):
+        """Each step's training loss, exactly as logged."""
+        records = read_metrics(self.folder / "runs" / name / "metrics.jsonl")
+        return {record["step"]: record["train_loss"] for record in records if "lr" in record}
+
+    def reference(self, ranks):
+        """The losses of an uninterrupted run."""
+        if ranks not in self.references:
+            self.finish(f"whole{ranks}", ranks)
+            self.references[ranks] = self.losses(f"whole{ranks}")
+        return self.references[ranks]
+
+    def one_run(self, kills):
+        """Kill a run up to `kills` times, finish it, compare it with the uninterrupted one."""
+        self.runs += 1
+        ranks, name = 2 if self.runs % 3 == 0 else 1, f"run{self.runs}"
+        reference, run_dir = self.reference(ranks), self.folder / "runs" / name
+        saved, may_resume = 0, 0  # steps that it said it had saved; checkpoints to go on from
+        for _ in range(kills):
+            process = self.start(name, ranks)
+            lines = self.read_until_the_moment(process)
+            kind = self.kill(process, ranks)
+            lines += process.communicate(timeout=TIMEOUT_S)[0].splitlines()
+            saved = max([saved, *map(saved_step, lines)])
+            if process.returncode == 0:
+                break
+            self.tally[f"kill of {kind}"] += 1
+            may_resume += self.check(run_dir, saved)
+        self.finish(name, ranks)
+        if self.losses(name) != reference:
+            self.fault("steps lost", f"{name}: the losses are not the uninterrupted run's")
+        if leftovers := list((run_dir / "checkpoints").glob(".*")):
+            self.fault("other faults", f"left over: {leftovers}")
+        self.tally["resumed"] += may_resume
+
+    def read_until_the_moment(self, process):
+        """Follow the console up to a random step or save, and wait a little longer."""
+        lines, count, sought = [], 0, self.rng.choice(["| loss", "| saved"])
+        wanted = self.rng.randrange(1, 30 if sought == "| loss" else 10)
+        for line in process.stdout:
+            lines.append(line)
+            count += sought in line
+            if count == wanted:
+                break
+        time.sleep(self.rng.choice([0.0, self.rng.uniform(0, 0.05)]))
+        return lines
+
+    def kill(self, process, ranks):
+        """Kill the whole job or, of two ranks, one: then the other must end and torchrun fail."""
+        workers = children(process.pid)
+        one_rank = ranks > 1 and len(workers) == ranks and self.rng.random() < 0.5
+        for pid in [self.rng.choice(workers)] if one_rank else [process.pid, *workers]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if left := outlive([process.pid, *workers], seconds=60):
+            self.fault("other faults", f"{left} outlived the kill")
+        return "one rank of two" if one_rank else f"train_gpt2.py, {ranks} process(es)"
+
+    def check(self, run_dir, saved):
+        """The newest checkpoint is whole, and no older than the last that was said to be saved."""
+        checkpoint = latest_checkpoint(run_dir)
+        step = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
+        if step < saved:
+            self.fault("steps lost", f"{run_dir} had saved step {saved}, and has step {step}")
+        if checkpoint is not None:
+            try:
+                verify_checkpoint(checkpoint)
+            except (OSError, ValueError) as error:
+                self.fault("steps lost", str(error))
+        return checkpoint is not None
+
+
+def saved_step(line):
+    """The step of a console line `step N | saved PATH`; 0 of any other."""
+    return int(line.split()[1]) if "| saved" in line else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

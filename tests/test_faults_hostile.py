@@ -1,0 +1,581 @@
+"""Hostile files and secrets: nothing in a file runs, leads elsewhere, or takes the memory it asks.
+
+No test here trusts a format's name: each file is what an attacker would offer under it.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import http.server
+import importlib
+import json
+import os
+import pickle
+import shutil
+import struct
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY_RUN
+from forked import Commands, assert_refused
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks")
+MODULES = sorted(path.stem for path in ROOT.glob("*.py"))
+SPARE_BYTES = 300 << 20  # a refusal may take this much more memory than a wrong flag does
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    with Commands(tmp_path_factory.mktemp("commands")) as commands:
+        yield commands
+
+
+@pytest.fixture(scope="module")
+def made(commands, tiny_data):
+    """A finished run and its export, in one folder; the tests work on copies."""
+    flags = (*TINY_RUN, "--max-steps=2", f"--data-dir={tiny_data}", "--run-name=run")
+    done = commands.run("train_gpt2", *flags, f"--out-dir={commands.folder}/runs")
+    assert done.code == 0, done.stderr
+    run, export = commands.folder / "runs" / "run", commands.folder / "export"
+    assert commands.run("export", f"--model={run}", f"--out={export}").code == 0
+    return run, export
+
+
+@pytest.fixture
+def run_dir(made, tmp_path):
+    return shutil.copytree(made[0], tmp_path / "runs" / "run")
+
+
+@pytest.fixture
+def exported(made, tmp_path):
+    return shutil.copytree(made[1], tmp_path / "export")
+
+
+@pytest.fixture
+def checkpoint(run_dir):
+    return run_dir / "checkpoints" / "step_00000002"
+
+
+def resume(commands, tiny_data, run_dir, *flags):
+    where = (f"--data-dir={tiny_data}", f"--out-dir={run_dir.parent}", "--run-name=run")
+    return commands.run("train_gpt2", *TINY_RUN, *where, f"--resume={run_dir}", *flags)
+
+
+def sample(commands, model):
+    return commands.run("sample", f"--model={model}", "--max-new-tokens=2", "--num-samples=1")
+
+
+def vouch_for(checkpoint):
+    """Write the manifest anew, as who forges a checkpoint would."""
+    path = checkpoint / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name, entry in manifest["files"].items():
+        content = (checkpoint / name).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    path.write_text(json.dumps(manifest))
+
+
+# Nothing runs
+
+
+class Payload:
+    """Unpickled, it makes the file `mark`."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (os.system, (f"touch '{self.mark}'",))
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """Where the payload would leave its mark; a test fails if it did."""
+    mark = tmp_path / "the payload ran"
+    yield mark
+    assert not mark.exists()
+
+
+def pickled(mark, kind):
+    """The payload as a plain pickle, as PyTorch's archive of one, or as an array of objects."""
+    path = mark.parent / "payload"
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(Payload(mark)))
+    elif kind == "torch":
+        torch.save({"transformer.wte.weight": Payload(mark)}, path)
+    else:
+        with path.open("wb") as file:
+            np.save(file, np.array([Payload(mark)], dtype=object), allow_pickle=True)
+    content = path.read_bytes()
+    path.unlink()
+    return content
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
+def test_the_payload_would_run(tmp_path, kind):
+    """Otherwise the tests below would prove nothing."""
+    mark, path = tmp_path / "ran", tmp_path / "file"
+    path.write_bytes(pickled(mark, kind))
+    assert not mark.exists()
+    if kind == "pickle":
+        pickle.loads(path.read_bytes())
+    elif kind == "torch":
+        torch.load(path, weights_only=False)
+    else:
+        np.load(path, allow_pickle=True)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
+@pytest.mark.parametrize("manifest", ["with a manifest", "without one"])
+def test_no_shard_runs(commands, tmp_path, mark, kind, manifest):
+    data = tmp_path / "data"
+    data.mkdir()
+    entries = []
+    for split in ("val", "train"):
+        content = pickled(mark, kind)
+        (data / f"{split}_0.npy").write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        entries.append({"file": f"{split}_0.npy", "split": split, "tokens": 1, "sha256": digest})
+    if manifest == "with a manifest":
+        values = {"format": 1, "source": {}, "tokenizer_sha256": "", "shard_size": 1}
+        values |= {"complete": True, "shards": entries}
+        (data / "manifest.json").write_text(json.dumps(values))
+    done = commands.run("train_gpt2", *TINY_RUN, f"--data-dir={data}", f"--out-dir={tmp_path}")
+    assert_refused(done, "train_0.npy cannot be read as a token shard")
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.safetensors", "model.safetensors is not a readable safetensors file"),
+        ("pytorch_model.bin", "pytorch_model.bin is a pickle file, which is never loaded"),
+        ("config.json", "config.json is not valid JSON"),
+        ("model.safetensors.index.json", "index.json is not valid JSON"),
+    ],
+)
+def test_no_pretrained_file_runs(commands, tiny_data, exported, mark, kind, name, said):
+    if name == "pytorch_model.bin":
+        (exported / "model.safetensors").unlink()
+    (exported / name).write_bytes(pickled(mark, kind))
+    assert_refused(sample(commands, exported), name, said)
+    flags = (f"--data-dir={tiny_data}", f"--out-dir={mark.parent}", "--device=cpu")
+    assert_refused(commands.run("train_gpt2", *flags, f"--init-from={exported}"), name, said)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json"]
+)
+def test_no_checkpoint_file_runs(commands, tiny_data, run_dir, checkpoint, mark, kind, name):
+    (checkpoint / name).write_bytes(pickled(mark, kind))
+    if name != "manifest.json":
+        vouch_for(checkpoint)
+    assert_refused(resume(commands, tiny_data, run_dir, "--max-steps=3"), name)
+    done = sample(commands, run_dir)
+    if name == "optimizer.safetensors":
+        assert done.code == 0  # sampling does not read it
+    else:
+        assert_refused(done, name)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
+def test_no_other_file_runs(commands, tmp_path, mark, kind):
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(pickled(mark, kind))
+    assert_refused(commands.run("train_gpt2", f"--config={path}"), "file.jsonl is not valid JSON")
+    done = commands.run("fineweb", f"--source={path}", f"--data-dir={tmp_path}/data")
+    assert done.code == 2
+    assert "file.jsonl, line 1: " in done.stderr.splitlines()[-1]  # after the progress bar
+    done = commands.run("hellaswag", "--model=nothing", f"--data={path}", "--device=cpu")
+    assert_refused(done, "error: ")
+    (tmp_path / "run").mkdir()
+    path.rename(tmp_path / "run" / "metrics.jsonl")
+    assert_refused(commands.run("plot", tmp_path / "run"), "metrics.jsonl has no losses yet")
+
+
+PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "joblib"}
+PICKLING_MODULES |= {"cloudpickle", "pickletools", "jsonpickle"}
+RUNNING_CALLS = {"exec", "eval", "compile", "__import__", "os.system", "os.popen"}
+PICKLING_CALLS = {"torch.load", "torch.save", "yaml.load", "pd.read_pickle", "torch.hub.load"}
+PICKLING_METHODS = {"all_gather_object", "gather_object", "scatter_object_list"}
+PICKLING_METHODS |= {"broadcast_object_list", "send_object_list", "recv_object_list"}
+UNSAFE_FLAGS = {"trust_remote_code": "False", "shell": "False", "allow_pickle": "False"}
+
+
+def unsafe_uses(tree):
+    """What could run code that came as data, by the names that it goes by."""
+    uses = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            uses += [a.name for a in node.names if a.name.split(".")[0] in PICKLING_MODULES]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+            names += [alias.name for alias in node.names]
+            uses += [name for name in names if name.split(".")[0] in PICKLING_MODULES]
+            uses += [name for name in names if name in PICKLING_CALLS | RUNNING_CALLS]
+            uses += [name for name in names if name in PICKLING_METHODS]
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if called in RUNNING_CALLS | PICKLING_CALLS:
+                uses.append(called)
+            if called.split(".")[-1] in PICKLING_METHODS:
+                uses.append(called)
+            if called in ("np.load", "numpy.load") and flags.get("allow_pickle") != "False":
+                uses.append(called)
+            uses += [n for n, safe in UNSAFE_FLAGS.items() if flags.get(n, safe) != safe]
+    return uses
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_can_run_what_came_as_data(module):
+    tree = ast.parse((ROOT / f"{module}.py").read_text(encoding="utf-8"))
+    assert unsafe_uses(tree) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import torch, marshal",
+        "def f():\n  from joblib import load",
+        "from torch import load",
+        "torch.load(path, weights_only=True)",
+        "torch.save(x, path)",
+        "np.load(path)",
+        "np.load(path, allow_pickle=True)",
+        "np.save(path, x, allow_pickle=flag)",
+        "exec(open(path).read())",
+        "eval(text)",
+        "__import__(name)",
+        "from os import system",
+        "os.system(x)",
+        "subprocess.run(x, shell=True)",
+        "load_dataset(x, trust_remote_code=True)",
+        "dist.all_gather_object(a, b)",
+        "from torch.distributed import broadcast_object_list",
+        "yaml.load(x)",
+    ],
+)
+def test_unsafe_uses_finds(source):
+    assert unsafe_uses(ast.parse(source))
+
+
+# Nothing leads elsewhere
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../x", "../x", "/tmp/x", "a/b", "a/", "./a", "..", ".", "", "a\nb", "\x1b[2J", "\udcff"],
+)
+def test_run_name_is_a_plain_name(commands, tiny_data, tmp_path, name):
+    before = sorted(tmp_path.rglob("*"))
+    where = (f"--data-dir={tiny_data}", f"--out-dir={tmp_path}/a/runs", f"--run-name={name}")
+    assert_refused(commands.run("train_gpt2", *TINY_RUN, *where), "--run-name")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"wte.weight": "../model.safetensors"},
+        {"wte.weight": "/etc/passwd"},
+        {"wte.weight": "a/../model.safetensors"},
+        {"wte.weight": ".."},
+        {"wte.weight": ""},
+        {"wte.weight": 7},
+        {"wte.weight": ["model.safetensors"]},
+        ["model.safetensors"],
+        "model.safetensors",
+        None,
+    ],
+)
+def test_pretrained_index_names_no_paths(commands, exported, weight_map):
+    shutil.copy(exported / "model.safetensors", exported.parent)  # so that `..` would find it
+    index = exported / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    done = sample(commands, exported)
+    assert_refused(done, f"{index.name} does not name the weights' files in its own folder")
+
+
+def test_pretrained_reads_the_links_of_the_hubs_cache(commands, exported, tmp_path):
+    """As `huggingface_hub` lays it out: snapshots/COMMIT/NAME leads to ../../blobs/HASH."""
+    cache = tmp_path / "models--o--n"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    for number, name in enumerate(["config.json", "model.safetensors"]):
+        (exported / name).rename(cache / "blobs" / str(number))
+        (cache / "snapshots" / "abc" / name).symlink_to(f"../../blobs/{number}")
+    assert sample(commands, cache / "snapshots" / "abc").code == 0
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "samples.txt", "config.json"])
+def test_training_refuses_links_out_of_the_run_folder(commands, tiny_data, run_dir, tmp_path, name):
+    """What lies there could be written to or deleted; `runs` itself may be a link."""
+    target = tmp_path / "elsewhere"
+    if (run_dir / name).exists():
+        (run_dir / name).rename(target)
+    else:
+        target.write_text("untouched")
+    (run_dir / name).symlink_to(target)
+    before = contents(target)
+    done = resume(commands, tiny_data, run_dir, "--max-steps=4", "--sample-every=1")
+    assert_refused(done, f"{run_dir / name} is a link")
+    assert contents(target) == before
+
+
+def test_training_goes_on_where_runs_is_a_link(commands, tiny_data, run_dir, tmp_path):
+    run_dir.parent.rename(tmp_path / "big disk")
+    run_dir.parent.symlink_to(tmp_path / "big disk")
+    assert resume(commands, tiny_data, run_dir, "--max-steps=4").code == 0
+    assert (tmp_path / "big disk/run/checkpoints/step_00000004").is_dir()
+
+
+def contents(path):
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return {file: file.read_bytes() for file in files}
+
+
+# Nothing takes the memory that it asks for
+
+
+def claims(header, body=b""):
+    """A safetensors file with this header."""
+    data = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(data)) + data + body
+
+
+def tensor(shape, end, dtype="F32"):
+    return {"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}}
+
+
+ABSURD_SAFETENSORS = {
+    "a header of 2**63 bytes": struct.pack("<Q", 2**63) + b"{}",
+    "a header of 100 MB": struct.pack("<Q", 10**8) + b"{}",
+    "a tensor of 4 TB": claims(tensor([10**12], 4 * 10**12), b"\0" * 4),
+    "2**80 elements": claims(tensor([2**40, 2**40], 4), b"\0" * 4),
+    "a negative shape": claims(tensor([-1], 4), b"\0" * 4),
+    "a header nested deeply": claims(b"[" * 100_000),
+    "nothing": b"",
+}
+
+
+@pytest.fixture(scope="module")
+def plain_bytes(commands):
+    """What a process takes that only refuses a flag."""
+    done = commands.run("sample", "--top-p=0")
+    assert_refused(done, "--top-p")
+    return done.peak_bytes
+
+
+@pytest.mark.parametrize("file", ABSURD_SAFETENSORS)
+def test_absurd_safetensors_are_refused(commands, run_dir, exported, checkpoint, plain_bytes, file):
+    (exported / "model.safetensors").write_bytes(ABSURD_SAFETENSORS[file])
+    (checkpoint / "model.safetensors").write_bytes(ABSURD_SAFETENSORS[file])
+    vouch_for(checkpoint)
+    for source in (exported, run_dir):
+        done = sample(commands, source)
+        assert_refused(done, "model.safetensors is not a readable safetensors file")
+        assert done.peak_bytes < plain_bytes + SPARE_BYTES
+
+
+ABSURD_DIMENSIONS = [
+    {"n_layer": 10**9},
+    {"n_embd": 10**7, "n_head": 1},
+    {"n_embd": 2**40, "n_head": 1},
+    {"n_positions": 10**10},
+    {"n_layer": 10**9, "n_embd": 2, "n_head": 2},
+    {"n_layer": -1},
+    {"n_layer": 0},
+    {"n_head": 10**9},
+    {"n_layer": "2"},
+    {"n_layer": 2.0},
+    {"n_embd": {}},
+    {"n_layer": 10**20},
+]
+
+
+@pytest.mark.parametrize("dimensions", ABSURD_DIMENSIONS, ids=str)
+def test_absurd_dimensions_are_refused_before_a_model_is_built(
+    commands, tiny_data, run_dir, exported, checkpoint, plain_bytes, dimensions
+):
+    path = exported / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dimensions))
+    done = [sample(commands, exported)]
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["model_config"] |= {
+        {"n_positions": "block_size"}.get(name, name): value for name, value in dimensions.items()
+    }
+    path.write_text(json.dumps(state))
+    vouch_for(checkpoint)
+    done.append(sample(commands, run_dir))
+    done.append(commands.run("train_gpt2", f"--data-dir={tiny_data}", f"--init-from={run_dir}"))
+    for refusal in done:
+        assert_refused(refusal)
+        assert refusal.peak_bytes < plain_bytes + SPARE_BYTES
+
+
+@pytest.mark.parametrize("dtype", ["I64", "U16", "C64", "F4", "BOOL", "F8_E8M0"])
+def test_weights_that_are_no_floats_are_refused(commands, exported, dtype):
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    name = "transformer.ln_f.bias"
+    content = bytearray(save_bytes(tensors | {name: torch.zeros(32)}, path))
+    size = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + size])
+    bits = {"I64": 64, "U16": 16, "C64": 64, "F4": 4, "BOOL": 8, "F8_E8M0": 8}[dtype]
+    header[name] |= {"dtype": dtype, "shape": [32 * 32 // bits]}
+    path.write_bytes(claims(header, content[8 + size :]))
+    assert_refused(sample(commands, exported), name)
+
+
+def save_bytes(tensors, path):
+    save_file(tensors, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["1 GB", "nested deeply"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "model.safetensors.index.json",
+        "trainer_state.json",
+        "manifest.json",
+        "data/manifest.json",
+        "--config",
+    ],
+)
+def test_absurd_json_is_refused(
+    commands, run_dir, exported, checkpoint, tmp_path, plain_bytes, name, kind
+):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = {
+        "config.json": exported / name,
+        "model.safetensors.index.json": exported / name,
+        "trainer_state.json": checkpoint / name,
+        "manifest.json": checkpoint / name,
+        "data/manifest.json": folder / "manifest.json",
+        "--config": tmp_path / "config.json",
+    }[name]
+    path.write_bytes(b"[" * 2**20)
+    if kind == "1 GB":
+        os.truncate(path, 10**9)  # without the disk space: the rest is a hole
+    if name == "trainer_state.json" and kind != "1 GB":
+        vouch_for(checkpoint)
+    if name == "--config":
+        done = commands.run("train_gpt2", f"--config={path}")
+    elif name == "data/manifest.json":
+        done = commands.run("train_gpt2", f"--data-dir={folder}", f"--out-dir={tmp_path}/runs")
+    else:
+        done = sample(commands, exported if path.parent == exported else run_dir)
+    assert_refused(done, path.name)
+    assert done.peak_bytes < plain_bytes + SPARE_BYTES
+
+
+# No secret is written or said
+
+SECRETS = {
+    "HF_TOKEN": "hf_SECRETaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "HUGGING_FACE_HUB_TOKEN": "hf_SECRETbbbbbbbbbbbbbbbbbbbbbbbbbbbbb",
+    "HF_HUB_TOKEN": "hf_SECRETccccccccccccccccccccccccccccc",
+    "WANDB_API_KEY": "SECRETddddddddddddddddddddddddddddddd",
+}
+
+
+class RefusingHub(http.server.BaseHTTPRequestHandler):
+    """A hub that fails in the way that its path asks for, and notes the tokens it was sent."""
+
+    sent: list[str] = []  # noqa: RUF012
+
+    def do_GET(self):
+        self.sent.append(self.headers.get("Authorization", ""))
+        code = int(self.path.strip("/").split("/")[0])
+        body = json.dumps({"error": f"bad token {self.sent[-1]}"}).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Error-Message", "no")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server looks for
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub():
+    RefusingHub.sent.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RefusingHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def assert_no_secret(folder, *done):
+    """No file below a folder, no file's name and no output has a secret's text."""
+    told = [(command.stdout + command.stderr).encode() for command in done]
+    told += [file.name.encode() for file in folder.rglob("*")]
+    told += [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+    assert len(told) > len(done)
+    assert not any(b"SECRET" in text for text in told)
+
+
+def test_no_secret_is_written_by_training_sampling_or_export(commands, tiny_data, tmp_path):
+    where = (f"--data-dir={tiny_data}", f"--out-dir={tmp_path}/runs", "--run-name=a")
+    run = f"{tmp_path}/runs/a"
+    done = [
+        commands.run("train_gpt2", *TINY_RUN, *where, "--sample-every=4", **SECRETS),
+        commands.run("train_gpt2", *TINY_RUN, *where, "--n-layer=3", "--resume=auto", **SECRETS),
+        commands.run("sample", f"--model={run}", "--max-new-tokens=2", **SECRETS),
+        commands.run("export", f"--model={run}", f"--out={tmp_path}/export", **SECRETS),
+        commands.run("plot", run, **SECRETS),
+    ]
+    assert [command.code for command in done] == [0, 2, 0, 0, 0]
+    assert_no_secret(tmp_path, *done)
+
+
+@pytest.mark.parametrize(
+    ("user", "status", "sent"), [("", 401, "Bearer hf_SECRET"), ("me:SECRETword@", 500, "Basic ")]
+)
+def test_no_secret_is_told_where_the_hub_fails(tmp_path, hub, user, status, sent):
+    """The token, or the password in the hub's address, goes to the hub and nowhere else."""
+    environment = SECRETS | {
+        "HF_ENDPOINT": f"http://{user}{hub}/{status}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+    }
+    with Commands(tmp_path, **environment) as commands:
+        texts = commands.run("fineweb", "--source=o/n", f"--data-dir={tmp_path}/data")
+        model = commands.run("sample", "--model=o/n")
+    assert texts.code == model.code == 2
+    assert_no_secret(tmp_path, texts, model)
+    assert any(token.startswith(sent) for token in RefusingHub.sent)
+
+
+def test_no_flag_takes_a_secret():
+    words = ("token", "key", "secret", "password", "credential", "auth")
+    flags = [
+        (module, field.name)
+        for module in MODULES
+        for name, kind in vars(importlib.import_module(module)).items()
+        if dataclasses.is_dataclass(kind) and name.endswith("Config")
+        for field in dataclasses.fields(kind)
+    ]
+    assert ("train_gpt2", "run_name") in flags or ("train_config", "run_name") in flags
+    counts = {"val_tokens", "max_new_tokens"}  # numbers of text tokens
+    assert not [
+        (module, flag)
+        for module, flag in flags
+        if any(word in flag for word in words) and flag not in counts
+    ]

@@ -1,0 +1,298 @@
+"""Bad input: every command refuses it at start, by one line that names the file and the reason."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY_RUN, torchrun
+from forked import Commands, assert_refused
+
+from model import GPT, GPTConfig
+from pretrained import save_pretrained
+from shards import Manifest, ShardWriter
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks")
+TOKENS = (np.arange(2000) % 50257).astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    with Commands(tmp_path_factory.mktemp("commands")) as commands:
+        yield commands
+
+
+def train(commands, data_dir, *flags):
+    """Begin a training run on `data_dir`, in a folder of runs beside it."""
+    out_dir = data_dir.parent / "runs"
+    flags = (*TINY_RUN, f"--data-dir={data_dir}", f"--out-dir={out_dir}", "--run-name=a", *flags)
+    return commands.run("train_gpt2", *flags)
+
+
+def make_data(folder):
+    """A finished data set: val_000000 and train_000001 to 000003, 500 tokens each."""
+    writer = ShardWriter(folder, 500)
+    writer.add(TOKENS)
+    writer.close()
+    Manifest({}, "hash", 500, tuple(writer.shards), complete=True).save(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    return make_data(tmp_path / "data")
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def npz(array):
+    file = io.BytesIO()
+    np.savez(file, array)
+    return file.getvalue()
+
+
+def with_id(token_id, place=321):
+    tokens = TOKENS[:500].copy()
+    tokens[place] = token_id
+    return npy(tokens)
+
+
+WHOLE = npy(TOKENS[1000:1500])  # train_000002.npy as it should be
+BAD_SHARDS = {
+    "truncated": (WHOLE[:-1], "cannot be read as a token shard"),
+    "without its array": (WHOLE[:128], "cannot be read as a token shard"),
+    "an empty file": (b"", "cannot be read as a token shard"),
+    "an empty array": (npy(TOKENS[:0]), "want 1-D uint16 with at least one token"),
+    "int64": (npy(TOKENS[:500].astype(np.int64)), "found int64 of shape (500,)"),
+    "big-endian": (npy(TOKENS[:500].astype(">u2")), "found >u2 of shape (500,)"),
+    "2-D": (npy(TOKENS[:500].reshape(2, 250)), "found uint16 of shape (2, 250)"),
+    "0-D": (npy(TOKENS[0]), "found uint16 of shape ()"),
+    "objects": (npy(np.array([{}] * 500)), "Python objects"),
+    "an archive": (npz(TOKENS[:500]), "cannot be read as a token shard"),
+    "a broken header": (WHOLE.replace(b"{", b"(", 1), "cannot be read as a token shard"),
+    "text": (b"once upon a time" * 40, "cannot be read as a token shard"),
+}
+
+
+@pytest.mark.parametrize("manifest", ["with a manifest", "without one"])
+@pytest.mark.parametrize("damage", BAD_SHARDS)
+def test_training_refuses_a_shard_that_is(commands, data, damage, manifest):
+    content, reason = BAD_SHARDS[damage]
+    (data / "train_000002.npy").write_bytes(content)
+    if manifest == "without one":
+        (data / "manifest.json").unlink()
+    assert_refused(train(commands, data), "train_000002.npy", reason)
+    assert not (data.parent / "runs").exists()  # so that the same command works once it is mended
+
+
+def test_training_refuses_an_id_beyond_the_vocabulary(commands, data):
+    (data / "train_000002.npy").write_bytes(with_id(50257))
+    assert_refused(train(commands, data), "train_000002.npy has changed since it was written")
+    (data / "manifest.json").unlink()
+    assert_refused(train(commands, data), "train_000002.npy, offset 321: token id 50257")
+    (data / "train_000002.npy").write_bytes(WHOLE)
+    (data / "val_000000.npy").write_bytes(with_id(65535))
+    assert_refused(train(commands, data), "val_000000.npy, offset 321: token id 65535")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_training_refuses_a_missing_split(commands, data, split):
+    (data / "manifest.json").unlink()
+    for path in data.glob(f"{split}*"):
+        path.unlink()
+    assert_refused(train(commands, data), f"{data} has no {split} shards")
+
+
+def test_training_refuses_data_shorter_than_a_step(commands, data):
+    done = train(commands, data, "--total-batch-size=2048")
+    assert_refused(done, "has 1,500 tokens", "one step needs 2,049", "--total-batch-size")
+    done = train(commands, data, "--block-size=512", "--total-batch-size=1024", "--val-tokens=512")
+    assert_refused(done, "validation split has 500 tokens", "--block-size 512")
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_training_refuses_a_shard_that_changed_since_the_manifest(commands, data, place):
+    path = data / "train_000003.npy"
+    array = np.load(path)
+    array[place] ^= 1
+    np.save(path, array)
+    assert_refused(train(commands, data), "train_000003.npy has changed since it was written")
+
+
+def test_training_refuses_a_shard_that_is_gone(commands, data):
+    (data / "train_000003.npy").unlink()
+    assert_refused(train(commands, data), "train_000003.npy", "No such file")
+
+
+def test_training_reads_links_by_their_content(commands, data, tmp_path):
+    """Shards may lie on another disk; a link to what is no shard is refused by its content."""
+    path, elsewhere = data / "train_000002.npy", tmp_path / "another disk" / "x.npy"
+    elsewhere.parent.mkdir()
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert train(commands, data).code == 0
+    shutil.rmtree(tmp_path / "runs")
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    done = train(commands, data)
+    assert_refused(done, "train_000002.npy cannot be read as a token shard")
+    assert "/bin" not in done.stderr  # no more of it is shown than numpy does, 6 bytes
+
+
+def test_two_ranks_refuse_a_bad_shard(data):
+    (data / "train_000002.npy").write_bytes(npy(TOKENS[:500].reshape(2, 250)))
+    flags = (*TINY_RUN, f"--data-dir={data}", f"--out-dir={data.parent}/runs")
+    done = subprocess.run(
+        torchrun("train_gpt2.py", *flags), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    refusals = [line for line in done.stderr.splitlines() if "train_000002.npy is not a" in line]
+    assert {line.split("error:")[0] for line in refusals} <= {"", "[rank 1] "}
+    assert refusals  # a rank may be ended by torchrun before it comes to speak
+    assert not (data.parent / "runs").exists()
+
+
+# Manifests
+
+
+BAD_MANIFESTS = {
+    "a path upwards": {"shards": [{"file": "../val_000000.npy"}]},
+    "/etc/passwd": {"shards": [{"file": "/etc/passwd"}]},
+    "a NUL in a name": {"shards": [{"file": "a\0b"}]},
+    "a number as a name": {"shards": [{"file": 3}]},
+    "negative tokens": {"shards": [{"tokens": -5}]},
+    "tokens as text": {"shards": [{"tokens": "500"}]},
+    "tokens of another file": {"shards": [{"tokens": 499}]},
+    "a hash that is no text": {"shards": [{"sha256": [1]}]},
+    "shards that are no list": {"shards": 7},
+    "shards as text": {"shards": "train_000001.npy"},
+    "another format": {"format": "1"},
+    "counts as text": {"documents": "many"},
+    "a source that is none": {"source": [1, 2]},
+    "complete, or so": {"complete": "yes"},
+    "progress as text": {"complete": False, "progress": "half"},
+    "progress without a cursor": {"complete": False, "progress": {"tokens": 1}},
+    "progress of less than nothing": {
+        "complete": False,
+        "progress": {"cursor": {}, "tokens": -1, "documents": 0, "skipped": 0},
+    },
+    "a field too many": {"surprise": 1},
+}
+
+
+@pytest.mark.parametrize("change", BAD_MANIFESTS)
+def test_training_and_tokenising_refuse_a_manifest_with(commands, data, change):
+    path = data / "manifest.json"
+    manifest = json.loads(path.read_text())
+    values = dict(BAD_MANIFESTS[change])
+    if isinstance(values.get("shards"), list):
+        new = values["shards"]
+        old = manifest["shards"][1 : 1 + len(new)]
+        values["shards"] = [{**a, **b} for a, b in zip(old, new, strict=True)]
+    path.write_text(json.dumps(manifest | values))
+    before = {file: file.read_bytes() for file in data.iterdir()}
+    assert_refused(train(commands, data), str(data))
+    texts = data.parent / "texts.jsonl"
+    texts.write_text('{"text": "once upon a time"}\n' * 300)
+    done = commands.run("fineweb", f"--source={texts}", f"--data-dir={data}", "--shard-size=500")
+    assert_refused(done, str(data))
+    assert {file: file.read_bytes() for file in data.iterdir()} == before
+
+
+def test_training_refuses_a_manifest_without_shards(commands, data):
+    manifest = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
+    assert_refused(train(commands, data), f"{data} has no train shards")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 10**6])
+def test_training_refuses_a_manifest_that_is_none(commands, data, content):
+    (data / "manifest.json").write_bytes(content)
+    assert_refused(train(commands, data), "manifest.json is not")
+
+
+# Sampling
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    save_pretrained(GPT(GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=16)), folder)
+    return folder
+
+
+def sample(commands, model, *flags, **environment):
+    flags = (f"--model={model}", "--num-samples=2", "--max-new-tokens=5", *flags)
+    return commands.run("sample", *flags, **environment)
+
+
+PROMPTS = {
+    "empty": ("", ""),
+    "longer than the block": ("word " * 200, "word " * 200),
+    "emoji": ("🙂👩‍👩‍👧‍👦é", "🙂👩‍👩‍👧‍👦é"),
+    "no UTF-8": (os.fsdecode(b"a\xff\xfe\xffb"), "a\ufffd\ufffd\ufffdb"),
+    "half an emoji": (os.fsdecode(b"\xf0\x9f\x99"), "\ufffd"),
+    "an encoded surrogate": (os.fsdecode(b"\xed\xa0\xbd!"), "\ufffd!"),
+    "<|endoftext|>": ("<|endoftext|>", "<|endoftext|>"),
+    "only spaces": (" " * 100_000, " " * 100_000),
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_sampling_continues_a_prompt_that_is(commands, exported, prompt):
+    given, shown = PROMPTS[prompt]
+    done = sample(commands, exported, "--prompt", given)
+    assert (done.code, done.stderr) == (0, "")
+    first, second = done.stdout.split("--- sample ")[1:]
+    assert all(shown in part for part in (first, second))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--temperature=0"],
+        ["--temperature=0", "--top-k=0", "--top-p=0.5"],
+        ["--top-k=1000000"],
+        ["--top-k=0"],
+        ["--top-p=1e-9"],
+    ],
+)
+def test_sampling_takes(commands, exported, flags):
+    done = sample(commands, exported, *flags)
+    assert (done.code, done.stderr, done.stdout.count("--- sample ")) == (0, "", 2)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--temperature=-1", "--temperature=nan", "--top-k=-1", "--top-p=0", f"--seed={2**63}"],
+)
+def test_sampling_refuses(commands, exported, flag):
+    assert_refused(sample(commands, exported, flag), flag.split("=")[0])
+
+
+def test_sampling_at_zero_temperature_takes_the_likeliest(commands, exported):
+    done = sample(commands, exported, "--temperature=0", "--prompt=a")
+    first, second = done.stdout.split("--- sample ")[1:]
+    assert first.partition("\n")[2] == second.partition("\n")[2]
+
+
+def test_sampling_prints_emoji_on_a_terminal_without_them(exported):
+    """In a process from the start: an output's encoding is read when Python starts."""
+    command = [sys.executable, ROOT / "sample.py", f"--model={exported}", "--prompt=é🙂!"]
+    done = subprocess.run(
+        [*command, "--num-samples=1", "--max-new-tokens=5"],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"??!" in done.stdout

@@ -1,0 +1,318 @@
+"""Training meets full disks, damaged checkpoints and folders that it must not touch."""
+
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, torchrun
+
+from checkpoint import latest_checkpoint, verify_checkpoint
+from metrics import read_metrics
+from train_gpt2 import main
+
+FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json")
+
+
+@pytest.fixture
+def flags(tiny_flags):
+    return [*tiny_flags, "--run-name=a"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "runs" / "a"
+
+
+@pytest.fixture(scope="module")
+def two_saved(tiny_data, tmp_path_factory):
+    """A run with two checkpoints, of steps 4 and 8, and its flags; to be copied."""
+    from conftest import TINY_RUN
+
+    out_dir = tmp_path_factory.mktemp("two")
+    flags = [f"--data-dir={tiny_data}", *TINY_RUN, "--run-name=a"]
+    main([*flags, f"--out-dir={out_dir}"])
+    return out_dir / "a"
+
+
+@pytest.fixture
+def copied(two_saved, run_dir):
+    return shutil.copytree(two_saved, run_dir)
+
+
+def losses(run_dir):
+    return {
+        r["step"]: r["train_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r
+    }
+
+
+def train(*args, largest_file=None):
+    """Run train_gpt2.py to its end; with `largest_file`, on a disk that is full beyond it."""
+    return run([sys.executable, ROOT / "train_gpt2.py", *args], largest_file)
+
+
+def run(command, largest_file=None):
+    def fill_disk():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        preexec_fn=fill_disk if largest_file else None,
+    )
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+# --- a full disk ------------------------------------------------------------------------------
+
+
+def test_full_disk_at_a_checkpoint_warns_each_time_and_training_goes_on(flags, run_dir):
+    # The checkpoint of 6.5 MB has no room, all else has.
+    result = train(*flags, "--max-steps=9", largest_file=1_000_000)
+    warned = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
+    assert [line.split("step_")[1][:8] for line in warned] == ["00000004", "00000008"]
+    assert all("was not saved: " in line for line in warned)
+    assert sorted(losses(run_dir)) == list(range(1, 10))
+    # At the end there is no going on: the last steps would be lost in silence.
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "step_00000009 was not saved" in result.stderr
+    assert names(run_dir / "checkpoints") == []
+
+
+def test_full_disk_stops_all_ranks_together_if_asked_to(flags, run_dir):
+    flags += ["--stop-on-write-error", "--checkpoint-every=2", "--val-every=0", "--max-steps=500"]
+    result = run(torchrun("train_gpt2.py", *flags, "--micro-batch-size=2"), largest_file=1_000_000)
+    assert result.returncode != 0
+    errors = [line for line in result.stderr.splitlines() if "was not saved" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert "is gone" not in result.stderr  # neither was taken by surprise
+    assert 2 <= max(losses(run_dir)) < 20
+    assert names(run_dir / "checkpoints") == []
+
+
+def test_full_disk_leaves_older_checkpoints_and_their_run_resumes(flags, run_dir, copied):
+    result = train(*flags, "--resume=auto", "--max-steps=12", largest_file=1_000_000)
+    assert result.returncode == 2
+    assert names(run_dir / "checkpoints") == ["step_00000004", "step_00000008"]
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        verify_checkpoint(checkpoint)
+    main([*flags, "--resume=auto", "--max-steps=12"])
+    assert sorted(losses(run_dir)) == list(range(1, 13))
+
+
+def test_full_disk_at_metrics_leaves_whole_lines(flags, run_dir):
+    result = train(*flags, "--checkpoint-every=0", largest_file=1_500)
+    assert result.stdout.count("metrics.jsonl was not written: ") > 1
+    log = (run_dir / "metrics.jsonl").read_bytes()
+    assert 0 < len(log) <= 1_500
+    assert log.endswith(b"}\n")
+    assert len(read_metrics(run_dir / "metrics.jsonl")) == log.count(b"\n")
+    assert result.returncode == 2  # the last checkpoint had no room either
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_at_the_console_log_does_not_end_the_run(flags, run_dir):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, str(ROOT / "train_gpt2.py"), *flags]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=90)
+    assert sorted(losses(run_dir)) == list(range(1, 9))
+    verify_checkpoint(latest_checkpoint(run_dir))
+    assert b"Traceback" not in result.stderr
+
+
+# --- damage -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_verify_finds_any_flipped_byte_and_names_the_file(two_saved, tmp_path, name):
+    checkpoint = shutil.copytree(two_saved / "checkpoints/step_00000008", tmp_path / "copy")
+    path, chance = checkpoint / name, random.Random(0)
+    data = bytearray(path.read_bytes())
+    if len(data) < 2000:
+        places = range(len(data))
+    else:  # head, tail and a sample of what is between
+        places = [*range(16), *range(len(data) - 16, len(data))]
+        places += [chance.randrange(len(data)) for _ in range(20)]
+    for place in places:
+        flipped = data.copy()
+        flipped[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(
+            ValueError, match=f"/copy/{name}" if path.suffix != ".json" else "/copy/"
+        ):
+            verify_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_auto_passes_a_damaged_checkpoint_over_and_a_path_refuses_it(
+    flags, run_dir, copied, capsys, name
+):
+    latest = run_dir / "checkpoints/step_00000008"
+    path = latest / name
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=name):
+        main([*flags, f"--resume={latest}", "--max-steps=10"])
+    whole = losses(run_dir)
+    main([*flags, "--resume=auto"])
+    output = capsys.readouterr().out
+    assert f"warning: {path}" in output
+    assert f"resumed from {run_dir}/checkpoints/step_00000004\n" in output
+    assert losses(run_dir) == whole  # bit for bit
+    verify_checkpoint(latest)  # made anew
+
+
+def test_auto_refuses_a_run_whose_checkpoints_are_all_damaged(flags, run_dir, copied):
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    result = train(*flags, "--resume=auto")
+    assert result.returncode == 2
+    assert f"every checkpoint in {run_dir} is damaged" in result.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_keep_checkpoints_deletes_the_oldest_only_once_a_newer_one_is_complete(flags, run_dir):
+    flags += ["--checkpoint-every=1", "--val-every=0"]
+    main([*flags, "--keep-checkpoints=3"])
+    assert names(run_dir / "checkpoints") == [f"step_{step:08d}" for step in (6, 7, 8)]
+    # No room for another one: the last valid one stays.
+    result = train(
+        *flags, "--keep-checkpoints=1", "--resume=auto", "--max-steps=10", largest_file=1_000_000
+    )
+    assert result.returncode == 2
+    assert names(run_dir / "checkpoints") == [f"step_{step:08d}" for step in (6, 7, 8)]
+    main([*flags, "--keep-checkpoints=1", "--resume=auto", "--max-steps=10"])
+    assert names(run_dir / "checkpoints") == ["step_00000010"]
+    verify_checkpoint(latest_checkpoint(run_dir))
+
+
+# --- folders that are not ours ----------------------------------------------------------------
+
+
+def test_output_folder_that_cannot_be_written_is_refused_at_start(flags, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out_dir in (tmp_path / "file", "/proc/nothing"):  # even root cannot make folders there
+        if os.path.exists(os.path.dirname(out_dir)):
+            with pytest.raises(ValueError, match="the run folder cannot be written: "):
+                main([*flags, f"--out-dir={out_dir}"])
+    assert names(tmp_path) == ["file"]
+
+
+def test_read_only_output_folder_is_refused_at_start(flags, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    (tmp_path / "runs").mkdir(mode=0o555)
+    with pytest.raises(ValueError, match="the run folder cannot be written"):
+        main(flags)
+
+
+def test_second_trainer_in_a_run_folder_is_refused_and_the_first_goes_on(flags, run_dir):
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *flags, "--max-steps=200"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        for line in first.stdout:
+            if " | saved " in line:
+                break
+        with pytest.raises(ValueError, match="another trainer is at work in"):
+            main([*flags, "--resume=auto"])
+        assert first.poll() is None
+    finally:
+        first.terminate()
+        first.communicate()
+    assert first.returncode == 0
+    verify_checkpoint(latest_checkpoint(run_dir))
+
+
+def test_resume_lists_every_difference_and_lets_steps_intervals_and_paths_change(
+    flags, run_dir, copied, tiny_data, tmp_path, capsys
+):
+    with pytest.raises(ValueError, match="is of another run") as refused:
+        main([*flags, "--resume=auto", "--n-layer=3", "--block-size=16", "--seed=5"])
+    for change in ("n_layer 2 -> 3", "block_size 32 -> 16", "seed 1337 -> 5"):
+        assert change in str(refused.value)
+    moved = shutil.copytree(tiny_data, tmp_path / "moved")
+    shutil.move(run_dir, tmp_path / "elsewhere/b")
+    main(
+        [
+            *(f"--resume={tmp_path}/elsewhere/b", f"--data-dir={moved}", "--max-steps=10"),
+            *("--val-every=5", "--checkpoint-every=1", "--log-every=2", "--warmup-steps=1"),
+        ]
+    )
+    assert sorted(losses(tmp_path / "elsewhere/b")) == list(range(1, 11))
+
+
+# --- every rank alike -------------------------------------------------------------------------
+
+
+def test_ranks_with_other_files_are_refused_with_the_first_difference(flags, tiny_data, tmp_path):
+    """Two machines, each with a data folder of its own under the same name."""
+    for rank, change in (("0", None), ("1", "train_000002.npy")):
+        folder = shutil.copytree(tiny_data, tmp_path / rank / "data")
+        if change:
+            np.save(folder / change, np.load(folder / change)[:-5])
+    script = tmp_path / "at_home.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "os.chdir(os.environ['RANK'])\n"
+        "import train_gpt2\nfrom cli import run_command\nrun_command(train_gpt2.main)\n"
+    )
+    command = [*torchrun(script, *flags, "--data-dir=data"), "--micro-batch-size=4"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=90)
+    assert result.returncode != 0
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert "rank 1 has data/train_000002.npy of 10,995 tokens" in said[0]
+    assert "rank 0 has data/train_000002.npy of 11,000 tokens" in said[0]
+
+    (tmp_path / "1/data/train_000002.npy").write_bytes(b"junk")  # seen by one rank only
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=90)
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert said[0].startswith("error: on rank 1: data/train_000002.npy cannot be read")
+    assert not (tmp_path / "runs").exists()
+
+
+# --- loss spikes ------------------------------------------------------------------------------
+
+
+def spiky_data(folder):
+    """Tokens that are easy to learn, but for those of step 70."""
+    tokens = np.tile(np.arange(32, dtype=np.uint16), 8 * 90 + 1)
+    window = slice(69 * 8 * 32, 70 * 8 * 32)
+    tokens[window] = 40_000
+    folder.mkdir()
+    np.save(folder / "train_1.npy", tokens)
+    np.save(folder / "val_0.npy", tokens[:500])
+    return folder
+
+
+def test_loss_spike_is_skipped_logged_and_skipped_again_after_a_resume(
+    flags, run_dir, tmp_path, capsys
+):
+    flags += [f"--data-dir={spiky_data(tmp_path / 'data')}", "--no-shuffle", "--val-every=0"]
+    flags += ["--skip-grad-norm-zscore=6", "--checkpoint-every=68", "--lr-schedule=wsd"]
+    flags += ["--max-lr=3e-3", "--min-lr=3e-3", "--grad-clip=1000"]
+    main([*flags, "--max-steps=75"])
+    records = [r for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r]
+    assert [r["step"] for r in records if r.get("update_skipped")] == [70]
+    assert "step 70 | update skipped: gradient norm " in capsys.readouterr().out
+    whole = losses(run_dir)
+    shutil.rmtree(run_dir / "checkpoints/step_00000075")
+    main([*flags, "--max-steps=75", "--resume=auto"])  # from 68: the norms come back
+    assert "step 70 | update skipped: gradient norm " in capsys.readouterr().out
+    assert losses(run_dir) == whole
+
+    main([*flags, "--run-name=b", "--max-steps=75", "--skip-grad-norm-zscore=0"])
+    followed = losses(run_dir.parent / "b")
+    assert followed[70] == whole[70]
+    assert followed[71] != whole[71]  # that update was made
