@@ -82,9 +82,15 @@ class FileSource:
         """Read from `cursor` (file, row and byte in it), or from the start.
 
         Raises:
-            ValueError: a row has no text; the message names file and row.
+            ValueError: the cursor is not a place in these files, or a row has no text; the message
+                names file and row.
         """
-        place = cursor or {"file": 0, "row": 0, "byte": 0}
+        place = {"file": 0, "row": 0, "byte": 0} if cursor is None else cursor
+        if not self._has(place):
+            raise ValueError(
+                f"the manifest goes on from {place}, which is no place in these files: "
+                f"choose another --data-dir, or delete it"
+            )
         first = place["file"]
         for i in range(first, len(self.paths)):
             row, byte = (place["row"], place["byte"]) if i == first else (0, 0)
@@ -94,6 +100,14 @@ class FileSource:
                 yield document._replace(
                     cursor={"file": i, **document.cursor}, fraction=read / total
                 )
+
+    def _has(self, place: Cursor) -> bool:
+        return (
+            place.keys() == {"file", "row", "byte"}
+            and all(type(value) is int and value >= 0 for value in place.values())
+            and place["file"] < len(self.paths)
+            and place["byte"] <= self.sizes[place["file"]]
+        )
 
     def _read(self, path: Path, row: int, byte: int) -> Iterator[Document]:
         if path.suffix == ".parquet":

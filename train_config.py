@@ -115,14 +115,14 @@ class TrainConfig:
                 problems.append(f"{flag} must be above 0, not {value}")
             elif not 0 <= value < math.inf:
                 problems.append(f"{flag} must be at least 0, not {value}")
+            elif isinstance(value, int) and value >= 2**63:
+                problems.append(f"{flag} must be below 2**63, not {value}")
         if self.min_lr > self.max_lr:
             problems.append(f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}")
         if self.val_every and 0 < self.val_tokens < self.block_size:
             problems.append(
                 f"--val-tokens {self.val_tokens} is below --block-size {self.block_size}"
             )
-        if self.seed >= 2**63:
-            problems.append(f"--seed {self.seed} is not below 2**63")
         if self.run_name is not None and not (
             is_plain_name(self.run_name) and self.run_name.isprintable()
         ):

@@ -655,3 +655,24 @@ def test_default_folder_is_named_after_the_source(tmp_path, monkeypatch):
     ]:
         config = FineWebConfig(source=(source,), name=name)
         assert fineweb.default_folder(config) == Path("data") / folder
+
+
+@pytest.mark.parametrize(
+    "cursor",
+    [
+        {},
+        {"file": 0},
+        {"file": "x", "row": 0, "byte": 0},
+        {"file": 99, "row": 0, "byte": 0},
+        {"file": 0, "row": 0, "byte": 10**9},
+        {"file": 0, "row": -1, "byte": 0},
+    ],
+)
+def test_file_source_refuses_a_cursor_that_is_no_place_in_its_files(tmp_path, cursor):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "once upon a time"}\n' * 3)
+    source = sources.FileSource([path])
+    places = [document.cursor for document in source.documents(None)]
+    assert [len(list(source.documents(place))) for place in places] == [3, 2, 1]
+    with pytest.raises(ValueError, match="no place in these files"):
+        list(source.documents(cursor))

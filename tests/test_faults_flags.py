@@ -1,0 +1,147 @@
+"""Every flag meets every kind of value: a configuration, or one line that names the flag."""
+
+import io
+import math
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cli import parse_flags
+from export import ExportConfig
+from fineweb import FineWebConfig
+from hellaswag import HellaSwagConfig
+from plan import plan_batch
+from runs import settings_as_args
+from sample import SampleConfig
+from train_config import ABOVE_ZERO, TrainConfig
+
+FLAGS = [field.name for field in fields(TrainConfig)]
+NUMBERS = [
+    field.name
+    for field in fields(TrainConfig)
+    if type(field.default) in (int, float) or field.name in ("n_layer", "n_head", "n_embd")
+]
+SWITCHES = [field.name for field in fields(TrainConfig) if type(field.default) is bool]
+VALUES = st.one_of(
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(
+        ["", "-1", "0", "1", "1e3", "nan", "inf", "-inf", "auto", "None", "gpt2", "[]"]
+    ),
+    st.text(max_size=8),
+)
+
+
+def flag(name):
+    return f"--{name.replace('_', '-')}"
+
+
+def parse(args, config_class=TrainConfig):
+    """A configuration, or the one line that is said instead; anything else fails."""
+    with redirect_stderr(io.StringIO()) as errors, redirect_stdout(io.StringIO()):
+        try:
+            return parse_flags(config_class, args)
+        except ValueError as error:
+            message = str(error)
+    assert message
+    assert errors.getvalue() == ""
+    return message
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.dictionaries(st.sampled_from(FLAGS), VALUES, max_size=4))
+@example({"run_name": ""})
+@example({"seed": str(2**63)})
+@example({"max_lr": "nan"})
+@example({"total_batch_size": "1" + "0" * 400})
+@example({"n_head": "5", "n_embd": "0"})
+def test_train_config_of_any_values_is_valid_or_refused(values):
+    config = parse([f"{flag(name)}={value}" for name, value in values.items()])
+    if isinstance(config, str):
+        return
+    for name in NUMBERS:
+        value = getattr(config, name)
+        assert value is None or (math.isfinite(value) and value >= (name in ABOVE_ZERO and 1e-300))
+    assert config.min_lr <= config.max_lr
+    assert config.model_config().n_embd % config.model_config().n_head == 0
+    # What a run saves is what a resumed one reads.
+    saved = config.saved()
+    assert parse(settings_as_args(saved)).saved() == saved
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["-1", "x", "nan", ""])
+def test_number_that_is_none_is_refused_by_its_flag(name, value):
+    message = parse([f"{flag(name)}={value}"])
+    assert isinstance(message, str), message
+    assert name.replace("_", "-") in message.replace("_", "-")
+
+
+@pytest.mark.parametrize("name", ABOVE_ZERO)
+def test_zero_is_refused_where_it_means_nothing(name):
+    message = parse([f"{flag(name)}=0"])
+    assert isinstance(message, str)
+    assert f"{flag(name)} must be above 0, not 0" in message
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switch_takes_no_value(name):
+    assert isinstance(parse([f"{flag(name)}=perhaps"]), str)
+    assert getattr(parse([flag(name)]), name) is True
+    assert getattr(parse([f"--no-{name.replace('_', '-')}"]), name) is False
+
+
+@pytest.mark.parametrize(
+    "config_class", [TrainConfig, FineWebConfig, HellaSwagConfig, SampleConfig, ExportConfig]
+)
+def test_unknown_flag_is_named(config_class):
+    message = parse(["--model=x", "--out=y", "--no-such-flag=1"], config_class)
+    assert "no-such-flag" in message
+
+
+def test_all_problems_of_a_configuration_come_together():
+    message = parse(
+        [
+            *("--max-lr=-1", "--micro-batch-size=0", "--n-head=7", "--run-name=../x", "--seed=-1"),
+            *("--keep-checkpoints=-2", "--skip-grad-norm-zscore=-3", "--val-tokens=5"),
+        ]
+    )
+    for problem in (
+        *("--max-lr must be above 0, not -1", "--micro-batch-size", "n_head 7", "'../x'"),
+        *("--seed must be at least 0, not -1", "--keep-checkpoints must be at least 0, not -2"),
+        *("--skip-grad-norm-zscore must be at least 0, not -3", "--val-tokens 5 is below"),
+    ):
+        assert problem in message
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    world_size=st.integers(1, 64),
+    micro_batch_size=st.integers(1, 64),
+    total_batch_size=st.integers(1, 1 << 20),
+    block_size=st.sampled_from([16, 48, 1024]),
+)
+def test_batch_is_shared_out_whole_or_refused(
+    world_size, micro_batch_size, total_batch_size, block_size
+):
+    config = TrainConfig(
+        micro_batch_size=micro_batch_size,
+        total_batch_size=total_batch_size,
+        block_size=block_size,
+        data_dir=Path("none"),
+    )
+    tokens = micro_batch_size * block_size * world_size
+
+    def plan():
+        return plan_batch(config, config.model_config(), torch.device("cpu"), world_size)
+
+    if total_batch_size % tokens:
+        with pytest.raises(ValueError, match="--total-batch-size"):
+            plan()
+    else:
+        assert plan().grad_accum_steps * tokens == total_batch_size
