@@ -14,7 +14,7 @@ import base64
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field
@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from files import read_json, sha256_of, sync_folder, write_json
+from files import check_types, read_json, sha256_of, sync_folder, write_json
 from model import GPT, GPTConfig
 from pretrained import check_dimensions, load_pretrained
 
@@ -37,6 +37,17 @@ STATE_NAME = "trainer_state.json"
 MANIFEST_NAME = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
+STATE_TYPES = {
+    "step": int,
+    "tokens_seen": int,
+    "model_config": dict,
+    "train_config": dict,
+    "data_fingerprint": str,
+    "rng_states": dict,
+    "grad_scaler": dict,
+    "grad_norms": list,
+    "format": int,
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +71,10 @@ class TrainerState:
     format: int = CHECKPOINT_FORMAT
 
     def __post_init__(self) -> None:
-        kinds = {"step": int, "tokens_seen": int, "train_config": dict, "grad_norms": list}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if type(value) is not kind:
-                raise ValueError(f"{name} is {value!r}")
-        if self.step < 1:
-            raise ValueError(f"step is {self.step}")
+        check_types(vars(self), STATE_TYPES)
+        if not all(type(norm) is float for norm in self.grad_norms):
+            raise ValueError("grad_norms are not all numbers")
+        GPTConfig(**self.model_config)
 
 
 class CheckpointWriter:
@@ -314,7 +322,6 @@ def read_state(checkpoint: Path) -> TrainerState:
     path = checkpoint / STATE_NAME
     try:
         state = TrainerState(**read_json(path))
-        GPTConfig(**state.model_config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
     if state.format != CHECKPOINT_FORMAT:
@@ -373,7 +380,7 @@ def restore_rng_states(states: dict[str, str]) -> None:
 def _copy_parameters(path: Path, tensors: dict[str, Tensor], model: GPT) -> None:
     """Copy a file's tensors into a model of the same dimensions."""
     parameters = dict(model.named_parameters())
-    _check_shapes(path, tensors, parameters)
+    _check_shapes(path, tensors, {name: p.shape for name, p in parameters.items()})
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
@@ -448,21 +455,20 @@ def _copy(tensor: Tensor, kept: Tensor | None) -> Tensor:
 
 def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     path = checkpoint / OPTIMIZER_NAME
-    by_parameter: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in _read_tensors(path).items():
-        kind, _, name = key.partition(".")
-        by_parameter.setdefault(name, {})[kind] = tensor
-    parameters = dict(model.named_parameters())
-    for key in ("exp_avg", "exp_avg_sq"):
-        moments = {name: state[key] for name, state in by_parameter.items() if key in state}
-        _check_shapes(path, moments, parameters)
-    names = {parameter: name for name, parameter in parameters.items()}
+    tensors = _read_tensors(path)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    kinds = {"exp_avg": shapes, "exp_avg_sq": shapes, "step": dict.fromkeys(shapes, torch.Size())}
+    _check_shapes(path, tensors, {f"{k}.{n}": s for k, of in kinds.items() for n, s in of.items()})
+    names = {parameter: name for name, parameter in model.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     # The optimizer's own loader puts each tensor on its parameter's device; it counts parameters
     # by their place in the groups.
     optimizer.load_state_dict(
         {
-            "state": {place: by_parameter[name] for place, name in enumerate(order)},
+            "state": {
+                place: {kind: tensors[f"{kind}.{name}"] for kind in kinds}
+                for place, name in enumerate(order)
+            },
             "param_groups": optimizer.state_dict()["param_groups"],
         }
     )
@@ -475,18 +481,16 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _check_shapes(
-    path: Path, tensors: dict[str, Tensor], parameters: dict[str, nn.Parameter]
-) -> None:
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if found == wanted:
-        return
-    name = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
-    raise ValueError(
-        f"{path} does not fit the model: {name} is {found.get(name, 'missing')} there and "
-        f"{wanted.get(name, 'missing')} in the model"
-    )
+def _check_shapes(path: Path, tensors: dict[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    for name in {**wanted, **found}:
+        there, here = (
+            tuple(shapes[name]) if name in shapes else "missing" for shapes in (found, wanted)
+        )
+        if there != here:
+            raise ValueError(
+                f"{path} does not fit the model: {name} is {there} there and {here} in the model"
+            )
 
 
 def _flush(path: Path) -> None:

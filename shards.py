@@ -11,7 +11,6 @@ A folder of `*train*.npy` and `*val*.npy` files without a manifest opens too.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from files import atomic_write, is_plain_name, read_json, sha256_of, write_json
+from files import atomic_write, check_types, is_plain_name, read_json, sha256_of, write_json
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
@@ -54,7 +53,7 @@ class ShardInfo:
             raise ValueError(f"{self.file!r} is not the plain name of a file")
         if self.split not in ("train", "val"):
             raise ValueError(f"{self.file}: split is {self.split!r}, not 'train' or 'val'")
-        _check_types(vars(self), {"tokens": int, "sha256": str})
+        check_types(vars(self), {"tokens": int, "sha256": str})
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,10 @@ class Manifest:
     format: int = field(default=MANIFEST_FORMAT)
 
     def __post_init__(self) -> None:
-        _check_types(vars(self), MANIFEST_TYPES)
+        check_types(vars(self), MANIFEST_TYPES)
         if self.progress is not None:
-            _check_types(vars(self), {"progress": dict})
-            _check_types(self.progress, PROGRESS_TYPES)
+            check_types(vars(self), {"progress": dict})
+            check_types(self.progress, PROGRESS_TYPES)
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json`, atomically."""
@@ -319,14 +318,6 @@ def _check_hash(path: Path, info: ShardInfo) -> None:
             f"{path} has changed since it was written: "
             f"delete {path.parent} and run python fineweb.py again"
         )
-
-
-def _check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:
-    """Refuse a value of another type than its field's, and a negative count."""
-    for name, kind in types.items():
-        value = values.get(name)
-        if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
-            raise ValueError(f"{name} is {repr(value)[:60]}, not a valid {kind.__name__}")
 
 
 def _open_shard(path: Path) -> TokenArray:

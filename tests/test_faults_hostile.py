@@ -421,6 +421,28 @@ def test_absurd_dimensions_are_refused_before_a_model_is_built(
         assert refusal.peak_bytes < plain_bytes + SPARE_BYTES
 
 
+FORGED_STATES = [
+    *({"step": "x"}, {"step": -5}, {"step": True}, {"train_config": 7}, {"model_config": []}),
+    *({"rng_states": {}}, {"rng_states": []}, {"rng_states": {"cpu": "AAAA"}}),
+    *({"rng_states": {"cpu": 5}}, {"grad_norms": "x"}, {"grad_norms": ["x"]}, {"surprise": 1}),
+]
+
+
+@pytest.mark.parametrize("change", FORGED_STATES, ids=str)
+def test_forged_states_are_refused(commands, tiny_data, run_dir, checkpoint, change):
+    path = checkpoint / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    vouch_for(checkpoint)
+    assert_refused(resume(commands, tiny_data, run_dir), "trainer_state.json")
+
+
+def test_forged_moments_are_refused(commands, tiny_data, run_dir, checkpoint):
+    path = checkpoint / "optimizer.safetensors"
+    save_file({n: t for n, t in load_file(path).items() if "exp_avg_sq" not in n}, path)
+    vouch_for(checkpoint)
+    assert_refused(resume(commands, tiny_data, run_dir), "optimizer.safetensors", "exp_avg_sq")
+
+
 @pytest.mark.parametrize("dtype", ["I64", "U16", "C64", "F4", "BOOL", "F8_E8M0"])
 def test_weights_that_are_no_floats_are_refused(commands, exported, dtype):
     path = exported / "model.safetensors"
