@@ -197,9 +197,8 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int, evaluat
                 with handling_write_errors(trainer):
                     trainer.writer.check()
                 stopping = stop.agreed()
-                if step > start_step and (
-                    stopping or last or trainer.is_due(config.checkpoint_every, step)
-                ):
+                save_due = stopping or last or trainer.is_due(config.checkpoint_every, step)
+                if save_due and step > start_step:
                     save(trainer, step)
             if stopping or last:
                 break
@@ -481,11 +480,12 @@ def finish(trainer: Trainer, step: int, evaluated: bool) -> None:
         OSError: a file could not be written, and the run was to stop for that.
     """
     context, stop, run_dir = trainer.context, trainer.stop, trainer.run_dir
-    if context.is_main and stop.signal is not None:
+    done = step == trainer.config.max_steps and evaluated
+    if context.is_main and stop.signal is not None and not done:
         Preemption(step, stop.signal.name, evaluated).save(run_dir)
     barrier(context)  # all is written
     stop.raise_failure()
-    if stop.signal is None:
+    if stop.signal is None or done:
         clear_preemption(run_dir)
         say(context, f"done: {run_dir}")
         return
