@@ -312,6 +312,13 @@ def verify_checkpoint(checkpoint: Path) -> None:
         raise ValueError(f"{path} is damaged: it is not what was written")
 
 
+def describe_checkpoint(checkpoint: Path | None) -> str:
+    """A checkpoint's place and content in a line, to tell it from others."""
+    if checkpoint is None:
+        return "none"
+    return f"{checkpoint} ({sha256_of(checkpoint / MANIFEST_NAME)[:8]})"
+
+
 def read_state(checkpoint: Path) -> TrainerState:
     """Read a checkpoint's `trainer_state.json`.
 

@@ -44,6 +44,7 @@ from distributed import (
     all_reduce_sum,
     broadcast_int,
     failing_together,
+    require_same,
     say,
     setup_distributed,
 )
@@ -254,6 +255,8 @@ def examples_or_none(
         with failing_together(context):
             examples = load_examples(path)
             check_lengths(examples, block_size)
+            content = sha256_of(path)
+        require_same("the HellaSwag files", [content], context)
         return examples
     try:
         examples = load_examples(download_hellaswag(context))

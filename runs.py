@@ -47,6 +47,9 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
             given.run_name = last_run(out_dir)
             args = [*args, f"--run-name={given.run_name}"] if given.run_name else args
         checkpoint = find_resumable(given.resume, out_dir, given.run_name)
+        config_path = out_dir / str(given.run_name) / CONFIG_NAME
+        if checkpoint is None and config_path.is_file():  # it was stopped before its first
+            saved = read_settings(str(config_path))
     if checkpoint is not None:
         saved = read_state(checkpoint).train_config
     return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint
@@ -96,7 +99,8 @@ class Preemption:
 
     step: int
     """Optimizer updates done."""
-    signal: str
+    reason: str
+    """A signal's name, or `failure`."""
     evaluated: bool
     """Whether the evaluations due at this step were done."""
 
@@ -155,10 +159,18 @@ def read_settings(config_path: str | None) -> dict[str, Any]:
 def choose_run_dir(
     config: TrainConfig, checkpoint: Path | None, context: DistributedContext
 ) -> Path:
-    """Where the run goes: the resumed checkpoint's run, the given name, or size and time."""
+    """Where the run goes: the resumed checkpoint's run, the given name, or size and time.
+
+    Raises:
+        ValueError: the checkpoint is in no run's folder.
+    """
     started = broadcast_int(int(time.time()), context)  # one name, though clocks differ
     if checkpoint is not None and (config.run_name is None or config.resume == "auto"):
-        return checkpoint.parent.parent
+        if checkpoint.absolute().parent.name != "checkpoints":
+            raise ValueError(
+                f"{checkpoint} is not in a run's checkpoints folder: give a --run-name"
+            )
+        return checkpoint.absolute().parent.parent
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
     return config.out_dir / (config.run_name or f"{config.size}-{stamp}")
 
@@ -182,9 +194,8 @@ def open_run(
     lock = FileLock(run_dir / LOCK_NAME)
     own = checkpoint is None or checkpoint.parent.parent.resolve() == run_dir.resolve()
     resuming = config.resume is not None and own
-    problem = _take(run_dir, lock, config.saved(), resuming) if context.is_main else None
-    if problem is None and context.is_main and resuming and checkpoint is not None:
-        set_aside_later(checkpoint)
+    last = checkpoint if resuming else None
+    problem = _take(run_dir, lock, config.saved(), resuming, last) if context.is_main else None
     if not broadcast_int(problem is None, context):
         if problem is None:
             raise SystemExit(2)  # the main process says why
@@ -195,7 +206,13 @@ def open_run(
         lock.release()
 
 
-def _take(run_dir: Path, lock: FileLock, settings: Mapping[str, Any], resuming: bool) -> str | None:
+def _take(
+    run_dir: Path,
+    lock: FileLock,
+    settings: Mapping[str, Any],
+    resuming: bool,
+    checkpoint: Path | None,
+) -> str | None:
     """Make, lock and label the folder; if that cannot be, say why."""
     if not resuming and (run_dir / CONFIG_NAME).exists():
         return (
@@ -208,6 +225,8 @@ def _take(run_dir: Path, lock: FileLock, settings: Mapping[str, Any], resuming: 
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
         remove_leftovers(run_dir / "checkpoints")
+        if checkpoint is not None:
+            set_aside_later(checkpoint)
         write_json(run_dir / CONFIG_NAME, dict(settings))
     except Timeout:
         return f"another trainer is at work in {run_dir}"

@@ -41,9 +41,11 @@ class StopRequest:
         self._handlers: dict[int, Any] = {}
 
     @property
-    def signal(self) -> signal.Signals | None:
-        """The signal that all processes stop for; None if they do not, or for a failure."""
-        return signal.Signals(self._agreed) if 0 < self._agreed < FAILURE else None
+    def reason(self) -> str | None:
+        """What all processes agreed to stop for: a signal's name, or `failure`; None if nothing."""
+        if self._agreed >= FAILURE:
+            return "failure"
+        return signal.Signals(self._agreed).name if self._agreed else None
 
     def fail(self, error: Exception) -> None:
         """Ask all processes to stop for an error that this one met."""

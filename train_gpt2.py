@@ -13,7 +13,6 @@ if __name__ == "__main__":
 
 import math
 import os
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from build import build_model, build_optimizer, compile_model, model_dimensions,
 from checkpoint import (
     CheckpointWriter,
     TrainerState,
+    describe_checkpoint,
     latest_checkpoint,
     load_checkpoint,
     rng_states,
@@ -51,6 +51,7 @@ from distributed import (
     all_reduce_mean,
     all_reduce_sum,
     barrier,
+    broadcast_int,
     failing_together,
     is_lost_process,
     require_same,
@@ -129,76 +130,79 @@ def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContex
     if context.device.type == "cpu":
         keep_freed_memory()
     run_dir = choose_run_dir(config, checkpoint, context)
-    trainer = build_trainer(config, run_dir, checkpoint, context)
-    start_step, evaluated = resume(trainer, checkpoint) if checkpoint else (0, False)
-    if start_step >= config.max_steps and evaluated:
-        say(context, f"{run_dir} is finished: {start_step} steps are done")
-        return
-    batches = training_loader(trainer, start_step)
-    with open_run(run_dir, config, checkpoint, context), explaining_failures(trainer):
-        train(trainer, batches, start_step, evaluated)
+    with explaining_failures(run_dir, context):
+        trainer = build_trainer(config, run_dir, checkpoint, context)
+        start = resume(trainer, checkpoint)
+        if start.step > config.max_steps or (start.step == config.max_steps and start.evaluated):
+            say(context, f"{run_dir} is finished: {start.step} steps are done")
+            return
+        batches = training_loader(trainer, start.step)
+        with open_run(run_dir, config, checkpoint, context), trainer.stop:
+            train(trainer, batches, start)
 
 
 @contextmanager
-def explaining_failures(trainer: Trainer) -> Iterator[None]:
+def explaining_failures(run_dir: Path, context: DistributedContext) -> Iterator[None]:
     """Say what is left of a run that fails in the body, and what to do."""
-
-    def kept() -> str:
-        return f"last checkpoint: {latest_checkpoint(trainer.run_dir) or 'none yet'}"
-
     try:
         yield
     except FloatingPointError as error:
-        barrier(trainer.context)  # all come here, the main process when its last save is done
-        raise FloatingPointError(f"{error} ({kept()})") from None
+        barrier(context)  # all come here, the main process when its last save is done
+        raise FloatingPointError(f"{error}; {how_to_go_on(run_dir)}") from None
     except RuntimeError as error:
         if is_out_of_memory(error):
-            size = trainer.batch.micro_batch_size
             raise ValueError(
-                f"the device ran out of memory: --micro-batch-size must be below {size}"
+                "the device ran out of memory: give a smaller --micro-batch-size"
             ) from None
         if is_lost_process(error):
             raise RunStopped(
-                f"another process of this run is gone ({kept()}): start all again, "
-                f"with --resume {trainer.run_dir}"
+                f"another process of this run is gone; {how_to_go_on(run_dir)}"
             ) from None
         raise
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """The last checkpoint, and the flags that go on from it."""
+    checkpoint = latest_checkpoint(run_dir)
+    if checkpoint is None:
+        return f"no checkpoint yet, begin again with --resume auto --run-name {run_dir.name}"
+    return f"last checkpoint {checkpoint.name}, go on with --resume {run_dir}"
 
 
 # --- the training section ---------------------------------------------------------------------
 
 
-def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int, evaluated: bool) -> None:
-    """Train from `start_step` to `max_steps`. One turn is one optimizer step.
+class Start(NamedTuple):
+    """Where training begins."""
 
-    Args:
-        trainer: the run.
-        batches: its training micro-batches, from `start_step` on.
-        start_step: updates done.
-        evaluated: whether the evaluations due after them are done, too.
-    """
+    step: int  # optimizer updates done
+    evaluated: bool  # the evaluations due after them are done
+    saved: bool  # the run's folder has them
+
+
+def train(trainer: Trainer, batches: ShardedDataLoader, start: Start) -> None:
+    """Train from the start to `max_steps`. One turn is one optimizer step."""
     config, context, model = trainer.config, trainer.context, trainer.raw_model.config
     say(context, describe_plan(config, model, trainer.batch, context.device, context.world_size))
-    timer = StepTimer(start_step, config.max_steps, config.total_batch_size)
+    timer = StepTimer(start.step, config.max_steps, config.total_batch_size)
     metrics_path = trainer.run_dir / "metrics.jsonl" if context.is_main else None
     with (
-        trainer.stop as stop,
         MetricsLogger(metrics_path) as logger,
         trainer.writer,
         batches,
-        progress_bar(trainer, start_step) as bar,
+        progress_bar(trainer, start.step) as bar,
     ):
         if config.resume is not None:
-            log(trainer, logger, resumed_from=start_step)
-        for step in range(start_step, config.max_steps + 1):  # the last turn only evaluates
-            last = step == config.max_steps
+            log(trainer, logger, resumed_from=start.step)
+        for step in range(start.step, config.max_steps + 1):  # the last turn only evaluates
+            last, first = step == config.max_steps, step == start.step
             with timer.paused():
-                evaluated = (evaluated and step == start_step) or evaluate(trainer, step, logger)
+                evaluated = (first and start.evaluated) or evaluate(trainer, step, logger)
                 with handling_write_errors(trainer):
                     trainer.writer.check()
-                stopping = stop.agreed()
+                stopping = trainer.stop.agreed()
                 save_due = stopping or last or trainer.is_due(config.checkpoint_every, step)
-                if save_due and step > start_step:
+                if save_due and not (first and start.saved):
                     save(trainer, step)
             if stopping or last:
                 break
@@ -221,8 +225,8 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int, evaluat
         try:
             trainer.writer.wait()
         except OSError as error:  # at the end, a warning is not enough
-            stop.fail(error)
-        stop.agreed()
+            trainer.stop.fail(error)
+        trainer.stop.agreed()
     finish(trainer, step, evaluated)
 
 
@@ -276,7 +280,8 @@ def train_step(
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
     # The step's only wait for the device: the update must not happen if this is not finite.
-    result = StepResult(*torch.stack([all_reduce_mean(loss_sum, context), norm]).tolist())
+    # The norm is the same on all processes; to the last bit, if it is to decide on updates.
+    result = StepResult(*all_reduce_mean(torch.stack([loss_sum, norm]), context).tolist())
     check_finite(result, scaler)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -473,26 +478,30 @@ def log_step(
 
 
 def finish(trainer: Trainer, step: int, evaluated: bool) -> None:
-    """Say how the run has ended, and mark one that was stopped from outside.
+    """Say how the run has ended, and mark one that is to go on.
 
     Raises:
-        KeyboardInterrupt: that was Ctrl-C.
+        KeyboardInterrupt: it was stopped by Ctrl-C.
         OSError: a file could not be written, and the run was to stop for that.
     """
-    context, stop, run_dir = trainer.context, trainer.stop, trainer.run_dir
-    done = step == trainer.config.max_steps and evaluated
-    if context.is_main and stop.signal is not None and not done:
-        Preemption(step, stop.signal.name, evaluated).save(run_dir)
+    context, run_dir, reason = trainer.context, trainer.run_dir, trainer.stop.reason
+    if step == trainer.config.max_steps and evaluated and reason != "failure":
+        reason = None  # a signal that came when all was done
+    if context.is_main:
+        with handling_write_errors(trainer):
+            if reason is None:
+                clear_preemption(run_dir)
+            else:
+                Preemption(step, reason, evaluated).save(run_dir)
     barrier(context)  # all is written
-    stop.raise_failure()
-    if stop.signal is None or done:
-        clear_preemption(run_dir)
+    if reason is None:
         say(context, f"done: {run_dir}")
         return
-    advice = f"after step {step}, go on with --resume {run_dir}"
-    if stop.signal == signal.SIGINT:
-        raise KeyboardInterrupt(advice) if context.is_main else SystemExit(130)
-    say(context, f"{stop.signal.name}: stopped {advice}")
+    trainer.stop.raise_failure()
+    line = f"after step {step}; {how_to_go_on(run_dir)}"
+    if reason == "SIGINT":
+        raise KeyboardInterrupt(line) if context.is_main else SystemExit(130)
+    say(context, f"{reason}: stopped {line}")
 
 
 # --- setting up -------------------------------------------------------------------------------
@@ -503,6 +512,7 @@ def build_trainer(
 ) -> Trainer:
     """Open the data, build model and optimizer; nothing is written yet."""
     device = context.device
+    require_same("the checkpoints to resume from", [describe_checkpoint(checkpoint)], context)
     set_numerics(device)
     dtype = select_dtype(config.dtype, device)
     train_shards, val_shards = open_data(config, context)
@@ -512,11 +522,13 @@ def build_trainer(
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
         hellaswag = examples_or_none(config.hellaswag_data, config.block_size, context)
+    batch = choose_batch(config, raw_model.config, model, dtype, context)
+    require_same("the batches that fit (set --micro-batch-size)", [str(batch)], context)
     return Trainer(
         config=config,
         context=context,
         run_dir=run_dir,
-        batch=choose_batch(config, raw_model.config, model, dtype, context),
+        batch=batch,
         dtype=dtype,
         raw_model=raw_model,
         model=model,
@@ -531,17 +543,15 @@ def build_trainer(
     )
 
 
-def resume(trainer: Trainer, checkpoint: Path) -> tuple[int, bool]:
-    """Put model, optimizer and generators back.
-
-    Returns:
-        The updates done, and whether the evaluations due after them were done, too.
+def resume(trainer: Trainer, checkpoint: Path | None) -> Start:
+    """Put model, optimizer and generators back, if there is a checkpoint.
 
     Raises:
         ValueError: the checkpoint is damaged, or of a run on another model, data or batch.
     """
     context = trainer.context
-    require_same("the checkpoints to resume from", [str(checkpoint)], context)
+    if checkpoint is None:
+        return Start(0, evaluated=False, saved=True)
     with failing_together(context):
         refuse_another_run(
             checkpoint,
@@ -550,12 +560,13 @@ def resume(trainer: Trainer, checkpoint: Path) -> tuple[int, bool]:
             trainer.train_shards.fingerprint,
         )
         state = load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler)
-        preemption = read_preemption(checkpoint.parent.parent)
+        mark = read_preemption(checkpoint.parent.parent)
     trainer.norms.extend(state.grad_norms)
     say(context, f"resumed from {checkpoint}")
-    if preemption is not None and preemption.step == state.step:
-        return state.step, preemption.evaluated
-    return state.step, True
+    owed = mark is not None and mark.step == state.step and not mark.evaluated
+    evaluated = not broadcast_int(owed, context)  # machines may see a shared disk at other times
+    here = checkpoint.absolute().parent.parent == trainer.run_dir.absolute()
+    return Start(state.step, evaluated, saved=here)
 
 
 def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:

@@ -14,12 +14,31 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from distributed import *
 
+def fail_on_one(context):
+    with failing_together(context):
+        if context.rank:
+            raise ValueError("one")
+
+def differ(context):
+    require_same("numbers", ["same", str(context.rank)], context)
+
 def check(context):
     me = float(context.rank)
     assert context.world_size == 2
     assert all_reduce_sum(torch.tensor([1.0, me]), context).tolist() == [2.0, 1.0]
     assert all_reduce_mean(torch.tensor(me), context).item() == 0.5
     assert broadcast_int(41 + context.rank, context) == 41
+    assert all_reduce_max(context.rank, context) == 1
+    assert gather_text("Grüße" * context.rank, context) == ["", "Grüße"]
+    require_same("numbers", ["one", "two"], context)
+    for end_on_one, message in ((fail_on_one, "on rank 1: one"), (differ, "rank 1 has 1, rank 0")):
+        try:
+            end_on_one(context)
+        except (ValueError, SystemExit) as error:
+            expected = message if context.is_main else "2"
+            assert expected in str(error), error
+        else:
+            raise AssertionError("went on")
 
     torch.manual_seed(0)
     raw = torch.nn.Linear(3, 1)

@@ -45,9 +45,10 @@ def copied(two_saved, run_dir):
 
 
 def losses(run_dir):
-    return {
-        r["step"]: r["train_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r
-    }
+    records = [r for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r]
+    by_step = {r["step"]: r["train_loss"] for r in records}
+    assert len(by_step) == len(records)
+    return by_step
 
 
 def train(*args, largest_file=None):

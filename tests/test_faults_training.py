@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dataloader import ShardedDataLoader
 from device import compiler_problem
 from distributed import DistributedContext
 from metrics import read_metrics
+from runs import Preemption
 from shards import open_shards
 from train_gpt2 import main
 
@@ -149,10 +151,11 @@ class Job:
 
 
 def losses(run_dir):
-    """Training loss by step, exactly as logged."""
-    return {
-        r["step"]: r["train_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r
-    }
+    """Training loss by step, exactly as logged; no step twice."""
+    records = [r for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r]
+    by_step = {r["step"]: r["train_loss"] for r in records}
+    assert len(by_step) == len(records)
+    return by_step
 
 
 def evaluations(run_dir, name="val_loss"):
@@ -204,7 +207,7 @@ def test_kill_of_one_rank_ends_the_job_and_leaves_no_process(slowed, flags, run_
         assert not any(child.is_running() for child in ranks.values())
     stopped = [line for line in errors.splitlines() if line.startswith("stopped:")]
     assert len(stopped) == 1
-    assert "another process of this run is gone (last checkpoint: " in stopped[0]
+    assert "another process of this run is gone; last checkpoint step_0000000" in stopped[0]
     again = torchrun("train_gpt2.py", *flags, "--micro-batch-size=2")
     assert subprocess.run(again, capture_output=True).returncode == 0
     two = losses(run_dir)
@@ -222,10 +225,10 @@ def test_signal_saves_marks_and_resumes_bit_for_bit(flags, run_dir, whole, numbe
         job.send(number)
         assert job.end() == (0, "")
     step = mark(run_dir)["step"]
-    assert mark(run_dir) == {"step": step, "signal": number.name, "evaluated": True}
+    assert mark(run_dir) == {"step": step, "reason": number.name, "evaluated": True}
     assert 5 <= step < 24
     assert saved_steps(run_dir) == [step]
-    assert f"{number.name}: stopped after step {step}, go on with --resume" in job.output
+    assert f"{number.name}: stopped after step {step}; last checkpoint step_" in job.output
     main(flags)
     assert losses(run_dir) == whole
     assert not (run_dir / "PREEMPTED").exists()
@@ -235,19 +238,23 @@ def test_signal_saves_marks_and_resumes_bit_for_bit(flags, run_dir, whole, numbe
 def test_signal_breaks_an_evaluation_off_and_it_is_done_again(
     slowed, flags, run_dir, whole, slow, word
 ):
-    flags += ["--block-size=64", "--val-every=6", "--hellaswag-every=6"]
-    flags += [f"--hellaswag-data={SAMPLE}", "--checkpoint-every=0"]
+    flags += ["--block-size=64", "--val-every=6", "--checkpoint-every=0", "--hellaswag-every=0"]
+    if slow == "hellaswag":
+        flags += ["--hellaswag-every=6", f"--hellaswag-data={SAMPLE}"]
     with Job(sys.executable, slowed(slow), *flags) as job:
         job.wait_for("step  6/")
         job.wait_for(word)
         job.send(signal.SIGTERM)
         assert job.end() == (0, "")
         assert job.output.count("step  7/") == 0
-    assert mark(run_dir) == {"step": 6, "signal": "SIGTERM", "evaluated": False}
+    assert mark(run_dir) == {"step": 6, "reason": "SIGTERM", "evaluated": False}
     assert saved_steps(run_dir) == [6]
+    saved = (run_dir / "checkpoints/step_00000006").stat().st_mtime_ns
     main([*flags, "--max-steps=6"])  # finishes what the last step owes
+    assert (run_dir / "checkpoints/step_00000006").stat().st_mtime_ns == saved
     assert sorted(evaluations(run_dir)) == [0, 6]
-    assert sorted(evaluations(run_dir, "hellaswag_acc_norm")) == [0, 6]
+    if slow == "hellaswag":
+        assert sorted(evaluations(run_dir, "hellaswag_acc_norm")) == [0, 6]
     assert not (run_dir / "PREEMPTED").exists()
 
 
@@ -261,6 +268,79 @@ def test_signal_while_compiling_stops_after_the_first_step(flags, run_dir, compi
     assert (code, errors) == (0, "")
     assert mark(run_dir)["step"] in (0, 1)
     assert saved_steps(run_dir) == [1][: mark(run_dir)["step"]]
+
+
+def test_mark_goes_with_the_next_save(slowed, flags, run_dir):
+    main([*flags, "--max-steps=4"])
+    Preemption(4, "SIGTERM", True).save(run_dir)
+    with Job(sys.executable, slowed("step"), *flags, "--checkpoint-every=2") as job:
+        job.wait_for("step  5/")
+        assert mark(run_dir)["step"] == 4
+        job.wait_for("step 6 | saved")
+        assert not (run_dir / "PREEMPTED").exists()
+
+
+def test_signal_before_the_first_step_marks_and_auto_begins_again(slowed, flags, run_dir):
+    with Job(sys.executable, slowed("validation"), *flags) as job:
+        job.wait_for("validating")
+        job.send(signal.SIGTERM)
+        assert job.end() == (0, "")
+    assert mark(run_dir) == {"step": 0, "reason": "SIGTERM", "evaluated": False}
+    assert "no checkpoint yet, begin again with --resume auto --run-name a" in job.output
+    # By the mark the run is found without its name, and by its configuration without its flags.
+    main([f"--out-dir={run_dir.parent}", "--resume=auto", "--max-steps=2"])
+    assert sorted(losses(run_dir)) == [1, 2]
+
+
+def test_fork_that_is_stopped_at_once_has_a_checkpoint_of_its_own(slowed, flags, run_dir):
+    main([*flags, "--max-steps=4"])
+    fork = [flag for flag in flags if not flag.startswith(("--resume", "--run-name"))]
+    fork += [f"--resume={run_dir}", "--run-name=fork"]
+    with Job(sys.executable, slowed("step"), *fork) as job:
+        job.wait_for("training")
+        job.send(signal.SIGTERM)
+        assert job.end() == (0, "")
+    assert saved_steps(run_dir.parent / "fork")[-1] == mark(run_dir.parent / "fork")["step"]
+
+
+def test_resume_of_a_broken_off_evaluation_with_fewer_steps_is_finished(flags, run_dir, capsys):
+    main([*flags, "--max-steps=4"])
+    Preemption(4, "SIGTERM", False).save(run_dir)
+    main([*flags, "--max-steps=3"])
+    assert "is finished: 4 steps are done" in capsys.readouterr().out
+
+
+def test_resume_of_a_checkpoint_in_no_run_asks_for_a_name(flags, run_dir, tmp_path):
+    main([*flags, "--max-steps=4"])
+    copy = tmp_path / "backup/step_00000004"
+    shutil.copytree(run_dir / "checkpoints/step_00000004", copy)
+    with pytest.raises(ValueError, match="give a --run-name"):
+        main([f"--resume={copy}"])
+    assert os.listdir(copy.parent) == ["step_00000004"]
+
+
+@pytest.mark.parametrize("difference", ["missing", "another"])
+def test_ranks_that_find_other_checkpoints_are_refused(flags, run_dir, tmp_path, difference):
+    """Two machines, each with a run folder of its own under the same name."""
+    main([*flags, "--max-steps=4"])
+    shutil.copytree(run_dir.parent, tmp_path / "0/runs")
+    if difference == "another":
+        main([*flags, "--max-steps=4", "--run-name=b", "--seed=1"])
+        (run_dir.parent / "b").rename(tmp_path / "b")
+        shutil.copytree(tmp_path / "b", tmp_path / "1/runs/a")
+    else:
+        (tmp_path / "1").mkdir()
+    script = tmp_path / "at_home.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nos.chdir(os.environ['RANK'])\n"
+        "import train_gpt2\nfrom cli import run_command\nrun_command(train_gpt2.main)\n"
+    )
+    command = torchrun(script, *flags, "--out-dir=runs", "--micro-batch-size=4")
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert result.returncode != 0
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert "the checkpoints to resume from differ: rank 1 has " in said[0]
 
 
 def test_more_signals_during_the_save_corrupt_nothing(slowed, flags, run_dir, whole):
@@ -293,7 +373,7 @@ def test_signal_to_torchrun_or_a_rank_stops_all_after_the_same_step(
         code, errors = job.end()
     assert code == 0 if target == "one rank" else "SignalException" in errors  # torchrun's own
     step = mark(run_dir)["step"]
-    assert mark(run_dir)["signal"] == number.name
+    assert mark(run_dir)["reason"] == number.name
     assert saved_steps(run_dir) == [step]
     assert sorted(losses(run_dir)) == list(range(1, step + 1))
     assert job.output.count(": stopped after step") == 1
@@ -322,7 +402,7 @@ def test_interrupt_in_training_saves_and_says_one_line(flags, run_dir, whole):
         code, errors = job.end()
     assert code == 130
     assert interrupted(errors), errors
-    assert mark(run_dir)["signal"] == "SIGINT"
+    assert mark(run_dir)["reason"] == "SIGINT"
     assert saved_steps(run_dir) == [mark(run_dir)["step"]]
     main(flags)
     assert losses(run_dir) == whole
