@@ -7,11 +7,20 @@ from typing import cast
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from checkpoint import load_model, read_state
 from dataloader import count_windows
 from device import compiler_problem, failure_to_compile
-from distributed import DistributedContext, failing_together, require_same, say
+from distributed import (
+    DistributedContext,
+    failing_together,
+    require_same,
+    say,
+    shard_model,
+    shard_of,
+    wrap_model,
+)
 from model import GPT, GPTConfig
 from shards import TokenShards, open_shards
 from train_config import TrainConfig
@@ -46,31 +55,85 @@ def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
     return replace(load_model(config.init_from).config, block_size=config.block_size)
 
 
-def build_model(config: TrainConfig, checkpoint: Path | None, device: torch.device) -> GPT:
-    """The raw model, the same on every process: new, or `--init-from`'s; or to be resumed into."""
-    torch.manual_seed(config.seed)
-    if config.init_from is None or checkpoint is not None:
-        with device:
-            return GPT(model_dimensions(config, checkpoint))
-    model = load_model(config.init_from, device)
-    model.crop_block_size(config.block_size)
+def build_model(
+    config: TrainConfig, checkpoint: Path | None, dtype: torch.dtype, context: DistributedContext
+) -> tuple[GPT, nn.Module]:
+    """The raw model, the same on every process, and the one that trains: compiled and wrapped.
+
+    It is new, or `--init-from`'s; with a checkpoint, its weights are yet to be loaded.
+    """
+    source = config.init_from if checkpoint is None else None
+    if config.is_sharded:
+        model = build_sharded_model(config, checkpoint, source, dtype, context)
+        return model, model
+    if source is None:
+        with context.device:
+            model = GPT(model_dimensions(config, checkpoint))
+        draw_weights(model, config.seed)
+    else:
+        model = load_model(source, context.device)
+        model.crop_block_size(config.block_size)
+    if can_compile(config, context):
+        return model, wrap_model(cast(nn.Module, torch.compile(model, dynamic=False)), context)
+    return model, wrap_model(model, context)
+
+
+def build_sharded_model(
+    config: TrainConfig,
+    checkpoint: Path | None,
+    source: str | None,
+    dtype: torch.dtype,
+    context: DistributedContext,
+) -> GPT:
+    """The model shared out over all processes; blocks are compiled one by one."""
+    with torch.device("meta"):
+        model = GPT(model_dimensions(config, checkpoint))
+    if can_compile(config, context):
+        for block in model.transformer.h:
+            block.compile(dynamic=False)
+    shard_model(
+        model,
+        model.transformer.h,
+        context,
+        replicate=config.parallel == "hsdp",
+        reshard_after_forward=config.reshard_after_forward,
+        cpu_offload=config.cpu_offload,
+        dtype=dtype,
+    )
+    register_fsdp_forward_method(model, "encode")
+    if source is None:
+        draw_weights(model, config.seed)
+        return model
+    loaded = load_model(source)
+    loaded.crop_block_size(config.block_size)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
+            parameter.copy_(shard_of(value, parameter))
     return model
 
 
-def compile_model(model: GPT, config: TrainConfig, context: DistributedContext) -> nn.Module:
-    """The model compiled, loss and all; the model itself, with a warning, where that cannot be."""
+@torch.no_grad()
+def draw_weights(model: GPT, seed: int) -> None:
+    """Initialise a model, sharded or not, with the same numbers for the same seed."""
+    torch.manual_seed(seed)
+    for parameter, value in model.initial_values():
+        parameter.copy_(shard_of(value, parameter))
+
+
+def can_compile(config: TrainConfig, context: DistributedContext) -> bool:
+    """Whether to compile; where that cannot be, say why."""
     if not config.compile:
-        return model
+        return False
     problem = compiler_problem(context.device) or failure_to_compile(context.device)
     if problem is not None:
         say(context, f"warning: not compiled, training will be slower: {problem}")
-        return model
+        return False
     say(context, "compiling: the first validation and the first step take longer")
     # Compiled code is kept from run to run, that of our own autograd functions only if asked to.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
     if context.device.type == "cpu":  # GELU again in the backward pass: 0.6 GiB less of 3.9
         functorch_config.ban_recompute_materialized_backward = False
-    return cast(nn.Module, torch.compile(model, dynamic=False))
+    return True
 
 
 def build_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:

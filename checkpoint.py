@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from distributed import gathered, shard_of
 from files import check_types, read_json, sha256_of, sync_folder, write_json
 from model import GPT, GPTConfig
 from pretrained import check_dimensions, load_pretrained
@@ -85,12 +86,13 @@ class CheckpointWriter:
     kept for the next one: to fill pages that are new takes several times longer than to copy.
 
     Args:
-        checkpoints_dir: the run's `checkpoints` folder; made by the first save.
+        checkpoints_dir: the run's `checkpoints` folder; made by the first save. None on processes
+            that write nothing: their `save` gives their parts of a sharded state.
         keep: once a checkpoint is complete, delete all but this many, the oldest first; 0 keeps
             all.
     """
 
-    def __init__(self, checkpoints_dir: Path, keep: int = 0) -> None:
+    def __init__(self, checkpoints_dir: Path | None, keep: int = 0) -> None:
         self._checkpoints_dir = checkpoints_dir
         self._keep = keep
         self._copies: dict[str, dict[str, Tensor]] = {}  # by file, then by tensor
@@ -106,6 +108,8 @@ class CheckpointWriter:
     ) -> None:
         """Wait for the last checkpoint, copy the state as it is now, begin to write it.
 
+        Every process must call this if the model is sharded: tensors are gathered one at a time.
+
         Args:
             state: what to save beside the tensors; its `step` names the folder.
             model: the raw model, neither compiled nor wrapped; the same each time.
@@ -116,12 +120,17 @@ class CheckpointWriter:
             OSError: the last checkpoint was not saved.
         """
         self.wait()
+        if self._checkpoints_dir is None:
+            for tensors in _tensors_by_file(model, optimizer).values():
+                for tensor in tensors.values():
+                    gathered(tensor)
+            return
         kept = self._copies
         self._copies = {
             file: {name: _copy(t, kept.get(file, {}).get(name)) for name, t in tensors.items()}
             for file, tensors in _tensors_by_file(model, optimizer).items()
         }
-        self._last = self._thread.submit(self._write, state, on_saved)
+        self._last = self._thread.submit(self._write, self._checkpoints_dir, state, on_saved)
 
     def check(self) -> None:
         """Raise the last checkpoint's error, if it has met one by now."""
@@ -158,10 +167,12 @@ class CheckpointWriter:
         finally:
             self._thread.shutdown()
 
-    def _write(self, state: TrainerState, on_saved: Callable[[Path], None]) -> None:
-        on_saved(_write_checkpoint(self._checkpoints_dir, state, self._copies))
+    def _write(
+        self, checkpoints_dir: Path, state: TrainerState, on_saved: Callable[[Path], None]
+    ) -> None:
+        on_saved(_write_checkpoint(checkpoints_dir, state, self._copies))
         if self._keep:
-            _remove_oldest(self._checkpoints_dir, self._keep)
+            _remove_oldest(checkpoints_dir, self._keep)
 
 
 def save_checkpoint(
@@ -390,7 +401,7 @@ def _copy_parameters(path: Path, tensors: dict[str, Tensor], model: GPT) -> None
     _check_shapes(path, tensors, {name: p.shape for name, p in parameters.items()})
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(shard_of(tensors[name], parameter))
 
 
 def _folder(checkpoints_dir: Path, step: int) -> Path:
@@ -456,8 +467,9 @@ def _tensors_by_file(
 
 
 def _copy(tensor: Tensor, kept: Tensor | None) -> Tensor:
-    """A copy of `tensor` on the CPU, in the memory of an earlier one where there is one."""
-    return (torch.empty_like(tensor, device="cpu") if kept is None else kept).copy_(tensor)
+    """A whole copy of `tensor` on the CPU, in the memory of an earlier one where there is one."""
+    whole = gathered(tensor)
+    return (torch.empty_like(whole, device="cpu") if kept is None else kept).copy_(whole)
 
 
 def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -467,14 +479,18 @@ def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
     kinds = {"exp_avg": shapes, "exp_avg_sq": shapes, "step": dict.fromkeys(shapes, torch.Size())}
     _check_shapes(path, tensors, {f"{k}.{n}": s for k, of in kinds.items() for n, s in of.items()})
     names = {parameter: name for name, parameter in model.named_parameters()}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # The optimizer's own loader puts each tensor on its parameter's device; it counts parameters
     # by their place in the groups.
     optimizer.load_state_dict(
         {
             "state": {
-                place: {kind: tensors[f"{kind}.{name}"] for kind in kinds}
-                for place, name in enumerate(order)
+                place: {
+                    "exp_avg": shard_of(tensors[f"exp_avg.{names[parameter]}"], parameter),
+                    "exp_avg_sq": shard_of(tensors[f"exp_avg_sq.{names[parameter]}"], parameter),
+                    "step": tensors[f"step.{names[parameter]}"],
+                }
+                for place, parameter in enumerate(order)
             },
             "param_groups": optimizer.state_dict()["param_groups"],
         }

@@ -8,13 +8,22 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -29,6 +38,8 @@ class DistributedContext:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_world_size: int = 1
+    """Processes on this machine."""
 
     @property
     def is_main(self) -> bool:
@@ -62,10 +73,10 @@ def setup_distributed(device_name: DeviceName = "auto") -> Iterator[DistributedC
         )
     )
     device = select_device(device_name, local_rank)
-    context = DistributedContext(device, rank, local_rank, world_size)
+    context = DistributedContext(device, rank, local_rank, world_size, local_world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size == 1:
+    if "RANK" not in os.environ:  # not started by torchrun
         yield context
         return
     if device.type == "mps":
@@ -91,10 +102,104 @@ def wrap_model(model: nn.Module, context: DistributedContext) -> nn.Module:
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    context: DistributedContext,
+    *,
+    replicate: bool,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Share parameters, gradients and optimizer state out over all processes (FSDP2), in place.
+
+    A block is gathered before it computes and, with `reshard_after_forward`, again before its
+    backward pass (ZeRO-3; Rajbhandari et al. 2020, section 5); without, it stays (ZeRO-2). What
+    is not in a block, the embeddings and the last LayerNorm, is gathered once a pass.
+
+    Args:
+        model: on the meta device, so that no process ever holds it whole.
+        blocks: the parts that are gathered one after the other.
+        context: this process's place.
+        replicate: share out within a machine only, and replicate over machines (HSDP).
+        reshard_after_forward: free gathered blocks between forward and backward pass.
+        cpu_offload: keep the shards and the optimizer's state in the CPU's memory.
+        dtype: blocks are gathered and computed in it; gradients are reduced in float32.
+
+    Raises:
+        ValueError: the processes do not make such a mesh.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "--parallel fsdp and hsdp are for processes that torchrun starts: "
+            "torchrun --standalone --nproc_per_node=2 train_gpt2.py --parallel fsdp"
+        )
+    if cpu_offload and context.device.type != "cuda":
+        raise ValueError(f"--cpu-offload needs GPUs, and this device is {context.device.type}")
+    shape: tuple[int, ...] = (context.world_size,)
+    if replicate:
+        shape = (context.world_size // context.local_world_size, context.local_world_size)
+        if shape[0] < 2 or shape[0] * shape[1] != context.world_size:
+            raise ValueError(
+                f"--parallel hsdp shards within a machine and replicates over machines, and here "
+                f"{context.world_size} processes are {context.local_world_size} on this one: use "
+                f"--parallel fsdp, or several machines with equally many each"
+            )
+    mesh = init_device_mesh(
+        context.device.type, shape, mesh_dim_names=("over", "in")[-len(shape) :]
+    )
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    # The residual stream enters a block as it is, float32: the block's own products are cast.
+    in_dtype = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=in_dtype,
+            offload_policy=offload,
+        )
+    # Float32 as without sharding: scores are read from the vocabulary matrix in full precision.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+    model.to_empty(device="cpu" if cpu_offload else context.device)
+
+
+def shard_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a tensor that all have, laid out as `like` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    whole = whole.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a pass without a backward pass has left gathered of a sharded model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A sharded tensor whole; every process must ask for it. Others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale gradients down to a global norm of at most `max_norm`; returns what it was."""
+    return gathered(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+
+
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Choose whether the next backward pass averages gradients or only accumulates them."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = enabled
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
 
 
 def all_reduce_sum(tensor: Tensor, context: DistributedContext) -> Tensor:

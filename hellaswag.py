@@ -327,8 +327,11 @@ def evaluate_hellaswag(
         autocast(context.device, dtype),  # one for all batches: the weights are cast once
     ):
         for shared in watch(rounds):
-            for batch in shared[context.rank : context.rank + 1]:  # the last round may be short
-                summed[batch] = score_examples(model, [examples[i] for i in batch])
+            # The last round may be short; a sharded model still needs every process.
+            batch = shared[context.rank % len(shared)]
+            losses = score_examples(model, [examples[i] for i in batch])
+            if context.rank < len(shared):
+                summed[batch] = losses
             bar.update(sum(map(len, shared)))
     # Each row is some process's losses plus the others' zeros.
     summed = all_reduce_sum(summed, context).cpu()
@@ -353,7 +356,7 @@ def score_examples(model: GPT, examples: Sequence[Example]) -> Tensor:
     idx = _pad([row.idx for row in rows], 0).to(device)
     positions = _pad([row.positions for row in rows], 0).to(device)
     segments = _pad([row.segments for row in rows], PADDING).to(device)
-    hidden = model.transformer(idx, positions, _attention_mask(segments))  # (B, T, C)
+    hidden = model.encode(idx, positions, _attention_mask(segments))  # (B, T, C)
 
     T = idx.size(1)
     queries = torch.tensor([T * i + query for i, row in enumerate(rows) for query in row.queries])

@@ -4,6 +4,7 @@ Shapes in comments: B sequences, T tokens, C channels (`n_embd`), H heads, D = C
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -225,14 +226,23 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm in the type of its input: a sharded block's parameters may come in another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C)."""
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Block(nn.Module):
     """One layer: attention and MLP, each normalised before and added after."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_1 = LayerNorm(config.n_embd, eps=1e-5)
         self.attn = CausalSelfAttention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_2 = LayerNorm(config.n_embd, eps=1e-5)
         self.mlp = MLP(config)
 
     def forward(
@@ -251,7 +261,7 @@ class Transformer(nn.Module):
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_f = LayerNorm(config.n_embd, eps=1e-5)
 
     def forward(
         self,
@@ -361,17 +371,20 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw all parameters anew (GPT-2 paper, section 2.3)."""
+        for parameter, value in self.initial_values():
+            parameter.copy_(value)
+
+    def initial_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter and what it begins as, whole, drawn one after the other."""
         # Each of the 2 * n_layer residual additions would add variance: shrink to compensate.
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, std=residual_std)
-            elif parameter.dim() >= 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            else:
-                nn.init.ones_(parameter)  # LayerNorm gains
+            value = torch.zeros(parameter.shape, device=parameter.device)
+            if parameter.dim() >= 2:
+                value.normal_(std=residual_std if name.endswith("c_proj.weight") else 0.02)
+            elif not name.endswith("bias"):
+                value.fill_(1.0)  # LayerNorm gains
+            yield parameter, value
 
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the longest context, forgetting the later position embeddings.
@@ -386,6 +399,16 @@ class GPT(nn.Module):
         self.config = replace(self.config, block_size=block_size)
         weight = self.transformer.wpe.weight
         self.transformer.wpe.weight = nn.Parameter(weight.detach()[:block_size].clone())
+
+    def encode(
+        self,
+        idx: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """As `Transformer.forward`, by way of the whole model, which may be sharded."""
+        return self.transformer(idx, positions, mask, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., vocab_size): the padding columns exist for the matrix product only."""

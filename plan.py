@@ -94,7 +94,8 @@ def choose_batch(
         context: this process's place.
     """
     device, world_size = context.device, context.world_size
-    if device.type != "cuda" or config.micro_batch_size != "auto":
+    # Nor of a sharded model: where one process runs out of memory the others would wait for it.
+    if device.type != "cuda" or config.micro_batch_size != "auto" or config.is_sharded:
         return plan_batch(config, model, device, world_size)
 
     def attempt(micro_batch_size: int) -> None:

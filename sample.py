@@ -171,7 +171,7 @@ def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tens
         (B, vocab_size) float32: no padding id is among them.
     """
     known = 0 if cache is None else cache.length
-    hidden = model.transformer(window[:, known:], cache=cache)[:, -1]  # (B, C)
+    hidden = model.encode(window[:, known:], cache=cache)[:, -1]  # (B, C)
     with torch.autocast(window.device.type, enabled=False):  # near-equal logits tie in bfloat16
         return model.logits(hidden.float())
 

@@ -95,6 +95,15 @@ class TrainConfig:
     log_every: int = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """How several processes share the work: ddp, each has the whole model; fsdp, parameters,
+    gradients and optimizer state are shared out; hsdp, within each machine only."""
+    reshard_after_forward: bool = True
+    """With fsdp: gather every block again for the backward pass (ZeRO-3), which takes the least
+    memory; without, blocks stay gathered (ZeRO-2), which takes the least time."""
+    cpu_offload: bool = False
+    """With fsdp on GPUs: keep parameters and optimizer state in the CPU's memory."""
+
     device: DeviceName = "auto"
     """Device to train on."""
     dtype: DtypeName = "auto"
@@ -131,12 +140,23 @@ class TrainConfig:
             self.size != "gpt2" or self.n_layer or self.n_head or self.n_embd
         ):
             problems.append("--init-from brings its own --size, --n-layer, --n-head and --n-embd")
+        if self.cpu_offload and not self.is_sharded:
+            problems.append("--cpu-offload goes with --parallel fsdp or hsdp")
+        if self.dtype == "float16" and self.is_sharded:
+            problems.append(
+                f"--dtype float16 does not go with --parallel {self.parallel}: use bfloat16"
+            )
         try:
             self.model_config()
         except ValueError as error:
             problems.append(str(error))
         if problems:
             raise ValueError("; ".join(problems))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no process has the whole model."""
+        return self.parallel != "ddp"
 
     def model_config(self) -> GPTConfig:
         """The dimensions that the size and its overrides give."""

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.compiler import set_stance
 from tqdm import tqdm
 
-from build import build_model, build_optimizer, compile_model, model_dimensions, open_data
+from build import build_model, build_optimizer, model_dimensions, open_data
 from checkpoint import (
     CheckpointWriter,
     TrainerState,
@@ -52,13 +53,14 @@ from distributed import (
     all_reduce_sum,
     barrier,
     broadcast_int,
+    clip_gradients,
     failing_together,
     is_lost_process,
     require_same,
+    reshard,
     say,
     set_gradient_sync,
     setup_distributed,
-    wrap_model,
 )
 from files import append_whole
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
@@ -278,7 +280,7 @@ def train_step(
         scaler.scale(loss / grad_accum_steps).backward()
         loss_sum += loss.detach() / grad_accum_steps
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    norm = clip_gradients(model, grad_clip)
     # The step's only wait for the device: the update must not happen if this is not finite.
     # The norm is the same on all processes; to the last bit, if it is to decide on updates.
     result = StepResult(*all_reduce_mean(torch.stack([loss_sum, norm]), context).tolist())
@@ -334,14 +336,15 @@ def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
             batches = watch(validation_loader(trainer))
             record["val_loss"] = evaluate_loss(trainer.model, batches, trainer.dtype, context)
         if trainer.is_due(config.hellaswag_every, step) and trainer.hellaswag:
-            score = evaluate_hellaswag(
-                trainer.raw_model,
-                trainer.hellaswag,
-                context,
-                trainer.dtype,
-                progress=sys.stderr.isatty(),
-                watch=watch,
-            )
+            with set_stance("force_eager"):  # a sharded model's blocks are compiled, for one shape
+                score = evaluate_hellaswag(
+                    trainer.raw_model,
+                    trainer.hellaswag,
+                    context,
+                    trainer.dtype,
+                    progress=sys.stderr.isatty(),
+                    watch=watch,
+                )
             record["hellaswag_acc"] = score.acc
             record["hellaswag_acc_norm"] = score.acc_norm
             record["hellaswag_total"] = score.total
@@ -385,14 +388,16 @@ def write_samples(trainer: Trainer, step: int) -> None:
     context, encoding = trainer.context, gpt2_encoding()
     prompt = torch.tensor(encoding.encode_ordinary(SAMPLE_PROMPT), device=context.device)
     generator = torch.Generator(context.device).manual_seed(trainer.config.seed)
-    sequences = generate(
-        trainer.raw_model,
-        prompt.repeat(SAMPLE_COUNT, 1),
-        SAMPLE_TOKENS,
-        top_k=SAMPLE_TOP_K,
-        generator=generator,
-        dtype=trainer.dtype,
-    )
+    with set_stance("force_eager"):
+        sequences = generate(
+            trainer.raw_model,
+            prompt.repeat(SAMPLE_COUNT, 1),
+            SAMPLE_TOKENS,
+            top_k=SAMPLE_TOP_K,
+            generator=generator,
+            dtype=trainer.dtype,
+            stop_token=None,  # equally many on every process, which a sharded model needs
+        )
     if not context.is_main:
         return
     lines = [f"step {step} | sample: {encoding.decode(sequence)!r}" for sequence in sequences]
@@ -405,8 +410,6 @@ def write_samples(trainer: Trainer, step: int) -> None:
 def save(trainer: Trainer, step: int) -> None:
     """Begin a checkpoint of this step; it is written while training goes on."""
     config, context = trainer.config, trainer.context
-    if not context.is_main:
-        return
     state = TrainerState(
         step=step,
         tokens_seen=step * config.total_batch_size,
@@ -422,6 +425,7 @@ def save(trainer: Trainer, step: int) -> None:
         clear_preemption(trainer.run_dir)
         say(context, f"step {step} | saved {path}")
 
+    reshard(trainer.raw_model)  # after an evaluation
     with handling_write_errors(trainer):
         trainer.writer.wait()  # the last one may have failed
     trainer.writer.save(state, trainer.raw_model, trainer.optimizer, on_saved)
@@ -516,9 +520,8 @@ def build_trainer(
     set_numerics(device)
     dtype = select_dtype(config.dtype, device)
     train_shards, val_shards = open_data(config, context)
-    raw_model = build_model(config, checkpoint, device)
+    raw_model, model = build_model(config, checkpoint, dtype, context)
     raw_model.loss_chunks = config.loss_chunks or (4 if device.type == "cpu" else 1)
-    model = wrap_model(compile_model(raw_model, config, context), context)
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
         hellaswag = examples_or_none(config.hellaswag_data, config.block_size, context)
@@ -537,7 +540,9 @@ def build_trainer(
         train_shards=train_shards,
         val_shards=val_shards,
         hellaswag=hellaswag,
-        writer=CheckpointWriter(run_dir / "checkpoints", config.keep_checkpoints),
+        writer=CheckpointWriter(
+            run_dir / "checkpoints" if context.is_main else None, config.keep_checkpoints
+        ),
         norms=RecentNorms(config.skip_grad_norm_zscore),
         stop=StopRequest(context),
     )
