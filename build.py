@@ -62,6 +62,8 @@ def build_model(
 
     It is new, or `--init-from`'s; with a checkpoint, its weights are yet to be loaded.
     """
+    if config.activation_offload and context.device.type != "cuda":
+        raise ValueError(f"--activation-offload needs GPUs, and this is {context.device.type}")
     source = config.init_from if checkpoint is None else None
     if config.is_sharded:
         model = build_sharded_model(config, checkpoint, source, dtype, context)

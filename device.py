@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch.autograd.graph import save_on_cpu
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -185,3 +186,10 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB here
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+@contextlib.contextmanager
+def saved_activations(device: torch.device, offload: bool) -> Iterator[None]:
+    """With `offload`, what a forward pass in the body keeps for its backward pass is on the CPU."""
+    with save_on_cpu(pin_memory=device.type == "cuda") if offload else contextlib.nullcontext():
+        yield

@@ -6,11 +6,13 @@ Shapes in comments: B sequences, T tokens, C channels (`n_embd`), H heads, D = C
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
@@ -100,6 +102,18 @@ class KVCache:
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+Checkpointing = Literal["none", "selective", "full"]
+ATEN = torch.ops.aten
+KEPT_PRODUCTS = [  # what is slow to compute again: by `selective` it is kept
+    ATEN.mm.default,
+    ATEN.addmm.default,
+    ATEN._scaled_dot_product_flash_attention.default,
+    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    ATEN._scaled_dot_product_efficient_attention.default,
+    ATEN._scaled_dot_product_cudnn_attention.default,
+]
 
 
 def prefers_block_causal(x: Tensor) -> bool:
@@ -236,7 +250,14 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each normalised before and added after."""
+    """One layer: attention and MLP, each normalised before and added after.
+
+    `checkpointing` chooses what the backward pass computes again instead of keeping it (Chen et
+    al. 2016, Training Deep Nets with Sublinear Memory Cost): `none`, all but products and
+    attention (`selective`), or the whole block (`full`).
+    """
+
+    checkpointing: Checkpointing = "none"
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -248,6 +269,15 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self.compute(x, mask, cache)
+        again = partial(checkpoint, self.compute, x, mask, cache, use_reentrant=False)
+        if self.checkpointing == "full":
+            return again()
+        return again(context_fn=partial(create_selective_checkpoint_contexts, KEPT_PRODUCTS))
+
+    def compute(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = x + self.attn(self.ln_1(x), mask, cache)
         return x + self.mlp(self.ln_2(x))
@@ -385,6 +415,11 @@ class GPT(nn.Module):
             elif not name.endswith("bias"):
                 value.fill_(1.0)  # LayerNorm gains
             yield parameter, value
+
+    def set_checkpointing(self, checkpointing: Checkpointing) -> None:
+        """Choose what the backward pass computes again; see `Block`."""
+        for block in self.transformer.h:
+            block.checkpointing = checkpointing  # type: ignore[assignment]
 
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the longest context, forgetting the later position embeddings.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from device import DeviceName, DtypeName
 from files import is_plain_name
-from model import GPT2_SIZES, GPTConfig
+from model import GPT2_SIZES, Checkpointing, GPTConfig
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
@@ -94,6 +94,12 @@ class TrainConfig:
     instead of going on with a warning each time."""
     log_every: int = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
+
+    activation_checkpointing: Checkpointing = "none"
+    """What the backward pass computes again instead of keeping it: nothing, all but products and
+    attention (selective), or every block (full). Less memory, more time, the same results."""
+    activation_offload: bool = False
+    """On GPUs: keep in the CPU's memory what the backward pass needs."""
 
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """How several processes share the work: ddp, each has the whole model; fsdp, parameters,

@@ -43,6 +43,7 @@ from device import (
     is_out_of_memory,
     keep_freed_memory,
     peak_memory_gib,
+    saved_activations,
     select_device,
     select_dtype,
     set_numerics,
@@ -220,6 +221,7 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start: Start) -> None:
                 scaler=trainer.scaler,
                 context=context,
                 norm_limit=trainer.norms.limit(),
+                offload=config.activation_offload,
             )
             trainer.norms.extend([result.grad_norm])
             bar.update()
@@ -252,6 +254,7 @@ def train_step(
     scaler: torch.amp.GradScaler,
     context: DistributedContext,
     norm_limit: float = math.inf,
+    offload: bool = False,
 ) -> StepResult:
     """One optimizer step: accumulate, average over processes, clip, update.
 
@@ -266,6 +269,7 @@ def train_step(
         scaler: scales the loss where `dtype` is float16; disabled elsewhere.
         context: this process's place.
         norm_limit: no update is made if the gradient's norm is above this.
+        offload: keep in the CPU's memory what the backward pass needs.
 
     Raises:
         FloatingPointError: loss or gradient are not finite, on every process alike; the weights
@@ -275,7 +279,7 @@ def train_step(
     for micro_step in range(grad_accum_steps):
         set_gradient_sync(model, micro_step == grad_accum_steps - 1)
         inputs, targets = next(batches)
-        with autocast(context.device, dtype):
+        with autocast(context.device, dtype), saved_activations(context.device, offload):
             _, loss = model(inputs, targets)
         scaler.scale(loss / grad_accum_steps).backward()
         loss_sum += loss.detach() / grad_accum_steps
@@ -522,6 +526,7 @@ def build_trainer(
     train_shards, val_shards = open_data(config, context)
     raw_model, model = build_model(config, checkpoint, dtype, context)
     raw_model.loss_chunks = config.loss_chunks or (4 if device.type == "cpu" else 1)
+    raw_model.set_checkpointing(config.activation_checkpointing)
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
         hellaswag = examples_or_none(config.hellaswag_data, config.block_size, context)
