@@ -3,9 +3,11 @@
     python fineweb.py                                # 10B tokens of FineWeb-Edu
     python fineweb.py --source stdlib                # no network: the standard library's sources
     python fineweb.py --source texts/*.jsonl a.txt   # your own .parquet, .jsonl and .txt
+    torchrun --nproc_per_node=4 fineweb.py           # a part for every process, then merged
 
-The same documents give byte-identical shards, on any machine. A run that was stopped, however
-abruptly, goes on after its last finished shard when the same command is given again.
+The same documents give byte-identical shards, on any machine or on many of them (see `parts.py`).
+A run that was stopped, however abruptly, goes on after its last finished shard when the same
+command is given again.
 """
 
 import itertools
@@ -17,20 +19,39 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import filelock
 from tqdm import tqdm
 
 from cli import parse_flags, run_command
-from shards import MANIFEST_NAME, Manifest, ShardWriter, verify_shards
+from parts import (
+    find_parts,
+    finished_parts,
+    merge_parts,
+    of_part,
+    part_folder,
+    remove_parts,
+    wait_for_parts,
+)
+from shards import (
+    MANIFEST_NAME,
+    Manifest,
+    ShardWriter,
+    is_complete,
+    refuse_other_data,
+    verify_shards,
+    writing_to,
+)
 from sources import (
     FILE_TYPES,
     FINEWEB,
+    WHOLE,
     Cursor,
     Document,
     FileSource,
     HubSource,
+    Part,
     Source,
     local_files,
     resolve_revision,
@@ -42,8 +63,9 @@ BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batc
 
 
 def _cpu_count() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    """CPUs that this process may use: under `torchrun`, its share of the machine's."""
+    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 @dataclass(frozen=True)
@@ -68,11 +90,26 @@ class FineWebConfig:
     """Threads that share texts of megabytes (processes that encode, where gigatoken is missing)."""
     revision: str | None = None
     """Commit, branch or tag of the hub data set; by default its newest or, in a rerun, the same."""
+    part: int | None = None
+    """Tokenise this one of `--parts` only, counted from 0: a run of the source's whole files."""
+    parts: int | None = None
+    """Machines that share the work, a `--part` each. Without `--part`: merge what they made."""
 
     def __post_init__(self) -> None:
-        for flag, value in (("--shard-size", self.shard_size), ("--workers", self.workers)):
-            if value < 1:
+        for flag, value in (
+            ("--shard-size", self.shard_size),
+            ("--workers", self.workers),
+            ("--parts", self.parts),
+        ):
+            if value is not None and value < 1:
                 raise ValueError(f"{flag} must be at least 1, not {value}")
+        if self.part is not None:
+            if self.parts is None:
+                raise ValueError(f"--part {self.part} of how many? Add --parts")
+            if not 0 <= self.part < self.parts:
+                raise ValueError(
+                    f"--part {self.part}: parts of {self.parts} are 0 to {self.parts - 1}"
+                )
 
 
 class Progress(NamedTuple):
@@ -97,18 +134,94 @@ def main() -> None:
     """Make a data set, or go on with it, or check that it is as it was made."""
     config = parse_flags(FineWebConfig)
     folder = config.data_dir or default_folder(config)
+    part = find_part(config)
+    if part is not None:
+        print(make_part(config, folder, part))
+        if config.part is not None or part.index > 0:
+            return
+        wait_for_parts(folder, part.count)
+    print(make_whole(config, folder, part.count if part else config.parts or 1))
+
+
+def find_part(config: FineWebConfig) -> Part | None:
+    """The part that the flags or, under `torchrun`, the rank give this process; None if neither.
+
+    Raises:
+        ValueError: both do.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1 and config.parts is not None:
+        raise ValueError(
+            f"torchrun gives each of its {world_size} processes a part: leave out --part, --parts"
+        )
+    if world_size > 1:
+        return Part(rank, world_size)
+    if config.part is None or config.parts is None or config.parts == 1:
+        return None
+    return Part(config.part, config.parts)
+
+
+def make_part(config: FineWebConfig, folder: Path, part: Part) -> str:
+    """Make one part of the data set in `folder`, or go on with it.
+
+    Returns:
+        The line to print.
+
+    Raises:
+        ValueError: the folder, or another part in it, is of other data.
+    """
+    start = time.perf_counter()
+    own = part_folder(folder, part)
+    with only_writer(own):
+        earlier, whole, parts = find_earlier(own), find_earlier(folder), find_parts(folder)
+        source = open_source(config, earlier or whole or next(iter(parts.values()), None))
+        asked = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
+        if whole is not None:
+            refuse_other_data(folder, whole, asked)
+        for path, other in parts.items():
+            index = part.index if path == own else other.source.get("part", -1)
+            refuse_other_data(path, other, of_part(asked, Part(index, part.count)))
+        if whole is not None and whole.complete:
+            return f"{folder} is finished: part {part.index} of {part.count} has nothing to do"
+        manifest = of_part(asked, part)
+        if earlier is not None:
+            manifest = replace(earlier, source=manifest.source)
+        if not manifest.complete:  # a finished one is verified when it is merged
+            if earlier is not None:
+                verify_shards(own)
+            manifest = write_shards(source, manifest, own, config.workers, part)
+    return summary(own, manifest, earlier, time.perf_counter() - start)
+
+
+def make_whole(config: FineWebConfig, folder: Path, count: int) -> str:
+    """Make the data set in `folder` from its source or, if there are several, from its parts.
+
+    Returns:
+        The line to print.
+
+    Raises:
+        ValueError: the folder, or a part, is of other data; or parts are not finished.
+    """
     start = time.perf_counter()
     with only_writer(folder):
         earlier = find_earlier(folder)
-        source = open_source(config, earlier)
+        merging = count > 1 and not is_complete(folder)
+        parts = finished_parts(folder, count) if merging else {}
+        source = open_source(config, earlier or next(iter(parts.values()), None))
         manifest = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
+        for i, (path, part) in enumerate(parts.items()):
+            refuse_other_data(path, part, of_part(manifest, Part(i, count)))
         if earlier is not None:
             refuse_other_data(folder, earlier, manifest)
             verify_shards(folder)
             manifest = replace(earlier, source=source.identity)
-        if not manifest.complete:
+        if merging:
+            manifest = merge_parts(parts, manifest, folder)
+        elif not manifest.complete:
             manifest = write_shards(source, manifest, folder, config.workers)
-    print(summary(folder, manifest, earlier, time.perf_counter() - start))
+        if count > 1:
+            remove_parts(folder, count)
+    return summary(folder, manifest, earlier, time.perf_counter() - start)
 
 
 def default_folder(config: FineWebConfig) -> Path:
@@ -143,10 +256,10 @@ def only_writer(folder: Path) -> Iterator[None]:
                         leftover.unlink()
                 yield
             finally:
-                if not had_manifest and not any(folder.glob("*.npy")):
+                if not (had_manifest or any(folder.glob("*.npy")) or is_complete(folder)):
                     (folder / MANIFEST_NAME).unlink(missing_ok=True)
                 if os.name == "posix":  # elsewhere an open file cannot be removed
-                    lock.unlink()
+                    lock.unlink(missing_ok=True)  # a merge may have deleted a finished part
     except filelock.Timeout:
         raise ValueError(f"another fineweb.py is writing to {folder}: wait for it") from None
     finally:
@@ -156,7 +269,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def find_earlier(folder: Path) -> Manifest | None:
-    """The manifest of an earlier run that finished at least one shard.
+    """The manifest of an earlier run that finished at least one shard, or an empty part.
 
     Raises:
         ValueError: the folder holds shards that are not this script's.
@@ -166,44 +279,13 @@ def find_earlier(folder: Path) -> Manifest | None:
         raise ValueError(
             f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
         )
-    return manifest if manifest is not None and manifest.shards else None
+    began = manifest is not None and (manifest.shards or manifest.complete)
+    return manifest if began else None
 
 
-def refuse_other_data(folder: Path, earlier: Manifest, asked: Manifest) -> None:
-    """Refuse to mix two data sets in one folder.
-
-    Raises:
-        ValueError: naming the first difference.
-    """
-    read = None if earlier.progress is None else earlier.progress["cursor"].get("file")
-    there, wanted = _traits(earlier, read), _traits(asked, read)
-    for trait in there | wanted:
-        if there.get(trait) != wanted.get(trait):
-            raise ValueError(
-                f"{folder} holds other data, {trait} {there.get(trait)} instead of "
-                f"{wanted.get(trait)}: choose another --data-dir, or delete it"
-            )
-
-
-def _traits(manifest: Manifest, read: int | None) -> dict[str, Any]:
-    """What must not change between runs.
-
-    Args:
-        manifest: of one of the runs.
-        read: files that an unfinished run has read to their end. Those after may change in size,
-            since mending a bad row is a reason for a rerun.
-    """
-    traits = {key: value for key, value in manifest.source.items() if key != "files"}
-    for i, file in enumerate(manifest.source.get("files", [])):
-        size = "" if read is not None and i >= read else f" of {file['bytes']} bytes"
-        traits[f"file {i + 1}"] = file["name"] + size
-    return traits | {
-        "shard size": manifest.shard_size,
-        "tokenizer": manifest.tokenizer_sha256,
-    }
-
-
-def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int) -> Manifest:
+def write_shards(
+    source: Source, manifest: Manifest, folder: Path, workers: int, part: Part = WHOLE
+) -> Manifest:
     """Write all shards that `manifest` does not have yet.
 
     Args:
@@ -211,6 +293,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
         manifest: of an unfinished data set, or of a new one.
         folder: where the shards and the manifest go.
         workers: as `encode_documents`.
+        part: what to read; a part has training shards only.
 
     Returns:
         The manifest of the finished data set.
@@ -220,15 +303,19 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
         ValueError: a document cannot be read; finished shards stay.
     """
     progress = Progress(**(manifest.progress or {}))
-    writer = ShardWriter(folder, manifest.shard_size, manifest.shards)
+    writer = ShardWriter(folder, manifest.shard_size, manifest.shards, splits=part == WHOLE)
     written = writer.tokens_written - progress.tokens  # of the first batch, in finished shards
-    with _writing_to(folder):
+    with writing_to(folder):
         manifest.save(folder)
-    documents = source.documents(progress.cursor)
-    with tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=source.tokens) as bar:
+    documents = source.documents(progress.cursor, part)
+    total = source.tokens and source.tokens // part.count
+    quiet = os.environ.get("RANK", "0") != "0"  # one bar is enough for torchrun's terminal
+    with tqdm(
+        unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=quiet
+    ) as bar:
         for batch, tokens in tokenize_documents(documents, workers):
             progress = progress._replace(cursor=batch[0].cursor)
-            with _writing_to(folder):
+            with writing_to(folder):
                 writer.add(tokens[written:])
                 written = max(0, written - len(tokens))
                 if len(writer.shards) > len(manifest.shards):
@@ -245,7 +332,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
             bar.update(len(tokens))
             progress = progress.after(batch, tokens)
         bar.total = progress.tokens
-    with _writing_to(folder):
+    with writing_to(folder):
         writer.close()
         manifest = replace(
             manifest,
@@ -257,18 +344,6 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
         )
         manifest.save(folder)
     return manifest
-
-
-@contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    """Name the folder that cannot be written: the error of a full disk names no file."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{folder} cannot be written ({error.strerror or error}), perhaps for want of room; "
-            "what was finished stays: give the same command again to go on"
-        ) from None
 
 
 def tokenize_documents(

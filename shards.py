@@ -11,6 +11,8 @@ A folder of `*train*.npy` and `*val*.npy` files without a manifest opens too.
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +108,58 @@ class Manifest:
             raise ValueError(f"{path} is not a shard manifest: {error}") from None
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a folder holds a finished data set, by its manifest."""
+    manifest = Manifest.load(folder)
+    return manifest is not None and manifest.complete
+
+
+def refuse_other_data(folder: Path, earlier: Manifest, asked: Manifest) -> None:
+    """Refuse to mix two data sets in one folder.
+
+    Raises:
+        ValueError: naming the first difference.
+    """
+    read = None if earlier.progress is None else earlier.progress["cursor"].get("file")
+    there, wanted = _traits(earlier, read), _traits(asked, read)
+    for trait in there | wanted:
+        if there.get(trait) != wanted.get(trait):
+            raise ValueError(
+                f"{folder} holds other data, {trait} {there.get(trait)} instead of "
+                f"{wanted.get(trait)}: choose another --data-dir, or delete it"
+            )
+
+
+def _traits(manifest: Manifest, read: int | None) -> dict[str, Any]:
+    """What must not change between runs.
+
+    Args:
+        manifest: of one of the runs.
+        read: files that an unfinished run has read to their end. Those after may change in size,
+            since mending a bad row is a reason for a rerun.
+    """
+    traits = {key: value for key, value in manifest.source.items() if key != "files"}
+    for i, file in enumerate(manifest.source.get("files", [])):
+        size = "" if read is not None and i >= read else f" of {file['bytes']} bytes"
+        traits[f"file {i + 1}"] = file["name"] + size
+    return traits | {
+        "shard size": manifest.shard_size,
+        "tokenizer": manifest.tokenizer_sha256,
+    }
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Name the folder that cannot be written: the error of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be written ({error.strerror or error}), perhaps for want of room; "
+            "what was finished stays: give the same command again to go on"
+        ) from None
+
+
 class ShardWriter:
     """Cut a stream of tokens into shard files, the first of them the validation split.
 
@@ -117,13 +171,22 @@ class ShardWriter:
         folder: where the shards go.
         shard_size: tokens in a full shard.
         finished: the shards that an earlier, interrupted run already wrote.
+        splits: whether to make both; else all is training, and there may be nothing.
     """
 
-    def __init__(self, folder: Path, shard_size: int, finished: tuple[ShardInfo, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shard_size: int,
+        finished: tuple[ShardInfo, ...] = (),
+        splits: bool = True,
+    ) -> None:
         self.folder = folder
         self.shard_size = shard_size
+        self.splits = splits
         self.shards = list(finished)
-        self._buffer = np.empty(shard_size if finished else 2 * shard_size, SHARD_DTYPE)
+        one_at_a_time = finished or not splits
+        self._buffer = np.empty(shard_size if one_at_a_time else 2 * shard_size, SHARD_DTYPE)
         self._filled = 0
 
     @property
@@ -148,7 +211,7 @@ class ShardWriter:
             ValueError: there are not two tokens to make two splits of.
         """
         rest = self._buffer[: self._filled]
-        if self.shards:
+        if self.shards or not self.splits:
             if len(rest):
                 self._write("train", rest)
             return
@@ -162,7 +225,7 @@ class ShardWriter:
     def _flush(self) -> None:
         """Write the full buffer: the first two shards together, then one at a time."""
         for start in range(0, self._filled, self.shard_size):
-            split: Split = "train" if self.shards else "val"
+            split: Split = "train" if self.shards or not self.splits else "val"
             self._write(split, self._buffer[start : start + self.shard_size])
         self._buffer = self._buffer[: self.shard_size]
         self._filled = 0
@@ -303,13 +366,22 @@ def verify_shards(folder: Path) -> Manifest:
     if manifest is None:
         raise FileNotFoundError(f"{folder} has no {MANIFEST_NAME}")
     for shard in manifest.shards:
-        path = folder / shard.file
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing: delete {folder} and run python fineweb.py again"
-            )
-        _check_hash(path, shard)
+        verify_shard(folder / shard.file, shard)
     return manifest
+
+
+def verify_shard(path: Path, info: ShardInfo) -> None:
+    """Check one shard against its entry in the manifest, byte for byte.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: its hash is not the manifest's.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: delete {path.parent} and run python fineweb.py again"
+        )
+    _check_hash(path, info)
 
 
 def _check_hash(path: Path, info: ShardInfo) -> None:

@@ -1,16 +1,19 @@
 """Where documents come from: local files, Python's own library, or a data set of the hub.
 
 Every document carries a cursor: the place, as JSON, from which its source goes on reading to give
-it again.
+it again. Several machines may share a source, each with a part: contiguous whole files.
 """
 
+import bisect
 import glob
 import hashlib
+import itertools
 import json
 import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +39,20 @@ BLOCK_END = re.compile(rb"[ \n](?=[!-~\xc3-\xe0\xe4-\xf4])")
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 Cursor = dict[str, Any]  # a place in a source, as JSON
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` runs of whole files that, one after another, are all files of a source.
+
+    It depends on the files and `count` alone, so that machines need not talk to each other.
+    """
+
+    index: int
+    count: int
+
+
+WHOLE = Part(0, 1)
 
 
 class Document(NamedTuple):
@@ -78,34 +95,49 @@ class FileSource:
             ],
         }
 
-    def documents(self, cursor: Cursor | None) -> Iterator[Document]:
-        """Read from `cursor` (file, row and byte in it), or from the start.
+    def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
+        """Read a part from `cursor` (file, row and byte in it), or from its start.
 
         Raises:
-            ValueError: the cursor is not a place in these files, or a row has no text; the message
-                names file and row.
+            ValueError: the cursor is not a place in these files, there are fewer files than parts,
+                or a row has no text; the message names file and row.
         """
-        place = {"file": 0, "row": 0, "byte": 0} if cursor is None else cursor
-        if not self._has(place):
+        files = self.files_of(part)
+        place = {"file": files.start, "row": 0, "byte": 0} if cursor is None else cursor
+        if cursor is not None and not self._has(place, files):
             raise ValueError(
                 f"the manifest goes on from {place}, which is no place in these files: "
                 f"choose another --data-dir, or delete it"
             )
         first = place["file"]
-        for i in range(first, len(self.paths)):
+        total = max(1, sum(self.sizes[files.start : files.stop]))
+        for i in range(first, files.stop):
             row, byte = (place["row"], place["byte"]) if i == first else (0, 0)
-            before, total = sum(self.sizes[:i]), max(1, sum(self.sizes))
+            before = sum(self.sizes[files.start : i])
             for document in self._read(self.paths[i], row, byte):
                 read = before + (document.fraction or 0.0) * self.sizes[i]
                 yield document._replace(
                     cursor={"file": i, **document.cursor}, fraction=read / total
                 )
 
-    def _has(self, place: Cursor) -> bool:
+    def files_of(self, part: Part) -> range:
+        """The files of a part: those whose middle byte lies in its share of all bytes.
+
+        Raises:
+            ValueError: there are fewer files than parts.
+        """
+        _require_files(len(self.paths), part)
+        weights = [size + 1 for size in self.sizes]  # an empty file is somewhere, too
+        ends = list(itertools.accumulate(weights))
+        middles = [end - weight / 2 for end, weight in zip(ends, weights, strict=True)]
+        bounds = (ends[-1] * index / part.count for index in (part.index, part.index + 1))
+        return range(*(bisect.bisect_left(middles, bound) for bound in bounds))
+
+    def _has(self, place: Cursor, files: range) -> bool:
         return (
             place.keys() == {"file", "row", "byte"}
             and all(type(value) is int and value >= 0 for value in place.values())
-            and place["file"] < len(self.paths)
+            and place["file"] in files
             and place["byte"] <= self.sizes[place["file"]]
         )
 
@@ -234,6 +266,14 @@ def read_plain(path: Path, row: int, byte: int, errors: str) -> Iterator[Documen
             block = block[end:]
 
 
+def _require_files(files: int, part: Part) -> None:
+    if part.count > files:
+        raise ValueError(
+            f"{part.count} parts of {files} files: a part takes whole files, "
+            f"so {files} parts are the most that work"
+        )
+
+
 def _require_text(names: Iterable[str], where: str) -> None:
     found = list(names)
     if "text" not in found:
@@ -293,12 +333,13 @@ class HubSource:
         billions = re.fullmatch(r"sample-(\d+)BT", name or "")
         self.tokens = int(billions[1]) * 10**9 if billions and dataset in FINEWEB.values() else None
 
-    def documents(self, cursor: Cursor | None) -> Iterator[Document]:
-        """Read from `cursor`, or from the start.
+    def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
+        """Read a part from `cursor`, or from its start.
 
         Raises:
             ConnectionError: the network is gone.
-            ValueError: a row has no text; the message names its number.
+            ValueError: there are fewer files than parts, or a row has no text; the message names
+                its number.
         """
         import datasets
 
@@ -310,7 +351,12 @@ class HubSource:
                 streaming=True,
                 revision=self.identity["revision"],
             )
-            yield from stream_documents(stream, cursor, self.dataset)
+            origin = self.dataset
+            if part != WHOLE:
+                _require_files(stream.num_shards, part)
+                stream = stream.shard(part.count, part.index, contiguous=True)
+                origin += f" (part {part.index} of {part.count})"
+            yield from stream_documents(stream, cursor, origin)
         except (ValueError, OSError):
             raise
         except Exception as error:  # of whichever HTTP library the hub's client uses

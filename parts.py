@@ -1,0 +1,143 @@
+"""One data set from many machines: each tokenises a part, one of them merges the parts.
+
+    python fineweb.py --part 0 --parts 2             # on one machine, or in one task of an array
+    python fineweb.py --part 1 --parts 2             # on another
+    python fineweb.py --parts 2                      # then, once: the data set
+
+    data/fineweb-edu-10BT/parts/part_00000_of_00002/
+        train_000000.npy    the part's tokens; it has no validation split of its own
+        manifest.json       as of a data set, its source with `part` and `parts`
+
+The parts lie in the data folder, which the machines share, or are brought there. Shards begin and
+end where one machine would have begun and ended them, so merging copies every token.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from shards import Manifest, ShardWriter, is_complete, verify_shard, writing_to
+from sources import Part
+
+PARTS_FOLDER = "parts"
+POLL_SECONDS = 0.5
+
+
+def part_folder(folder: Path, part: Part) -> Path:
+    """Where a part of the data set in `folder` is."""
+    return folder / PARTS_FOLDER / f"part_{part.index:05}_of_{part.count:05}"
+
+
+def of_part(whole: Manifest, part: Part) -> Manifest:
+    """A new manifest of a part, from one of the whole data set."""
+    return replace(whole, source={**whole.source, "part": part.index, "parts": part.count})
+
+
+def find_parts(folder: Path) -> dict[Path, Manifest]:
+    """The parts of a data set that were begun: their folders, in order, and manifests."""
+    folders = sorted((folder / PARTS_FOLDER).glob("part_*_of_*"))
+    manifests = {path: Manifest.load(path) for path in folders}
+    return {path: manifest for path, manifest in manifests.items() if manifest is not None}
+
+
+def finished_parts(folder: Path, count: int) -> dict[Path, Manifest]:
+    """All parts of a data set, in order: their folders and manifests.
+
+    Raises:
+        ValueError: some are missing or not finished; the message names them.
+    """
+    missing = unfinished_parts(folder, count)
+    if missing:
+        raise ValueError(
+            f"{folder / PARTS_FOLDER}: {_named(missing)} of {count} not finished: "
+            f"give the same command with --part {missing[0]} first"
+        )
+    found = find_parts(folder)
+    return {path: found[path] for path in _folders(folder, count)}
+
+
+def unfinished_parts(folder: Path, count: int) -> list[int]:
+    """The parts of `count` that are missing or not finished."""
+    return [i for i, path in enumerate(_folders(folder, count)) if not is_complete(path)]
+
+
+def wait_for_parts(folder: Path, count: int) -> None:
+    """Wait until all parts are finished, or the data set is."""
+    if missing := unfinished_parts(folder, count):
+        tqdm.write(f"waiting for {_named(missing)} of {count} in {folder / PARTS_FOLDER}")
+    while unfinished_parts(folder, count) and not is_complete(folder):
+        time.sleep(POLL_SECONDS)
+
+
+def merge_parts(parts: Mapping[Path, Manifest], manifest: Manifest, folder: Path) -> Manifest:
+    """Cut the tokens of all parts into the shards that `manifest` does not have yet.
+
+    Args:
+        parts: folders and manifests of all parts, in order.
+        manifest: of an unfinished data set, or of a new one.
+        folder: where the shards and the manifest go.
+
+    Returns:
+        The manifest of the finished data set.
+
+    Raises:
+        FileNotFoundError: a part's shard is missing.
+        OSError: the disk is full; finished shards stay.
+        ValueError: a part's shard has changed since it was written.
+    """
+    # The finished shards alone say where to go on. No cursor: its source could not read it.
+    manifest = replace(manifest, documents=0, skipped=0, progress=None)
+    with writing_to(folder):
+        manifest.save(folder)
+    writer = ShardWriter(folder, manifest.shard_size, manifest.shards)
+    shards = [(path / shard.file, shard) for path, part in parts.items() for shard in part.shards]
+    written = writer.tokens_written
+    total = sum(shard.tokens for _, shard in shards)
+    with tqdm(unit="tok", unit_scale=True, total=total, desc="merging") as bar:
+        for path, shard in shards:
+            done = min(written, shard.tokens)  # in finished shards
+            written -= done
+            if done < shard.tokens:
+                verify_shard(path, shard)
+                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+                with writing_to(folder):
+                    writer.add(tokens[done:])
+                    if len(writer.shards) > len(manifest.shards):
+                        manifest = replace(manifest, shards=tuple(writer.shards))
+                        manifest.save(folder)
+            bar.update(shard.tokens)
+    with writing_to(folder):
+        writer.close()
+        manifest = replace(
+            manifest,
+            shards=tuple(writer.shards),
+            documents=sum(part.documents for part in parts.values()),
+            skipped=sum(part.skipped for part in parts.values()),
+            complete=True,
+        )
+        manifest.save(folder)
+    return manifest
+
+
+def remove_parts(folder: Path, count: int) -> None:
+    """Delete the parts of a finished data set."""
+    for path in _folders(folder, count):
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # there is none, or something else is in it
+        (folder / PARTS_FOLDER).rmdir()
+
+
+def _folders(folder: Path, count: int) -> list[Path]:
+    return [part_folder(folder, Part(i, count)) for i in range(count)]
+
+
+def _named(parts: list[int]) -> str:
+    """`part 0, 2, 3`, or `part 0, 1, 2 and 61 more`."""
+    more = f" and {len(parts) - 10} more" if len(parts) > 10 else ""
+    return f"part {', '.join(map(str, parts[:10]))}{more}"
