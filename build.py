@@ -62,8 +62,8 @@ def build_model(
 
     It is new, or `--init-from`'s; with a checkpoint, its weights are yet to be loaded.
     """
-    if config.activation_offload and context.device.type != "cuda":
-        raise ValueError(f"--activation-offload needs GPUs, and this is {context.device.type}")
+    with failing_together(context):
+        refuse_impossible_modes(config, context)
     source = config.init_from if checkpoint is None else None
     if config.is_sharded:
         model = build_sharded_model(config, checkpoint, source, dtype, context)
@@ -78,6 +78,30 @@ def build_model(
     if can_compile(config, context):
         return model, wrap_model(cast(nn.Module, torch.compile(model, dynamic=False)), context)
     return model, wrap_model(model, context)
+
+
+def refuse_impossible_modes(config: TrainConfig, context: DistributedContext) -> None:
+    """Refuse what this device or these processes cannot do.
+
+    Raises:
+        ValueError: naming what they can.
+    """
+    for name in ("cpu_offload", "activation_offload"):
+        if getattr(config, name) and context.device.type != "cuda":
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} needs GPUs, and this device is {context.device.type}")
+    if config.is_sharded and not torch.distributed.is_initialized():
+        raise ValueError(
+            f"--parallel {config.parallel} is for processes that torchrun starts, as in "
+            f"torchrun --standalone --nproc_per_node=2 train_gpt2.py; alone, use --parallel ddp"
+        )
+    world_size, local = context.world_size, context.local_world_size
+    if config.parallel == "hsdp" and (world_size == local or world_size % local):
+        raise ValueError(
+            f"--parallel hsdp shards within a machine and replicates over machines, and here "
+            f"{local} of {world_size} processes are on this one: use --parallel fsdp, or several "
+            f"machines with equally many each"
+        )
 
 
 def build_sharded_model(

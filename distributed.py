@@ -126,29 +126,12 @@ def shard_model(
         reshard_after_forward: free gathered blocks between forward and backward pass.
         cpu_offload: keep the shards and the optimizer's state in the CPU's memory.
         dtype: blocks are gathered and computed in it; gradients are reduced in float32.
-
-    Raises:
-        ValueError: the processes do not make such a mesh.
     """
-    if not dist.is_initialized():
-        raise ValueError(
-            "--parallel fsdp and hsdp are for processes that torchrun starts: "
-            "torchrun --standalone --nproc_per_node=2 train_gpt2.py --parallel fsdp"
-        )
-    if cpu_offload and context.device.type != "cuda":
-        raise ValueError(f"--cpu-offload needs GPUs, and this device is {context.device.type}")
     shape: tuple[int, ...] = (context.world_size,)
     if replicate:
         shape = (context.world_size // context.local_world_size, context.local_world_size)
-        if shape[0] < 2 or shape[0] * shape[1] != context.world_size:
-            raise ValueError(
-                f"--parallel hsdp shards within a machine and replicates over machines, and here "
-                f"{context.world_size} processes are {context.local_world_size} on this one: use "
-                f"--parallel fsdp, or several machines with equally many each"
-            )
-    mesh = init_device_mesh(
-        context.device.type, shape, mesh_dim_names=("over", "in")[-len(shape) :]
-    )
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     # The residual stream enters a block as it is, float32: the block's own products are cast.
     in_dtype = MixedPrecisionPolicy(

@@ -1,0 +1,242 @@
+"""The same run by one process, DDP and FSDP2; activations kept, computed again, offloaded."""
+
+import subprocess
+from collections import Counter
+
+import pytest
+import torch
+from conftest import ROOT, TINY_RUN, torchrun
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpoint import latest_checkpoint, load_model, verify_checkpoint
+from device import autocast, compiler_problem, saved_activations
+from export import main as export
+from metrics import read_metrics
+from model import GPT, GPTConfig
+from train_gpt2 import main
+
+CPU = torch.device("cpu")
+SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
+STEPS = ["--max-steps=20", "--lr-schedule=wsd", "--max-lr=1e-3", "--min-lr=1e-3"]
+EVALUATED = ["--block-size=64", "--hellaswag-every=10", f"--hellaswag-data={SAMPLE}"]
+EVALUATED += ["--sample-every=20", "--val-every=10", "--checkpoint-every=10"]
+
+
+def run_flags(tiny_data, out_dir):
+    return [f"--data-dir={tiny_data}", f"--out-dir={out_dir}", *TINY_RUN, *STEPS, *EVALUATED]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory):
+    """A folder of runs, the first of one process."""
+    out_dir = tmp_path_factory.mktemp("runs")
+    main([*run_flags(tiny_data, out_dir), "--run-name=one"])
+    return out_dir
+
+
+def ranks(processes, tiny_data, runs, *flags):
+    command = torchrun("train_gpt2.py", *run_flags(tiny_data, runs), *flags, processes=processes)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def series(run_dir, name):
+    return {r["step"]: r[name] for r in read_metrics(run_dir / "metrics.jsonl") if name in r}
+
+
+def assert_same_run(run_dir, other, tolerance):
+    for name in ("train_loss", "val_loss"):
+        values, expected = series(run_dir, name), series(other, name)
+        assert values.keys() == expected.keys()
+        assert max(abs(values[step] - expected[step]) for step in values) <= tolerance
+    for name in ("hellaswag_acc", "hellaswag_acc_norm"):
+        assert series(run_dir, name) == series(other, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("ddp", ["--activation-checkpointing=full"]),
+        ("zero-3", ["--parallel=fsdp", "--activation-checkpointing=selective"]),
+        ("zero-2", ["--parallel=fsdp", "--no-reshard-after-forward"]),
+    ],
+)
+def test_two_ranks_equal_one_process(tiny_data, runs, name, flags):
+    ranks(2, tiny_data, runs, "--micro-batch-size=1", f"--run-name={name}", *flags)
+    assert_same_run(runs / name, runs / "one", 1e-5)
+    verify_checkpoint(latest_checkpoint(runs / name))
+    sizes = [path.stat().st_size for path in sorted(latest_checkpoint(runs / name).iterdir())]
+    whole = [path.stat().st_size for path in sorted(latest_checkpoint(runs / "one").iterdir())]
+    assert sizes[1:3] == whole[1:3]  # both safetensors files: the whole state
+
+
+def test_run_moves_between_processes_ddp_and_fsdp(tiny_data, runs):
+    move = ["--run-name=moved", "--resume=auto"]
+    main([*run_flags(tiny_data, runs), *move, "--max-steps=4"])
+    ranks(4, tiny_data, runs, *move, "--max-steps=9", "--parallel=fsdp", "--micro-batch-size=1")
+    ddp = ["--parallel=ddp", "--micro-batch-size=2"]
+    ranks(2, tiny_data, runs, *move, "--max-steps=14", *ddp)
+    zero_2 = ["--parallel=fsdp", "--no-reshard-after-forward", "--micro-batch-size=2"]
+    ranks(2, tiny_data, runs, *move, "--max-steps=18", *zero_2)
+    main([*run_flags(tiny_data, runs), *move, "--parallel=ddp"])
+    moved, one = series(runs / "moved", "train_loss"), series(runs / "one", "train_loss")
+    assert moved.keys() == one.keys()
+    assert max(abs(moved[step] - one[step]) for step in one) <= 1e-5
+
+
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(tiny_data, runs):
+    flags = ["--run-name=bf16", "--parallel=fsdp", "--compile", "--dtype=bfloat16"]
+    said = ranks(2, tiny_data, runs, *flags, "--micro-batch-size=2", "--max-steps=3")
+    assert "recompile_limit" not in said
+    losses, one = series(runs / "bf16", "train_loss"), series(runs / "one", "train_loss")
+    assert max(abs(losses[step] - one[step]) for step in losses) <= 0.01
+
+
+RANK_SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+from build import build_model
+from distributed import *
+from train_config import TrainConfig
+
+config = TrainConfig(parallel="fsdp", compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
+
+def check(context):
+    raw, model = build_model(config, None, torch.float32, context)
+    whole = sum(p.numel() for p in raw.parameters())
+    own = sum(p.to_local().numel() for p in raw.parameters())
+    assert whole == raw.config.n_params
+    assert own <= 0.51 * whole, (own, whole)
+    idx = torch.zeros(1, 16, dtype=torch.int64)
+    reduced = []
+    for last in (False, False, True):
+        set_gradient_sync(model, last)
+        with CommDebugMode() as communication:
+            model(idx, idx).loss.backward()
+        counts = communication.get_comm_counts()
+        reduced.append(sum(n for op, n in counts.items() if "reduce_scatter" in str(op)))
+    assert reduced == [0, 0, 3], reduced  # two blocks and the root, once
+    assert clip_gradients(model, 1.0).shape == ()
+
+with setup_distributed("cpu") as context:
+    check(context)
+print("fine", flush=True)
+"""
+
+
+def test_fsdp_holds_a_share_and_reduces_on_the_last_micro_step_only(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANK_SCRIPT.format(root=str(ROOT)))
+    result = subprocess.run(torchrun(script), capture_output=True, text=True, timeout=90)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("fine") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--parallel=fsdp"], "for processes that torchrun starts"),
+        (["--parallel=fsdp", "--dtype=float16"], "float16 does not go with --parallel fsdp"),
+        (["--cpu-offload"], "--cpu-offload goes with --parallel fsdp or hsdp"),
+        (["--activation-offload"], "--activation-offload needs GPUs, and this device is cpu"),
+    ],
+)
+def test_mode_that_cannot_be_is_refused(tiny_flags, flags, message):
+    with pytest.raises(ValueError, match=message):
+        main([*tiny_flags, *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--parallel=hsdp"], "2 of 2 processes are on this one: use --parallel fsdp"),
+        (["--parallel=fsdp", "--cpu-offload"], "--cpu-offload needs GPUs, and this device is cpu"),
+    ],
+)
+def test_mesh_that_cannot_be_is_refused(tiny_flags, flags, message):
+    command = torchrun("train_gpt2.py", *tiny_flags, "--micro-batch-size=2", *flags)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert result.returncode != 0
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert message in said[0]
+
+
+# --- activations ------------------------------------------------------------------------------
+
+
+def gradients(mode, compiled=False, dtype=torch.float32):
+    """Loss and gradients of a small model."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=64))
+    model.set_checkpointing("none" if mode == "offload" else mode)
+    run = torch.compile(model, dynamic=False) if compiled else model
+    idx = torch.randint(0, 50257, (2, 64), generator=torch.Generator().manual_seed(1))
+    with autocast(CPU, dtype), saved_activations(CPU, mode == "offload"):
+        loss = run(idx, idx.flip(1)).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["selective", "full", "offload"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_kept_activations(mode, dtype):
+    loss, expected = gradients("none", dtype=dtype)
+    other_loss, found = gradients(mode, dtype=dtype)
+    assert torch.equal(loss, other_loss)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_are_the_same_compiled(mode):
+    loss, expected = gradients("none")
+    other_loss, found = gradients(mode, compiled=True)
+    assert torch.allclose(loss, other_loss, atol=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, found, strict=True))
+
+
+class CountOps(TorchDispatchMode):
+    """Count operations by name."""
+
+    def __enter__(self):
+        self.counts = Counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_checkpointing_computes_again_what_it_says():
+    counts = {}
+    for mode in ("none", "selective", "full"):
+        with CountOps() as counted:
+            gradients(mode)
+        counts[mode] = counted.counts
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert [counts[mode]["gelu"] for mode in counts] == [2, 4, 4]  # two layers
+    # Of a block's four products the last is not needed again: nothing is computed from it.
+    assert [counts[mode]["addmm"] for mode in counts] == [8, 8, 14]
+    assert [counts[mode][attention] for mode in counts] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_long_context_trains_samples_and_exports(tiny_data, tmp_path, mode):
+    flags = [f"--data-dir={tiny_data}", f"--out-dir={tmp_path}/runs", *TINY_RUN, "--run-name=a"]
+    flags += ["--block-size=4096", "--total-batch-size=4096", "--micro-batch-size=1"]
+    flags += ["--max-steps=1", "--val-every=0", "--sample-every=1"]
+    main([*flags, f"--activation-checkpointing={mode}"])
+    model = load_model(tmp_path / "runs/a")
+    assert model.config.block_size == 4096
+    assert model(torch.zeros(1, 3000, dtype=torch.int64)).logits.shape == (1, 3000, 50257)
+    if mode == "none":
+        subprocess_args = [f"--model={tmp_path}/runs/a", f"--out={tmp_path}/exported"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["export.py", *subprocess_args])
+            export()
+        assert load_model(tmp_path / "exported").config.block_size == 4096
