@@ -467,7 +467,10 @@ class GPT(nn.Module):
         if targets is None:
             return ModelOutput(self.logits(hidden), None)
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if self.loss_chunks > 1 and torch.is_grad_enabled():
+        if self.loss_chunks == 1:
+            logits = self.logits(hidden).float()
+            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+        elif torch.is_grad_enabled():
             loss = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
                 *in_autocast_type(hidden, self.lm_head.weight),
                 targets,
@@ -475,6 +478,10 @@ class GPT(nn.Module):
                 self.loss_chunks,
             )
         else:
-            logits = self.logits(hidden).float()
-            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+            loss = torch.zeros((), device=hidden.device)
+            parts = (tensor.chunk(self.loss_chunks) for tensor in (hidden, targets))
+            for h, target in zip(*parts, strict=True):
+                logits = self.logits(h).float()
+                loss += F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
+            loss /= (targets != IGNORE_INDEX).sum()
         return ModelOutput(None, loss)

@@ -466,3 +466,17 @@ def test_config_refuses_heads_that_do_not_divide_the_width_and_names_a_width_tha
 ):
     with pytest.raises(ValueError, match=f"n_embd {n_embd} .* n_head {n_head}: {mend}"):
         GPTConfig(n_embd=n_embd, n_head=n_head)
+
+
+@pytest.mark.parametrize("chunks", [3, 4, 100])
+def test_loss_in_chunks_without_gradients_is_that_of_the_whole(chunks):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=100, n_layer=1, n_head=2, n_embd=16))
+    idx = torch.randint(0, 100, (3, 16))
+    targets = idx.flip(1).clone()
+    targets[0, :10] = IGNORE_INDEX
+    with torch.no_grad():
+        whole = model(idx, targets).loss
+        model.loss_chunks = chunks
+        assert torch.allclose(model(idx, targets).loss, whole, atol=1e-6)
+        assert model(idx, torch.full_like(idx, IGNORE_INDEX)).loss.isnan()
