@@ -13,7 +13,7 @@ ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
     *("log_every", "max_lr", "grad_clip", "loss_chunks"),
 )
-NOT_SAVED = ("config", "resume", "plan", "run_name")  # flags that name a run, not its settings
+NOT_SAVED = ("config", "resume", "plan", "preflight", "run_name")  # not a run's settings
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,9 @@ class TrainConfig:
     """Compile the model with torch.compile, where there is a compiler."""
     plan: bool = False
     """Print what the run would take, and exit."""
+    preflight: bool = False
+    """Check on every process that the run can start: network, software, settings, clocks, data
+    and disk, a line each; then exit."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -70,6 +70,7 @@ from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu,
 from model import GPT, IGNORE_INDEX
 from outliers import RecentNorms
 from plan import BatchPlan, choose_batch, describe_plan, plan_batch
+from preflight import run_preflight
 from runs import (
     Preemption,
     choose_run_dir,
@@ -115,7 +116,7 @@ class Trainer:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Print the plan, or join the other processes and run."""
+    """Print the plan, check the machines, or join the other processes and run."""
     config, checkpoint = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
         device, world_size = select_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
@@ -123,6 +124,9 @@ def main(args: Sequence[str] | None = None) -> None:
             model = model_dimensions(config, checkpoint)
             batch = plan_batch(config, model, device, world_size)
             print(describe_plan(config, model, batch, device, world_size))
+        return
+    if config.preflight:
+        run_preflight(config, checkpoint)
         return
     with setup_distributed(config.device) as context:
         run(config, checkpoint, context)

@@ -1,4 +1,5 @@
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -39,3 +40,9 @@ def torchrun(script, *args, processes=2):
     """The command that starts `script` on several gloo ranks of this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, f"--nproc_per_node={processes}", str(ROOT / script), *args]
+
+
+def free_port():
+    """A TCP port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

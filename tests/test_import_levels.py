@@ -32,13 +32,14 @@ LEVELS = {
     "hellaswag": 4,
     "runs": 4,
     "sample": 4,
-    "train_gpt2": 5,
-    "bench_components": 6,
-    "bench_run": 6,
-    "plot": 6,
-    "bench_report": 7,
-    "demo": 7,
-    "bench": 8,
+    "preflight": 5,
+    "train_gpt2": 6,
+    "bench_components": 7,
+    "bench_run": 7,
+    "plot": 7,
+    "bench_report": 8,
+    "demo": 8,
+    "bench": 9,
 }
 MODULES = sorted(path.stem for path in ROOT.glob("*.py"))
 DEFINITIONS = (

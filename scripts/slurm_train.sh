@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Train on several machines under Slurm, from the repository's folder:
+#
+#   sbatch --nodes=2 --gpus-per-node=8 --time=12:00:00 scripts/slurm_train.sh NAME [flags of train_gpt2.py]
+#
+# One torchrun a node. Five minutes before the time limit all ranks save and the run's folder has
+# PREEMPTED: then the job is queued again, under the same id, and goes on from there. So does a job
+# that is submitted again with the same NAME. Any other end, an error too, is the end of the job.
+#
+# Environment: OUT_DIR, where run folders go, on a disk that all nodes share (runs);
+# PYTHON (python); PROCESSES_PER_NODE (as many as GPUs); MASTER_PORT (from the job's id).
+#
+#SBATCH --job-name=gpt2
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.log
+
+set -euo pipefail
+
+if [[ -z ${SLURM_JOB_ID:-} || $# -eq 0 || $1 == -* ]]; then
+    echo "usage: sbatch [sbatch's flags] scripts/slurm_train.sh NAME [flags of train_gpt2.py]" >&2
+    exit 2
+fi
+name=$1
+shift
+cd "${SLURM_SUBMIT_DIR:?}" # Slurm runs a copy of this file, from elsewhere
+if [[ ! -f train_gpt2.py ]]; then
+    echo "error: $PWD has no train_gpt2.py: run sbatch from the repository's folder" >&2
+    exit 2
+fi
+mark=${OUT_DIR:=runs}/$name/PREEMPTED
+mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?}")
+port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save in, before torchrun kills
+
+# torchrun must be the task itself: Slurm signals tasks, not their children.
+launch() {
+    srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
+        "${PYTHON:-python}" -m torch.distributed.run \
+        --nnodes="${SLURM_JOB_NUM_NODES:?}" --nproc-per-node="${PROCESSES_PER_NODE:-gpu}" \
+        --rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$port" --rdzv-id="$SLURM_JOB_ID" \
+        --signals-to-handle=SIGTERM,SIGINT,SIGUSR1 \
+        train_gpt2.py "$@" --out-dir="$OUT_DIR" --run-name="$name" --resume=auto
+}
+
+launch --preflight "$@"
+before=$(cat "$mark" 2>/dev/null || true)
+status=0
+launch "$@" || status=$?
+if [[ -f $mark && $(<"$mark") != "$before" ]]; then # the same again: it would never get further
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+exit "$status"

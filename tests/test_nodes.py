@@ -1,0 +1,185 @@
+"""Two machines, as two launches of torchrun that meet over loopback; and Slurm's part in it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, TINY_RUN, free_port, torchrun
+
+from metrics import read_metrics
+from train_gpt2 import main
+
+SCRIPT = ROOT / "scripts/slurm_train.sh"
+LOOPBACK = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+SRUN = """#!/usr/bin/env bash
+# srun --flag=… command …: the command once a node; signals go to all, as Slurm sends them.
+while [[ $1 == --* ]]; do shift; done
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do "$@" & pids+=($!); done
+echo "${pids[*]}" >> pids
+status=0
+for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+exit $status
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$*" >> requeued; fi
+"""
+PYTHON = """#!/usr/bin/env bash
+# Stands for torchrun: the preflight passes, training leaves $MARK and ends with $STATUS.
+echo "$*" >> launches
+[[ $* == *--preflight* ]] && exit "${PREFLIGHT:-0}"
+[[ -n ${MARK:-} ]] && mkdir -p runs/a && echo "$MARK" > runs/a/PREEMPTED
+exit "${STATUS:-0}"
+"""
+
+
+def two_nodes(*flags, processes=1):
+    """Train on two "nodes" of so many processes each; both must end well."""
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", *meeting]
+    launcher += [f"--nproc_per_node={processes}", "--local-addr=127.0.0.1"]
+    command = [*launcher, str(ROOT / "train_gpt2.py"), *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    nodes = [subprocess.Popen(command, env=LOOPBACK, **pipes) for _ in range(2)]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+
+
+def losses(run_dir):
+    """Training and validation losses, as logged."""
+    records = read_metrics(run_dir / "metrics.jsonl")
+    names = ("train_loss", "val_loss")
+    return {(r["step"], name): r[name] for r in records for name in names if name in r}
+
+
+def assert_close(one, other, tolerance):
+    one, other = losses(one), losses(other)
+    assert one.keys() == other.keys()
+    assert max(abs(one[each] - other[each]) for each in one) <= tolerance
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory):
+    """A folder with the run `nodes`, of two nodes with a process each; and flags for more."""
+    out_dir = tmp_path_factory.mktemp("nodes")
+    flags = [f"--data-dir={tiny_data}", f"--out-dir={out_dir}", *TINY_RUN, "--micro-batch-size=2"]
+    two_nodes(*flags, "--run-name=nodes")
+    return out_dir, flags
+
+
+def test_two_nodes_equal_one_launch_of_two_ranks(runs):
+    out_dir, flags = runs
+    command = torchrun("train_gpt2.py", *flags, "--run-name=ranks")
+    subprocess.run(command, check=True, timeout=120, capture_output=True, env=LOOPBACK)
+    assert len(losses(out_dir / "nodes")) == 8 + 3
+    assert_close(out_dir / "nodes", out_dir / "ranks", 1e-6)  # a node's rank has more threads
+
+
+def test_two_nodes_of_two_ranks_with_hsdp_equal_ddp(runs):
+    out_dir, flags = runs
+    two_nodes(*flags, "--parallel=hsdp", "--run-name=hsdp", processes=2)
+    assert_close(out_dir / "nodes", out_dir / "hsdp", 1e-5)
+
+
+# --- Slurm ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A folder to submit from, and what runs the script in it as Slurm does, on two nodes."""
+    (tmp_path / "bin").mkdir()
+    for name, content in (("srun", SRUN), ("scontrol", SCONTROL), ("stand-in", PYTHON)):
+        (tmp_path / "bin" / name).write_text(content)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "train_gpt2.py").symlink_to(ROOT / "train_gpt2.py")
+    slurm = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "MASTER_PORT": str(free_port()),
+        "PROCESSES_PER_NODE": "1",
+        "PYTHON": "stand-in",
+    }
+
+    def start(*args, **environment):
+        return subprocess.Popen(
+            ["bash", str(SCRIPT), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd="/",
+            env=LOOPBACK | slurm | environment,
+        )
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("environment", "code", "requeued"),
+    [
+        ({}, 0, False),
+        ({"STATUS": "1"}, 1, False),
+        ({"MARK": "step 9", "STATUS": "1"}, 0, True),  # torchrun that was signalled fails
+        ({"MARK": "step 4", "STATUS": "1"}, 1, False),  # no step further than the time before
+    ],
+)
+def test_slurm_job_is_requeued_where_it_was_preempted_anew(
+    job, tmp_path, environment, code, requeued
+):
+    mark = tmp_path / "runs/a/PREEMPTED"
+    mark.parent.mkdir(parents=True)
+    mark.write_text("step 4\n")
+    if not environment.get("MARK"):
+        mark.unlink()
+    started = job("a", "--max-steps=9", **environment)
+    output = started.communicate(timeout=30)[0]
+    assert started.returncode == code, output
+    assert (tmp_path / "requeued").exists() == requeued
+    launches = (tmp_path / "launches").read_text().splitlines()
+    assert len(launches) == 4  # two nodes, preflight and training
+    assert all("--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d" in each for each in launches)
+    assert launches[-1].endswith("--max-steps=9 --out-dir=runs --run-name=a --resume=auto")
+
+
+def test_slurm_job_trains_nothing_after_a_failed_preflight(job, tmp_path):
+    started = job("a", PREFLIGHT="3", MARK="step 9")
+    started.communicate(timeout=30)
+    assert started.returncode == 3
+    assert len((tmp_path / "launches").read_text().splitlines()) == 2
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("args", [(), ("--max-steps=9",)])
+def test_slurm_job_without_a_name_says_how_it_is_used(job, args):
+    started = job(*args)
+    assert started.communicate(timeout=30)[0].startswith("usage: sbatch")
+    assert started.returncode == 2
+
+
+def test_slurm_job_saves_at_usr1_is_requeued_and_goes_on(job, tmp_path, tiny_flags):
+    flags = [*tiny_flags, "--val-every=0", "--checkpoint-every=0"]
+    run_dir, python = tmp_path / "runs/a", {"PYTHON": sys.executable}
+    first = job("a", *flags, "--max-steps=100000", **python)
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not metrics.exists() or len(read_metrics(metrics)) < 3:
+        assert first.poll() is None, first.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for pid in (tmp_path / "pids").read_text().splitlines()[-1].split():
+        os.kill(int(pid), signal.SIGUSR1)
+    output = first.communicate(timeout=60)[0]
+    assert first.returncode == 0, output
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    stopped = max(r["step"] for r in read_metrics(metrics))
+    assert f"SIGUSR1: stopped after step {stopped}; " in output
+
+    # Queued again it goes on; on one rank here, which costs less time.
+    main([*flags, f"--out-dir={tmp_path}/runs", "--resume=auto", f"--max-steps={stopped + 2}"])
+    steps = [r["step"] for r in read_metrics(metrics) if "lr" in r]
+    assert steps == list(range(1, stopped + 3))
+    assert not (run_dir / "PREEMPTED").exists()
