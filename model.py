@@ -58,11 +58,15 @@ class GPTConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
+    def block_params(self) -> int:
+        """Parameters of one block."""
+        return 12 * self.n_embd**2 + 13 * self.n_embd
+
+    @property
     def n_params(self) -> int:
         """Parameters of the model, padding rows and position embeddings included."""
-        per_block = 12 * self.n_embd**2 + 13 * self.n_embd
         embeddings = (self.padded_vocab_size + self.block_size) * self.n_embd
-        return embeddings + self.n_layer * per_block + 2 * self.n_embd
+        return embeddings + self.n_layer * self.block_params + 2 * self.n_embd
 
 
 class ModelOutput(NamedTuple):

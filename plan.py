@@ -2,7 +2,8 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +11,24 @@ from torch import nn
 from device import autocast, device_name, is_out_of_memory, memory_gib, select_dtype
 from distributed import DistributedContext, all_reduce_sum, set_gradient_sync
 from metrics import flops_per_token, peak_flops
-from model import GPTConfig
+from model import Checkpointing, GPTConfig
 from train_config import TrainConfig
 
 STATE_BYTES_PER_PARAMETER = 16  # float32: parameter, gradient and AdamW's two moments
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
 MEMORY_SHARE = 0.8  # of a device, what a plan may count on
 DARING = 4  # times the estimate: what a probe tries first
+# Bytes a channel and token that a block keeps for its backward pass, with products in 16 bits or
+# in 32. All is: two residual inputs (float32), two normalised copies, q, k, v and attention's
+# output, the hidden layer before and after GELU. Products: block input, q, k, v, attention's
+# output, its projection, the hidden layer before GELU, its projection.
+KEPT_BYTES: dict[Checkpointing, tuple[int, int]] = {
+    "none": (8 + 4 + 8 + 16, 8 + 8 + 16 + 32),
+    "selective": (4 + 8 + 2 + 8 + 2, 4 + 16 + 4 + 16 + 4),
+    "full": (4, 4),
+}
+GRADIENT_BYTES = (28, 44)  # likewise, of the block whose backward pass runs
+CONTEXTS = [2**power for power in range(10, 18)]  # tokens
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
 
 
@@ -52,7 +64,17 @@ def plan_batch(
     Raises:
         ValueError: the batch does not divide; the message names the nearest sizes that do.
     """
-    total, block_size = config.total_batch_size, model.block_size
+    limit = _micro_batch_limit(config, model, device, world_size, daring)
+    return share_out(config, model.block_size, world_size, limit)
+
+
+def share_out(config: TrainConfig, block_size: int, world_size: int, limit: int) -> BatchPlan:
+    """Divide the global batch, `limit` sequences at once at most if `auto` is to choose.
+
+    Raises:
+        ValueError: it does not divide; the message names the nearest sizes that do.
+    """
+    total = config.total_batch_size
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
     unit = block_size * world_size * (fixed or 1)
     if total % unit:
@@ -65,8 +87,7 @@ def plan_batch(
             f"use {' or '.join(map(str, nearest))}"
         )
     sequences = total // (block_size * world_size)  # of each process in a step
-    limit = fixed or _micro_batch_limit(config, model, device, world_size, daring)
-    return _largest_plan(sequences, limit)
+    return _largest_plan(sequences, fixed or limit)
 
 
 def _largest_plan(sequences: int, limit: int) -> BatchPlan:
@@ -177,22 +198,127 @@ def _micro_batch_limit(
     if memory is not None:
         if device.type != "cuda":
             memory /= world_size  # processes without a GPU of their own share what there is
-        free = MEMORY_SHARE * memory * 2**30 - STATE_BYTES_PER_PARAMETER * model.n_params
-        per_sequence = activation_bytes_per_token(config, model, device) * model.block_size
+        dtype, chunks = select_dtype(config.dtype, device), loss_chunks(config, device.type)
+        shards = world_size if config.parallel == "fsdp" else 1
+        state = state_bytes(config, model, dtype, chunks, world_size, shards, accumulates=True)
+        free = MEMORY_SHARE * memory * 2**30 - state
+        per_sequence = activation_bytes_per_token(config, model, dtype, chunks) * model.block_size
         limit = min(limit, int(daring * free // per_sequence))
     return max(1, limit)
 
 
-def activation_bytes_per_token(config: TrainConfig, model: GPTConfig, device: torch.device) -> int:
-    """Memory that the backward pass needs of the forward's: an estimate, and a cautious one.
+def loss_chunks(config: TrainConfig, device_type: str) -> int:
+    """Parts of the vocabulary's logits: as asked, else 4 on a CPU, where it costs no time."""
+    return config.loss_chunks or (4 if device_type == "cpu" else 1)
 
-    A block keeps its two float32 residual inputs (8C bytes), two normalised copies (4C), q, k, v
-    and attention's output (8C), and the MLP's hidden layer before and after GELU (16C). The
-    vocabulary adds its bfloat16 logits and their gradient, and a float32 softmax on the way. That
-    is compiled, in 16 bits; without either it is up to twice as much.
+
+def activation_bytes_per_token(
+    config: TrainConfig, model: GPTConfig, dtype: torch.dtype, chunks: int
+) -> int:
+    """Device memory that a token takes at the worst moment of a pass: an estimate, a cautious one.
+
+    That is what all blocks keep and, whichever is more, the vocabulary's logits or one block's
+    backward pass, before which it computes again what it has not kept. The logits take 8 bytes an
+    id compiled, 16 eagerly; in chunks 12 or 21, of one chunk's tokens only.
+
+    Args:
+        config: says what is kept, and whether it is compiled.
+        model: the model's dimensions.
+        dtype: of matrix products.
+        chunks: parts in which the logits are computed.
     """
-    plain = not config.compile or select_dtype(config.dtype, device) == torch.float32
-    return (36 * model.n_layer * model.n_embd + 8 * model.padded_vocab_size) * (1 + plain)
+    wide = dtype == torch.float32
+    everything, kept = KEPT_BYTES["none"][wide], KEPT_BYTES[config.activation_checkpointing][wide]
+    working = (everything - kept + GRADIENT_BYTES[wide]) * model.n_embd
+    per_id = (8 if config.compile else 16) if chunks == 1 else (12 if config.compile else 21)
+    vocabulary = per_id * model.padded_vocab_size // chunks
+    if config.activation_offload:
+        # Eagerly, `selective` holds its products itself: only the blocks' inputs go.
+        held = config.activation_checkpointing == "selective" and not config.compile
+        kept = kept - 4 if held else 0
+    hidden = 6 * model.n_embd  # after the last block, and normalised
+    return kept * model.n_layer * model.n_embd + hidden + max(working, vocabulary)
+
+
+def state_bytes(
+    config: TrainConfig,
+    model: GPTConfig,
+    dtype: torch.dtype,
+    chunks: int,
+    world_size: int,
+    shards: int,
+    accumulates: bool,
+) -> float:
+    """Device memory of what does not grow with the batch: parameters, gradients, moments, buffers.
+
+    Args:
+        config: says what is shared out.
+        model: the model's dimensions.
+        dtype: of matrix products.
+        chunks: parts in which the logits are computed.
+        world_size: processes.
+        shards: processes that a parameter is shared out over.
+        accumulates: whether a step has several micro-batches.
+    """
+    n_params, cast = model.n_params, 0 if dtype == torch.float32 else 2
+    head = model.padded_vocab_size * model.n_embd
+    chunked = 10 * head if chunks > 1 else 0  # the head's gradient, scaled, and in 16 bits
+    # What waits for the last micro-batch is whole on every process: as gradients beside DDP's
+    # buckets, or as those that FSDP has yet to share out.
+    waiting = 4 * n_params if accumulates and world_size > 1 else 0
+    if not config.is_sharded:
+        return (STATE_BYTES_PER_PARAMETER + cast) * n_params + waiting + chunked
+    block = model.block_params
+    rest = n_params - model.n_layer * block  # in float32 with its gradient, and cast for the head
+    at_once = min(2, model.n_layer) if config.reshard_after_forward else model.n_layer
+    gathered = at_once * (cast or 4) * block + (8 + cast) * rest
+    reducing = 8 * block  # one block's gradient, and the buffer that it is reduced in
+    own = 0 if config.cpu_offload else STATE_BYTES_PER_PARAMETER * n_params / shards
+    return own + gathered + reducing + waiting + chunked
+
+
+def describe_contexts(
+    config: TrainConfig,
+    model: GPTConfig,
+    device_type: str,
+    dtype: torch.dtype,
+    world_size: int,
+    shards: int,
+) -> str:
+    """Peak memory by context length and by what is kept, one sequence at a time, as a table.
+
+    Args:
+        config: says what is shared out, and whether it is compiled.
+        model: the model's dimensions, but for the context length.
+        device_type: of each process.
+        dtype: of matrix products.
+        world_size: processes.
+        shards: processes that a parameter is shared out over.
+    """
+    modes: dict[str, dict[str, Any]] = {
+        name: {"activation_checkpointing": name, "activation_offload": False} for name in KEPT_BYTES
+    }
+    if device_type == "cuda":
+        modes["offload"] = {"activation_checkpointing": "none", "activation_offload": True}
+    lines = [
+        f"peak GiB of each device by context length, one {str(dtype).removeprefix('torch.')} "
+        f"sequence at a time, {config.parallel} over {world_size}",
+        "with --activation-checkpointing none, selective, full"
+        + (", or with --activation-offload" if device_type == "cuda" else "")
+        + "; /8: with --loss-chunks 8",
+        "context" + "".join(f"{name:>12}{'/8':>8}" for name in modes),
+    ]
+    for context in CONTEXTS:
+        longer, row = replace(model, block_size=context), f"{context:>7,}"
+        accumulates = config.total_batch_size > context * world_size
+        for settings in modes.values():
+            kept = replace(config, **settings)
+            for width, chunks in ((12, 1), (8, 8)):
+                total = context * activation_bytes_per_token(kept, longer, dtype, chunks)
+                total += state_bytes(kept, longer, dtype, chunks, world_size, shards, accumulates)
+                row += f"{total / 2**30:>{width}.1f}"
+        lines.append(row)
+    return "\n".join(lines)
 
 
 def describe_plan(
@@ -214,16 +340,18 @@ def describe_plan(
     tokens = config.total_batch_size * config.max_steps
     per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
     micro_batch_tokens = batch.micro_batch_size * model.block_size
-    state_gib = STATE_BYTES_PER_PARAMETER * model.n_params / 2**30
-    per_token_bytes = activation_bytes_per_token(config, model, device)
-    activations_gib = per_token_bytes * micro_batch_tokens / 2**30
+    dtype, chunks = select_dtype(config.dtype, device), loss_chunks(config, device.type)
+    shards = world_size if config.parallel == "fsdp" else 1
+    accumulates = batch.grad_accum_steps > 1
+    state = state_bytes(config, model, dtype, chunks, world_size, shards, accumulates)
+    per_token_bytes = activation_bytes_per_token(config, model, dtype, chunks)
+    state_gib, activations_gib = state / 2**30, per_token_bytes * micro_batch_tokens / 2**30
     peak = peak_flops(device_name(device))
-    dtype = str(select_dtype(config.dtype, device)).removeprefix("torch.")
     rows = {
         "model": f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, "
         f"context {model.block_size:,}, {model.padded_vocab_size:,} embedding rows",
         "parameters": f"{model.n_params:,}",
-        "device": f"{world_size} x {device_name(device)}, {dtype}",
+        "device": f"{world_size} x {device_name(device)}, {str(dtype).removeprefix('torch.')}",
         "batch": f"{config.total_batch_size:,} tokens = {batch.micro_batch_size} sequences x "
         f"{model.block_size:,} tokens x {batch.grad_accum_steps} micro-steps x "
         f"world size {world_size}",
@@ -235,7 +363,7 @@ def describe_plan(
         "checkpoint": f"{CHECKPOINT_BYTES_PER_PARAMETER * model.n_params / 2**30:.2f} GiB",
     }
     if peak is not None:
-        hours = per_token * tokens / (0.4 * peak * world_size) / 3600
-        rows["time"] = f"about {hours:,.1f} hours, at 40% MFU"
+        hours = per_token * tokens / (config.mfu * peak * world_size) / 3600
+        rows["time"] = f"about {hours:,.1f} hours, at {config.mfu:.0%} MFU"
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

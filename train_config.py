@@ -11,9 +11,12 @@ from model import GPT2_SIZES, Checkpointing, GPTConfig
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
-    *("log_every", "max_lr", "grad_clip", "loss_chunks"),
+    *("log_every", "max_lr", "grad_clip", "loss_chunks", "gpus", "nodes", "mfu"),
 )
-NOT_SAVED = ("config", "resume", "plan", "preflight", "run_name")  # not a run's settings
+NOT_SAVED = (  # flags that name a run, or plan one: not its settings
+    *("config", "resume", "plan", "preflight", "run_name"),
+    *("gpus", "nodes", "gpu", "mfu", "gpu_hour_price"),
+)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,16 @@ class TrainConfig:
     preflight: bool = False
     """Check on every process that the run can start: network, software, settings, clocks, data
     and disk, a line each; then exit."""
+    gpus: int | None = None
+    """With --plan: plan for this many GPUs in all, rather than for this machine."""
+    nodes: int = 1
+    """With --gpus: machines that they are in."""
+    gpu: Literal["A100", "H100", "H200"] = "H100"
+    """With --gpus: their kind."""
+    mfu: float = 0.4
+    """With --plan: the share of its peak that a single GPU reaches; measure it in a short run."""
+    gpu_hour_price: float = 0.0
+    """With --gpus: the price of one for an hour; 0 = show no price."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -155,12 +168,35 @@ class TrainConfig:
             problems.append(
                 f"--dtype float16 does not go with --parallel {self.parallel}: use bfloat16"
             )
+        problems += self._planning_problems()
         try:
             self.model_config()
         except ValueError as error:
             problems.append(str(error))
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _planning_problems(self) -> list[str]:
+        """What is wrong with the flags that a plan for other machines takes."""
+        if self.gpus is None:
+            return ["--nodes goes with --plan --gpus"] if self.nodes != 1 else []
+        if self.gpus < 1 or self.nodes < 1:
+            return []  # said already
+        problems = []
+        if not self.plan:
+            problems.append("--gpus goes with --plan")
+        if self.gpus % self.nodes:
+            nearest = self.gpus // self.nodes * self.nodes
+            sizes = [size for size in (nearest, nearest + self.nodes) if size]
+            problems.append(
+                f"--gpus {self.gpus} is not a multiple of --nodes {self.nodes}: "
+                f"use --gpus {' or '.join(map(str, sizes))}"
+            )
+        if self.parallel == "hsdp" and self.nodes == 1:
+            problems.append("--parallel hsdp needs --nodes 2 or more: use fsdp on one")
+        if self.mfu > 1:
+            problems.append(f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say")
+        return problems
 
     @property
     def is_sharded(self) -> bool:

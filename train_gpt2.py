@@ -67,9 +67,16 @@ from files import append_whole
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import cosine_lr, wsd_lr
 from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu, peak_flops
-from model import GPT, IGNORE_INDEX
+from model import GPT, IGNORE_INDEX, GPTConfig
 from outliers import RecentNorms
-from plan import BatchPlan, choose_batch, describe_plan, plan_batch
+from plan import (
+    BatchPlan,
+    choose_batch,
+    describe_contexts,
+    describe_plan,
+    loss_chunks,
+    plan_batch,
+)
 from preflight import run_preflight
 from runs import (
     Preemption,
@@ -81,6 +88,7 @@ from runs import (
     refuse_another_run,
 )
 from sample import generate
+from scaling import describe_scaling
 from shards import TokenShards
 from stopping import Stopped, StopRequest
 from tokenizer import gpt2_encoding
@@ -119,17 +127,27 @@ def main(args: Sequence[str] | None = None) -> None:
     """Print the plan, check the machines, or join the other processes and run."""
     config, checkpoint = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
-        device, world_size = select_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
         if os.environ.get("RANK", "0") == "0":
-            model = model_dimensions(config, checkpoint)
-            batch = plan_batch(config, model, device, world_size)
-            print(describe_plan(config, model, batch, device, world_size))
+            print_plan(config, model_dimensions(config, checkpoint))
         return
     if config.preflight:
         run_preflight(config, checkpoint)
         return
     with setup_distributed(config.device) as context:
         run(config, checkpoint, context)
+
+
+def print_plan(config: TrainConfig, model: GPTConfig) -> None:
+    """What the run would take: on this machine or, with `--gpus`, on those."""
+    if config.gpus is not None:
+        print(describe_scaling(config, model))
+        return
+    device, world_size = select_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
+    batch = plan_batch(config, model, device, world_size)
+    dtype, shards = select_dtype(config.dtype, device), world_size if config.is_sharded else 1
+    print(describe_plan(config, model, batch, device, world_size))
+    print()
+    print(describe_contexts(config, model, device.type, dtype, world_size, shards))
 
 
 def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContext) -> None:
@@ -529,7 +547,7 @@ def build_trainer(
     dtype = select_dtype(config.dtype, device)
     train_shards, val_shards = open_data(config, context)
     raw_model, model = build_model(config, checkpoint, dtype, context)
-    raw_model.loss_chunks = config.loss_chunks or (4 if device.type == "cpu" else 1)
+    raw_model.loss_chunks = loss_chunks(config, device.type)
     raw_model.set_checkpointing(config.activation_checkpointing)
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:

@@ -32,6 +32,7 @@ LEVELS = {
     "hellaswag": 4,
     "runs": 4,
     "sample": 4,
+    "scaling": 4,
     "preflight": 5,
     "train_gpt2": 6,
     "bench_components": 7,

@@ -4,13 +4,90 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd.profiler import profile
 
 from distributed import DistributedContext
 from model import GPT, GPT2_SIZES, GPTConfig
-from plan import BatchPlan, describe_plan, fit_batch, plan_batch, probe_step
+from plan import (
+    BatchPlan,
+    activation_bytes_per_token,
+    describe_contexts,
+    describe_plan,
+    fit_batch,
+    plan_batch,
+    probe_step,
+    state_bytes,
+)
 from train_config import TrainConfig
 
 CPU = torch.device("cpu")
+LONG = GPTConfig(block_size=2048, vocab_size=1000, n_layer=6, n_head=2, n_embd=64)
+
+
+def peak_bytes(checkpointing, chunks, dtype):
+    """The most that the tensors of a forward and backward pass of `LONG` take at once."""
+    model = GPT(LONG)
+    model.loss_chunks = chunks
+    model.set_checkpointing(checkpointing)
+    idx = torch.zeros(1, LONG.block_size, dtype=torch.int64)
+    with profile(profile_memory=True) as profiler:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = model(idx, idx).loss
+        loss.backward()
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "dtype"), [(1, torch.bfloat16), (8, torch.bfloat16), (1, torch.float32)]
+)
+def test_memory_estimate_is_above_what_is_measured_and_near_it(chunks, dtype):
+    found, foretold = {}, {}
+    for mode in ("none", "selective", "full"):
+        config = TrainConfig(activation_checkpointing=mode, compile=False)
+        found[mode] = peak_bytes(mode, chunks, dtype)
+        per_token = activation_bytes_per_token(config, LONG, dtype, chunks)
+        state = state_bytes(config, LONG, dtype, chunks, 1, 1, accumulates=False)
+        state -= 12 * LONG.n_params  # parameters and moments were there before, or are not
+        foretold[mode] = state + per_token * LONG.block_size
+    print({mode: (found[mode], foretold[mode] / found[mode]) for mode in found})
+    assert found["none"] > found["selective"] > found["full"]
+    for mode in found:
+        assert found[mode] < foretold[mode] < 2 * found[mode]
+    kept = found["none"] - found["full"]  # what it is all about: nearer still
+    assert foretold["none"] - foretold["full"] == pytest.approx(kept, rel=0.25)
+
+
+def test_state_bytes_of_every_way_to_share_out():
+    xl = GPTConfig(**GPT2_SIZES["gpt2-xl"])
+
+    def gib(accumulates=False, dtype=torch.float32, world_size=64, **flags):
+        config, shards = TrainConfig(**flags), 1 if not flags else world_size
+        return state_bytes(config, xl, dtype, 1, world_size, shards, accumulates) / xl.n_params
+
+    assert gib(world_size=1) == 16
+    assert gib() == 16
+    assert gib(accumulates=True) == 20  # gradients wait beside the buckets
+    zero_3, zero_2 = gib(parallel="fsdp"), gib(parallel="fsdp", reshard_after_forward=False)
+    assert 16 / 64 < zero_3 < zero_2 < 16
+    assert zero_2 - zero_3 == pytest.approx(4 * 46 * xl.block_params / xl.n_params)
+    assert gib(parallel="fsdp", accumulates=True) == pytest.approx(zero_3 + 4)
+    offloaded = gib(parallel="fsdp", cpu_offload=True)
+    assert offloaded == pytest.approx(zero_3 - 16 / 64)
+
+
+def test_describe_contexts_grows_with_context_and_shrinks_with_checkpointing():
+    text = describe_contexts(TrainConfig(), GPTConfig(), "cuda", torch.bfloat16, 1, 1)
+    rows = [line.split() for line in text.splitlines()[3:]]
+    assert [row[0] for row in rows][:: len(rows) - 1] == ["1,024", "131,072"]
+    figures = [[float(cell) for cell in row[1:]] for row in rows]
+    for column in zip(*figures, strict=True):
+        assert list(column) == sorted(column)
+    none, none_8, selective, _, full, full_8, offload, _ = figures[-1]
+    assert none > selective > full > full_8
+    assert none > none_8
+    assert full > offload
 
 
 @given(
