@@ -190,10 +190,8 @@ def pass_seconds(config: TrainConfig, model: GPTConfig, tokens: int) -> tuple[fl
     The backward pass takes twice as long as the forward one and, where it computes all blocks
     again, three times. What is offloaded crosses to the CPU and back while nothing computes.
     """
-    gpu, per_token = (
-        GPUS[config.gpu],
-        flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size),
-    )
+    gpu = GPUS[config.gpu]
+    per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
     peak = peak_flops(gpu.name)
     assert peak is not None
     forward = tokens * per_token / (config.mfu * peak) / 3

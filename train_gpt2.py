@@ -144,7 +144,8 @@ def print_plan(config: TrainConfig, model: GPTConfig) -> None:
         return
     device, world_size = select_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
     batch = plan_batch(config, model, device, world_size)
-    dtype, shards = select_dtype(config.dtype, device), world_size if config.is_sharded else 1
+    dtype = select_dtype(config.dtype, device)
+    shards = world_size if config.parallel == "fsdp" else 1
     print(describe_plan(config, model, batch, device, world_size))
     print()
     print(describe_contexts(config, model, device.type, dtype, world_size, shards))
