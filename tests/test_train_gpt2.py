@@ -389,14 +389,14 @@ flush = os.fsync
 os.fsync = lambda file: (time.sleep(0.2), flush(file))  # a slow disk
 build_model = train_gpt2.build_model
 def build_poisoned(*args):
-    model = build_model(*args)
+    raw_model, model = build_model(*args)
     if os.environ["RANK"] == "1":
         calls = []
         def poison(grad):
             calls.append(1)
             return grad * float("nan") if len(calls) == 6 else grad
-        model.transformer.ln_f.bias.register_hook(poison)
-    return model
+        raw_model.transformer.ln_f.bias.register_hook(poison)
+    return raw_model, model
 train_gpt2.build_model = build_poisoned
 run_command(train_gpt2.main)
 """
