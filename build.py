@@ -7,7 +7,6 @@ from typing import cast
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 from checkpoint import load_model, read_state
 from dataloader import count_windows
@@ -121,12 +120,12 @@ def build_sharded_model(
         model,
         model.transformer.h,
         context,
+        methods=["encode"],
         replicate=config.parallel == "hsdp",
         reshard_after_forward=config.reshard_after_forward,
         cpu_offload=config.cpu_offload,
         dtype=dtype,
     )
-    register_fsdp_forward_method(model, "encode")
     if source is None:
         draw_weights(model, config.seed)
         return model

@@ -11,19 +11,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -107,6 +99,7 @@ def shard_model(
     blocks: Iterable[nn.Module],
     context: DistributedContext,
     *,
+    methods: Sequence[str],
     replicate: bool,
     reshard_after_forward: bool,
     cpu_offload: bool,
@@ -122,11 +115,22 @@ def shard_model(
         model: on the meta device, so that no process ever holds it whole.
         blocks: the parts that are gathered one after the other.
         context: this process's place.
+        methods: of the model that compute, besides `forward`.
         replicate: share out within a machine only, and replicate over machines (HSDP).
         reshard_after_forward: free gathered blocks between forward and backward pass.
         cpu_offload: keep the shards and the optimizer's state in the CPU's memory.
         dtype: blocks are gathered and computed in it; gradients are reduced in float32.
     """
+    # Here, because they take more than a second to import.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     shape: tuple[int, ...] = (context.world_size,)
     if replicate:
         shape = (context.world_size // context.local_world_size, context.local_world_size)
@@ -149,27 +153,32 @@ def shard_model(
         )
     # Float32 as without sharding: scores are read from the vocabulary matrix in full precision.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+    for method in methods:
+        register_fsdp_forward_method(model, method)
     model.to_empty(device="cpu" if cpu_offload else context.device)
 
 
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:
     """This process's part of a tensor that all have, laid out as `like` is."""
-    if not isinstance(like, DTensor):
+    if not hasattr(like, "device_mesh"):  # no DTensor
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
     whole = whole.to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
 def reshard(model: nn.Module) -> None:
     """Free what a pass without a backward pass has left gathered of a sharded model."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        if hasattr(module, "reshard"):
+            cast(Any, module).reshard()
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """A sharded tensor whole; every process must ask for it. Others as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
@@ -181,8 +190,8 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Choose whether the next backward pass averages gradients or only accumulates them."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = enabled
-    elif isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        cast(Any, model).set_requires_gradient_sync(enabled)
 
 
 def all_reduce_sum(tensor: Tensor, context: DistributedContext) -> Tensor:

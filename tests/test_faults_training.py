@@ -252,7 +252,7 @@ def test_signal_breaks_an_evaluation_off_and_it_is_done_again(
 
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
 def test_signal_while_compiling_stops_after_the_first_step(flags, run_dir):
-    with Job(*train(*flags, "--compile", "--val-every=0", "--n-layer=1")) as job:
+    with Job(*train(*flags, "--compile", "--val-every=0", "--block-size=64")) as job:
         job.wait_for("compiling")
         time.sleep(2)
         job.send(signal.SIGTERM)
@@ -432,7 +432,7 @@ def press_ctrl_c(command, start, seconds):
 
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
 def test_interrupt_from_a_terminal_while_compiling(flags):
-    command = [str(part) for part in train(*flags, "--compile", "--val-every=0", "--n-layer=1")]
+    command = [str(part) for part in train(*flags, "--compile", "--val-every=0", "--block-size=64")]
     shown, code = press_ctrl_c(command, "compiling", 3)
     assert code == 130, shown
     assert "Traceback" not in shown
