@@ -12,9 +12,6 @@ LEAST = WINDOW // 2  # norms to judge by; the first of a run vary too much
 class RecentNorms:
     """The last `WINDOW` gradient norms, outliers too, so that a lasting change is soon normal.
 
-    Source: OLMo 2 (OLMo team 2024), section 3.1 counts spikes so; its trainer skips updates by
-    this rule.
-
     Args:
         zscore: standard deviations above the mean from which a norm is an outlier; 0 = none is.
     """

@@ -47,9 +47,10 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
             given.run_name = last_run(out_dir)
             args = [*args, f"--run-name={given.run_name}"] if given.run_name else args
         checkpoint = find_resumable(given.resume, out_dir, given.run_name)
-        config_path = out_dir / str(given.run_name) / CONFIG_NAME
-        if checkpoint is None and config_path.is_file():  # it was stopped before its first
-            saved = read_settings(str(config_path))
+        if checkpoint is None and given.run_name and given.config is None:
+            config_path = out_dir / given.run_name / CONFIG_NAME
+            if config_path.is_file():  # the run was stopped before its first checkpoint
+                saved = read_settings(str(config_path))
     if checkpoint is not None:
         saved = read_state(checkpoint).train_config
     return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint

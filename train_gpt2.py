@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -363,7 +363,7 @@ def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
             batches = watch(validation_loader(trainer))
             record["val_loss"] = evaluate_loss(trainer.model, batches, trainer.dtype, context)
         if trainer.is_due(config.hellaswag_every, step) and trainer.hellaswag:
-            with set_stance("force_eager"):  # a sharded model's blocks are compiled, for one shape
+            with uncompiled(config):
                 score = evaluate_hellaswag(
                     trainer.raw_model,
                     trainer.hellaswag,
@@ -384,6 +384,11 @@ def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
     if trainer.is_due(config.sample_every, step):
         write_samples(trainer, step)
     return True
+
+
+def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
+    """Let the raw model compute as it is: a sharded one's blocks are compiled, for one shape."""
+    return set_stance("force_eager") if config.compile and config.is_sharded else nullcontext()
 
 
 @torch.no_grad()
@@ -415,7 +420,7 @@ def write_samples(trainer: Trainer, step: int) -> None:
     context, encoding = trainer.context, gpt2_encoding()
     prompt = torch.tensor(encoding.encode_ordinary(SAMPLE_PROMPT), device=context.device)
     generator = torch.Generator(context.device).manual_seed(trainer.config.seed)
-    with set_stance("force_eager"):
+    with uncompiled(trainer.config):
         sequences = generate(
             trainer.raw_model,
             prompt.repeat(SAMPLE_COUNT, 1),

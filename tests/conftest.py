@@ -1,5 +1,6 @@
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +41,19 @@ def torchrun(script, *args, processes=2):
     """The command that starts `script` on several gloo ranks of this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, f"--nproc_per_node={processes}", str(ROOT / script), *args]
+
+
+def check_on_two_ranks(source, tmp_path):
+    """Run the `check(context)` that `source` defines on two gloo ranks, each to its end."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom distributed import *\n{source}\n"
+        "with setup_distributed('cpu') as context:\n    check(context)\n"
+        "print('fine', flush=True)\n"
+    )
+    result = subprocess.run(torchrun(script), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("fine") == 2
 
 
 def free_port():

@@ -1,18 +1,12 @@
-import subprocess
-import sys
-
 import pytest
 import torch
-from conftest import ROOT
+from conftest import check_on_two_ranks
 
 from distributed import all_reduce_mean, all_reduce_sum, broadcast_int, setup_distributed
 
-RANK_SCRIPT = """
-import sys
-sys.path.insert(0, {root!r})
+RANK_CHECK = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from distributed import *
 
 def fail_on_one(context):
     with failing_together(context):
@@ -55,22 +49,11 @@ def check(context):
         if micro_step < 2:  # not averaged yet: each process has its own
             assert raw.weight.grad.flatten()[0] == (micro_step + 1) * (me + 1)
     assert raw.weight.grad.flatten()[0] == 3 * 1.5
-
-with setup_distributed("cpu") as context:
-    check(context)
-print("fine", flush=True)
 """
 
 
 def test_two_ranks_reduce_and_average_gradients_on_the_last_micro_step_only(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANK_SCRIPT.format(root=str(ROOT)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*launcher, "--nproc_per_node=2", script], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("fine") == 2
+    check_on_two_ranks(RANK_CHECK, tmp_path)
 
 
 def test_setup_distributed_of_one_process_is_free(monkeypatch):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, torchrun
+from conftest import ROOT, TINY_RUN, check_on_two_ranks, torchrun
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import latest_checkpoint, load_model, verify_checkpoint
@@ -94,13 +94,10 @@ def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(tiny_data, runs):
     assert max(abs(losses[step] - one[step]) for step in losses) <= 0.01
 
 
-RANK_SCRIPT = """
-import sys
-sys.path.insert(0, {root!r})
+RANK_CHECK = """
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 from build import build_model
-from distributed import *
 from train_config import TrainConfig
 
 config = TrainConfig(parallel="fsdp", compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
@@ -121,19 +118,11 @@ def check(context):
         reduced.append(sum(n for op, n in counts.items() if "reduce_scatter" in str(op)))
     assert reduced == [0, 0, 3], reduced  # two blocks and the root, once
     assert clip_gradients(model, 1.0).shape == ()
-
-with setup_distributed("cpu") as context:
-    check(context)
-print("fine", flush=True)
 """
 
 
 def test_fsdp_holds_a_share_and_reduces_on_the_last_micro_step_only(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANK_SCRIPT.format(root=str(ROOT)))
-    result = subprocess.run(torchrun(script), capture_output=True, text=True, timeout=90)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("fine") == 2
+    check_on_two_ranks(RANK_CHECK, tmp_path)
 
 
 @pytest.mark.parametrize(
