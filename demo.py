@@ -58,7 +58,7 @@ def train_flags(short: bool) -> list[str]:
     return [
         *(f"--data-dir={DATA_DIR}", f"--out-dir={RUN_DIR.parent}", f"--run-name={RUN_DIR.name}"),
         *("--n-layer=6", "--n-head=5", "--n-embd=160", "--block-size=256"),
-        *("--total-batch-size=1024", f"--max-steps={steps}", "--warmup-steps=20"),
+        *("--total-batch-size=1024", f"--max-steps={steps}", "--warmup-steps=100"),
         *("--max-lr=2e-3", "--min-lr=1e-4", f"--val-every={steps // 6}", "--val-tokens=65536"),
         *(f"--sample-every={steps}", f"--hellaswag-every={steps}"),
         *(f"--hellaswag-data={HELLASWAG_SAMPLE}", f"--checkpoint-every={steps}", "--log-every=10"),
