@@ -1,15 +1,12 @@
 import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import ROOT, Commands
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
-ROOT = Path(__file__).parent.parent
 TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
 TINY_RUN = (
     *TINY_MODEL,
@@ -31,6 +28,15 @@ def tiny_data(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory):
+    """What runs the project's commands, alone or as ranks, without waiting for imports."""
+    if os.name != "posix":
+        pytest.skip("forks")
+    with Commands(tmp_path_factory.mktemp("commands")) as commands:
+        yield commands
+
+
 @pytest.fixture
 def tiny_flags(tiny_data, tmp_path):
     """Flags of a run of seconds; later flags override them."""
@@ -43,7 +49,7 @@ def torchrun(script, *args, processes=2):
     return [*launcher, f"--nproc_per_node={processes}", str(ROOT / script), *args]
 
 
-def check_on_two_ranks(source, tmp_path):
+def check_on_two_ranks(commands, source, tmp_path):
     """Run the `check(context)` that `source` defines on two gloo ranks, each to its end."""
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -51,12 +57,6 @@ def check_on_two_ranks(source, tmp_path):
         "with setup_distributed('cpu') as context:\n    check(context)\n"
         "print('fine', flush=True)\n"
     )
-    result = subprocess.run(torchrun(script), capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("fine") == 2
-
-
-def free_port():
-    """A TCP port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    done = commands.run_ranks(2, script)
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("fine") == 2

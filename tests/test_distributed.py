@@ -52,8 +52,8 @@ def check(context):
 """
 
 
-def test_two_ranks_reduce_and_average_gradients_on_the_last_micro_step_only(tmp_path):
-    check_on_two_ranks(RANK_CHECK, tmp_path)
+def test_two_ranks_reduce_and_average_gradients_on_the_last_micro_step_only(commands, tmp_path):
+    check_on_two_ranks(commands, RANK_CHECK, tmp_path)
 
 
 def test_setup_distributed_of_one_process_is_free(monkeypatch):

@@ -28,12 +28,6 @@ SPARE_BYTES = 300 << 20  # a refusal may take this much more memory than a wrong
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    with Commands(tmp_path_factory.mktemp("commands")) as commands:
-        yield commands
-
-
-@pytest.fixture(scope="module")
 def made(commands, tiny_data):
     """A finished run and its export, in one folder; the tests work on copies."""
     flags = (*TINY_RUN, "--max-steps=2", f"--data-dir={tiny_data}", "--run-name=run")

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, torchrun
+from forked import assert_refused
 
 from checkpoint import latest_checkpoint, verify_checkpoint
 from metrics import read_metrics
@@ -256,7 +257,9 @@ def test_resume_lists_every_difference_and_lets_steps_intervals_and_paths_change
 # --- every rank alike -------------------------------------------------------------------------
 
 
-def test_ranks_with_other_files_are_refused_with_the_first_difference(flags, tiny_data, tmp_path):
+def test_ranks_with_other_files_are_refused_with_the_first_difference(
+    commands, flags, tiny_data, tmp_path
+):
     """Two machines, each with a data folder of its own under the same name."""
     for rank, change in (("0", None), ("1", "train_000002.npy")):
         folder = shutil.copytree(tiny_data, tmp_path / rank / "data")
@@ -265,21 +268,17 @@ def test_ranks_with_other_files_are_refused_with_the_first_difference(flags, tin
     script = tmp_path / "at_home.py"
     script.write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "os.chdir(os.environ['RANK'])\n"
+        f"os.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])\n"
         "import train_gpt2\nfrom cli import run_command\nrun_command(train_gpt2.main)\n"
     )
-    command = [*torchrun(script, *flags, "--data-dir=data"), "--micro-batch-size=4"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=90)
-    assert result.returncode != 0
-    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1
-    assert "rank 1 has data/train_000002.npy of 10,995 tokens" in said[0]
-    assert "rank 0 has data/train_000002.npy of 11,000 tokens" in said[0]
+    flags = (*flags, "--data-dir=data", "--micro-batch-size=4")
+    done = commands.run_ranks(2, script, *flags)
+    other, here = ("has data/train_000002.npy of " + tokens for tokens in ("10,995", "11,000"))
+    assert_refused(done, f"rank 1 {other} tokens", f"rank 0 {here} tokens")
 
     (tmp_path / "1/data/train_000002.npy").write_bytes(b"junk")  # seen by one rank only
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=90)
-    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert said[0].startswith("error: on rank 1: data/train_000002.npy cannot be read")
+    done = commands.run_ranks(2, script, *flags)
+    assert_refused(done, "error: on rank 1: data/train_000002.npy cannot be read")
     assert not (tmp_path / "runs").exists()
 
 
@@ -288,8 +287,8 @@ def test_ranks_with_other_files_are_refused_with_the_first_difference(flags, tin
 
 def spiky_data(folder):
     """Tokens that are easy to learn, but for those of step 70."""
-    tokens = np.tile(np.arange(32, dtype=np.uint16), 8 * 90 + 1)
-    window = slice(69 * 8 * 32, 70 * 8 * 32)
+    tokens = np.tile(np.arange(32, dtype=np.uint16), 2 * 90 + 1)
+    window = slice(69 * 2 * 32, 70 * 2 * 32)
     tokens[window] = 40_000
     folder.mkdir()
     np.save(folder / "train_1.npy", tokens)
@@ -303,6 +302,7 @@ def test_loss_spike_is_skipped_logged_and_skipped_again_after_a_resume(
     flags += [f"--data-dir={spiky_data(tmp_path / 'data')}", "--no-shuffle", "--val-every=0"]
     flags += ["--skip-grad-norm-zscore=6", "--checkpoint-every=68", "--lr-schedule=wsd"]
     flags += ["--max-lr=3e-3", "--min-lr=3e-3", "--grad-clip=1000"]
+    flags += ["--total-batch-size=64", "--micro-batch-size=2"]
     main([*flags, "--max-steps=75"])
     records = [r for r in read_metrics(run_dir / "metrics.jsonl") if "lr" in r]
     assert [r["step"] for r in records if r.get("update_skipped")] == [70]

@@ -2,7 +2,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -331,21 +330,20 @@ from distributed import setup_distributed
 
 hellaswag.DATA_BYTES, hellaswag.DATA_SHA256 = int(sys.argv[2]), sys.argv[3]
 with setup_distributed("cpu") as context:
-    path = hellaswag.download_hellaswag(context, Path("data.jsonl"), sys.argv[1])
+    path = Path(sys.argv[0]).with_suffix(".jsonl")
+    path = hellaswag.download_hellaswag(context, path, sys.argv[1])
     print(f"rank {context.rank} has {path.stat().st_size} bytes\\n", end="")
 """
 
 
-def test_download_hellaswag_makes_the_other_processes_wait(server, tmp_path):
+def test_download_hellaswag_makes_the_other_processes_wait(commands, server, tmp_path):
     body = b"some rows\n" * 1000
     server.bodies["/data"], server.delay_seconds = (body, len(body)), 1
     url = f"http://127.0.0.1:{server.server_port}/data"
     (tmp_path / "download.py").write_text(DOWNLOAD)
-    command = torchrun(
-        tmp_path / "download.py", url, str(len(body)), hashlib.sha256(body).hexdigest()
-    )
-    done = run(command, tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
+    size, digest = len(body), hashlib.sha256(body).hexdigest()
+    done = commands.run_ranks(2, tmp_path / "download.py", url, size, digest)
+    assert done.code == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {r} has 10000 bytes" for r in range(2)]
     assert server.requests == ["/data"]
 
@@ -368,14 +366,14 @@ def run(command, cwd, **environment):
     )
 
 
-def test_main_gives_the_same_with_any_number_of_processes(folder, tmp_path):
+def test_main_gives_the_same_with_any_number_of_processes(commands, folder, tmp_path):
     """Three processes share two batches, so that one of them has nothing to do."""
     flags = [f"--model={folder}", f"--data={SAMPLE}", "--device=cpu", "--dtype=float32"]
     flags += ["--batch-size=10", "--limit=20"]
-    alone = run([sys.executable, ROOT / "hellaswag.py", *flags, "--output=1.jsonl"], tmp_path)
-    assert alone.returncode == 0, alone.stderr
-    together = run(torchrun("hellaswag.py", *flags, "--output=n.jsonl", processes=3), tmp_path)
-    assert together.returncode == 0, together.stderr
+    alone = commands.run("hellaswag", *flags, f"--output={tmp_path}/1.jsonl")
+    assert alone.code == 0, alone.stderr
+    together = commands.run_ranks(3, "hellaswag", *flags, f"--output={tmp_path}/n.jsonl")
+    assert together.code == 0, together.stderr
     assert together.stdout == alone.stdout
 
     rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]

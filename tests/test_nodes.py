@@ -7,7 +7,8 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TINY_RUN, free_port, torchrun
+from conftest import ROOT, TINY_RUN
+from forked import free_port
 
 from metrics import read_metrics
 from train_gpt2 import main
@@ -69,10 +70,9 @@ def runs(tiny_data, tmp_path_factory):
     return out_dir, flags
 
 
-def test_two_nodes_equal_one_launch_of_two_ranks(runs):
+def test_two_nodes_equal_two_ranks_of_one(commands, runs):
     out_dir, flags = runs
-    command = torchrun("train_gpt2.py", *flags, "--run-name=ranks")
-    subprocess.run(command, check=True, timeout=120, capture_output=True, env=LOOPBACK)
+    assert commands.run_ranks(2, "train_gpt2", *flags, "--run-name=ranks").code == 0
     assert len(losses(out_dir / "nodes")) == 8 + 3
     assert_close(out_dir / "nodes", out_dir / "ranks", 1e-6)  # a node's rank has more threads
 

@@ -1,11 +1,11 @@
 """The same run by one process, DDP and FSDP2; activations kept, computed again, offloaded."""
 
-import subprocess
 from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, check_on_two_ranks, torchrun
+from conftest import ROOT, TINY_RUN, check_on_two_ranks
+from forked import assert_refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import latest_checkpoint, load_model, verify_checkpoint
@@ -34,11 +34,14 @@ def runs(tiny_data, tmp_path_factory):
     return out_dir
 
 
-def ranks(processes, tiny_data, runs, *flags):
-    command = torchrun("train_gpt2.py", *run_flags(tiny_data, runs), *flags, processes=processes)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def ranks(commands, tiny_data, runs):
+    def run(processes, *flags):
+        done = commands.run_ranks(processes, "train_gpt2", *run_flags(tiny_data, runs), *flags)
+        assert done.code == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 def series(run_dir, name):
@@ -62,8 +65,8 @@ def assert_same_run(run_dir, other, tolerance):
         ("zero-2", ["--parallel=fsdp", "--no-reshard-after-forward"]),
     ],
 )
-def test_two_ranks_equal_one_process(tiny_data, runs, name, flags):
-    ranks(2, tiny_data, runs, "--micro-batch-size=1", f"--run-name={name}", *flags)
+def test_two_ranks_equal_one_process(ranks, runs, name, flags):
+    ranks(2, "--micro-batch-size=1", f"--run-name={name}", *flags)
     assert_same_run(runs / name, runs / "one", 1e-5)
     verify_checkpoint(latest_checkpoint(runs / name))
     sizes = [path.stat().st_size for path in sorted(latest_checkpoint(runs / name).iterdir())]
@@ -71,14 +74,14 @@ def test_two_ranks_equal_one_process(tiny_data, runs, name, flags):
     assert sizes[1:3] == whole[1:3]  # both safetensors files: the whole state
 
 
-def test_run_moves_between_processes_ddp_and_fsdp(tiny_data, runs):
+def test_run_moves_between_processes_ddp_and_fsdp(ranks, tiny_data, runs):
     move = ["--run-name=moved", "--resume=auto"]
     main([*run_flags(tiny_data, runs), *move, "--max-steps=4"])
-    ranks(4, tiny_data, runs, *move, "--max-steps=9", "--parallel=fsdp", "--micro-batch-size=1")
+    ranks(4, *move, "--max-steps=9", "--parallel=fsdp", "--micro-batch-size=1")
     ddp = ["--parallel=ddp", "--micro-batch-size=2"]
-    ranks(2, tiny_data, runs, *move, "--max-steps=14", *ddp)
+    ranks(2, *move, "--max-steps=14", *ddp)
     zero_2 = ["--parallel=fsdp", "--no-reshard-after-forward", "--micro-batch-size=2"]
-    ranks(2, tiny_data, runs, *move, "--max-steps=18", *zero_2)
+    ranks(2, *move, "--max-steps=18", *zero_2)
     main([*run_flags(tiny_data, runs), *move, "--parallel=ddp"])
     moved, one = series(runs / "moved", "train_loss"), series(runs / "one", "train_loss")
     assert moved.keys() == one.keys()
@@ -86,9 +89,9 @@ def test_run_moves_between_processes_ddp_and_fsdp(tiny_data, runs):
 
 
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
-def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(tiny_data, runs):
+def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(ranks, runs):
     flags = ["--run-name=bf16", "--parallel=fsdp", "--compile", "--dtype=bfloat16"]
-    said = ranks(2, tiny_data, runs, *flags, "--micro-batch-size=2", "--max-steps=3")
+    said = ranks(2, *flags, "--micro-batch-size=2", "--max-steps=3")
     assert "recompile_limit" not in said
     losses, one = series(runs / "bf16", "train_loss"), series(runs / "one", "train_loss")
     assert max(abs(losses[step] - one[step]) for step in losses) <= 0.01
@@ -121,8 +124,8 @@ def check(context):
 """
 
 
-def test_fsdp_holds_a_share_and_reduces_on_the_last_micro_step_only(tmp_path):
-    check_on_two_ranks(RANK_CHECK, tmp_path)
+def test_fsdp_holds_a_share_and_reduces_on_the_last_micro_step_only(commands, tmp_path):
+    check_on_two_ranks(commands, RANK_CHECK, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +149,9 @@ def test_mode_that_cannot_be_is_refused(tiny_flags, flags, message):
         (["--parallel=fsdp", "--cpu-offload"], "--cpu-offload needs GPUs, and this device is cpu"),
     ],
 )
-def test_mesh_that_cannot_be_is_refused(tiny_flags, flags, message):
-    command = torchrun("train_gpt2.py", *tiny_flags, "--micro-batch-size=2", *flags)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert result.returncode != 0
-    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1
-    assert message in said[0]
+def test_mesh_that_cannot_be_is_refused(commands, tiny_flags, flags, message):
+    flags = (*tiny_flags, "--micro-batch-size=2", *flags)
+    assert_refused(commands.run_ranks(2, "train_gpt2", *flags), message)
 
 
 # --- activations ------------------------------------------------------------------------------

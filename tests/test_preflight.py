@@ -8,7 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, free_port
+from conftest import ROOT
+from forked import free_port
 
 from train_gpt2 import main
 

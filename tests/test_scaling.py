@@ -1,9 +1,8 @@
 import json
-import subprocess
 from dataclasses import replace
 
 import pytest
-from conftest import torchrun
+from conftest import ROOT
 from scaling_ranks import MICRO_BATCH, MODEL, SEQUENCES
 
 from model import GPTConfig
@@ -15,15 +14,15 @@ GPT2 = GPTConfig()
 FREE = Cluster(8, 1, within=1e30, between=1e30)
 
 
-def measure(processes):
-    command = torchrun("tests/scaling_ranks.py", processes=processes)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return json.loads(result.stdout.splitlines()[-1])
+def measure(commands, processes):
+    done = commands.run_ranks(processes, ROOT / "tests/scaling_ranks.py")
+    assert done.code == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_step_seconds_foretells_two_gloo_ranks_from_one():
+def test_step_seconds_foretells_two_gloo_ranks_from_one(commands):
     # Within a factor of 2.5: on a busy machine the two have no core each.
-    one, two = measure(1), measure(2)
+    one, two = measure(commands, 1), measure(commands, 2)
     micro_step = one["step_seconds"] / (SEQUENCES // MICRO_BATCH)
     rate = two["bytes_per_second"]
     foretold = step_seconds(

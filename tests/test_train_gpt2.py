@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
@@ -124,10 +124,10 @@ def test_main_compiled_run_resumes_exactly_and_evaluates(tiny_flags, tmp_path):
     assert scores[0]["hellaswag_total"] == 24
 
 
-def test_main_two_ranks_equal_one(tiny_flags, tmp_path):
+def test_main_two_ranks_equal_one(commands, tiny_flags, tmp_path):
     main([*tiny_flags, "--run-name=one"])
-    command = torchrun("train_gpt2.py", *tiny_flags, "--run-name=two", "--micro-batch-size=2")
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    flags = (*tiny_flags, "--run-name=two", "--micro-batch-size=2")
+    assert commands.run_ranks(2, "train_gpt2", *flags).code == 0
     one, two = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/two")
     assert one.keys() == two.keys()
     assert max(abs(one[step] - two[step]) for step in one) <= 1e-5
@@ -135,17 +135,14 @@ def test_main_two_ranks_equal_one(tiny_flags, tmp_path):
     assert max(abs(one[step] - two[step]) for step in one) <= 1e-5
 
 
-def test_main_ranks_agree_to_leave_hellaswag_out(tiny_flags, tmp_path):
-    damaged = tmp_path / "data/hellaswag/hellaswag_val.jsonl"
+def test_main_ranks_agree_to_leave_hellaswag_out(commands, tiny_flags, tmp_path):
+    damaged = commands.folder / "data/hellaswag/hellaswag_val.jsonl"
     damaged.parent.mkdir(parents=True)
     damaged.write_text("not the benchmark")  # rank 0 cannot mend it, rank 1 would find a file
-    command = torchrun("train_gpt2.py", *tiny_flags, "--run-name=a", "--hellaswag-every=4")
-    no_network = os.environ | {"https_proxy": "http://127.0.0.1:9"}
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=no_network
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("warning: HellaSwag will not be scored: cannot download") == 1
+    flags = (*tiny_flags, "--run-name=a", "--hellaswag-every=4")
+    done = commands.run_ranks(2, "train_gpt2", *flags, https_proxy="http://127.0.0.1:9")
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("warning: HellaSwag will not be scored: cannot download") == 1
     assert len(losses(tmp_path / "runs/a")) == 8
 
 
@@ -375,7 +372,9 @@ def test_train_step_reads_no_number_from_the_device_but_its_result():
     assert counted.reads == 1
 
 
-def test_two_ranks_stop_together_when_one_has_a_gradient_that_is_not_finite(tiny_flags, tmp_path):
+def test_two_ranks_stop_together_when_one_has_a_gradient_that_is_not_finite(
+    commands, tiny_flags, tmp_path
+):
     script = tmp_path / "poisoned.py"
     script.write_text(
         f"""
@@ -401,11 +400,10 @@ train_gpt2.build_model = build_poisoned
 run_command(train_gpt2.main)
 """
     )
-    command = torchrun(script, *tiny_flags, "--run-name=a", "--checkpoint-every=5")
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 1
-    stopped = [line for line in result.stderr.splitlines() if "no update was made" in line]
-    assert stopped
+    done = commands.run_ranks(2, script, *tiny_flags, "--run-name=a", "--checkpoint-every=5")
+    assert done.code == 1
+    stopped = [line for line in done.stderr.splitlines() if "no update was made" in line]
+    assert len(stopped) == 2
     # The save of the step before was still under way: both processes waited for it.
     assert all("step_00000005" in line for line in stopped)
     assert sorted(losses(tmp_path / "runs/a")) == [1, 2, 3, 4, 5]
