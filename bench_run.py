@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model
-from build import build_optimizer
+from build import build_optimizer, draw_weights
 from cli import parse_flags, run_command
 from device import (
     DtypeName,
@@ -176,9 +176,9 @@ def start_as_padded(network: GPT, seed: int) -> None:
     The losses of all contestants are then to agree, but for rounding.
     """
     model.VOCAB_MULTIPLE, multiple = PADDED, model.VOCAB_MULTIPLE
-    torch.manual_seed(seed)
     with network.lm_head.weight.device:
         padded = GPT(network.config)
+    draw_weights(padded, seed)
     model.VOCAB_MULTIPLE = multiple
     for parameter, larger in zip(network.parameters(), padded.parameters(), strict=True):
         parameter.copy_(larger[: len(parameter)])
