@@ -49,14 +49,14 @@ def torchrun(script, *args, processes=2):
     return [*launcher, f"--nproc_per_node={processes}", str(ROOT / script), *args]
 
 
-def check_on_two_ranks(commands, source, tmp_path):
-    """Run the `check(context)` that `source` defines on two gloo ranks, each to its end."""
+def check_on_ranks(commands, source, tmp_path, processes=2, **environment):
+    """Run the `check(context)` that `source` defines on gloo ranks, each to its end."""
     script = tmp_path / "ranks.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom distributed import *\n{source}\n"
         "with setup_distributed('cpu') as context:\n    check(context)\n"
         "print('fine', flush=True)\n"
     )
-    done = commands.run_ranks(2, script)
+    done = commands.run_ranks(processes, script, **environment)
     assert done.code == 0, done.stderr
-    assert done.stdout.count("fine") == 2
+    assert done.stdout.count("fine") == processes

@@ -111,7 +111,7 @@ class Commands:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
         places = (dict.fromkeys(("RANK", "LOCAL_RANK"), str(i)) for i in range(processes))
-        shared = environment | meeting | sizes
+        shared = meeting | sizes | environment
         return self._run(script, args, [shared | place for place in places], timeout)
 
     def _run(self, script, args, environments, timeout=300):

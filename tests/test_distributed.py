@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import check_on_two_ranks
+from conftest import check_on_ranks
 
 from distributed import all_reduce_mean, all_reduce_sum, broadcast_int, setup_distributed
 
@@ -53,7 +53,7 @@ def check(context):
 
 
 def test_two_ranks_reduce_and_average_gradients_on_the_last_micro_step_only(commands, tmp_path):
-    check_on_two_ranks(commands, RANK_CHECK, tmp_path)
+    check_on_ranks(commands, RANK_CHECK, tmp_path)
 
 
 def test_setup_distributed_of_one_process_is_free(monkeypatch):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, check_on_two_ranks
+from conftest import ROOT, TINY_RUN, check_on_ranks
 from forked import assert_refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -103,29 +103,53 @@ from torch.distributed.tensor.debug import CommDebugMode
 from build import build_model
 from train_config import TrainConfig
 
-config = TrainConfig(parallel="fsdp", compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
+SMALL = dict(compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
 
-def check(context):
-    raw, model = build_model(config, None, torch.float32, context)
+def share(raw):
     whole = sum(p.numel() for p in raw.parameters())
-    own = sum(p.to_local().numel() for p in raw.parameters())
     assert whole == raw.config.n_params
-    assert own <= 0.51 * whole, (own, whole)
-    idx = torch.zeros(1, 16, dtype=torch.int64)
-    reduced = []
-    for last in (False, False, True):
-        set_gradient_sync(model, last)
-        with CommDebugMode() as communication:
-            model(idx, idx).loss.backward()
-        counts = communication.get_comm_counts()
-        reduced.append(sum(n for op, n in counts.items() if "reduce_scatter" in str(op)))
-    assert reduced == [0, 0, 3], reduced  # two blocks and the root, once
-    assert clip_gradients(model, 1.0).shape == ()
+    return sum(p.to_local().numel() for p in raw.parameters()) / whole
+
+def count(communication, name):
+    counts = communication.get_comm_counts()
+    return sum(n for op, n in counts.items() if name in str(op))
+"""
+ZERO_CHECK = """
+def check(context):
+    for reshard in (True, False):  # ZeRO-3, ZeRO-2
+        config = TrainConfig(parallel="fsdp", reshard_after_forward=reshard, **SMALL)
+        raw, model = build_model(config, None, torch.float32, context)
+        assert share(raw) <= 0.51
+        idx = torch.zeros(1, 16, dtype=torch.int64)
+        gathered, reduced = [], []
+        for last in (False, False, True):
+            set_gradient_sync(model, last)
+            with CommDebugMode() as communication:
+                model(idx, idx).loss.backward()
+            gathered.append(count(communication, "gather"))
+            reduced.append(count(communication, "reduce_scatter"))
+        # Two blocks, each twice a micro-step in ZeRO-3, and the root.
+        assert gathered == [5 if reshard else 3] * 3, gathered
+        assert reduced == [0, 0, 3], reduced
+        assert clip_gradients(model, 1.0).shape == ()
+"""
+HYBRID_CHECK = """
+def check(context):
+    raw, model = build_model(TrainConfig(parallel="hsdp", **SMALL), None, torch.float32, context)
+    assert 0.5 <= share(raw) <= 0.51  # of two processes on each of two machines
+    idx = torch.full((1, 16), context.rank)
+    with CommDebugMode() as communication:
+        model(idx, idx).loss.backward()
+    assert count(communication, "allreduce") == 3  # between the machines
+    norm = clip_gradients(model, 1e9)
+    assert torch.equal(norm, all_reduce_mean(norm.clone(), context))
 """
 
 
-def test_fsdp_holds_a_share_and_reduces_on_the_last_micro_step_only(commands, tmp_path):
-    check_on_two_ranks(commands, RANK_CHECK, tmp_path)
+@pytest.mark.parametrize(("check", "ranks"), [(ZERO_CHECK, 2), (HYBRID_CHECK, 4)])
+def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, check, ranks):
+    machines_of_two = {"LOCAL_WORLD_SIZE": "2"}
+    check_on_ranks(commands, RANK_CHECK + check, tmp_path, ranks, **machines_of_two)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +210,13 @@ def test_gradients_are_the_same_compiled(mode):
     other_loss, found = gradients(mode, compiled=True)
     assert torch.allclose(loss, other_loss, atol=1e-5)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, found, strict=True))
+
+
+def test_saved_activations_sends_what_is_kept_to_the_cpu():
+    with saved_activations(CPU, True), pytest.raises(NotImplementedError, match="meta tensor"):
+        torch.ones(2, device="meta", requires_grad=True).square()
+    with saved_activations(CPU, False):
+        torch.ones(2, device="meta", requires_grad=True).square()
 
 
 class CountOps(TorchDispatchMode):
