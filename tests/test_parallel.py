@@ -49,10 +49,11 @@ def series(run_dir, name):
 
 
 def assert_same_run(run_dir, other, tolerance):
-    for name in ("train_loss", "val_loss"):
+    # A norm's float32 sum over a whole embedding is right to three digits, over half of it to four.
+    for name, within in (("train_loss", tolerance), ("val_loss", tolerance), ("grad_norm", 1e-3)):
         values, expected = series(run_dir, name), series(other, name)
         assert values.keys() == expected.keys()
-        assert max(abs(values[step] - expected[step]) for step in values) <= tolerance
+        assert max(abs(values[step] - expected[step]) for step in values) <= within
     for name in ("hellaswag_acc", "hellaswag_acc_norm"):
         assert series(run_dir, name) == series(other, name)
 
