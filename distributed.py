@@ -40,7 +40,9 @@ class DistributedContext:
 
 
 @contextmanager
-def setup_distributed(device_name: DeviceName = "auto") -> Iterator[DistributedContext]:
+def setup_distributed(
+    device_name: DeviceName = "auto", cpu_offload: bool = False
+) -> Iterator[DistributedContext]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 
     NCCL joins GPUs, gloo joins CPUs. A wrapped model must not outlive the body: make it in a
@@ -48,6 +50,7 @@ def setup_distributed(device_name: DeviceName = "auto") -> Iterator[DistributedC
 
     Args:
         device_name: see `select_device`; with CUDA each process takes the GPU of its local rank.
+        cpu_offload: GPUs have tensors on the CPU to reduce and gather, too.
 
     Yields:
         This process's context.
@@ -75,7 +78,9 @@ def setup_distributed(device_name: DeviceName = "auto") -> Iterator[DistributedC
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
-    if device.type == "cuda":
+    if device.type == "cuda" and cpu_offload:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    elif device.type == "cuda":
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")

@@ -133,7 +133,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if config.preflight:
         run_preflight(config, checkpoint)
         return
-    with setup_distributed(config.device) as context:
+    with setup_distributed(config.device, config.cpu_offload) as context:
         run(config, checkpoint, context)
 
 
@@ -307,7 +307,7 @@ def train_step(
         scaler.scale(loss / grad_accum_steps).backward()
         loss_sum += loss.detach() / grad_accum_steps
     scaler.unscale_(optimizer)
-    norm = clip_gradients(model, grad_clip)
+    norm = clip_gradients(model, grad_clip).to(context.device)  # from the CPU, if offloaded
     # The step's only wait for the device: the update must not happen if this is not finite.
     # The norm is the same on all processes; to the last bit, if it is to decide on updates.
     result = StepResult(*all_reduce_mean(torch.stack([loss_sum, norm]), context).tolist())
