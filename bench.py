@@ -29,6 +29,7 @@ from bench_report import Section, device_label, format_table, store_section
 from bench_run import RungResult, Settings
 from cli import parse_flags, run_command
 from device import DeviceName, compiler_problem, select_device, select_dtype
+from distributed import DistributedContext
 from fineweb import FineWebConfig, open_source, write_shards
 from metrics import flops_per_token, mfu
 from model import GPTConfig
@@ -282,7 +283,7 @@ def train_config(
         dtype="auto" if settings.product else settings.dtype,
         compile=settings.product,  # others are compiled by the plain torch.compile
     )
-    plan_batch(result, shape, device, 1)
+    plan_batch(result, shape, DistributedContext(device))
     return result
 
 

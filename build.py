@@ -10,7 +10,7 @@ from torch import nn
 
 from checkpoint import load_model, read_state
 from dataloader import count_windows
-from device import compiler_problem, failure_to_compile
+from device import compiler_problem, failure_to_compile, select_dtype
 from distributed import (
     DistributedContext,
     failing_together,
@@ -89,6 +89,11 @@ def refuse_impossible_modes(config: TrainConfig, context: DistributedContext) ->
         if getattr(config, name) and context.device.type != "cuda":
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} needs GPUs, and this device is {context.device.type}")
+    if config.is_sharded and select_dtype(config.dtype, context.device) == torch.float16:
+        raise ValueError(
+            f"--parallel {config.parallel} is for bfloat16 or float32, and this GPU has no "
+            f"bfloat16: use --dtype float32, or --parallel ddp"
+        )
     if config.is_sharded and not torch.distributed.is_initialized():
         raise ValueError(
             f"--parallel {config.parallel} is for processes that torchrun starts, as in "

@@ -39,6 +39,25 @@ class DistributedContext:
         return self.rank == 0
 
 
+def find_place(device_name: DeviceName) -> DistributedContext:
+    """This process's place by `torchrun`'s word for it, without joining the others.
+
+    Raises:
+        ValueError: the device is missing.
+    """
+    rank, local_rank, world_size, local_world_size = (
+        int(os.environ.get(name, default))
+        for name, default in (
+            ("RANK", 0),
+            ("LOCAL_RANK", 0),
+            ("WORLD_SIZE", 1),
+            ("LOCAL_WORLD_SIZE", 1),
+        )
+    )
+    device = select_device(device_name, local_rank)
+    return DistributedContext(device, rank, local_rank, world_size, local_world_size)
+
+
 @contextmanager
 def setup_distributed(
     device_name: DeviceName = "auto", cpu_offload: bool = False
@@ -58,17 +77,8 @@ def setup_distributed(
     Raises:
         ValueError: the device is missing, or cannot be shared by several processes.
     """
-    rank, local_rank, world_size, local_world_size = (
-        int(os.environ.get(name, default))
-        for name, default in (
-            ("RANK", 0),
-            ("LOCAL_RANK", 0),
-            ("WORLD_SIZE", 1),
-            ("LOCAL_WORLD_SIZE", 1),
-        )
-    )
-    device = select_device(device_name, local_rank)
-    context = DistributedContext(device, rank, local_rank, world_size, local_world_size)
+    context = find_place(device_name)
+    device = context.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:  # not started by torchrun
@@ -77,7 +87,7 @@ def setup_distributed(
     if device.type == "mps":
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.local_world_size))
     if device.type == "cuda" and cpu_offload:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     elif device.type == "cuda":

@@ -329,7 +329,7 @@ def evaluate_hellaswag(
         for shared in watch(rounds):
             # The last round may be short; a sharded model still needs every process.
             batch = shared[context.rank % len(shared)]
-            losses = score_examples(model, [examples[i] for i in batch])
+            losses = score_examples(model, [examples[i] for i in batch], context.device)
             if context.rank < len(shared):
                 summed[batch] = losses
             bar.update(sum(map(len, shared)))
@@ -341,17 +341,17 @@ def evaluate_hellaswag(
 
 
 @torch.no_grad()
-def score_examples(model: GPT, examples: Sequence[Example]) -> Tensor:
+def score_examples(model: GPT, examples: Sequence[Example], device: torch.device) -> Tensor:
     """The losses of all endings of a batch, in one forward pass.
 
     Args:
         model: the raw model; it runs in the autocast type of the caller.
         examples: B of them.
+        device: where the model computes; its weights may be offloaded.
 
     Returns:
-        (B, 4) float32: the summed loss of each ending, in nats, on the model's device.
+        (B, 4) float32: the summed loss of each ending, in nats, on the device.
     """
-    device = model.transformer.wte.weight.device
     rows = [_pack(example) for example in examples]
     idx = _pad([row.idx for row in rows], 0).to(device)
     positions = _pad([row.positions for row in rows], 0).to(device)

@@ -45,8 +45,7 @@ class BatchPlan:
 def plan_batch(
     config: TrainConfig,
     model: GPTConfig,
-    device: torch.device,
-    world_size: int,
+    context: DistributedContext,
     daring: float = 1.0,
 ) -> BatchPlan:
     """Share the global batch out over processes and micro-steps.
@@ -57,15 +56,14 @@ def plan_batch(
     Args:
         config: the run's settings.
         model: the model's dimensions.
-        device: what each process runs on.
-        world_size: processes.
+        context: this process's place; the others have a device like its own.
         daring: how many times what should fit may be tried.
 
     Raises:
         ValueError: the batch does not divide; the message names the nearest sizes that do.
     """
-    limit = _micro_batch_limit(config, model, device, world_size, daring)
-    return share_out(config, model.block_size, world_size, limit)
+    limit = _micro_batch_limit(config, model, context, daring)
+    return share_out(config, model.block_size, context.world_size, limit)
 
 
 def share_out(config: TrainConfig, block_size: int, world_size: int, limit: int) -> BatchPlan:
@@ -114,15 +112,15 @@ def choose_batch(
         dtype: of matrix products.
         context: this process's place.
     """
-    device, world_size = context.device, context.world_size
+    probed = context.device.type == "cuda" and config.micro_batch_size == "auto"
     # Nor of a sharded model: where one process runs out of memory the others would wait for it.
-    if device.type != "cuda" or config.micro_batch_size != "auto" or config.is_sharded:
-        return plan_batch(config, model, device, world_size)
+    if not probed or config.is_sharded:
+        return plan_batch(config, model, context)
 
     def attempt(micro_batch_size: int) -> None:
         probe_step(network, micro_batch_size, model.block_size, dtype, context)
 
-    return fit_batch(plan_batch(config, model, device, world_size, DARING), attempt, context)
+    return fit_batch(plan_batch(config, model, context, DARING), attempt, context)
 
 
 def probe_step(
@@ -190,17 +188,17 @@ def fit_batch(
 
 
 def _micro_batch_limit(
-    config: TrainConfig, model: GPTConfig, device: torch.device, world_size: int, daring: float
+    config: TrainConfig, model: GPTConfig, context: DistributedContext, daring: float
 ) -> int:
     """Sequences that should fit a process's memory, at least 1."""
+    device = context.device
     limit = MAX_MICRO_BATCH_TOKENS[device.type] // model.block_size
     memory = memory_gib(device)
     if memory is not None:
         if device.type != "cuda":
-            memory /= world_size  # processes without a GPU of their own share what there is
+            memory /= context.local_world_size  # without a GPU each, they share what there is
         dtype, chunks = select_dtype(config.dtype, device), loss_chunks(config, device.type)
-        shards = world_size if config.parallel == "fsdp" else 1
-        state = state_bytes(config, model, dtype, chunks, world_size, shards, accumulates=True)
+        state = state_bytes(config, model, dtype, chunks, context, accumulates=True)
         free = MEMORY_SHARE * memory * 2**30 - state
         per_sequence = activation_bytes_per_token(config, model, dtype, chunks) * model.block_size
         limit = min(limit, int(daring * free // per_sequence))
@@ -230,7 +228,8 @@ def activation_bytes_per_token(
     wide = dtype == torch.float32
     everything, kept = KEPT_BYTES["none"][wide], KEPT_BYTES[config.activation_checkpointing][wide]
     working = (everything - kept + GRADIENT_BYTES[wide]) * model.n_embd
-    per_id = (8 if config.compile else 16) if chunks == 1 else (12 if config.compile else 21)
+    compiled = config.compile and not config.is_sharded  # of a sharded model, blocks only
+    per_id = (8 if compiled else 16) if chunks == 1 else (12 if compiled else 21)
     vocabulary = per_id * model.padded_vocab_size // chunks
     if config.activation_offload:
         # Eagerly, `selective` holds its products itself: only the blocks' inputs go.
@@ -245,8 +244,7 @@ def state_bytes(
     model: GPTConfig,
     dtype: torch.dtype,
     chunks: int,
-    world_size: int,
-    shards: int,
+    context: DistributedContext,
     accumulates: bool,
 ) -> float:
     """Device memory of what does not grow with the batch: parameters, gradients, moments, buffers.
@@ -256,8 +254,7 @@ def state_bytes(
         model: the model's dimensions.
         dtype: of matrix products.
         chunks: parts in which the logits are computed.
-        world_size: processes.
-        shards: processes that a parameter is shared out over.
+        context: one process's place.
         accumulates: whether a step has several micro-batches.
     """
     n_params, cast = model.n_params, 0 if dtype == torch.float32 else 2
@@ -265,7 +262,7 @@ def state_bytes(
     chunked = 10 * head if chunks > 1 else 0  # the head's gradient, scaled, and in 16 bits
     # What waits for the last micro-batch is whole on every process: as gradients beside DDP's
     # buckets, or as those that FSDP has yet to share out.
-    waiting = 4 * n_params if accumulates and world_size > 1 else 0
+    waiting = 4 * n_params if accumulates and context.world_size > 1 else 0
     if not config.is_sharded:
         return (STATE_BYTES_PER_PARAMETER + cast) * n_params + waiting + chunked
     block = model.block_params
@@ -273,60 +270,51 @@ def state_bytes(
     at_once = min(2, model.n_layer) if config.reshard_after_forward else model.n_layer
     gathered = at_once * (cast or 4) * block + (8 + cast) * rest
     reducing = 8 * block  # one block's gradient, and the buffer that it is reduced in
+    shards = context.world_size if config.parallel == "fsdp" else context.local_world_size
     own = 0 if config.cpu_offload else STATE_BYTES_PER_PARAMETER * n_params / shards
     return own + gathered + reducing + waiting + chunked
 
 
 def describe_contexts(
-    config: TrainConfig,
-    model: GPTConfig,
-    device_type: str,
-    dtype: torch.dtype,
-    world_size: int,
-    shards: int,
+    config: TrainConfig, model: GPTConfig, dtype: torch.dtype, context: DistributedContext
 ) -> str:
     """Peak memory by context length and by what is kept, one sequence at a time, as a table.
 
     Args:
         config: says what is shared out, and whether it is compiled.
         model: the model's dimensions, but for the context length.
-        device_type: of each process.
         dtype: of matrix products.
-        world_size: processes.
-        shards: processes that a parameter is shared out over.
+        context: one process's place.
     """
+    on_gpu = context.device.type == "cuda"
     modes: dict[str, dict[str, Any]] = {
         name: {"activation_checkpointing": name, "activation_offload": False} for name in KEPT_BYTES
     }
-    if device_type == "cuda":
+    if on_gpu:
         modes["offload"] = {"activation_checkpointing": "none", "activation_offload": True}
     lines = [
         f"peak GiB of each device by context length, one {str(dtype).removeprefix('torch.')} "
-        f"sequence at a time, {config.parallel} over {world_size}",
+        f"sequence at a time, {config.parallel} over {context.world_size}",
         "with --activation-checkpointing none, selective, full"
-        + (", or with --activation-offload" if device_type == "cuda" else "")
+        + (", or with --activation-offload" if on_gpu else "")
         + "; /8: with --loss-chunks 8",
         "context" + "".join(f"{name:>12}{'/8':>8}" for name in modes),
     ]
-    for context in CONTEXTS:
-        longer, row = replace(model, block_size=context), f"{context:>7,}"
-        accumulates = config.total_batch_size > context * world_size
+    for length in CONTEXTS:
+        longer, row = replace(model, block_size=length), f"{length:>7,}"
+        accumulates = config.total_batch_size > length * context.world_size
         for settings in modes.values():
             kept = replace(config, **settings)
             for width, chunks in ((12, 1), (8, 8)):
-                total = context * activation_bytes_per_token(kept, longer, dtype, chunks)
-                total += state_bytes(kept, longer, dtype, chunks, world_size, shards, accumulates)
+                total = length * activation_bytes_per_token(kept, longer, dtype, chunks)
+                total += state_bytes(kept, longer, dtype, chunks, context, accumulates)
                 row += f"{total / 2**30:>{width}.1f}"
         lines.append(row)
     return "\n".join(lines)
 
 
 def describe_plan(
-    config: TrainConfig,
-    model: GPTConfig,
-    batch: BatchPlan,
-    device: torch.device,
-    world_size: int,
+    config: TrainConfig, model: GPTConfig, batch: BatchPlan, context: DistributedContext
 ) -> str:
     """What a run will take, as a table.
 
@@ -334,16 +322,14 @@ def describe_plan(
         config: the run's settings.
         model: the model's dimensions.
         batch: how the global batch is shared out.
-        device: what each process runs on.
-        world_size: processes.
+        context: one process's place.
     """
+    device, world_size = context.device, context.world_size
     tokens = config.total_batch_size * config.max_steps
     per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
     micro_batch_tokens = batch.micro_batch_size * model.block_size
     dtype, chunks = select_dtype(config.dtype, device), loss_chunks(config, device.type)
-    shards = world_size if config.parallel == "fsdp" else 1
-    accumulates = batch.grad_accum_steps > 1
-    state = state_bytes(config, model, dtype, chunks, world_size, shards, accumulates)
+    state = state_bytes(config, model, dtype, chunks, context, batch.grad_accum_steps > 1)
     per_token_bytes = activation_bytes_per_token(config, model, dtype, chunks)
     state_gib, activations_gib = state / 2**30, per_token_bytes * micro_batch_tokens / 2**30
     peak = peak_flops(device_name(device))

@@ -60,7 +60,7 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
             say(context, f"software  {check_software(config, context)}")
         with explaining("clocks"):
             say(context, f"clocks    {check_clocks(context)}")
-        with explaining("data"):
+        with explaining("data", patient=True):  # to read or hash it all may take long
             train, val = open_data(config, context)
             tokens = f"{train.total_tokens:,} + {val.total_tokens:,} tokens"
             say(context, f"data      {tokens}, fingerprint {train.fingerprint[:12]}")
@@ -69,8 +69,11 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
 
 
 @contextmanager
-def explaining(check: str) -> Iterator[None]:
-    """Say of a check that fails which it was and what to do; end one that gets no answer."""
+def explaining(check: str, patient: bool = False) -> Iterator[None]:
+    """Say of a check that fails which it was and what to do; end one that gets no answer.
+
+    Of a `patient` one only the process group's own timeout is the end.
+    """
 
     def give_up() -> None:
         waited = f"rank {os.environ.get('RANK', '0')} waited {PATIENCE_SECONDS} s for another"
@@ -78,7 +81,8 @@ def explaining(check: str) -> Iterator[None]:
         os._exit(1)  # the main thread is in a collective, which no exception reaches
 
     timer = threading.Timer(PATIENCE_SECONDS, give_up)
-    timer.start()
+    if not patient:
+        timer.start()
     try:
         yield
     except (OSError, ValueError) as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from device import DTYPES
+from distributed import DistributedContext
 from metrics import flops_per_token, peak_flops
 from model import GPTConfig
 from plan import (
@@ -152,12 +153,11 @@ def estimate(config: TrainConfig, model: GPTConfig, between: float) -> Estimate:
         ValueError: the batch does not divide.
     """
     assert config.gpus is not None
-    gpu, dtype, shards = GPUS[config.gpu], planned_dtype(config), planned_shards(config)
+    gpu, dtype, context = GPUS[config.gpu], planned_dtype(config), planned_place(config)
     chunks = loss_chunks(config, "cuda")
 
     def state(accumulates: bool) -> float:
-        gpus = config.gpus or 1
-        return state_bytes(config, model, dtype, chunks, gpus, shards, accumulates)
+        return state_bytes(config, model, dtype, chunks, context, accumulates)
 
     per_token = activation_bytes_per_token(config, model, dtype, chunks)
     free = MEMORY_SHARE * gpu.memory_gib * 2**30 - state(accumulates=True)
@@ -188,13 +188,12 @@ def pass_seconds(config: TrainConfig, model: GPTConfig, tokens: int) -> tuple[fl
     """Seconds of a micro-batch's forward and backward pass on one GPU, at the planned MFU.
 
     The backward pass takes twice as long as the forward one and, where it computes all blocks
-    again, three times. What is offloaded crosses to the CPU and back while nothing computes.
+    again, three times. What is offloaded crosses to the CPU and back while nothing computes:
+    activations, and the weights as they are multiplied, which the backward pass needs as well.
     """
     gpu = GPUS[config.gpu]
     per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
-    peak = peak_flops(gpu.name)
-    assert peak is not None
-    forward = tokens * per_token / (config.mfu * peak) / 3
+    forward = tokens * per_token / (config.mfu * planned_peak(config)) / 3
     backward = forward * (3 if config.activation_checkpointing == "full" else 2)
     if config.activation_offload:
         dtype, chunks = planned_dtype(config), loss_chunks(config, "cuda")
@@ -204,7 +203,8 @@ def pass_seconds(config: TrainConfig, model: GPTConfig, tokens: int) -> tuple[fl
             )
             for offload in (False, True)
         )
-        copying = tokens * (there - here) / (LINK_SHARE * gpu.pcie)
+        copied = tokens * (there - here) + dtype.itemsize * model.n_params
+        copying = copied / (LINK_SHARE * gpu.pcie)
         forward, backward = forward + copying, backward + copying
     return forward, backward
 
@@ -214,10 +214,18 @@ def planned_dtype(config: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "auto" else DTYPES[config.dtype]
 
 
-def planned_shards(config: TrainConfig) -> int:
-    """Processes that a parameter is shared out over."""
+def planned_place(config: TrainConfig) -> DistributedContext:
+    """The place of one of the planned processes."""
     gpus = config.gpus or 1
-    return {"ddp": 1, "fsdp": gpus, "hsdp": gpus // config.nodes}[config.parallel]
+    per_node = gpus // config.nodes
+    return DistributedContext(torch.device("cuda"), world_size=gpus, local_world_size=per_node)
+
+
+def planned_peak(config: TrainConfig) -> float:
+    """The planned GPU's FLOP/s; float32 is multiplied in TF32, at half the rate of 16 bits."""
+    peak = peak_flops(GPUS[config.gpu].name)
+    assert peak is not None
+    return peak / 2 if planned_dtype(config) == torch.float32 else peak
 
 
 def modes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
@@ -244,7 +252,7 @@ def describe_scaling(config: TrainConfig, model: GPTConfig) -> str:
     """
     assert config.gpus is not None
     gpu, several = GPUS[config.gpu], config.nodes > 1
-    peak = peak_flops(gpu.name) or 0.0
+    dtype = str(planned_dtype(config)).removeprefix("torch.")
     tokens = config.total_batch_size * config.max_steps
     lines = [
         f"{model.n_params:,} parameters, context {model.block_size:,}, {tokens:,} tokens in "
@@ -278,15 +286,14 @@ def describe_scaling(config: TrainConfig, model: GPTConfig) -> str:
     lines += [
         "",
         "batch: sequences at once x micro-steps. Assumed, not measured here:",
-        f"- one GPU reaches {config.mfu:.0%} (--mfu) of its {peak / 1e12:.0f} TFLOP/s",
+        f"- one GPU reaches {config.mfu:.0%} (--mfu) of its "
+        f"{planned_peak(config) / 1e12:.0f} {dtype} TFLOP/s",
         f"- {LINK_SHARE:.0%} of the links' rates: {gpu.nvlink / 1e9:.0f} GB/s NVLink a GPU, "
         f"{gpu.pcie / 1e9:.0f} GB/s PCIe{between}",
         "- ddp hides its all-reduce behind the last backward pass, fsdp and hsdp all they send of "
         "blocks behind their computation; what they send of the embeddings is not hidden",
         "- no latencies, stragglers, evaluation, saving, or optimizer on the CPU (--cpu-offload)",
         "",
-        describe_contexts(
-            config, model, "cuda", planned_dtype(config), config.gpus, planned_shards(config)
-        ),
+        describe_contexts(config, model, planned_dtype(config), planned_place(config)),
     ]
     return "\n".join(lines)

@@ -168,6 +168,8 @@ class TrainConfig:
             problems.append(
                 f"--dtype float16 does not go with --parallel {self.parallel}: use bfloat16"
             )
+        if self.mfu > 1:
+            problems.append(f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say")
         problems += self._planning_problems()
         try:
             self.model_config()
@@ -179,7 +181,8 @@ class TrainConfig:
     def _planning_problems(self) -> list[str]:
         """What is wrong with the flags that a plan for other machines takes."""
         if self.gpus is None:
-            return ["--nodes goes with --plan --gpus"] if self.nodes != 1 else []
+            given = {"--nodes": self.nodes != 1, "--gpu-hour-price": self.gpu_hour_price}
+            return [f"{flag} goes with --plan --gpus" for flag in given if given[flag]]
         if self.gpus < 1 or self.nodes < 1:
             return []  # said already
         problems = []
@@ -194,8 +197,6 @@ class TrainConfig:
             )
         if self.parallel == "hsdp" and self.nodes == 1:
             problems.append("--parallel hsdp needs --nodes 2 or more: use fsdp on one")
-        if self.mfu > 1:
-            problems.append(f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say")
         return problems
 
     @property

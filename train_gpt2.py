@@ -44,7 +44,6 @@ from device import (
     keep_freed_memory,
     peak_memory_gib,
     saved_activations,
-    select_device,
     select_dtype,
     set_numerics,
 )
@@ -56,6 +55,7 @@ from distributed import (
     broadcast_int,
     clip_gradients,
     failing_together,
+    find_place,
     is_lost_process,
     require_same,
     reshard,
@@ -142,13 +142,10 @@ def print_plan(config: TrainConfig, model: GPTConfig) -> None:
     if config.gpus is not None:
         print(describe_scaling(config, model))
         return
-    device, world_size = select_device(config.device), int(os.environ.get("WORLD_SIZE", 1))
-    batch = plan_batch(config, model, device, world_size)
-    dtype = select_dtype(config.dtype, device)
-    shards = world_size if config.parallel == "fsdp" else 1
-    print(describe_plan(config, model, batch, device, world_size))
+    context = find_place(config.device)
+    print(describe_plan(config, model, plan_batch(config, model, context), context))
     print()
-    print(describe_contexts(config, model, device.type, dtype, world_size, shards))
+    print(describe_contexts(config, model, select_dtype(config.dtype, context.device), context))
 
 
 def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContext) -> None:
@@ -209,7 +206,7 @@ class Start(NamedTuple):
 def train(trainer: Trainer, batches: ShardedDataLoader, start: Start) -> None:
     """Train from the start to `max_steps`. One turn is one optimizer step."""
     config, context, model = trainer.config, trainer.context, trainer.raw_model.config
-    say(context, describe_plan(config, model, trainer.batch, context.device, context.world_size))
+    say(context, describe_plan(config, model, trainer.batch, context))
     timer = StepTimer(start.step, config.max_steps, config.total_batch_size)
     metrics_path = trainer.run_dir / "metrics.jsonl" if context.is_main else None
     with (

@@ -14,6 +14,8 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=USR1@300
 #SBATCH --requeue
@@ -40,7 +42,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save in, before torchrun 
 
 # torchrun must be the task itself: Slurm signals tasks, not their children.
 launch() {
-    srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
         "${PYTHON:-python}" -m torch.distributed.run \
         --nnodes="${SLURM_JOB_NUM_NODES:?}" --nproc-per-node="${PROCESSES_PER_NODE:-gpu}" \
         --rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$port" --rdzv-id="$SLURM_JOB_ID" \

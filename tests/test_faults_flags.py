@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cli import parse_flags
+from distributed import DistributedContext
 from export import ExportConfig
 from fineweb import FineWebConfig
 from hellaswag import HellaSwagConfig
@@ -137,9 +138,10 @@ def test_batch_is_shared_out_whole_or_refused(
         data_dir=Path("none"),
     )
     tokens = micro_batch_size * block_size * world_size
+    context = DistributedContext(torch.device("cpu"), world_size=world_size)
 
     def plan():
-        return plan_batch(config, config.model_config(), torch.device("cpu"), world_size)
+        return plan_batch(config, config.model_config(), context)
 
     if total_batch_size % tokens:
         with pytest.raises(ValueError, match="--total-batch-size"):

@@ -119,7 +119,7 @@ def test_score_examples_worked_by_hand():
             parameter.zero_()
         model.lm_head.weight[x] = torch.tensor(3.0).log()
         model.transformer.ln_f.bias.fill_(1.0)
-    [losses] = score_examples(model, [render_example(ROW)])
+    [losses] = score_examples(model, [render_example(ROW)], torch.device("cpu"))
     total = torch.tensor(50259.0).log()
     expected = torch.stack([2 * total, 4 * total, total - torch.tensor(3.0).log(), 3 * total])
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)

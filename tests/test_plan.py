@@ -21,6 +21,7 @@ from plan import (
 from train_config import TrainConfig
 
 CPU = torch.device("cpu")
+ALONE = DistributedContext(CPU)
 LONG = GPTConfig(block_size=2048, vocab_size=1000, n_layer=6, n_head=2, n_embd=64)
 
 
@@ -48,7 +49,7 @@ def test_memory_estimate_is_above_what_is_measured_and_near_it(chunks, dtype):
         config = TrainConfig(activation_checkpointing=mode, compile=False)
         found[mode] = peak_bytes(mode, chunks, dtype)
         per_token = activation_bytes_per_token(config, LONG, dtype, chunks)
-        state = state_bytes(config, LONG, dtype, chunks, 1, 1, accumulates=False)
+        state = state_bytes(config, LONG, dtype, chunks, ALONE, accumulates=False)
         state -= 12 * LONG.n_params  # parameters and moments were there before, or are not
         foretold[mode] = state + per_token * LONG.block_size
     print({mode: (found[mode], foretold[mode] / found[mode]) for mode in found})
@@ -63,8 +64,8 @@ def test_state_bytes_of_every_way_to_share_out():
     xl = GPTConfig(**GPT2_SIZES["gpt2-xl"])
 
     def gib(accumulates=False, dtype=torch.float32, world_size=64, **flags):
-        config, shards = TrainConfig(**flags), 1 if not flags else world_size
-        return state_bytes(config, xl, dtype, 1, world_size, shards, accumulates) / xl.n_params
+        config, place = TrainConfig(**flags), DistributedContext(CPU, 0, 0, world_size, 8)
+        return state_bytes(config, xl, dtype, 1, place, accumulates) / xl.n_params
 
     assert gib(world_size=1) == 16
     assert gib() == 16
@@ -73,12 +74,23 @@ def test_state_bytes_of_every_way_to_share_out():
     assert 16 / 64 < zero_3 < zero_2 < 16
     assert zero_2 - zero_3 == pytest.approx(4 * 46 * xl.block_params / xl.n_params)
     assert gib(parallel="fsdp", accumulates=True) == pytest.approx(zero_3 + 4)
+    assert gib(parallel="hsdp") - zero_3 == pytest.approx(16 / 8 - 16 / 64)
     offloaded = gib(parallel="fsdp", cpu_offload=True)
     assert offloaded == pytest.approx(zero_3 - 16 / 64)
 
 
+def test_logits_of_a_sharded_model_are_not_compiled():
+    def per_token(**flags):
+        return activation_bytes_per_token(TrainConfig(**flags), GPTConfig(), torch.bfloat16, 1)
+
+    sharded = per_token(parallel="fsdp")
+    assert sharded - per_token() == 8 * GPTConfig().padded_vocab_size
+
+
 def test_describe_contexts_grows_with_context_and_shrinks_with_checkpointing():
-    text = describe_contexts(TrainConfig(), GPTConfig(), "cuda", torch.bfloat16, 1, 1)
+    text = describe_contexts(
+        TrainConfig(), GPTConfig(), torch.bfloat16, DistributedContext(torch.device("cuda"))
+    )
     rows = [line.split() for line in text.splitlines()[3:]]
     assert [row[0] for row in rows][:: len(rows) - 1] == ["1,024", "131,072"]
     figures = [[float(cell) for cell in row[1:]] for row in rows]
@@ -99,11 +111,10 @@ def test_describe_contexts_grows_with_context_and_shrinks_with_checkpointing():
 def test_plan_batch_shares_out_every_token(micro, accum, world_size, block_size):
     total = micro * accum * world_size * block_size
     model = GPTConfig(block_size=block_size)
-    plan = plan_batch(
-        TrainConfig(total_batch_size=total, micro_batch_size=micro), model, CPU, world_size
-    )
+    context = DistributedContext(CPU, world_size=world_size)
+    plan = plan_batch(TrainConfig(total_batch_size=total, micro_batch_size=micro), model, context)
     assert (plan.micro_batch_size, plan.grad_accum_steps) == (micro, accum)
-    chosen = plan_batch(TrainConfig(total_batch_size=total), model, CPU, world_size)
+    chosen = plan_batch(TrainConfig(total_batch_size=total), model, context)
     assert chosen.micro_batch_size * chosen.grad_accum_steps * world_size * block_size == total
 
 
@@ -113,7 +124,7 @@ def test_plan_batch_names_nearest_sizes_that_do_divide(total, micro, world_size)
 
     def plan(size):
         config = TrainConfig(total_batch_size=size, micro_batch_size=micro)
-        return plan_batch(config, model, CPU, world_size)
+        return plan_batch(config, model, DistributedContext(CPU, world_size=world_size))
 
     unit = micro * 64 * world_size
     if total % unit == 0:
@@ -128,7 +139,7 @@ def test_plan_batch_names_nearest_sizes_that_do_divide(total, micro, world_size)
 
 def test_plan_batch_takes_less_of_a_larger_model():
     sizes = [
-        plan_batch(TrainConfig(), GPTConfig(**GPT2_SIZES[size]), CPU, 1).micro_batch_size
+        plan_batch(TrainConfig(), GPTConfig(**GPT2_SIZES[size]), ALONE).micro_batch_size
         for size in ("gpt2", "gpt2-xl")
     ]
     assert sizes[0] >= sizes[1] >= 1
@@ -175,7 +186,8 @@ def test_probe_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():
 
 def test_describe_plan_of_the_reproduction():
     config = TrainConfig(dtype="float32")
-    batch = plan_batch(config, GPTConfig(), CPU, 8)
-    text = describe_plan(config, GPTConfig(), batch, CPU, 8)
+    context = DistributedContext(CPU, world_size=8)
+    batch = plan_batch(config, GPTConfig(), context)
+    text = describe_plan(config, GPTConfig(), batch, context)
     for fact in ("124,475,904", "19,073", "9,999,745,024", "8.6e+18", "1.39 GiB", "8 x cpu"):
         assert fact in text

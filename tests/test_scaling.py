@@ -105,6 +105,8 @@ def test_estimate_of_full_checkpointing_takes_longer_and_less():
     assert full.step_seconds == pytest.approx(plain.step_seconds * 4 / 3, rel=0.01)
     assert full.memory_gib < plain.memory_gib
     assert offload.memory_gib < full.memory_gib
+    float32 = estimate(replace(config, dtype="float32"), GPT2, INFINIBAND)
+    assert float32.step_seconds > 1.9 * plain.step_seconds  # TF32
     assert offload.step_seconds > full.step_seconds
 
 
@@ -134,7 +136,8 @@ def test_describe_scaling_has_every_mode_and_the_price():
         ({"gpus": 8, "plan": False}, "--gpus goes with --plan"),
         ({"nodes": 2}, "--nodes goes with --plan --gpus"),
         ({"gpus": 0}, "--gpus must be above 0"),
-        ({"gpus": 8, "mfu": 40.0}, "--mfu 40.0 is above 1"),
+        ({"gpu_hour_price": 2.0}, "--gpu-hour-price goes with --plan --gpus"),
+        ({"mfu": 40.0}, "--mfu 40.0 is above 1"),
     ],
 )
 def test_impossible_clusters_are_refused(flags, message):
