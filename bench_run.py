@@ -250,6 +250,8 @@ def measure_flops(device: torch.device) -> float | None:
 
 def main() -> None:
     """Do the run that the arguments describe; what went wrong is one line and exit code 2."""
+    if len(sys.argv) < 3:
+        raise ValueError("bench.py starts this: run python bench.py")
     settings, steps, *flags = sys.argv[1:]
     config = parse_flags(TrainConfig, flags)
     try:

@@ -302,13 +302,16 @@ def describe_contexts(
     ]
     for length in CONTEXTS:
         longer, row = replace(model, block_size=length), f"{length:>7,}"
-        accumulates = config.total_batch_size > length * context.world_size
+        least = length * context.world_size  # tokens of a step of one micro-batch
+        accumulates = config.total_batch_size > least
         for settings in modes.values():
             kept = replace(config, **settings)
             for width, chunks in ((12, 1), (8, 8)):
                 total = length * activation_bytes_per_token(kept, longer, dtype, chunks)
                 total += state_bytes(kept, longer, dtype, chunks, context, accumulates)
                 row += f"{total / 2**30:>{width}.1f}"
+        if not accumulates:
+            row += f"  in one micro-step of --total-batch-size {least}"
         lines.append(row)
     return "\n".join(lines)
 

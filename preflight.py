@@ -30,7 +30,7 @@ from distributed import (
 )
 from files import sha256_of
 from plan import CHECKPOINT_BYTES_PER_PARAMETER
-from runs import choose_run_dir
+from runs import choose_run_dir, is_resumed, unusable
 from train_config import TrainConfig
 
 PATIENCE_SECONDS = 120  # a check that takes longer waits for a process that will not answer
@@ -64,8 +64,12 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
             train, val = open_data(config, context)
             tokens = f"{train.total_tokens:,} + {val.total_tokens:,} tokens"
             say(context, f"data      {tokens}, fingerprint {train.fingerprint[:12]}")
+        run_dir = choose_run_dir(config, checkpoint, context)
+        with failing_together(context):
+            if problem := unusable(run_dir, is_resumed(run_dir, config, checkpoint)):
+                raise ValueError(problem)
         with explaining("disk"):
-            say(context, f"disk      {check_disk(config, checkpoint, context)}")
+            say(context, f"disk      {check_disk(run_dir.parent, config, checkpoint, context)}")
 
 
 @contextmanager
@@ -133,16 +137,17 @@ def check_clocks(context: DistributedContext) -> str:
     barrier(context)  # all leave it within milliseconds
     times = [int(each) / 1e9 for each in gather_text(str(time.time_ns()), context)]
     skew, rank = max((abs(each - times[0]), rank) for rank, each in enumerate(times))
-    found = f"rank {rank}'s is {skew:.3f} s from rank 0's"
+    found = f"rank {rank}'s is {skew:.3f} s from rank 0's" if len(times) > 1 else "one"
     with failing_together(context):
         if skew > CLOCK_LIMIT_SECONDS:
             raise ValueError(f"{found}, more than {CLOCK_LIMIT_SECONDS:.0f} s")
     return f"warning: {found}" if skew > CLOCK_WARNING_SECONDS else found
 
 
-def check_disk(config: TrainConfig, checkpoint: Path | None, context: DistributedContext) -> str:
+def check_disk(
+    out_dir: Path, config: TrainConfig, checkpoint: Path | None, context: DistributedContext
+) -> str:
     """Where runs go is room for a checkpoint, and all see what the main process writes there."""
-    out_dir = choose_run_dir(config, checkpoint, context).parent
     needed = CHECKPOINT_BYTES_PER_PARAMETER * model_dimensions(config, checkpoint).n_params / 2**30
     name = ""
     with ExitStack() as stack:

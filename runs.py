@@ -151,6 +151,8 @@ def read_settings(config_path: str | None) -> dict[str, Any]:
     """
     if config_path is None:
         return {}
+    if not Path(config_path).is_file():
+        raise FileNotFoundError(f"--config {config_path} is not a file: give a run's {CONFIG_NAME}")
     settings = read_json(Path(config_path))
     if not isinstance(settings, dict):
         raise ValueError(f"--config {config_path} is not a run's {CONFIG_NAME}")
@@ -176,6 +178,12 @@ def choose_run_dir(
     return config.out_dir / (config.run_name or f"{config.size}-{stamp}")
 
 
+def is_resumed(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> bool:
+    """Whether the folder's own run goes on, and not a new one or a fork of another."""
+    own = checkpoint is None or checkpoint.parent.parent.resolve() == run_dir.resolve()
+    return config.resume is not None and own
+
+
 @contextmanager
 def open_run(
     run_dir: Path, config: TrainConfig, checkpoint: Path | None, context: DistributedContext
@@ -193,8 +201,7 @@ def open_run(
         ValueError: the folder holds another run, or another trainer has it.
     """
     lock = FileLock(run_dir / LOCK_NAME)
-    own = checkpoint is None or checkpoint.parent.parent.resolve() == run_dir.resolve()
-    resuming = config.resume is not None and own
+    resuming = is_resumed(run_dir, config, checkpoint)
     last = checkpoint if resuming else None
     problem = _take(run_dir, lock, config.saved(), resuming, last) if context.is_main else None
     if not broadcast_int(problem is None, context):
@@ -207,6 +214,18 @@ def open_run(
         lock.release()
 
 
+def unusable(run_dir: Path, resuming: bool) -> str | None:
+    """Why a run cannot go on, or a new one begin, in this folder; None if it can."""
+    if not resuming and (run_dir / CONFIG_NAME).exists():
+        return (
+            f"{run_dir} already holds a run: give another --run-name, or go on with it by "
+            f"--resume {run_dir}"
+        )
+    if link := link_out_of(run_dir):
+        return f"{link} is a link out of the run folder, which is not followed: remove it"
+    return None
+
+
 def _take(
     run_dir: Path,
     lock: FileLock,
@@ -215,13 +234,8 @@ def _take(
     checkpoint: Path | None,
 ) -> str | None:
     """Make, lock and label the folder; if that cannot be, say why."""
-    if not resuming and (run_dir / CONFIG_NAME).exists():
-        return (
-            f"{run_dir} already holds a run: give another --run-name, or go on with it by "
-            f"--resume {run_dir}"
-        )
-    if link := link_out_of(run_dir):
-        return f"{link} is a link out of the run folder, which is not followed: remove it"
+    if problem := unusable(run_dir, resuming):
+        return problem
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)

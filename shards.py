@@ -327,7 +327,9 @@ def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenSha
         ValueError: the data set is unfinished, or a shard is not as it should be.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"no data folder {folder}: make it with python fineweb.py")
+        raise FileNotFoundError(
+            f"no data folder {folder}: make it with python fineweb.py --data-dir {folder}"
+        )
     manifest = Manifest.load(folder)
     if manifest is not None and not manifest.complete:
         raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")
@@ -338,7 +340,10 @@ def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenSha
         infos = [shard for shard in manifest.shards if shard.split == split]
         paths = [folder / info.file for info in infos]
     if not paths:
-        raise FileNotFoundError(f"{folder} has no {split} shards (*{split}*.npy)")
+        unmerged = (
+            ": merge its parts by fineweb.py --parts N" if (folder / "parts").exists() else ""
+        )
+        raise FileNotFoundError(f"{folder} has no {split} shards (*{split}*.npy){unmerged}")
     shards = TokenShards(paths, _fingerprint(infos, paths))
     if manifest is None:
         shards.check_ids(vocab_size)

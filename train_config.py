@@ -181,7 +181,11 @@ class TrainConfig:
     def _planning_problems(self) -> list[str]:
         """What is wrong with the flags that a plan for other machines takes."""
         if self.gpus is None:
-            given = {"--nodes": self.nodes != 1, "--gpu-hour-price": self.gpu_hour_price}
+            given = {
+                "--nodes": self.nodes != 1,
+                "--gpu": self.gpu != "H100",
+                "--gpu-hour-price": self.gpu_hour_price,
+            }
             return [f"{flag} goes with --plan --gpus" for flag in given if given[flag]]
         if self.gpus < 1 or self.nodes < 1:
             return []  # said already

@@ -203,6 +203,8 @@ def test_training_refuses_a_manifest_without_shards(commands, data):
     manifest = json.loads((data / "manifest.json").read_text())
     (data / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
     assert_refused(train(commands, data), f"{data} has no train shards")
+    (data / "parts").mkdir()
+    assert_refused(train(commands, data), "merge its parts by fineweb.py --parts N")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 10**6])

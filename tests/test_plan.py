@@ -96,10 +96,25 @@ def test_describe_contexts_grows_with_context_and_shrinks_with_checkpointing():
     figures = [[float(cell) for cell in row[1:]] for row in rows]
     for column in zip(*figures, strict=True):
         assert list(column) == sorted(column)
+    assert not any("micro-step" in line for line in text.splitlines())
     none, none_8, selective, _, full, full_8, offload, _ = figures[-1]
     assert none > selective > full > full_8
     assert none > none_8
     assert full > offload
+
+
+def test_describe_contexts_says_where_a_step_has_one_micro_batch():
+    text = describe_contexts(
+        TrainConfig(total_batch_size=2**18),
+        GPTConfig(),
+        torch.float32,
+        DistributedContext(CPU, 0, 0, 4),
+    )
+    assert [line.split("  in ")[1:] for line in text.splitlines()[-3:]] == [
+        [],
+        ["one micro-step of --total-batch-size 262144"],
+        ["one micro-step of --total-batch-size 524288"],
+    ]
 
 
 @given(

@@ -69,6 +69,13 @@ def test_preflight_of_one_process_passes_and_makes_no_run(tiny_flags, tmp_path, 
     assert not list((tmp_path / "runs").iterdir())
 
 
+def test_preflight_refuses_a_run_that_is_there(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=a", "--max-steps=1", "--val-every=0"])
+    with pytest.raises(ValueError, match="already holds a run: give another --run-name"):
+        main([*tiny_flags, "--run-name=a", "--preflight"])
+    main([*tiny_flags, "--run-name=a", "--preflight", "--resume=auto"])
+
+
 def test_preflight_of_two_ranks_measures_bandwidth_and_finds_the_clocks_together(homes, tiny_flags):
     codes, stdout, stderr = preflight(homes, tiny_flags)
     assert codes == [0, 0], stderr
