@@ -350,8 +350,14 @@ def test_more_signals_during_the_save_corrupt_nothing(slowed, flags, run_dir, wh
     assert losses(run_dir) == whole
 
 
-@pytest.mark.parametrize("target", ["torchrun", "one rank"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("number", "target"),
+    [
+        (signal.SIGTERM, "torchrun"),
+        (signal.SIGUSR1, "torchrun"),
+        (signal.SIGUSR1, "one rank"),
+    ],
+)
 def test_signal_to_torchrun_or_a_rank_stops_all_after_the_same_step(
     slowed, flags, run_dir, target, number
 ):
