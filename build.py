@@ -95,10 +95,12 @@ def refuse_impossible_modes(config: TrainConfig, context: DistributedContext) ->
             f"bfloat16: use --dtype float32, or --parallel ddp"
         )
     if config.is_sharded and not torch.distributed.is_initialized():
-        machines = " on each of several machines" if config.parallel == "hsdp" else ""
+        start = "--standalone --nproc_per_node=2 train_gpt2.py"
+        if config.parallel == "hsdp":
+            start = "--nnodes=2 --nproc_per_node=8 ... on each of two machines"
         raise ValueError(
-            f"--parallel {config.parallel} is for processes that torchrun starts{machines}, as in "
-            f"torchrun --standalone --nproc_per_node=2 train_gpt2.py; alone, use --parallel ddp"
+            f"--parallel {config.parallel} is for processes that torchrun starts, as in "
+            f"torchrun {start}; alone, use --parallel ddp"
         )
     world_size, local = context.world_size, context.local_world_size
     if config.parallel == "hsdp" and (world_size == local or world_size % local):

@@ -188,8 +188,8 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-@contextlib.contextmanager
-def saved_activations(device: torch.device, offload: bool) -> Iterator[None]:
+def saved_activations(
+    device: torch.device, offload: bool
+) -> contextlib.AbstractContextManager[object]:
     """With `offload`, what a forward pass in the body keeps for its backward pass is on the CPU."""
-    with save_on_cpu(pin_memory=device.type == "cuda") if offload else contextlib.nullcontext():
-        yield
+    return save_on_cpu(device.type == "cuda") if offload else contextlib.nullcontext()
