@@ -95,4 +95,8 @@ def _exit(message: str, code: int) -> None:
     rank = os.environ.get("RANK", "0")  # of a process under torchrun
     origin = "" if rank == "0" else f"[rank {rank}] "
     print(origin + " ".join(message.split()), file=sys.stderr, flush=True)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)  # gloo's threads can abort an interpreter that exits in order
     raise SystemExit(code)
