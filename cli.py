@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 
@@ -84,19 +84,31 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
     except (ValueError, OSError) as error:
-        _exit(f"error: {error}", 2)
+        print_error(f"error: {error}")
+        _exit(2)
     except (RunStopped, FloatingPointError) as error:
-        _exit(f"stopped: {error}", 1)
+        print_error(f"stopped: {error}")
+        _exit(1)
     except KeyboardInterrupt as interrupt:
-        _exit(" ".join(["interrupted", *interrupt.args]), 130)
+        print_error(" ".join(["interrupted", *interrupt.args]))
+        _exit(130)
+    except SystemExit as stop:  # --help, or what another process says the reason of
+        _exit(int(stop.code or 0))
 
 
-def _exit(message: str, code: int) -> None:
-    rank = os.environ.get("RANK", "0")  # of a process under torchrun
+def print_error(message: str) -> None:
+    """Print one line on stderr, with the rank of a process that `torchrun` started."""
+    rank = os.environ.get("RANK", "0")
     origin = "" if rank == "0" else f"[rank {rank}] "
-    print(origin + " ".join(message.split()), file=sys.stderr, flush=True)
+    line = origin + " ".join(message.split()) + "\n"
+    sys.stderr.write(line)  # one write where print makes two: lines of several ranks stay whole
+    sys.stderr.flush()
+
+
+def _exit(code: int) -> NoReturn:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # a full disk or a closed pipe
+            sys.stdout.flush()
         os._exit(code)  # gloo's threads can abort an interpreter that exits in order
     raise SystemExit(code)

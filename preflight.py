@@ -4,7 +4,6 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 from build import model_dimensions, open_data
-from cli import RunStopped
+from cli import RunStopped, print_error
 from device import device_name, select_dtype, synchronize
 from distributed import (
     DistributedContext,
@@ -80,8 +79,8 @@ def explaining(check: str, patient: bool = False) -> Iterator[None]:
     """
 
     def give_up() -> None:
-        waited = f"rank {os.environ.get('RANK', '0')} waited {PATIENCE_SECONDS} s for another"
-        print(f"stopped: {check}: {waited}: {ADVICE[check]}", file=sys.stderr, flush=True)
+        waited = f"waited {PATIENCE_SECONDS} s for another process"
+        print_error(f"stopped: {check}: {waited}: {ADVICE[check]}")
         os._exit(1)  # the main thread is in a collective, which no exception reaches
 
     timer = threading.Timer(PATIENCE_SECONDS, give_up)

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -6,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from forked import free_port
 
 from cli import parse_flags, run_command
 
@@ -34,7 +36,7 @@ class Config:
             raise ValueError(f"--max-steps must be at least 1, not {self.max_steps}")
 
 
-def run_script(tmp_path, body, *args, stdout=subprocess.PIPE):
+def run_script(tmp_path, body, *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
     """Run a script whose main has this body, in a process of its own."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -48,12 +50,13 @@ def run_script(tmp_path, body, *args, stdout=subprocess.PIPE):
         "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]),
         "COLUMNS": "80",
         "PYTHONUTF8": "1",
+        "PYTHONUNBUFFERED": "1",
         "TERM": "xterm-256color",
     }
     return subprocess.run(
         [sys.executable, str(script), *args],
         stdout=stdout,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         encoding="utf-8",
         env=environment,
@@ -197,6 +200,23 @@ def test_run_command_ends_in_one_line(body, code, line, tmp_path):
     done = run_script(tmp_path, body)
 
     assert (done.returncode, done.stderr) == (code, f"{line}\n")
+
+
+def test_run_command_prints_its_line_in_one_write(tmp_path):
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps writes apart
+    with here, there:
+        run_script(tmp_path, "raise ValueError('bad')", stderr=there)
+        assert here.recv(100) == b"error: bad\n"
+
+
+@pytest.mark.parametrize("body", ["raise ValueError('bad')", "raise SystemExit(2)"])
+def test_run_command_does_not_wait_for_a_process_group_to_end_in_order(body, tmp_path):
+    meeting = f"tcp://127.0.0.1:{free_port()}"
+    join = f"dist.init_process_group('gloo', init_method='{meeting}', rank=0, world_size=1)"
+    lines = "import atexit; import torch.distributed as dist; atexit.register(print, 'in order')"
+    done = run_script(tmp_path, f"{lines}; {join}; print('out'); {body}")
+
+    assert (done.returncode, done.stdout) == (2, "out\n")
 
 
 def test_run_command_shows_a_programming_error_in_full(tmp_path):

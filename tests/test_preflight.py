@@ -142,7 +142,7 @@ def test_preflight_ends_where_a_process_never_answers(homes, tiny_flags, tmp_pat
     codes, stdout, stderr = preflight(homes, tiny_flags, (script, script))
     assert codes == [1, 1]
     assert passed(stdout[0]) == ["network"]
-    assert stderr[0].startswith("stopped: software: rank 0 waited 6 s for another: ")
+    assert stderr[0].startswith("stopped: software: waited 6 s for another process: ")
     assert stderr[0].count("\n") == 1
 
 
