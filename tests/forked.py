@@ -103,7 +103,7 @@ class Commands:
         """Run `script` (a name of `SCRIPTS`, or a file) with flags, in `self.folder`."""
         return self._run(script, args, [environment])
 
-    def run_ranks(self, processes, script, *args, timeout=90, **environment):
+    def run_ranks(self, processes, script, *args, timeout=240, **environment):
         """The same as the gloo ranks of one run, with what torchrun would tell each of them.
 
         None is ended because another failed: a rank that waits for ever fails the test.

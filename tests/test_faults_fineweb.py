@@ -117,7 +117,7 @@ def test_main_stopped_leaves_no_process_and_goes_on(work, tmp_path, stop, code, 
         os.killpg(process.pid, stop)  # as the terminal does
     else:
         process.send_signal(stop)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert outlive(workers, seconds=5) == []
     if stop == signal.SIGINT:
@@ -140,7 +140,7 @@ def test_main_names_a_dead_worker_and_goes_on(work, tmp_path, when):
     if when == "in the middle":
         wait_for((died / "train_000009.npy").exists, process)
     os.kill(workers[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert_one_line(
         errors,

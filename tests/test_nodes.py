@@ -136,7 +136,7 @@ def test_slurm_job_is_requeued_where_it_was_preempted_anew(
     if not environment.get("MARK"):
         mark.unlink()
     started = job("a", "--max-steps=9", **environment)
-    output = started.communicate(timeout=30)[0]
+    output = started.communicate(timeout=60)[0]
     assert started.returncode == code, output
     assert (tmp_path / "requeued").exists() == requeued
     launches = (tmp_path / "launches").read_text().splitlines()
@@ -147,7 +147,7 @@ def test_slurm_job_is_requeued_where_it_was_preempted_anew(
 
 def test_slurm_job_trains_nothing_after_a_failed_preflight(job, tmp_path):
     started = job("a", PREFLIGHT="3", MARK="step 9")
-    started.communicate(timeout=30)
+    started.communicate(timeout=60)
     assert started.returncode == 3
     assert len((tmp_path / "launches").read_text().splitlines()) == 2
     assert not (tmp_path / "requeued").exists()
@@ -156,7 +156,7 @@ def test_slurm_job_trains_nothing_after_a_failed_preflight(job, tmp_path):
 @pytest.mark.parametrize("args", [(), ("--max-steps=9",)])
 def test_slurm_job_without_a_name_says_how_it_is_used(job, args):
     started = job(*args)
-    assert started.communicate(timeout=30)[0].startswith("usage: sbatch")
+    assert started.communicate(timeout=60)[0].startswith("usage: sbatch")
     assert started.returncode == 2
 
 
