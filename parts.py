@@ -22,10 +22,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from shards import Manifest, ShardWriter, is_complete, verify_shard, writing_to
+from shards import PARTS_FOLDER, Manifest, ShardWriter, is_complete, verify_shard, writing_to
 from sources import Part
 
-PARTS_FOLDER = "parts"
 POLL_SECONDS = 0.5
 
 

@@ -53,7 +53,7 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
     """
     with ExitStack() as stack:
         with explaining("network"):
-            context = stack.enter_context(setup_distributed(config.device))
+            context = stack.enter_context(setup_distributed(config.device, config.cpu_offload))
             say(context, f"network   {check_network(context)}")
         with explaining("software"):
             say(context, f"software  {check_software(config, context)}")

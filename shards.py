@@ -28,6 +28,7 @@ TokenArray = npt.NDArray[np.uint16]
 SHARD_DTYPE = np.dtype("<u2")
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
+PARTS_FOLDER = "parts"  # in a data folder: what several machines have tokenised of it
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus that has not two full shards
 SCAN_BLOCK_TOKENS = 1 << 24
 MANIFEST_TYPES = {
@@ -340,10 +341,9 @@ def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenSha
         infos = [shard for shard in manifest.shards if shard.split == split]
         paths = [folder / info.file for info in infos]
     if not paths:
-        unmerged = (
-            ": merge its parts by fineweb.py --parts N" if (folder / "parts").exists() else ""
-        )
-        raise FileNotFoundError(f"{folder} has no {split} shards (*{split}*.npy){unmerged}")
+        unmerged = (folder / PARTS_FOLDER).exists()
+        advice = ": merge its parts by fineweb.py --parts N" if unmerged else ""
+        raise FileNotFoundError(f"{folder} has no {split} shards (*{split}*.npy){advice}")
     shards = TokenShards(paths, _fingerprint(infos, paths))
     if manifest is None:
         shards.check_ids(vocab_size)

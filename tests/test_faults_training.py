@@ -387,7 +387,8 @@ def interrupted(errors):
 @pytest.mark.parametrize("seconds", [0.2, 1.0, 1.8])
 def test_interrupt_while_starting_says_one_line(flags, run_dir, seconds):
     with Job(*train(*flags, "--max-steps=100000")) as job:
-        while sum(psutil.Process(job.process.pid).cpu_times()) < seconds:  # of work, not of waiting
+        starting = psutil.Process(job.process.pid)
+        while job.process.poll() is None and sum(starting.cpu_times()) < seconds:  # of work
             time.sleep(0.01)
         job.send(signal.SIGINT)
         code, errors = job.end()
