@@ -12,6 +12,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from distributed import DistributedContext
+from corpus.shards import TokenArray, TokenShards, open_shards
 from model import IGNORE_INDEX
-from shards import TokenArray, TokenShards
+from runtime.distributed import DistInfo, check_same_on_all_ranks, raise_on_all_ranks
 
 FEISTEL_ROUNDS = 6
 PREFETCH_BATCHES = 4
@@ -93,7 +94,7 @@ class ShardedDataLoader:
         seed: chooses the order.
         shuffle: False takes the windows in sequence.
         vocab_size: ids must be below this.
-        context: this process's place; its device gets the batches.
+        dist_info: rank, world size and device of this process; its device gets the batches.
         start_step: updates done.
 
     Raises:
@@ -110,7 +111,7 @@ class ShardedDataLoader:
         seed: int,
         shuffle: bool,
         vocab_size: int,
-        context: DistributedContext,
+        dist_info: DistInfo,
         start_step: int = 0,
     ) -> None:
         self.shards = shards
@@ -120,8 +121,8 @@ class ShardedDataLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.vocab_size = vocab_size
-        self.context = context
-        self.windows_per_step = micro_batch_size * grad_accum_steps * context.world_size
+        self.dist_info = dist_info
+        self.windows_per_step = micro_batch_size * grad_accum_steps * dist_info.world_size
         self.windows_per_epoch = count_windows(shards.total_tokens, block_size)
         if self.windows_per_epoch < self.windows_per_step:
             raise ValueError(
@@ -156,12 +157,14 @@ class ShardedDataLoader:
         item = self._queue.get()
         if isinstance(item, Exception):
             raise item
-        return to_batch(item, self.context.device)
+        return to_batch(item, self.dist_info.device)
 
     def window_indices(self, step: int, micro_step: int) -> IndexArray:
         """The windows of one micro-batch of this process: (B,) int64."""
         first = step * self.windows_per_step
-        first += (micro_step * self.context.world_size + self.context.rank) * self.micro_batch_size
+        first += (
+            micro_step * self.dist_info.world_size + self.dist_info.rank
+        ) * self.micro_batch_size
         places = first + np.arange(self.micro_batch_size, dtype=np.int64)
         epochs, places = np.divmod(places, self.windows_per_epoch)
         if not self.shuffle:
@@ -178,7 +181,7 @@ class ShardedDataLoader:
                 for micro_step in range(self.grad_accum_steps):
                     windows = self.window_indices(step, micro_step)
                     tokens = read_windows(self.shards, windows, self.block_size, self.vocab_size)
-                    if not self._put(to_host_tensor(tokens, self.context.device)):
+                    if not self._put(to_host_tensor(tokens, self.dist_info.device)):
                         return
                 step += 1
         except Exception as error:  # raised again in the training thread
@@ -202,7 +205,7 @@ def validation_batches(
     micro_batch_size: int,
     max_tokens: int,
     vocab_size: int,
-    context: DistributedContext,
+    dist_info: DistInfo,
 ) -> Iterator[Batch]:
     """This process's share of the first windows of the validation split.
 
@@ -215,17 +218,17 @@ def validation_batches(
         micro_batch_size: B.
         max_tokens: targets to cover, over all processes; less where the split has less.
         vocab_size: ids must be below this.
-        context: this process's place; its device gets the batches.
+        dist_info: rank, world size and device of this process; its device gets the batches.
 
     Yields:
         Batches of (B, T).
     """
     windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
-    for first in range(0, windows, micro_batch_size * context.world_size):
-        indices = first + context.rank * micro_batch_size + np.arange(micro_batch_size)
+    for first in range(0, windows, micro_batch_size * dist_info.world_size):
+        indices = first + dist_info.rank * micro_batch_size + np.arange(micro_batch_size)
         tokens = read_windows(shards, np.minimum(indices, windows - 1), block_size, vocab_size)
-        batch = to_batch(to_host_tensor(tokens, context.device), context.device)
-        filler = torch.from_numpy(indices >= windows).to(context.device)
+        batch = to_batch(to_host_tensor(tokens, dist_info.device), dist_info.device)
+        filler = torch.from_numpy(indices >= windows).to(dist_info.device)
         yield Batch(batch.inputs, batch.targets.masked_fill(filler[:, None], IGNORE_INDEX))
 
 
@@ -251,3 +254,36 @@ def to_batch(tokens: Tensor, device: torch.device) -> Batch:
     # int16 holds the uint16's bits: ids above 32767 are negative until masked.
     tokens = tokens.to(device, non_blocking=True).long() & 0xFFFF
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def open_data(
+    data_dir: Path, block_size: int, dist_info: DistInfo, validates: bool = True
+) -> tuple[TokenShards, TokenShards]:
+    """Open and check both splits of a data folder.
+
+    Args:
+        data_dir: the folder of shards.
+        block_size: T; the validation split must fill one window.
+        dist_info: every process must call this, and must find the same data.
+        validates: False where the validation split will not be read.
+
+    Raises:
+        FileNotFoundError: the folder or a split is missing.
+        ValueError: a shard is damaged, or the processes have different data.
+    """
+    with raise_on_all_ranks(dist_info):
+        train_shards = open_shards(data_dir, "train")
+        val_shards = open_shards(data_dir, "val")
+        if validates and not count_windows(val_shards.total_tokens, block_size):
+            raise ValueError(
+                f"the validation split has {val_shards.total_tokens} tokens, fewer than "
+                f"--block-size {block_size} + 1: give more data, or --val-every 0"
+            )
+    content = [
+        f"{path} of {len(array):,} tokens"
+        for shards in (train_shards, val_shards)
+        for path, array in zip(shards.paths, shards.arrays, strict=True)
+    ]
+    fingerprints = f"fingerprints {train_shards.fingerprint} and {val_shards.fingerprint}"
+    check_same_on_all_ranks("the data shards", [*content, fingerprints], dist_info)
+    return train_shards, val_shards

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cli import parse_flags, run_command
-from metrics import format_duration, read_metrics
-from shards import TokenShards, open_shards
+from corpus.shards import TokenShards, open_shards
+from runtime.cli import parse_flags, run_command
+from runtime.metrics import format_duration, read_metrics
 
 DATA_DIR = Path("data/stdlib")
 RUN_DIR = Path("runs/demo")

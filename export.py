@@ -1,18 +1,18 @@
 """A trained model for everyone: `python export.py --model runs/NAME --out exported/NAME`."""
 
 if __name__ == "__main__":
-    from interrupt import end_at_ctrl_c
+    from runtime.startup import exit_on_ctrl_c
 
-    end_at_ctrl_c()  # the imports below take seconds
+    exit_on_ctrl_c()  # the imports below take seconds
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from checkpoint import load_model
-from cli import parse_flags, run_command
-from pretrained import save_pretrained
+from runtime.checkpoint import load_model
+from runtime.cli import parse_flags, run_command
+from runtime.huggingface import save_pretrained
 
 
 @dataclass(frozen=True)

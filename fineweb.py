@@ -24,8 +24,7 @@ from typing import Literal, NamedTuple
 import filelock
 from tqdm import tqdm
 
-from cli import parse_flags, run_command
-from parts import (
+from corpus.parts import (
     find_parts,
     finished_parts,
     merge_parts,
@@ -34,16 +33,16 @@ from parts import (
     remove_parts,
     wait_for_parts,
 )
-from shards import (
+from corpus.shards import (
     MANIFEST_NAME,
     Manifest,
     ShardWriter,
+    check_same_dataset,
     is_complete,
-    refuse_other_data,
     verify_shards,
     writing_to,
 )
-from sources import (
+from corpus.sources import (
     FILE_TYPES,
     FINEWEB,
     WHOLE,
@@ -57,6 +56,7 @@ from sources import (
     resolve_revision,
     stdlib_source,
 )
+from runtime.cli import parse_flags, run_command
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
@@ -172,15 +172,15 @@ def make_part(config: FineWebConfig, folder: Path, part: Part) -> str:
     """
     start = time.perf_counter()
     own = part_folder(folder, part)
-    with only_writer(own):
+    with folder_lock(own):
         earlier, whole, parts = find_earlier(own), find_earlier(folder), find_parts(folder)
         source = open_source(config, earlier or whole or next(iter(parts.values()), None))
         asked = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
         if whole is not None:
-            refuse_other_data(folder, whole, asked)
+            check_same_dataset(folder, whole, asked)
         for path, other in parts.items():
             index = part.index if path == own else other.source.get("part", -1)
-            refuse_other_data(path, other, of_part(asked, Part(index, part.count)))
+            check_same_dataset(path, other, of_part(asked, Part(index, part.count)))
         if whole is not None and whole.complete:
             return f"{folder} is finished: part {part.index} of {part.count} has nothing to do"
         manifest = of_part(asked, part)
@@ -203,16 +203,16 @@ def make_whole(config: FineWebConfig, folder: Path, count: int) -> str:
         ValueError: the folder, or a part, is of other data; or parts are not finished.
     """
     start = time.perf_counter()
-    with only_writer(folder):
+    with folder_lock(folder):
         earlier = find_earlier(folder)
         merging = count > 1 and not is_complete(folder)
         parts = finished_parts(folder, count) if merging else {}
         source = open_source(config, earlier or next(iter(parts.values()), None))
         manifest = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
         for i, (path, part) in enumerate(parts.items()):
-            refuse_other_data(path, part, of_part(manifest, Part(i, count)))
+            check_same_dataset(path, part, of_part(manifest, Part(i, count)))
         if earlier is not None:
-            refuse_other_data(folder, earlier, manifest)
+            check_same_dataset(folder, earlier, manifest)
             verify_shards(folder)
             manifest = replace(earlier, source=source.identity)
         if merging:
@@ -238,7 +238,7 @@ def default_folder(config: FineWebConfig) -> Path:
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the folder's lock; leave nothing behind if not even one shard was finished.
 
     Raises:

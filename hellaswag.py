@@ -16,9 +16,9 @@ nothing, so it is left out of the row.
 """
 
 if __name__ == "__main__":
-    from interrupt import end_at_ctrl_c
+    from runtime.startup import exit_on_ctrl_c
 
-    end_at_ctrl_c()  # the imports below take seconds
+    exit_on_ctrl_c()  # the imports below take seconds
 
 import hashlib
 import http.client
@@ -36,20 +36,20 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from checkpoint import load_model
-from cli import parse_flags, run_command
-from device import DeviceName, DtypeName, autocast, select_dtype, vocabulary_precision
-from distributed import (
-    DistributedContext,
+from model import GPT
+from runtime.checkpoint import load_model
+from runtime.cli import parse_flags, run_command
+from runtime.device import DeviceName, DtypeName, autocast, lm_head_precision, select_dtype
+from runtime.distributed import (
+    DistInfo,
     all_reduce_sum,
     broadcast_int,
-    failing_together,
-    require_same,
-    say,
+    check_same_on_all_ranks,
+    print0,
+    raise_on_all_ranks,
     setup_distributed,
 )
-from files import atomic_write, sha256_of
-from model import GPT
+from runtime.files import atomic_write, sha256_of
 from tokenizer import gpt2_encoding
 
 DATA_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -162,15 +162,15 @@ class HellaSwagResult:
 def main() -> None:
     """Score a model and print its accuracy."""
     config = parse_flags(HellaSwagConfig)
-    with setup_distributed(config.device) as context:
-        path = config.data or download_hellaswag(context)
+    with setup_distributed(config.device) as dist_info:
+        path = config.data or download_hellaswag(dist_info)
         examples = load_examples(path, config.limit)
-        model = load_model(config.model, context.device)
-        dtype = select_dtype(config.dtype, context.device)
+        model = load_model(config.model, dist_info.device)
+        dtype = select_dtype(config.dtype, dist_info.device)
         result = evaluate_hellaswag(
-            model, examples, context, dtype, batch_size=config.batch_size, progress=True
+            model, examples, dist_info, dtype, batch_size=config.batch_size, progress=True
         )
-        if context.is_main:
+        if dist_info.is_main:
             print(f"HellaSwag {path}, {config.model}: {result}")
             if config.output is not None:
                 write_predictions(config.output, examples, result)
@@ -236,15 +236,13 @@ def render_example(row: Any, origin: str = "") -> Example:  # noqa: ANN401 - any
     return Example(ind, label, encode(ctx), [encode(" " + text) for text in endings], origin)
 
 
-def examples_or_none(
-    path: Path | None, block_size: int, context: DistributedContext
-) -> list[Example]:
+def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) -> list[Example]:
     """The examples that training scores; none, with a warning, where they cannot be had.
 
     Args:
         path: a HellaSwag JSONL file; by default the validation set, downloaded once.
         block_size: the most tokens that an example may have.
-        context: this process's place; every process must call this.
+        dist_info: rank, world size and device of this process; every process must call this.
 
     Raises:
         FileNotFoundError: the given file is missing.
@@ -252,20 +250,20 @@ def examples_or_none(
     """
     examples: list[Example] = []
     if path is not None:
-        with failing_together(context):
+        with raise_on_all_ranks(dist_info):
             examples = load_examples(path)
             check_lengths(examples, block_size)
             content = sha256_of(path)
-        require_same("the HellaSwag files", [content], context)
+        check_same_on_all_ranks("the HellaSwag files", [content], dist_info)
         return examples
     try:
-        examples = load_examples(download_hellaswag(context))
+        examples = load_examples(download_hellaswag(dist_info))
         check_lengths(examples, block_size)
     except (OSError, ValueError) as error:
-        say(context, f"warning: HellaSwag will not be scored: {error}")
+        print0(dist_info, f"warning: HellaSwag will not be scored: {error}")
     # Scoring takes all processes together: where one has no examples, none may begin.
-    ready = all_reduce_sum(torch.tensor(float(bool(examples)), device=context.device), context)
-    return examples if int(ready) == context.world_size else []
+    ready = all_reduce_sum(torch.tensor(float(bool(examples)), device=dist_info.device), dist_info)
+    return examples if int(ready) == dist_info.world_size else []
 
 
 def check_lengths(examples: Sequence[Example], block_size: int) -> None:
@@ -286,7 +284,7 @@ def check_lengths(examples: Sequence[Example], block_size: int) -> None:
 def evaluate_hellaswag(
     model: GPT,
     examples: Sequence[Example],
-    context: DistributedContext,
+    dist_info: DistInfo,
     dtype: torch.dtype,
     *,
     batch_size: int = 16,
@@ -300,7 +298,7 @@ def evaluate_hellaswag(
     Args:
         model: the raw model, neither compiled nor wrapped, on the context's device.
         examples: the same ones on every process.
-        context: this process's place.
+        dist_info: rank, world size and device of this process.
         dtype: the type of the matrix products, the vocabulary's excepted, which is float32.
         batch_size: examples in one forward pass.
         progress: whether the main process shows a progress bar.
@@ -317,24 +315,24 @@ def evaluate_hellaswag(
     # Of one length, so that little is padding; the longest first, so that memory runs out early.
     order = sorted(range(len(examples)), key=lambda i: -examples[i].packed_length)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    starts = range(0, len(batches), context.world_size)
-    rounds = [batches[start : start + context.world_size] for start in starts]
-    summed = torch.zeros(len(examples), N_ENDINGS, device=context.device)
-    bar = tqdm(total=len(examples), unit=" examples", disable=not (progress and context.is_main))
+    starts = range(0, len(batches), dist_info.world_size)
+    rounds = [batches[start : start + dist_info.world_size] for start in starts]
+    summed = torch.zeros(len(examples), N_ENDINGS, device=dist_info.device)
+    bar = tqdm(total=len(examples), unit=" examples", disable=not (progress and dist_info.is_main))
     with (
         bar,
-        vocabulary_precision(dtype),
-        autocast(context.device, dtype),  # one for all batches: the weights are cast once
+        lm_head_precision(dtype),
+        autocast(dist_info.device, dtype),  # one for all batches: the weights are cast once
     ):
         for shared in watch(rounds):
             # The last round may be short; a sharded model still needs every process.
-            batch = shared[context.rank % len(shared)]
-            losses = score_examples(model, [examples[i] for i in batch], context.device)
-            if context.rank < len(shared):
+            batch = shared[dist_info.rank % len(shared)]
+            losses = score_examples(model, [examples[i] for i in batch], dist_info.device)
+            if dist_info.rank < len(shared):
                 summed[batch] = losses
             bar.update(sum(map(len, shared)))
     # Each row is some process's losses plus the others' zeros.
-    summed = all_reduce_sum(summed, context).cpu()
+    summed = all_reduce_sum(summed, dist_info).cpu()
     lengths = torch.tensor([[len(ending) for ending in e.endings] for e in examples])
     labels = torch.tensor([example.label for example in examples])
     return HellaSwagResult(labels, summed, summed / lengths)
@@ -454,15 +452,13 @@ def write_predictions(path: Path, examples: Sequence[Example], result: HellaSwag
             file.write((json.dumps(line) + "\n").encode())
 
 
-def download_hellaswag(
-    context: DistributedContext, path: Path = DATA_PATH, url: str = DATA_URL
-) -> Path:
+def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = DATA_URL) -> Path:
     """Download the validation set, once; every process must call it.
 
     The main process downloads, the others wait for it.
 
     Args:
-        context: this process's place.
+        dist_info: rank, world size and device of this process.
         path: where the file goes, or is already.
         url: where it comes from.
 
@@ -474,17 +470,17 @@ def download_hellaswag(
         FileNotFoundError: another process does not find what the main process downloaded.
     """
     failure: OSError | None = None
-    if context.is_main:
+    if dist_info.is_main:
         try:
             fetch(url, path, DATA_BYTES, DATA_SHA256)
         except OSError as error:
             failure = error
-    fetched = broadcast_int(failure is None, context)  # the others wait here, whatever happens
+    fetched = broadcast_int(failure is None, dist_info)  # the others wait here, whatever happens
     if failure is not None:
         raise failure
     if not fetched or not path.is_file():
         raise FileNotFoundError(
-            f"process {context.rank} has no {path}, which process 0 was to download from "
+            f"process {dist_info.rank} has no {path}, which process 0 was to download from "
             f"{url}; on a machine without network, or with a disk of its own, pass --data FILE"
         )
     return path

@@ -110,7 +110,7 @@ class KVCache:
 
 Checkpointing = Literal["none", "selective", "full"]
 ATEN = torch.ops.aten
-KEPT_PRODUCTS = [  # what is slow to compute again: by `selective` it is kept
+SAVED_OPS = [  # what is slow to compute again: by `selective` it is kept
     ATEN.mm.default,
     ATEN.addmm.default,
     ATEN._scaled_dot_product_flash_attention.default,
@@ -279,7 +279,7 @@ class Block(nn.Module):
         again = partial(checkpoint, self.compute, x, mask, cache, use_reentrant=False)
         if self.checkpointing == "full":
             return again()
-        return again(context_fn=partial(create_selective_checkpoint_contexts, KEPT_PRODUCTS))
+        return again(context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS))
 
     def compute(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from tyro.conf import Positional
 
-from cli import parse_flags, run_command
-from files import atomic_write
-from metrics import read_metrics
+from runtime.cli import parse_flags, run_command
+from runtime.files import atomic_write
+from runtime.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

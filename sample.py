@@ -1,9 +1,9 @@
 """Text from a trained model: `python sample.py --model runs/NAME --prompt "Once upon a time"`."""
 
 if __name__ == "__main__":
-    from interrupt import end_at_ctrl_c
+    from runtime.startup import exit_on_ctrl_c
 
-    end_at_ctrl_c()  # the imports below take seconds
+    exit_on_ctrl_c()  # the imports below take seconds
 
 import math
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpoint import load_model
-from cli import parse_flags, run_command
-from device import (
+from model import GPT, KVCache
+from runtime.checkpoint import load_model
+from runtime.cli import parse_flags, run_command
+from runtime.device import (
     DeviceName,
     DtypeName,
     autocast,
+    lm_head_precision,
     select_device,
     select_dtype,
-    vocabulary_precision,
 )
-from model import GPT, KVCache
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
 
@@ -134,7 +134,7 @@ def generate(
     tokens, start = idx, 0
     ended = torch.zeros(B, dtype=torch.bool, device=idx.device)
     # One for all tokens: the weights are cast once.
-    with vocabulary_precision(dtype), autocast(idx.device, dtype):
+    with lm_head_precision(dtype), autocast(idx.device, dtype):
         for _ in range(max_new_tokens):
             previous_start = start
             start = window_start(tokens.size(1), model.config.block_size)

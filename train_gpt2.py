@@ -7,9 +7,9 @@ With no flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073
 """
 
 if __name__ == "__main__":
-    from interrupt import end_at_ctrl_c
+    from runtime.startup import exit_on_ctrl_c
 
-    end_at_ctrl_c()  # the imports below take seconds
+    exit_on_ctrl_c()  # the imports below take seconds
 
 import math
 import os
@@ -19,57 +19,76 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch.compiler import set_stance
 from tqdm import tqdm
 
-from build import build_model, build_optimizer, model_dimensions, open_data
-from checkpoint import (
+from corpus.shards import TokenShards
+from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
+from hellaswag import Example, evaluate_hellaswag, examples_or_none
+from lr_schedule import cosine_lr, wsd_lr
+from model import GPT, IGNORE_INDEX, GPTConfig
+from runtime.checkpoint import (
     CheckpointWriter,
     TrainerState,
     describe_checkpoint,
     latest_checkpoint,
     load_checkpoint,
+    load_model,
     rng_states,
 )
-from cli import RunStopped, run_command
-from dataloader import Batch, ShardedDataLoader, validation_batches
-from device import (
+from runtime.cli import RunStopped, run_command
+from runtime.device import (
     autocast,
+    compile_failure,
+    compiler_problem,
     device_name,
     is_out_of_memory,
-    keep_freed_memory,
     peak_memory_gib,
     saved_activations,
     select_dtype,
     set_numerics,
+    tune_malloc,
 )
-from distributed import (
-    DistributedContext,
+from runtime.distributed import (
+    DistInfo,
     all_reduce_mean,
     all_reduce_sum,
     barrier,
     broadcast_int,
+    check_same_on_all_ranks,
     clip_gradients,
-    failing_together,
-    find_place,
+    distribute_like,
     is_lost_process,
-    require_same,
+    print0,
+    raise_on_all_ranks,
+    read_dist_env,
     reshard,
-    say,
     set_gradient_sync,
     setup_distributed,
+    shard_model,
+    wrap_model,
 )
-from files import append_whole
-from hellaswag import Example, evaluate_hellaswag, examples_or_none
-from lr_schedule import cosine_lr, wsd_lr
-from metrics import MetricsLogger, StepTimer, flops_per_token, format_step, mfu, peak_flops
-from model import GPT, IGNORE_INDEX, GPTConfig
-from outliers import RecentNorms
-from plan import (
+from runtime.files import append_atomically
+from runtime.metrics import (
+    MetricsLogger,
+    RecentNorms,
+    StepTimer,
+    flops_per_token,
+    format_step,
+    mfu,
+    peak_flops,
+)
+from runtime.stopping import EvaluationStopped, StopRequest
+from sample import generate
+from tokenizer import gpt2_encoding
+from training.cluster import describe_scaling
+from training.config import TrainConfig
+from training.memory import (
     BatchPlan,
     choose_batch,
     describe_contexts,
@@ -77,22 +96,17 @@ from plan import (
     loss_chunks,
     plan_batch,
 )
-from preflight import run_preflight
-from runs import (
+from training.preflight import check_parallel_mode, run_preflight
+from training.run_dir import (
     Preemption,
+    check_resume_compatible,
     choose_run_dir,
     clear_preemption,
+    model_dimensions,
     open_run,
     parse_config,
     read_preemption,
-    refuse_another_run,
 )
-from sample import generate
-from scaling import describe_scaling
-from shards import TokenShards
-from stopping import Stopped, StopRequest
-from tokenizer import gpt2_encoding
-from train_config import TrainConfig
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -103,7 +117,7 @@ class Trainer:
     """Everything that the training loop works with."""
 
     config: TrainConfig
-    context: DistributedContext
+    dist_info: DistInfo
     run_dir: Path
     batch: BatchPlan
     dtype: torch.dtype
@@ -133,8 +147,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if config.preflight:
         run_preflight(config, checkpoint)
         return
-    with setup_distributed(config.device, config.cpu_offload) as context:
-        run(config, checkpoint, context)
+    with setup_distributed(config.device, config.cpu_offload) as dist_info:
+        run(config, checkpoint, dist_info)
 
 
 def print_plan(config: TrainConfig, model: GPTConfig) -> None:
@@ -142,36 +156,36 @@ def print_plan(config: TrainConfig, model: GPTConfig) -> None:
     if config.gpus is not None:
         print(describe_scaling(config, model))
         return
-    context = find_place(config.device)
-    print(describe_plan(config, model, plan_batch(config, model, context), context))
+    dist_info = read_dist_env(config.device)
+    print(describe_plan(config, model, plan_batch(config, model, dist_info), dist_info))
     print()
-    print(describe_contexts(config, model, select_dtype(config.dtype, context.device), context))
+    print(describe_contexts(config, model, select_dtype(config.dtype, dist_info.device), dist_info))
 
 
-def run(config: TrainConfig, checkpoint: Path | None, context: DistributedContext) -> None:
+def run(config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo) -> None:
     """Set up, resume if asked to, train."""
-    if context.device.type == "cpu":
-        keep_freed_memory()
-    run_dir = choose_run_dir(config, checkpoint, context)
-    with explaining_failures(run_dir, context):
-        trainer = build_trainer(config, run_dir, checkpoint, context)
+    if dist_info.device.type == "cpu":
+        tune_malloc()
+    run_dir = choose_run_dir(config, checkpoint, dist_info)
+    with explaining_failures(run_dir, dist_info):
+        trainer = build_trainer(config, run_dir, checkpoint, dist_info)
         start = resume(trainer, checkpoint)
         if start.step > config.max_steps or (start.step == config.max_steps and start.evaluated):
-            say(context, f"{run_dir} is finished: {start.step} steps are done")
+            print0(dist_info, f"{run_dir} is finished: {start.step} steps are done")
             return
         batches = training_loader(trainer, start.step)
-        with open_run(run_dir, config, checkpoint, context), trainer.stop:
+        with open_run(run_dir, config, checkpoint, dist_info), trainer.stop:
             train(trainer, batches, start)
 
 
 @contextmanager
-def explaining_failures(run_dir: Path, context: DistributedContext) -> Iterator[None]:
+def explaining_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
     """Say what is left of a run that fails in the body, and what to do."""
     try:
         yield
     except FloatingPointError as error:
-        barrier(context)  # all come here, the main process when its last save is done
-        raise FloatingPointError(f"{error}; {how_to_go_on(run_dir)}") from None
+        barrier(dist_info)  # all come here, the main process when its last save is done
+        raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise ValueError(
@@ -179,12 +193,12 @@ def explaining_failures(run_dir: Path, context: DistributedContext) -> Iterator[
             ) from None
         if is_lost_process(error):
             raise RunStopped(
-                f"another process of this run is gone; {how_to_go_on(run_dir)}"
+                f"another process of this run is gone; {resume_hint(run_dir)}"
             ) from None
         raise
 
 
-def how_to_go_on(run_dir: Path) -> str:
+def resume_hint(run_dir: Path) -> str:
     """The last checkpoint, and the flags that go on from it."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
@@ -205,10 +219,10 @@ class Start(NamedTuple):
 
 def train(trainer: Trainer, batches: ShardedDataLoader, start: Start) -> None:
     """Train from the start to `max_steps`. One turn is one optimizer step."""
-    config, context, model = trainer.config, trainer.context, trainer.raw_model.config
-    say(context, describe_plan(config, model, trainer.batch, context))
+    config, dist_info, model = trainer.config, trainer.dist_info, trainer.raw_model.config
+    print0(dist_info, describe_plan(config, model, trainer.batch, dist_info))
     timer = StepTimer(start.step, config.max_steps, config.total_batch_size)
-    metrics_path = trainer.run_dir / "metrics.jsonl" if context.is_main else None
+    metrics_path = trainer.run_dir / "metrics.jsonl" if dist_info.is_main else None
     with (
         MetricsLogger(metrics_path) as logger,
         trainer.writer,
@@ -221,9 +235,9 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start: Start) -> None:
             last, first = step == config.max_steps, step == start.step
             with timer.paused():
                 evaluated = (first and start.evaluated) or evaluate(trainer, step, logger)
-                with handling_write_errors(trainer):
+                with tolerate_write_errors(trainer):
                     trainer.writer.check()
-                stopping = trainer.stop.agreed()
+                stopping = trainer.stop.sync_stop()
                 save_due = stopping or last or trainer.is_due(config.checkpoint_every, step)
                 if save_due and not (first and start.saved):
                     save(trainer, step)
@@ -239,7 +253,7 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start: Start) -> None:
                 grad_clip=config.grad_clip,
                 dtype=trainer.dtype,
                 scaler=trainer.scaler,
-                context=context,
+                dist_info=dist_info,
                 norm_limit=trainer.norms.limit(),
                 offload=config.activation_offload,
             )
@@ -250,7 +264,7 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start: Start) -> None:
             trainer.writer.wait()
         except OSError as error:  # at the end, a warning is not enough
             trainer.stop.fail(error)
-        trainer.stop.agreed()
+        trainer.stop.sync_stop()
     finish(trainer, step, evaluated)
 
 
@@ -272,7 +286,7 @@ def train_step(
     grad_clip: float,
     dtype: torch.dtype,
     scaler: torch.amp.GradScaler,
-    context: DistributedContext,
+    dist_info: DistInfo,
     norm_limit: float = math.inf,
     offload: bool = False,
 ) -> StepResult:
@@ -287,7 +301,7 @@ def train_step(
         grad_clip: largest global gradient norm.
         dtype: of matrix products.
         scaler: scales the loss where `dtype` is float16; disabled elsewhere.
-        context: this process's place.
+        dist_info: rank, world size and device of this process.
         norm_limit: no update is made if the gradient's norm is above this.
         offload: keep in the CPU's memory what the backward pass needs.
 
@@ -295,19 +309,19 @@ def train_step(
         FloatingPointError: loss or gradient are not finite, on every process alike; the weights
             are as they were.
     """
-    loss_sum = torch.zeros((), device=context.device)
+    loss_sum = torch.zeros((), device=dist_info.device)
     for micro_step in range(grad_accum_steps):
         set_gradient_sync(model, micro_step == grad_accum_steps - 1)
         inputs, targets = next(batches)
-        with autocast(context.device, dtype), saved_activations(context.device, offload):
+        with autocast(dist_info.device, dtype), saved_activations(dist_info.device, offload):
             _, loss = model(inputs, targets)
         scaler.scale(loss / grad_accum_steps).backward()
         loss_sum += loss.detach() / grad_accum_steps
     scaler.unscale_(optimizer)
-    norm = clip_gradients(model, grad_clip).to(context.device)  # from the CPU, if offloaded
+    norm = clip_gradients(model, grad_clip).to(dist_info.device)  # from the CPU, if offloaded
     # The step's only wait for the device: the update must not happen if this is not finite.
     # The norm is the same on all processes; to the last bit, if it is to decide on updates.
-    result = StepResult(*all_reduce_mean(torch.stack([loss_sum, norm]), context).tolist())
+    result = StepResult(*all_reduce_mean(torch.stack([loss_sum, norm]), dist_info).tolist())
     check_finite(result, scaler)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -353,18 +367,18 @@ def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
     Returns:
         False if that was broken off, because the processes are to stop.
     """
-    config, context, watch = trainer.config, trainer.context, trainer.stop.watch
+    config, dist_info, watch = trainer.config, trainer.dist_info, trainer.stop.watch
     record: dict[str, float] = {}
     try:
         if trainer.is_due(config.val_every, step):
             batches = watch(validation_loader(trainer))
-            record["val_loss"] = evaluate_loss(trainer.model, batches, trainer.dtype, context)
+            record["val_loss"] = evaluate_loss(trainer.model, batches, trainer.dtype, dist_info)
         if trainer.is_due(config.hellaswag_every, step) and trainer.hellaswag:
             with uncompiled(config):
                 score = evaluate_hellaswag(
                     trainer.raw_model,
                     trainer.hellaswag,
-                    context,
+                    dist_info,
                     trainer.dtype,
                     progress=sys.stderr.isatty(),
                     watch=watch,
@@ -372,12 +386,12 @@ def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
             record["hellaswag_acc"] = score.acc
             record["hellaswag_acc_norm"] = score.acc_norm
             record["hellaswag_total"] = score.total
-    except Stopped:
+    except EvaluationStopped:
         return False
     if record:
         log(trainer, logger, step=step, tokens_seen=step * config.total_batch_size, **record)
         values = " | ".join(f"{name} {value:.5g}" for name, value in record.items())
-        say(context, f"step {step} | {values}")
+        print0(dist_info, f"step {step} | {values}")
     if trainer.is_due(config.sample_every, step):
         write_samples(trainer, step)
     return True
@@ -390,22 +404,22 @@ def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
 
 @torch.no_grad()
 def evaluate_loss(
-    model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype, context: DistributedContext
+    model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype, dist_info: DistInfo
 ) -> float:
     """Mean cross-entropy over all processes' batches, in nats a token.
 
     Sums and counts are added up over the processes and divided once, so that the result does not
     depend on how many there are.
     """
-    exact = torch.float32 if context.device.type == "mps" else torch.float64  # MPS has no float64
-    totals = torch.zeros(2, dtype=exact, device=context.device)
+    exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has no float64
+    totals = torch.zeros(2, dtype=exact, device=dist_info.device)
     for inputs, targets in batches:
-        with autocast(context.device, dtype):
+        with autocast(dist_info.device, dtype):
             _, loss = model(inputs, targets)
         count = (targets != IGNORE_INDEX).sum()
         totals[0] += torch.where(count > 0, loss * count, 0.0)
         totals[1] += count
-    loss_sum, count_sum = all_reduce_sum(totals, context).tolist()
+    loss_sum, count_sum = all_reduce_sum(totals, dist_info).tolist()
     return float(loss_sum / count_sum)
 
 
@@ -414,9 +428,9 @@ def write_samples(trainer: Trainer, step: int) -> None:
 
     Every process does this, so that none waits long for another; the main one writes.
     """
-    context, encoding = trainer.context, gpt2_encoding()
-    prompt = torch.tensor(encoding.encode_ordinary(SAMPLE_PROMPT), device=context.device)
-    generator = torch.Generator(context.device).manual_seed(trainer.config.seed)
+    dist_info, encoding = trainer.dist_info, gpt2_encoding()
+    prompt = torch.tensor(encoding.encode_ordinary(SAMPLE_PROMPT), device=dist_info.device)
+    generator = torch.Generator(dist_info.device).manual_seed(trainer.config.seed)
     with uncompiled(trainer.config):
         sequences = generate(
             trainer.raw_model,
@@ -427,18 +441,18 @@ def write_samples(trainer: Trainer, step: int) -> None:
             dtype=trainer.dtype,
             stop_token=None,  # equally many on every process, which a sharded model needs
         )
-    if not context.is_main:
+    if not dist_info.is_main:
         return
     lines = [f"step {step} | sample: {encoding.decode(sequence)!r}" for sequence in sequences]
-    with handling_write_errors(trainer), FileIO(trainer.run_dir / "samples.txt", "a") as file:
-        append_whole(file, "".join(line + "\n" for line in lines).encode())
+    with tolerate_write_errors(trainer), FileIO(trainer.run_dir / "samples.txt", "a") as file:
+        append_atomically(file, "".join(line + "\n" for line in lines).encode())
     for line in lines:
-        say(context, line)
+        print0(dist_info, line)
 
 
 def save(trainer: Trainer, step: int) -> None:
     """Begin a checkpoint of this step; it is written while training goes on."""
-    config, context = trainer.config, trainer.context
+    config, dist_info = trainer.config, trainer.dist_info
     state = TrainerState(
         step=step,
         tokens_seen=step * config.total_batch_size,
@@ -452,22 +466,22 @@ def save(trainer: Trainer, step: int) -> None:
 
     def on_saved(path: Path) -> None:
         clear_preemption(trainer.run_dir)
-        say(context, f"step {step} | saved {path}")
+        print0(dist_info, f"step {step} | saved {path}")
 
     reshard(trainer.raw_model)  # after an evaluation
-    with handling_write_errors(trainer):
+    with tolerate_write_errors(trainer):
         trainer.writer.wait()  # the last one may have failed
     trainer.writer.save(state, trainer.raw_model, trainer.optimizer, on_saved)
 
 
 def log(trainer: Trainer, logger: MetricsLogger, **values: float | str | None) -> None:
     """Append a record to `metrics.jsonl`."""
-    with handling_write_errors(trainer):
+    with tolerate_write_errors(trainer):
         logger.log(**values)
 
 
 @contextmanager
-def handling_write_errors(trainer: Trainer) -> Iterator[None]:
+def tolerate_write_errors(trainer: Trainer) -> Iterator[None]:
     """Where the body cannot write, warn and go on or, if the flags say so, ask all to stop."""
     try:
         yield
@@ -475,7 +489,7 @@ def handling_write_errors(trainer: Trainer) -> Iterator[None]:
         if trainer.config.stop_on_write_error:
             trainer.stop.fail(error)
         else:
-            say(trainer.context, f"warning: {error}")
+            print0(trainer.dist_info, f"warning: {error}")
 
 
 def log_step(
@@ -487,10 +501,10 @@ def log_step(
     result: StepResult,
 ) -> None:
     """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
-    config, context, model = trainer.config, trainer.context, trainer.raw_model.config
+    config, dist_info, model = trainer.config, trainer.dist_info, trainer.raw_model.config
     timing = timer.lap(step)
     per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
-    peak = peak_flops(device_name(context.device))
+    peak = peak_flops(device_name(dist_info.device))
     record = {
         "step": step,
         "tokens_seen": step * config.total_batch_size,
@@ -499,15 +513,15 @@ def log_step(
         "grad_norm": result.grad_norm,
         "step_time_ms": timing.step_time_ms,
         "tokens_per_second": timing.tokens_per_second,
-        "mfu": mfu(timing.tokens_per_second, per_token, peak, context.world_size),
-        "peak_memory_gib": peak_memory_gib(context.device),
+        "mfu": mfu(timing.tokens_per_second, per_token, peak, dist_info.world_size),
+        "peak_memory_gib": peak_memory_gib(dist_info.device),
     }
     if result.skipped:
         record["update_skipped"] = True
-        say(context, f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
+        print0(dist_info, f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
     log(trainer, logger, **record)
     if step % config.log_every == 0 or step == config.max_steps:
-        say(context, format_step(record, config.max_steps, timing.eta_seconds))
+        print0(dist_info, format_step(record, config.max_steps, timing.eta_seconds))
 
 
 def finish(trainer: Trainer, step: int, evaluated: bool) -> None:
@@ -517,49 +531,55 @@ def finish(trainer: Trainer, step: int, evaluated: bool) -> None:
         KeyboardInterrupt: it was stopped by Ctrl-C.
         OSError: a file could not be written, and the run was to stop for that.
     """
-    context, run_dir, reason = trainer.context, trainer.run_dir, trainer.stop.reason
+    dist_info, run_dir, reason = trainer.dist_info, trainer.run_dir, trainer.stop.reason
     if step == trainer.config.max_steps and evaluated and reason != "failure":
         reason = None  # a signal that came when all was done
-    if context.is_main:
-        with handling_write_errors(trainer):
+    if dist_info.is_main:
+        with tolerate_write_errors(trainer):
             if reason is None:
                 clear_preemption(run_dir)
             else:
                 Preemption(step, reason, evaluated).save(run_dir)
-    barrier(context)  # all is written
+    barrier(dist_info)  # all is written
     if reason is None:
-        say(context, f"done: {run_dir}")
+        print0(dist_info, f"done: {run_dir}")
         return
     trainer.stop.raise_failure()
-    line = f"after step {step}; {how_to_go_on(run_dir)}"
+    line = f"after step {step}; {resume_hint(run_dir)}"
     if reason == "SIGINT":
-        raise KeyboardInterrupt(line) if context.is_main else SystemExit(130)
-    say(context, f"{reason}: stopped {line}")
+        raise KeyboardInterrupt(line) if dist_info.is_main else SystemExit(130)
+    print0(dist_info, f"{reason}: stopped {line}")
 
 
 # --- setting up -------------------------------------------------------------------------------
 
 
 def build_trainer(
-    config: TrainConfig, run_dir: Path, checkpoint: Path | None, context: DistributedContext
+    config: TrainConfig, run_dir: Path, checkpoint: Path | None, dist_info: DistInfo
 ) -> Trainer:
     """Open the data, build model and optimizer; nothing is written yet."""
-    device = context.device
-    require_same("the checkpoints to resume from", [describe_checkpoint(checkpoint)], context)
+    device = dist_info.device
+    check_same_on_all_ranks(
+        "the checkpoints to resume from", [describe_checkpoint(checkpoint)], dist_info
+    )
     set_numerics(device)
     dtype = select_dtype(config.dtype, device)
-    train_shards, val_shards = open_data(config, context)
-    raw_model, model = build_model(config, checkpoint, dtype, context)
+    train_shards, val_shards = open_data(
+        config.data_dir, config.block_size, dist_info, config.val_every > 0
+    )
+    raw_model, model = build_model(config, checkpoint, dtype, dist_info)
     raw_model.loss_chunks = loss_chunks(config, device.type)
     raw_model.set_checkpointing(config.activation_checkpointing)
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
-        hellaswag = examples_or_none(config.hellaswag_data, config.block_size, context)
-    batch = choose_batch(config, raw_model.config, model, dtype, context)
-    require_same("the batches that fit (set --micro-batch-size)", [str(batch)], context)
+        hellaswag = examples_or_none(config.hellaswag_data, config.block_size, dist_info)
+    batch = choose_batch(config, raw_model.config, model, dtype, dist_info)
+    check_same_on_all_ranks(
+        "the batches that fit (set --micro-batch-size)", [str(batch)], dist_info
+    )
     return Trainer(
         config=config,
-        context=context,
+        dist_info=dist_info,
         run_dir=run_dir,
         batch=batch,
         dtype=dtype,
@@ -571,11 +591,107 @@ def build_trainer(
         val_shards=val_shards,
         hellaswag=hellaswag,
         writer=CheckpointWriter(
-            run_dir / "checkpoints" if context.is_main else None, config.keep_checkpoints
+            run_dir / "checkpoints" if dist_info.is_main else None, config.keep_checkpoints
         ),
         norms=RecentNorms(config.skip_grad_norm_zscore),
-        stop=StopRequest(context),
+        stop=StopRequest(dist_info),
     )
+
+
+def build_model(
+    config: TrainConfig, checkpoint: Path | None, dtype: torch.dtype, dist_info: DistInfo
+) -> tuple[GPT, nn.Module]:
+    """The raw model, the same on every process, and the one that trains: compiled and wrapped.
+
+    It is new, or `--init-from`'s; with a checkpoint, its weights are yet to be loaded.
+    """
+    with raise_on_all_ranks(dist_info):
+        check_parallel_mode(config, dist_info)
+    source = config.init_from if checkpoint is None else None
+    if config.is_sharded:
+        model = build_sharded_model(config, checkpoint, source, dtype, dist_info)
+        return model, model
+    if source is None:
+        with dist_info.device:
+            model = GPT(model_dimensions(config, checkpoint))
+        init_weights(model, config.seed)
+    else:
+        model = load_model(source, dist_info.device)
+        model.crop_block_size(config.block_size)
+    if can_compile(config, dist_info):
+        return model, wrap_model(cast(nn.Module, torch.compile(model, dynamic=False)), dist_info)
+    return model, wrap_model(model, dist_info)
+
+
+def build_sharded_model(
+    config: TrainConfig,
+    checkpoint: Path | None,
+    source: str | None,
+    dtype: torch.dtype,
+    dist_info: DistInfo,
+) -> GPT:
+    """The model shared out over all processes; blocks are compiled one by one."""
+    with torch.device("meta"):
+        model = GPT(model_dimensions(config, checkpoint))
+    if can_compile(config, dist_info):
+        for block in model.transformer.h:
+            block.compile(dynamic=False)
+    shard_model(
+        model,
+        model.transformer.h,
+        dist_info,
+        methods=["encode"],
+        replicate=config.parallel == "hsdp",
+        reshard_after_forward=config.reshard_after_forward,
+        cpu_offload=config.cpu_offload,
+        dtype=dtype,
+    )
+    if source is None:
+        init_weights(model, config.seed)
+        return model
+    loaded = load_model(source)
+    loaded.crop_block_size(config.block_size)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
+            parameter.copy_(distribute_like(value, parameter))
+    return model
+
+
+@torch.no_grad()
+def init_weights(model: GPT, seed: int) -> None:
+    """Initialise a model, sharded or not, with the same numbers for the same seed."""
+    torch.manual_seed(seed)
+    for parameter, value in model.initial_values():
+        parameter.copy_(distribute_like(value, parameter))
+
+
+def can_compile(config: TrainConfig, dist_info: DistInfo) -> bool:
+    """Whether to compile; where that cannot be, say why."""
+    if not config.compile:
+        return False
+    problem = compiler_problem(dist_info.device) or compile_failure(dist_info.device)
+    if problem is not None:
+        print0(dist_info, f"warning: not compiled, training will be slower: {problem}")
+        return False
+    print0(dist_info, "compiling: the first validation and the first step take longer")
+    # Compiled code is kept from run to run, that of our own autograd functions only if asked to.
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    if dist_info.device.type == "cpu":  # GELU again in the backward pass: 0.6 GiB less of 3.9
+        functorch_config.ban_recompute_materialized_backward = False
+    return True
+
+
+def build_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
+
+    Matrices decay; biases and LayerNorm gains, which have one dimension, do not.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def resume(trainer: Trainer, checkpoint: Path | None) -> Start:
@@ -584,11 +700,11 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> Start:
     Raises:
         ValueError: the checkpoint is damaged, or of a run on another model, data or batch.
     """
-    context = trainer.context
+    dist_info = trainer.dist_info
     if checkpoint is None:
         return Start(0, evaluated=False, saved=True)
-    with failing_together(context):
-        refuse_another_run(
+    with raise_on_all_ranks(dist_info):
+        check_resume_compatible(
             checkpoint,
             trainer.raw_model.config,
             trainer.config,
@@ -597,9 +713,9 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> Start:
         state = load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler)
         mark = read_preemption(checkpoint.parent.parent)
     trainer.norms.extend(state.grad_norms)
-    say(context, f"resumed from {checkpoint}")
+    print0(dist_info, f"resumed from {checkpoint}")
     owed = mark is not None and mark.step == state.step and not mark.evaluated
-    evaluated = not broadcast_int(owed, context)  # machines may see a shared disk at other times
+    evaluated = not broadcast_int(owed, dist_info)  # machines may see a shared disk at other times
     here = checkpoint.absolute().parent.parent == trainer.run_dir.absolute()
     return Start(state.step, evaluated, saved=here)
 
@@ -614,7 +730,7 @@ def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
         seed=trainer.config.seed,
         shuffle=trainer.config.shuffle,
         vocab_size=trainer.raw_model.config.vocab_size,
-        context=trainer.context,
+        dist_info=trainer.dist_info,
         start_step=start_step,
     )
 
@@ -627,7 +743,7 @@ def validation_loader(trainer: Trainer) -> Iterator[Batch]:
         micro_batch_size=trainer.batch.micro_batch_size,
         max_tokens=trainer.config.val_tokens,
         vocab_size=trainer.raw_model.config.vocab_size,
-        context=trainer.context,
+        dist_info=trainer.dist_info,
     )
 
 
@@ -637,7 +753,7 @@ def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
         total=trainer.config.max_steps,
         initial=start_step,
         unit="step",
-        disable=None if trainer.context.is_main else True,
+        disable=None if trainer.dist_info.is_main else True,
     )
 
 

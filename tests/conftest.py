@@ -52,11 +52,12 @@ def torchrun(script, *args, processes=2):
 
 
 def check_on_ranks(commands, source, tmp_path, processes=2, **environment):
-    """Run the `check(context)` that `source` defines on gloo ranks, each to its end."""
+    """Run the `check(dist_info)` that `source` defines on gloo ranks, each to its end."""
     script = tmp_path / "ranks.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom distributed import *\n{source}\n"
-        "with setup_distributed('cpu') as context:\n    check(context)\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        f"from runtime.distributed import *\n{source}\n"
+        "with setup_distributed('cpu') as dist_info:\n    check(dist_info)\n"
         "print('fine', flush=True)\n"
     )
     done = commands.run_ranks(processes, script, **environment)

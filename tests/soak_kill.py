@@ -24,10 +24,10 @@ from conftest import ROOT, TINY_RUN, torchrun
 
 sys.path.insert(0, str(ROOT))
 
-from checkpoint import latest_checkpoint, verify_checkpoint
-from cli import parse_flags, run_command
-from metrics import read_metrics
-from shards import MANIFEST_NAME, verify_shards
+from corpus.shards import MANIFEST_NAME, verify_shards
+from runtime.checkpoint import latest_checkpoint, verify_checkpoint
+from runtime.cli import parse_flags, run_command
+from runtime.metrics import read_metrics
 
 TRAIN_STEPS = 150
 KILLS_A_RUN = 6

@@ -12,18 +12,18 @@ from conftest import ROOT, TINY_MODEL
 from PIL import Image
 from torch.profiler import profile
 
-import bench
-import bench_run
 import model
-from bench import LADDER, PRODUCT, BenchConfig, Contestant, climb, compare, component_table
-from bench_components import Figure
-from bench_report import rounded, store_section
-from bench_run import HuggingFaceGPT2, RungResult, Settings, build_contestant, unfused
-from build import build_optimizer
-from cli import parse_flags, run_command
-from distributed import DistributedContext
+from bench import __main__ as bench_main
+from bench import run as bench_run
+from bench.__main__ import LADDER, PRODUCT, BenchConfig, Contestant, climb, compare, component_table
+from bench.components import Figure
+from bench.report import rounded, store_section
+from bench.run import HuggingFaceGPT2, RungResult, Settings, build_contestant, unfused
 from model import GPT, GPTConfig
-from train_config import TrainConfig
+from runtime.cli import parse_flags, run_command
+from runtime.distributed import DistInfo
+from train_gpt2 import build_optimizer
+from training.config import TrainConfig
 
 CPU = torch.device("cpu")
 KERNELS = {
@@ -48,10 +48,10 @@ def restored():
 def ladder(tiny_data, tmp_path_factory):
     """`python bench.py` on a tiny model, where there is no compiler; what it printed and wrote."""
     folder = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, str(ROOT / "bench.py"), *TINY_MODEL, "--steps=12", "--rounds=1"]
+    command = [sys.executable, "-m", "bench", *TINY_MODEL, "--steps=12", "--rounds=1"]
     result = subprocess.run(
         [*command, "--device=cpu", f"--data-dir={tiny_data}", f"--out-dir={folder}"],
-        env={"PATH": "/nonexistent", "OMP_NUM_THREADS": "1"},
+        env={"PATH": "/nonexistent", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -132,7 +132,7 @@ def test_peer_keeps_the_ladder_and_gives_ratios(ladder, tiny_data, monkeypatch, 
         sys, "argv", ["bench.py", *flags, f"--data-dir={tiny_data}", f"--out-dir={folder}"]
     )
     monkeypatch.setenv("PATH", "/nonexistent")
-    bench.main()
+    bench_main.main()
     results = only_json(folder)
     assert results["ladder"] == before
     peer, product = results["peer_eager"]["results"]
@@ -155,7 +155,7 @@ def test_climb_changes_one_thing_a_rung():
 
 def test_train_config_leaves_the_product_its_defaults():
     rungs, _ = climb(CPU)
-    product = bench.train_config(BenchConfig(), rungs[PRODUCT], CPU, Path("data"))
+    product = bench_main.train_config(BenchConfig(), rungs[PRODUCT], CPU, Path("data"))
     changed = {
         name for name, value in asdict(product).items() if value != getattr(TrainConfig, name)
     }
@@ -163,7 +163,7 @@ def test_train_config_leaves_the_product_its_defaults():
         *("data_dir", "n_layer", "n_head", "n_embd", "total_batch_size"),
         *("warmup_steps", "val_every", "hellaswag_every"),
     }
-    plain = bench.train_config(BenchConfig(), rungs["float32"], CPU, Path("data"))
+    plain = bench_main.train_config(BenchConfig(), rungs["float32"], CPU, Path("data"))
     assert (plain.micro_batch_size, plain.total_batch_size) == (4, 4096)
     assert (plain.dtype, plain.compile, plain.loss_chunks) == ("float32", False, 1)
 
@@ -171,7 +171,7 @@ def test_train_config_leaves_the_product_its_defaults():
 def test_race_reports_a_failure_and_goes_on(tiny_data, tmp_path, capsys):
     broken = Contestant("broken", Settings(), tiny_config(tmp_path / "nowhere"))
     sound = Contestant("sound", Settings(), tiny_config(tiny_data))
-    bench.race([broken, sound], steps=1, rounds=1, scratch=tmp_path)
+    bench_main.race([broken, sound], steps=1, rounds=1, scratch=tmp_path)
     assert not broken.runs
     assert broken.failure.startswith("FileNotFoundError: no data folder")
     assert str(tmp_path) not in broken.failure
@@ -179,7 +179,7 @@ def test_race_reports_a_failure_and_goes_on(tiny_data, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "no data folder" in lines[0]
     assert "tokens/s" in lines[1]
-    table = bench.training_table([c.summary(1, None) for c in (broken, sound)], {}, 1)
+    table = bench_main.training_table([c.summary(1, None) for c in (broken, sound)], {}, 1)
     assert "no data folder" in table.splitlines()[1]
 
 
@@ -264,7 +264,7 @@ def test_unfused_adamw_makes_the_same_update():
 )
 def test_build_contestant_takes_away_what_is_off(switched_on, rows, eager, compiled, tiny_data):
     settings = Settings(**dict.fromkeys(switched_on, True))
-    trainer = build_contestant(settings, tiny_config(tiny_data), DistributedContext(CPU))
+    trainer = build_contestant(settings, tiny_config(tiny_data), DistInfo(CPU))
     assert len(trainer.raw_model.lm_head.weight) == rows
     traced = torch.compile(trainer.raw_model, backend="eager", dynamic=False)
     tokens = torch.randint(0, 400, (2, 32))
@@ -319,7 +319,7 @@ def test_bad_flags_end_as_one_line(flags, message, tiny_data, tmp_path, monkeypa
     flags = [flag.replace("TINY", str(tiny_data)) for flag in flags]
     monkeypatch.setattr(sys, "argv", ["bench.py", "--device=cpu", *flags, f"--out-dir={tmp_path}"])
     with pytest.raises(SystemExit) as stop:
-        run_command(bench.main)
+        run_command(bench_main.main)
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

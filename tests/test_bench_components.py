@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from bench_components import (
+from bench.components import (
     COMPONENTS,
     ClockedBatches,
     Figure,
@@ -17,9 +17,9 @@ from bench_components import (
     score_one_at_a_time,
     seconds_of,
 )
-from distributed import DistributedContext
 from hellaswag import evaluate_hellaswag, load_examples
 from model import GPT, GPTConfig
+from runtime.distributed import DistInfo
 
 TINY = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)
 EXAMPLES = ROOT / "assets" / "hellaswag_sample.jsonl"
@@ -78,7 +78,7 @@ def test_score_one_at_a_time_equals_the_batched_scorer():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     examples = load_examples(EXAMPLES)
-    alone = DistributedContext(torch.device("cpu"))
+    alone = DistInfo(torch.device("cpu"))
     batched = evaluate_hellaswag(model, examples, alone, torch.float32)
     single = score_one_at_a_time(model, examples, torch.float32)
     torch.testing.assert_close(single.summed, batched.summed, rtol=0, atol=1e-4)

@@ -12,7 +12,8 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 
-from checkpoint import (
+from model import GPT, GPTConfig
+from runtime.checkpoint import (
     CheckpointWriter,
     TrainerState,
     find_checkpoint,
@@ -24,7 +25,6 @@ from checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from model import GPT, GPTConfig
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 
@@ -126,7 +126,7 @@ def test_load_model_takes_run_folder_and_checkpoint(saved):
 
 
 def test_load_model_takes_what_save_pretrained_wrote(saved, tmp_path):
-    from pretrained import save_pretrained
+    from runtime.huggingface import save_pretrained
 
     config = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
     model = GPT(config)

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from forked import free_port
 
-from cli import parse_flags, run_command
+from runtime.cli import parse_flags, run_command
 
 DEEP_PATH = "/data/" + "a-folder/and_more/" * 7 + "with some words, and more/file.txt"
 
@@ -41,7 +41,7 @@ def run_script(tmp_path, body, *args, stdout=subprocess.PIPE, stderr=subprocess.
     script = tmp_path / "script.py"
     script.write_text(
         "from test_cli import Config\n"
-        "from cli import parse_flags, run_command\n"
+        "from runtime.cli import parse_flags, run_command\n"
         f"def main() -> None:\n    {body}\n"
         "if __name__ == '__main__':\n    run_command(main)\n"
     )

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corpus.shards import open_shards
 from dataloader import (
     ShardedDataLoader,
     count_windows,
@@ -15,9 +16,8 @@ from dataloader import (
     to_host_tensor,
     validation_batches,
 )
-from distributed import DistributedContext
 from model import IGNORE_INDEX
-from shards import open_shards
+from runtime.distributed import DistInfo
 
 CPU = torch.device("cpu")
 T = 8
@@ -43,8 +43,10 @@ def loader(data_dir, rank=0, world_size=1, **changes):
         "vocab_size": 50257,
         "start_step": 0,
     }
-    context = DistributedContext(CPU, rank=rank, world_size=world_size)
-    return ShardedDataLoader(open_shards(data_dir, "train"), context=context, **options | changes)
+    dist_info = DistInfo(CPU, rank=rank, world_size=world_size)
+    return ShardedDataLoader(
+        open_shards(data_dir, "train"), dist_info=dist_info, **options | changes
+    )
 
 
 @given(size=st.integers(1, 5000), seed=st.integers(0, 10), epoch=st.integers(0, 3))
@@ -186,7 +188,7 @@ def test_validation_batches_cover_the_same_tokens_at_every_world_size(data_dir, 
                 micro_batch_size=4,
                 max_tokens=200,
                 vocab_size=50257,
-                context=DistributedContext(CPU, rank=rank, world_size=world_size),
+                dist_info=DistInfo(CPU, rank=rank, world_size=world_size),
             )
         )
         lengths.append(len(batches))
@@ -204,7 +206,7 @@ def test_validation_batches_take_what_there_is(data_dir):
         micro_batch_size=4,
         max_tokens=10**9,
         vocab_size=50257,
-        context=DistributedContext(CPU),
+        dist_info=DistInfo(CPU),
     )
     counted = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
     assert counted == count_windows(500, T) * T == 496

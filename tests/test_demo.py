@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
+from corpus.shards import open_shards
 from demo import unigram_loss
-from shards import open_shards
 
 
 def test_unigram_loss_worked_by_hand(tmp_path):

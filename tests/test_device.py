@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from device import (
+from runtime.device import (
     autocast,
     compiler_problem,
     device_name,
@@ -125,7 +125,7 @@ def test_failure_to_compile_finds_a_compiler_that_is_broken(monkeypatch, tmp_pat
     broken.chmod(0o755)
     code = (
         "import torch, device; cpu = torch.device('cpu')\n"
-        "print(device.compiler_problem(cpu), '|', device.failure_to_compile(cpu))"
+        "print(device.compiler_problem(cpu), '|', device.compile_failure(cpu))"
     )
     environment = os.environ | {
         "CXX": str(broken),
@@ -201,7 +201,7 @@ def test_peak_memory_gib_on_a_gpu_counts_tensors():
 FAULTS = """
 import resource, sys, torch, device
 if sys.argv[1] == "keep":
-    device.keep_freed_memory()
+    device.tune_malloc()
 def use():
     for _ in range(4):
         torch.empty(2**26, dtype=torch.uint8).fill_(1)

@@ -2,41 +2,41 @@ import pytest
 import torch
 from conftest import check_on_ranks
 
-from distributed import all_reduce_mean, all_reduce_sum, broadcast_int, setup_distributed
+from runtime.distributed import all_reduce_mean, all_reduce_sum, broadcast_int, setup_distributed
 
 RANK_CHECK = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-def fail_on_one(context):
-    with failing_together(context):
-        if context.rank:
+def fail_on_one(dist_info):
+    with raise_on_all_ranks(dist_info):
+        if dist_info.rank:
             raise ValueError("one")
 
-def differ(context):
-    require_same("numbers", ["same", str(context.rank)], context)
+def differ(dist_info):
+    check_same_on_all_ranks("numbers", ["same", str(dist_info.rank)], dist_info)
 
-def check(context):
-    me = float(context.rank)
-    assert context.world_size == 2
-    assert all_reduce_sum(torch.tensor([1.0, me]), context).tolist() == [2.0, 1.0]
-    assert all_reduce_mean(torch.tensor(me), context).item() == 0.5
-    assert broadcast_int(41 + context.rank, context) == 41
-    assert all_reduce_max(context.rank, context) == 1
-    assert gather_text("Grüße" * context.rank, context) == ["", "Grüße"]
-    require_same("numbers", ["one", "two"], context)
+def check(dist_info):
+    me = float(dist_info.rank)
+    assert dist_info.world_size == 2
+    assert all_reduce_sum(torch.tensor([1.0, me]), dist_info).tolist() == [2.0, 1.0]
+    assert all_reduce_mean(torch.tensor(me), dist_info).item() == 0.5
+    assert broadcast_int(41 + dist_info.rank, dist_info) == 41
+    assert all_reduce_max(dist_info.rank, dist_info) == 1
+    assert gather_text("Grüße" * dist_info.rank, dist_info) == ["", "Grüße"]
+    check_same_on_all_ranks("numbers", ["one", "two"], dist_info)
     for end_on_one, message in ((fail_on_one, "on rank 1: one"), (differ, "rank 1 has 1, rank 0")):
         try:
-            end_on_one(context)
+            end_on_one(dist_info)
         except (ValueError, SystemExit) as error:
-            expected = message if context.is_main else "2"
+            expected = message if dist_info.is_main else "2"
             assert expected in str(error), error
         else:
             raise AssertionError("went on")
 
     torch.manual_seed(0)
     raw = torch.nn.Linear(3, 1)
-    model = wrap_model(raw, context)
+    model = wrap_model(raw, dist_info)
     synced = []
     def count(state, bucket):
         synced.append(bucket.index())
@@ -59,12 +59,12 @@ def test_two_ranks_reduce_and_average_gradients_on_the_last_micro_step_only(comm
 def test_setup_distributed_of_one_process_is_free(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    with setup_distributed("cpu") as context:
-        assert (context.rank, context.world_size, context.is_main) == (0, 1, True)
+    with setup_distributed("cpu") as dist_info:
+        assert (dist_info.rank, dist_info.world_size, dist_info.is_main) == (0, 1, True)
         assert not torch.distributed.is_initialized()
-        assert all_reduce_mean(torch.tensor(3.0), context).item() == 3.0
-        assert all_reduce_sum(torch.tensor(3.0), context).item() == 3.0
-        assert broadcast_int(7, context) == 7
+        assert all_reduce_mean(torch.tensor(3.0), dist_info).item() == 3.0
+        assert all_reduce_sum(torch.tensor(3.0), dist_info).item() == 3.0
+        assert broadcast_int(7, dist_info) == 7
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import export
-from checkpoint import TrainerState, load_model, save_checkpoint
 from model import GPT, GPTConfig
+from runtime.checkpoint import TrainerState, load_model, save_checkpoint
 
 TINY = GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)
 

@@ -18,7 +18,7 @@ from soak_kill import (
     write_documents,
 )
 
-from shards import MANIFEST_NAME, Manifest, verify_shards
+from corpus.shards import MANIFEST_NAME, Manifest, verify_shards
 
 FLAGS = ("--source=a.jsonl", "--shard-size=5000")
 SHARD_BYTES = 2 * 5000 + 128

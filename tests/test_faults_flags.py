@@ -11,15 +11,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cli import parse_flags
-from distributed import DistributedContext
 from export import ExportConfig
 from fineweb import FineWebConfig
 from hellaswag import HellaSwagConfig
-from plan import plan_batch
-from runs import settings_as_args
+from runtime.cli import parse_flags
+from runtime.distributed import DistInfo
 from sample import SampleConfig
-from train_config import ABOVE_ZERO, TrainConfig
+from training.config import ABOVE_ZERO, TrainConfig
+from training.memory import plan_batch
+from training.run_dir import settings_as_args
 
 FLAGS = [field.name for field in fields(TrainConfig)]
 NUMBERS = [
@@ -138,10 +138,10 @@ def test_batch_is_shared_out_whole_or_refused(
         data_dir=Path("none"),
     )
     tokens = micro_batch_size * block_size * world_size
-    context = DistributedContext(torch.device("cpu"), world_size=world_size)
+    dist_info = DistInfo(torch.device("cpu"), world_size=world_size)
 
     def plan():
-        return plan_batch(config, config.model_config(), context)
+        return plan_batch(config, config.model_config(), dist_info)
 
     if total_batch_size % tokens:
         with pytest.raises(ValueError, match="--total-batch-size"):

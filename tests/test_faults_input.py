@@ -13,9 +13,9 @@ import torch
 from conftest import ROOT, TINY_RUN
 from forked import assert_refused
 
+from corpus.shards import Manifest, ShardWriter
 from model import GPT, GPTConfig
-from pretrained import save_pretrained
-from shards import Manifest, ShardWriter
+from runtime.huggingface import save_pretrained
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks")
 TOKENS = (np.arange(2000) % 50257).astype(np.uint16)

@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT, torchrun
 from forked import assert_refused
 
-from checkpoint import latest_checkpoint, verify_checkpoint
-from metrics import read_metrics
+from runtime.checkpoint import latest_checkpoint, verify_checkpoint
+from runtime.metrics import read_metrics
 from train_gpt2 import main
 
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json")

@@ -17,14 +17,14 @@ import torch
 from conftest import ROOT, torchrun
 from forked import assert_refused
 
-from checkpoint import latest_checkpoint, load_model, verify_checkpoint
+from corpus.shards import open_shards
 from dataloader import ShardedDataLoader
-from device import compiler_problem
-from distributed import DistributedContext
-from metrics import read_metrics
-from runs import Preemption
-from shards import open_shards
+from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
+from runtime.device import compiler_problem
+from runtime.distributed import DistInfo
+from runtime.metrics import read_metrics
 from train_gpt2 import main
+from training.run_dir import Preemption
 
 CPU = torch.device("cpu")
 SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
@@ -34,7 +34,7 @@ SLOWED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import hellaswag, train_gpt2
-from cli import run_command
+from runtime.cli import run_command
 
 def slowed(function, word, seconds=0.3):
     def wrapper(*args, **kwargs):
@@ -500,7 +500,7 @@ def test_resume_at_a_shard_edge_and_at_an_epoch_edge(flags, run_dir, tmp_path, o
             seed=1337,
             shuffle=order == "--shuffle",
             vocab_size=50257,
-            context=DistributedContext(CPU),
+            dist_info=DistInfo(CPU),
             start_step=start,
         )
         return [
@@ -532,7 +532,7 @@ def test_resume_of_a_finished_run_changes_nothing(flags, run_dir):
 def test_one_rank_that_raises_before_a_collective_ends_all(slowed, flags, run_dir):
     more = """
 def failing(trainer, step):
-    if step == 8 and trainer.context.rank == 1:
+    if step == 8 and trainer.dist_info.rank == 1:
         raise ValueError("the disk of this machine is gone")
     write_samples(trainer, step)
 

@@ -12,15 +12,15 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import files
-from files import (
-    append_whole,
+from runtime import files
+from runtime.files import (
+    append_atomically,
     atomic_write,
+    find_escaping_link,
     is_plain_name,
-    link_out_of,
     read_json,
+    redact_secrets,
     sha256_of,
-    without_secrets,
     write_json,
 )
 
@@ -74,7 +74,7 @@ def test_atomic_write_killed_in_the_middle_leaves_the_old_file(tmp_path):
     path = tmp_path / "file.bin"
     path.write_bytes(b"old")
     script = (
-        "import os, signal, sys; from pathlib import Path; from files import atomic_write\n"
+        "import os, signal, sys; from pathlib import Path; from runtime.files import atomic_write\n"
         "with atomic_write(Path(sys.argv[1])) as file:\n"
         "    file.write(b'half'); file.flush()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -199,13 +199,13 @@ def test_link_out_of_finds_links_at_any_depth(tmp_path):
     outside.mkdir()
     (folder / "a" / "inside").symlink_to(folder / "a" / "b")
     (folder / "loop").symlink_to(folder / "loop")
-    assert link_out_of(folder) is None
+    assert find_escaping_link(folder) is None
     (tmp_path / "other name").symlink_to(folder)
-    assert link_out_of(tmp_path / "other name") is None
+    assert find_escaping_link(tmp_path / "other name") is None
     for target in (outside, "../../../outside", tmp_path / "nothing", "/etc/passwd"):
         link = folder / "a" / "b" / "out"
         link.symlink_to(target)
-        assert link_out_of(folder) == link
+        assert find_escaping_link(folder) == link
         link.unlink()
 
 
@@ -222,7 +222,7 @@ def test_link_out_of_finds_links_at_any_depth(tmp_path):
     ],
 )
 def test_without_secrets_keeps_the_address(message, expected):
-    assert without_secrets(message) == expected
+    assert redact_secrets(message) == expected
 
 
 def test_append_whole_appends_all_or_nothing(tmp_path):
@@ -233,11 +233,11 @@ def test_append_whole_appends_all_or_nothing(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (30, before[1]))  # as a disk that is full there
     try:
         with FileIO(path, "a") as file:
-            append_whole(file, b"fits easily\n")
+            append_atomically(file, b"fits easily\n")
             for _ in range(2):
                 with pytest.raises(OSError, match=r"log was not written: .*too large"):
-                    append_whole(file, b"x" * 20 + b"\n")
-            append_whole(file, b"fits too\n")
+                    append_atomically(file, b"x" * 20 + b"\n")
+            append_atomically(file, b"fits too\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes() == b"old\nfits easily\nfits too\n"

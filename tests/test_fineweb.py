@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fineweb
-import sources
+from corpus import sources
+from corpus.shards import Manifest, open_shards
+from corpus.sources import BLOCK_END, read_plain, stream_documents
 from fineweb import FineWebConfig, tokenize_documents
-from shards import Manifest, open_shards
-from sources import BLOCK_END, read_plain, stream_documents
 from tokenizer import CUT, END_OF_TEXT, gpt2_encoding
 
 ROOT = Path(fineweb.__file__).parent
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     multiprocessing.set_start_method({method!r})
     import fineweb
     fineweb.BATCH_CHARS = 1000
-    import sources
+    from corpus import sources
     sources.TABLE_ROWS = 16
     sources.BLOCK_BYTES = 1000
     replace, renamed = os.replace, 0
@@ -302,7 +302,7 @@ def test_main_refuses_a_folder_of_foreign_shards(make, tmp_path):
 def test_main_refuses_a_second_writer(make, tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["some text"])
     with (
-        fineweb.only_writer(Path("data/a")),
+        fineweb.folder_lock(Path("data/a")),
         pytest.raises(ValueError, match=r"another fineweb\.py is writing to data/a"),
     ):
         make("--source", source)

@@ -22,9 +22,9 @@ from test_fineweb import (
 )
 
 import fineweb
-from parts import part_folder
-from shards import Manifest
-from sources import FileSource, Part
+from corpus.parts import part_folder
+from corpus.shards import Manifest
+from corpus.sources import FileSource, Part
 
 make, hub = single.make, single.hub
 
@@ -120,7 +120,7 @@ def test_torchrun_gives_each_process_a_part_and_the_first_merges(flags, tmp_path
 
 def test_rank_0_waits_for_the_last_part(make, flags, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("parts.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("corpus.parts.POLL_SECONDS", 0.01)
     started = []
 
     def other_rank(_):  # while the first one sleeps
@@ -221,7 +221,7 @@ def test_one_machine_and_a_merge_go_on_with_each_others_shards(make, flags, tmp_
 
 
 def test_parts_have_locks_of_their_own(make, flags):
-    with fineweb.only_writer(part_path("merged", 0, 2)):
+    with fineweb.folder_lock(part_path("merged", 0, 2)):
         make(*flags, "--data-dir", "merged", "--part", 1, "--parts", 2)
         with pytest.raises(ValueError, match=r"another fineweb\.py is .* merged/parts/part_0"):
             make(*flags, "--data-dir", "merged", "--part", 0, "--parts", 2)

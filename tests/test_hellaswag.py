@@ -10,8 +10,6 @@ import pytest
 import torch
 from conftest import ROOT, torchrun
 
-from device import vocabulary_precision
-from distributed import DistributedContext
 from hellaswag import (
     HellaSwagConfig,
     HellaSwagResult,
@@ -24,11 +22,13 @@ from hellaswag import (
     score_examples,
 )
 from model import GPT, GPTConfig
-from pretrained import save_pretrained, to_hf_state_dict
+from runtime.device import lm_head_precision
+from runtime.distributed import DistInfo
+from runtime.huggingface import save_pretrained, to_hf_state_dict
 from tokenizer import gpt2_encoding
 
 SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
-ALONE = DistributedContext(torch.device("cpu"))
+ALONE = DistInfo(torch.device("cpu"))
 TINY = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)
 ROW = {"ind": 7, "ctx": "A man", "label": 2, "endings": ["runs.", "is a cat.", "x", "sat down."]}
 
@@ -172,7 +172,7 @@ def test_evaluate_hellaswag_gives_the_precision_back(model, examples, dtype, ins
     hook.remove()
     assert seen == [inside]
     assert torch.get_float32_matmul_precision() == "highest"
-    with pytest.raises(ValueError, match="block_size"), vocabulary_precision(dtype):
+    with pytest.raises(ValueError, match="block_size"), lm_head_precision(dtype):
         check_lengths(examples, 1)
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -314,7 +314,7 @@ def test_fetch_downloads_once_and_checks(server, tmp_path):
 def test_download_hellaswag_leaves_it_to_the_main_process(server, tmp_path):
     path, url = tmp_path / "data.jsonl", f"http://127.0.0.1:{server.server_port}/data"
     path.write_text("from process 0")
-    other = DistributedContext(torch.device("cpu"), rank=1)
+    other = DistInfo(torch.device("cpu"), rank=1)
     assert download_hellaswag(other, path, url) == path
     assert server.requests == []
     with pytest.raises(OSError, match="--data FILE"):
@@ -326,13 +326,13 @@ DOWNLOAD = """
 import sys
 from pathlib import Path
 import hellaswag
-from distributed import setup_distributed
+from runtime.distributed import setup_distributed
 
 hellaswag.DATA_BYTES, hellaswag.DATA_SHA256 = int(sys.argv[2]), sys.argv[3]
-with setup_distributed("cpu") as context:
+with setup_distributed("cpu") as dist_info:
     path = Path(sys.argv[0]).with_suffix(".jsonl")
-    path = hellaswag.download_hellaswag(context, path, sys.argv[1])
-    print(f"rank {context.rank} has {path.stat().st_size} bytes\\n", end="")
+    path = hellaswag.download_hellaswag(dist_info, path, sys.argv[1])
+    print(f"rank {dist_info.rank} has {path.stat().st_size} bytes\\n", end="")
 """
 
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metrics import (
+from model import GPT2_SIZES, GPTConfig
+from runtime.metrics import (
     MetricsLogger,
     StepTimer,
     flops_per_token,
@@ -17,7 +18,6 @@ from metrics import (
     peak_flops,
     read_metrics,
 )
-from model import GPT2_SIZES, GPTConfig
 
 GPU_NAMES = {  # what the driver calls them, and the dense bfloat16 peak
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -127,7 +127,8 @@ def test_logger_starts_on_its_own_line_after_a_torn_one(tmp_path, torn_at):
 def test_logger_keeps_every_finished_record_when_the_process_is_killed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
-        "import os, signal, sys; from pathlib import Path; from metrics import MetricsLogger\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from runtime.metrics import MetricsLogger\n"
         "logger = MetricsLogger(Path(sys.argv[1]))\n"
         "for step in range(100): logger.log(step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from device import compiler_problem
 from model import (
     GPT,
     GPT2_SIZES,
@@ -16,6 +15,7 @@ from model import (
     GPTConfig,
     KVCache,
 )
+from runtime.device import compiler_problem
 
 CPU = torch.device("cpu")
 STAND_INS = {  # each size's layers to heads to head size in small, and an odd vocabulary
@@ -44,7 +44,7 @@ def tiny(**dimensions):
     return GPT(GPTConfig(**(settings | dimensions)))
 
 
-def lively(model):
+def randomize_weights(model):
     """Redraw the parameters so large that every part of the model shows in the logits."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,7 +88,7 @@ def test_stand_ins_cover_every_size():
 
 @pytest.mark.parametrize("size", STAND_INS)
 def test_gpt_logits_equal_hugging_face_at_every_length(size):
-    model = lively(tiny(**STAND_INS[size]))
+    model = randomize_weights(tiny(**STAND_INS[size]))
     theirs = hugging_face_twin(model)
 
     for length in range(1, BLOCK_SIZE + 1):
@@ -102,7 +102,7 @@ def test_gpt_logits_equal_hugging_face_at_every_length(size):
 
 @pytest.mark.parametrize("size", STAND_INS)
 def test_gpt_loss_and_every_gradient_equal_hugging_face(size):
-    model = lively(tiny(**STAND_INS[size]))
+    model = randomize_weights(tiny(**STAND_INS[size]))
     theirs = hugging_face_twin(model)
     tokens = random_ids(3, BLOCK_SIZE + 1)
     idx, targets = tokens[:, :-1], tokens[:, 1:]
@@ -194,7 +194,7 @@ def test_gpt_initialisation_follows_the_seed():
 
 @pytest.mark.parametrize("position", [1, 7, BLOCK_SIZE - 1])
 def test_gpt_later_tokens_do_not_change_earlier_logits(position):
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     idx = random_ids(1, BLOCK_SIZE)
     changed = idx.clone()
     changed[0, position] = (changed[0, position] + 1) % VOCAB_SIZE
@@ -208,7 +208,7 @@ def test_gpt_later_tokens_do_not_change_earlier_logits(position):
 
 @pytest.mark.parametrize("prompt_length", [1, 5, BLOCK_SIZE])
 def test_gpt_with_cache_equals_without(prompt_length):
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     idx = random_ids(3, BLOCK_SIZE)
     cache = KVCache(model.config, batch_size=3, device=CPU, dtype=torch.float32)
 
@@ -223,7 +223,7 @@ def test_gpt_with_cache_equals_without(prompt_length):
 
 
 def test_transformer_packs_sequences_by_mask_and_positions():
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     first, second = random_ids(1, 6), random_ids(1, 9)
     positions = torch.cat([torch.arange(6), torch.arange(9)])
     document = torch.tensor([0] * 6 + [1] * 9)
@@ -237,7 +237,7 @@ def test_transformer_packs_sequences_by_mask_and_positions():
 
 
 def test_gpt_ignored_targets_do_not_count_towards_the_loss():
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     tokens = random_ids(2, BLOCK_SIZE + 1)
     idx, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[:, ::3] = IGNORE_INDEX
@@ -256,7 +256,7 @@ def test_gpt_ignored_targets_do_not_count_towards_the_loss():
 
 
 def test_gpt_padded_ids_get_neither_logits_nor_gradient():
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     tokens = random_ids(2, BLOCK_SIZE + 1)
 
     logits = model(tokens[:, :-1]).logits
@@ -269,7 +269,7 @@ def test_gpt_padded_ids_get_neither_logits_nor_gradient():
 
 
 def test_gpt_cropped_gives_the_same_logits_up_to_its_new_length():
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     idx = random_ids(2, 6)
     with torch.no_grad():
         expected = model(idx).logits
@@ -312,7 +312,7 @@ def test_gpt_loss_is_float32_with_bfloat16_autocast_or_weights():
 
 @pytest.mark.parametrize("micro_steps", [2, 3, 6])
 def test_gpt_gradient_of_micro_batches_is_that_of_one_large_batch(micro_steps):
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     tokens = random_ids(6, BLOCK_SIZE + 1)
     idx, targets = tokens[:, :-1], tokens[:, 1:]
     model(idx, targets).loss.backward()
@@ -330,7 +330,7 @@ def test_gpt_gradient_of_micro_batches_is_that_of_one_large_batch(micro_steps):
 
 @pytest.mark.parametrize("chunks", [2, 5, 32])
 def test_gpt_chunked_loss_and_every_gradient_equal_the_plain_ones(chunks):
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     tokens = random_ids(2, BLOCK_SIZE + 1)
     idx, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[:, ::3] = IGNORE_INDEX
@@ -354,7 +354,7 @@ def test_gpt_chunked_loss_and_every_gradient_equal_the_plain_ones(chunks):
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1), (torch.float16, 2**16)])
 def test_gpt_chunked_gradients_in_16_bits_are_as_close_to_float32_as_the_plain_ones(dtype, scale):
-    model = lively(tiny())
+    model = randomize_weights(tiny())
     tokens = random_ids(2, BLOCK_SIZE + 1)
     gradients = {}
     for name, chunks, product_dtype in (
@@ -416,7 +416,7 @@ def test_block_causal_attention_in_bfloat16_errs_at_most_twice_as_much_as_torchs
 def test_gpt_compiled_and_chunked_equals_eager_in_loss_and_gradients():
     # Compiled on a CPU, attention is BlockCausalAttention.
     assert BLOCK_SIZE % QUERY_BLOCKS == 0
-    model = lively(tiny(n_layer=1))
+    model = randomize_weights(tiny(n_layer=1))
     tokens = random_ids(2, BLOCK_SIZE + 1)
     idx, targets = tokens[:, :-1], tokens[:, 1:]
     expected_loss = model(idx, targets).loss

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, TINY_RUN
 from forked import free_port
 
-from metrics import read_metrics
+from runtime.metrics import read_metrics
 from train_gpt2 import main
 
 SCRIPT = ROOT / "scripts/slurm_train.sh"

@@ -8,11 +8,11 @@ from conftest import ROOT, TINY_RUN, check_on_ranks
 from forked import assert_refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoint import latest_checkpoint, load_model, verify_checkpoint
-from device import autocast, compiler_problem, saved_activations
 from export import main as export
-from metrics import read_metrics
 from model import GPT, GPTConfig
+from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
+from runtime.device import autocast, compiler_problem, saved_activations
+from runtime.metrics import read_metrics
 from train_gpt2 import main
 
 CPU = torch.device("cpu")
@@ -101,8 +101,8 @@ def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(ranks, runs):
 RANK_CHECK = """
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
-from build import build_model
-from train_config import TrainConfig
+from train_gpt2 import build_model
+from training.config import TrainConfig
 
 SMALL = dict(compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
 
@@ -116,10 +116,10 @@ def count(communication, name):
     return sum(n for op, n in counts.items() if name in str(op))
 """
 ZERO_CHECK = """
-def check(context):
+def check(dist_info):
     for reshard in (True, False):  # ZeRO-3, ZeRO-2
         config = TrainConfig(parallel="fsdp", reshard_after_forward=reshard, **SMALL)
-        raw, model = build_model(config, None, torch.float32, context)
+        raw, model = build_model(config, None, torch.float32, dist_info)
         assert share(raw) <= 0.51
         idx = torch.zeros(1, 16, dtype=torch.int64)
         gathered, reduced = [], []
@@ -135,15 +135,15 @@ def check(context):
         assert clip_gradients(model, 1.0).shape == ()
 """
 HYBRID_CHECK = """
-def check(context):
-    raw, model = build_model(TrainConfig(parallel="hsdp", **SMALL), None, torch.float32, context)
+def check(dist_info):
+    raw, model = build_model(TrainConfig(parallel="hsdp", **SMALL), None, torch.float32, dist_info)
     assert 0.5 <= share(raw) <= 0.51  # of two processes on each of two machines
-    idx = torch.full((1, 16), context.rank)
+    idx = torch.full((1, 16), dist_info.rank)
     with CommDebugMode() as communication:
         model(idx, idx).loss.backward()
     assert count(communication, "allreduce") == 3  # between the machines
     norm = clip_gradients(model, 1e9)
-    assert torch.equal(norm, all_reduce_mean(norm.clone(), context))
+    assert torch.equal(norm, all_reduce_mean(norm.clone(), dist_info))
 """
 
 

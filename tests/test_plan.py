@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
-from distributed import DistributedContext
 from model import GPT, GPT2_SIZES, GPTConfig
-from plan import (
+from runtime.distributed import DistInfo
+from training.config import TrainConfig
+from training.memory import (
     BatchPlan,
     activation_bytes_per_token,
     describe_contexts,
@@ -18,10 +19,9 @@ from plan import (
     probe_step,
     state_bytes,
 )
-from train_config import TrainConfig
 
 CPU = torch.device("cpu")
-ALONE = DistributedContext(CPU)
+ALONE = DistInfo(CPU)
 LONG = GPTConfig(block_size=2048, vocab_size=1000, n_layer=6, n_head=2, n_embd=64)
 
 
@@ -64,7 +64,7 @@ def test_state_bytes_of_every_way_to_share_out():
     xl = GPTConfig(**GPT2_SIZES["gpt2-xl"])
 
     def gib(accumulates=False, dtype=torch.float32, world_size=64, **flags):
-        config, place = TrainConfig(**flags), DistributedContext(CPU, 0, 0, world_size, 8)
+        config, place = TrainConfig(**flags), DistInfo(CPU, 0, 0, world_size, 8)
         return state_bytes(config, xl, dtype, 1, place, accumulates) / xl.n_params
 
     assert gib(world_size=1) == 16
@@ -89,7 +89,7 @@ def test_logits_of_a_sharded_model_are_not_compiled():
 
 def test_describe_contexts_grows_with_context_and_shrinks_with_checkpointing():
     text = describe_contexts(
-        TrainConfig(), GPTConfig(), torch.bfloat16, DistributedContext(torch.device("cuda"))
+        TrainConfig(), GPTConfig(), torch.bfloat16, DistInfo(torch.device("cuda"))
     )
     rows = [line.split() for line in text.splitlines()[3:]]
     assert [row[0] for row in rows][:: len(rows) - 1] == ["1,024", "131,072"]
@@ -108,7 +108,7 @@ def test_describe_contexts_says_where_a_step_has_one_micro_batch():
         TrainConfig(total_batch_size=2**18),
         GPTConfig(),
         torch.float32,
-        DistributedContext(CPU, 0, 0, 4),
+        DistInfo(CPU, 0, 0, 4),
     )
     assert [line.split("  in ")[1:] for line in text.splitlines()[-3:]] == [
         [],
@@ -126,10 +126,10 @@ def test_describe_contexts_says_where_a_step_has_one_micro_batch():
 def test_plan_batch_shares_out_every_token(micro, accum, world_size, block_size):
     total = micro * accum * world_size * block_size
     model = GPTConfig(block_size=block_size)
-    context = DistributedContext(CPU, world_size=world_size)
-    plan = plan_batch(TrainConfig(total_batch_size=total, micro_batch_size=micro), model, context)
+    dist_info = DistInfo(CPU, world_size=world_size)
+    plan = plan_batch(TrainConfig(total_batch_size=total, micro_batch_size=micro), model, dist_info)
     assert (plan.micro_batch_size, plan.grad_accum_steps) == (micro, accum)
-    chosen = plan_batch(TrainConfig(total_batch_size=total), model, context)
+    chosen = plan_batch(TrainConfig(total_batch_size=total), model, dist_info)
     assert chosen.micro_batch_size * chosen.grad_accum_steps * world_size * block_size == total
 
 
@@ -139,7 +139,7 @@ def test_plan_batch_names_nearest_sizes_that_do_divide(total, micro, world_size)
 
     def plan(size):
         config = TrainConfig(total_batch_size=size, micro_batch_size=micro)
-        return plan_batch(config, model, DistributedContext(CPU, world_size=world_size))
+        return plan_batch(config, model, DistInfo(CPU, world_size=world_size))
 
     unit = micro * 64 * world_size
     if total % unit == 0:
@@ -168,7 +168,7 @@ def test_fit_batch_halves_until_the_memory_is_there(start, found):
         tried.append(sequences)
         torch.empty(2**10 if sequences <= 3 else 2**52, dtype=torch.uint8)  # no machine has that
 
-    plan = fit_batch(BatchPlan(start, 5), attempt, DistributedContext(CPU))
+    plan = fit_batch(BatchPlan(start, 5), attempt, DistInfo(CPU))
 
     assert plan == BatchPlan(found, start * 5 // found)
     assert tried[-1] == found
@@ -177,12 +177,12 @@ def test_fit_batch_halves_until_the_memory_is_there(start, found):
 
 def test_fit_batch_without_memory_for_one_sequence_says_so():
     with pytest.raises(ValueError, match="not enough memory for a single sequence"):
-        fit_batch(BatchPlan(4, 1), lambda _: torch.empty(2**52), DistributedContext(CPU))
+        fit_batch(BatchPlan(4, 1), lambda _: torch.empty(2**52), DistInfo(CPU))
 
 
 def test_fit_batch_does_not_hide_other_errors():
     with pytest.raises(RuntimeError, match="must match"):
-        fit_batch(BatchPlan(4, 1), lambda _: torch.ones(2) + torch.ones(3), DistributedContext(CPU))
+        fit_batch(BatchPlan(4, 1), lambda _: torch.ones(2) + torch.ones(3), DistInfo(CPU))
 
 
 def test_probe_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():
@@ -191,7 +191,7 @@ def test_probe_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():
     probed = []
     model.register_forward_hook(lambda _, args, output: probed.append((args[0].shape, output)))
 
-    probe_step(model, 3, 8, torch.float32, DistributedContext(CPU))
+    probe_step(model, 3, 8, torch.float32, DistInfo(CPU))
 
     assert probed[0][0] == (3, 8)
     assert probed[0][1].loss.requires_grad
@@ -201,8 +201,8 @@ def test_probe_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():
 
 def test_describe_plan_of_the_reproduction():
     config = TrainConfig(dtype="float32")
-    context = DistributedContext(CPU, world_size=8)
-    batch = plan_batch(config, GPTConfig(), context)
-    text = describe_plan(config, GPTConfig(), batch, context)
+    dist_info = DistInfo(CPU, world_size=8)
+    batch = plan_batch(config, GPTConfig(), dist_info)
+    text = describe_plan(config, GPTConfig(), batch, dist_info)
     for fact in ("124,475,904", "19,073", "9,999,745,024", "8.6e+18", "1.39 GiB", "8 x cpu"):
         assert fact in text

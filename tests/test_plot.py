@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from metrics import MetricsLogger
 from plot import PlotConfig, Series, _references_for, format_count, plot_comparison, plot_run
+from runtime.metrics import MetricsLogger
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 8192

@@ -94,7 +94,8 @@ def test_preflight_refuses_one_changed_file(homes, tiny_flags, tmp_path):
     copy.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, copy)
-    shutil.copytree(ROOT / "assets", copy / "assets")
+    for folder in ("assets", "corpus", "runtime", "training"):
+        shutil.copytree(ROOT / folder, copy / folder)
     with (copy / "model.py").open("a") as file:
         file.write("# changed\n")
     scripts = (ROOT / "train_gpt2.py", copy / "train_gpt2.py")
@@ -121,7 +122,7 @@ def altered(tmp_path, lines):
     script = tmp_path / "altered.py"
     script.write_text(
         f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{lines}\n"
-        "import train_gpt2\nfrom cli import run_command\nrun_command(train_gpt2.main)\n"
+        "import train_gpt2\nfrom runtime.cli import run_command\nrun_command(train_gpt2.main)\n"
     )
     return script
 
@@ -133,7 +134,7 @@ def test_preflight_refuses_a_clock_that_is_two_minutes_ahead(homes, tiny_flags, 
 
 
 def test_preflight_ends_where_a_process_never_answers(homes, tiny_flags, tmp_path):
-    lines = "import preflight\npreflight.PATIENCE_SECONDS = 6\n"
+    lines = "from training import preflight\npreflight.PATIENCE_SECONDS = 6\n"
     lines += (
         "if os.environ['RANK'] == '1':\n    preflight.check_software = lambda *_: time.sleep(60)"
     )
@@ -146,7 +147,7 @@ def test_preflight_ends_where_a_process_never_answers(homes, tiny_flags, tmp_pat
 
 
 def test_preflight_says_that_a_process_is_gone(homes, tiny_flags, tmp_path):
-    lines = "import preflight\npreflight.check_software = lambda *_: os._exit(9)"
+    lines = "from training import preflight\npreflight.check_software = lambda *_: os._exit(9)"
     scripts = (ROOT / "train_gpt2.py", altered(tmp_path, lines))
     codes, _, stderr = preflight(homes, tiny_flags, scripts)
     assert codes == [1, 9]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from files import read_json, write_json
 from model import GPT, GPTConfig
-from pretrained import from_hf, load_pretrained, save_pretrained, to_hf_state_dict
+from runtime.files import read_json, write_json
+from runtime.huggingface import from_hf, load_pretrained, save_pretrained, to_hf_state_dict
 from tokenizer import gpt2_encoding
 
 transformers = pytest.importorskip("transformers")
@@ -276,7 +276,8 @@ def test_save_pretrained_replaces_exports_and_nothing_else(exported, tmp_path):
 
 
 LOAD = (
-    "import sys, torch; from cli import run_command; from pretrained import load_pretrained;"
+    "import sys, torch; from runtime.cli import run_command\n"
+    "from runtime.huggingface import load_pretrained;"
     "load = lambda name: print(load_pretrained(name, torch.device('cpu')).config.n_embd);"
     "run_command(lambda: [load(name) for name in sys.argv[1:]])"
 )

@@ -5,9 +5,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from distributed import DistributedContext
-from files import read_json
-from runs import (
+from runtime.distributed import DistInfo
+from runtime.files import read_json
+from training.config import TrainConfig
+from training.run_dir import (
     Preemption,
     choose_run_dir,
     clear_preemption,
@@ -17,9 +18,8 @@ from runs import (
     read_preemption,
     settings_as_args,
 )
-from train_config import TrainConfig
 
-CONTEXT = DistributedContext(torch.device("cpu"))
+DIST_INFO = DistInfo(torch.device("cpu"))
 NEW, RESUMED = TrainConfig(), TrainConfig(resume="auto")
 
 
@@ -34,15 +34,15 @@ def fake_checkpoint(run_dir, step):
 
 def test_open_run_writes_the_configuration_and_locks(tmp_path):
     run_dir = tmp_path / "a"
-    with open_run(run_dir, NEW, None, CONTEXT):
+    with open_run(run_dir, NEW, None, DIST_INFO):
         assert read_json(run_dir / "config.json") == NEW.saved()
         checkpoint = fake_checkpoint(run_dir, 1)
         with (
             pytest.raises(ValueError, match="another trainer is at work"),
-            open_run(run_dir, RESUMED, checkpoint, CONTEXT),
+            open_run(run_dir, RESUMED, checkpoint, DIST_INFO),
         ):
             pass
-    with open_run(run_dir, RESUMED, checkpoint, CONTEXT):  # free again
+    with open_run(run_dir, RESUMED, checkpoint, DIST_INFO):  # free again
         pass
 
 
@@ -53,27 +53,27 @@ def test_open_run_gives_way_to_another_process(tmp_path):
     with (
         lock.acquire(),
         pytest.raises(ValueError, match="another trainer is at work"),
-        open_run(run_dir, NEW, None, CONTEXT),
+        open_run(run_dir, NEW, None, DIST_INFO),
     ):
         pass
 
 
 def test_open_run_refuses_a_folder_with_another_run(tmp_path):
-    with open_run(tmp_path / "a", NEW, None, CONTEXT):
+    with open_run(tmp_path / "a", NEW, None, DIST_INFO):
         pass
     other = fake_checkpoint(tmp_path / "b", 3)
     for config, checkpoint in ((NEW, None), (RESUMED, other)):
         with (
             pytest.raises(ValueError, match="already holds a run"),
-            open_run(tmp_path / "a", config, checkpoint, CONTEXT),
+            open_run(tmp_path / "a", config, checkpoint, DIST_INFO),
         ):
             pass
 
 
 def test_open_run_restarts_a_run_that_died_before_its_first_checkpoint(tmp_path):
-    with open_run(tmp_path / "a", NEW, None, CONTEXT):
+    with open_run(tmp_path / "a", NEW, None, DIST_INFO):
         pass
-    with open_run(tmp_path / "a", RESUMED, None, CONTEXT):
+    with open_run(tmp_path / "a", RESUMED, None, DIST_INFO):
         assert (tmp_path / "a" / "config.json").is_file()
 
 
@@ -82,7 +82,7 @@ def test_open_run_cleans_up_after_a_killed_save(tmp_path):
     leftover = tmp_path / "checkpoints" / ".step_00000004.tmp"
     leftover.mkdir()
     (leftover / "model.safetensors").write_text("half")
-    with open_run(tmp_path, RESUMED, checkpoint, CONTEXT):
+    with open_run(tmp_path, RESUMED, checkpoint, DIST_INFO):
         assert list((tmp_path / "checkpoints").iterdir()) == [checkpoint]
 
 
@@ -123,14 +123,14 @@ def test_read_preemption_returns_what_was_saved(tmp_path):
 def test_choose_run_dir(tmp_path):
     old = fake_checkpoint(tmp_path / "old", 1)
     here = TrainConfig(out_dir=tmp_path)
-    assert choose_run_dir(here, old, CONTEXT) == tmp_path / "old"
-    assert choose_run_dir(replace(here, run_name="x"), None, CONTEXT) == tmp_path / "x"
-    assert choose_run_dir(here, None, CONTEXT).name.startswith("gpt2-20")
+    assert choose_run_dir(here, old, DIST_INFO) == tmp_path / "old"
+    assert choose_run_dir(replace(here, run_name="x"), None, DIST_INFO) == tmp_path / "x"
+    assert choose_run_dir(here, None, DIST_INFO).name.startswith("gpt2-20")
     # The run may have been moved since its configuration was saved.
     moved = TrainConfig(out_dir=tmp_path / "elsewhere", run_name="old", resume="auto")
-    assert choose_run_dir(moved, old, CONTEXT) == tmp_path / "old"
+    assert choose_run_dir(moved, old, DIST_INFO) == tmp_path / "old"
     fork = replace(moved, resume=str(old), run_name="fork")
-    assert choose_run_dir(fork, old, CONTEXT) == tmp_path / "elsewhere/fork"
+    assert choose_run_dir(fork, old, DIST_INFO) == tmp_path / "elsewhere/fork"
 
 
 def test_settings_as_args_of_every_kind():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import GPT, GPTConfig
-from pretrained import save_pretrained, to_hf_state_dict
+from runtime.huggingface import save_pretrained, to_hf_state_dict
 from sample import SampleConfig, draw_token, generate, main, window_start
 
 ROOT = Path(__file__).parent.parent

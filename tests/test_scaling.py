@@ -6,8 +6,15 @@ from conftest import ROOT
 from scaling_ranks import MICRO_BATCH, MODEL, SEQUENCES
 
 from model import GPTConfig
-from scaling import INFINIBAND, Cluster, describe_scaling, estimate, ring_seconds, step_seconds
-from train_config import TrainConfig
+from training.cluster import (
+    INFINIBAND,
+    Cluster,
+    describe_scaling,
+    estimate,
+    ring_seconds,
+    step_seconds,
+)
+from training.config import TrainConfig
 
 PLAN = TrainConfig(plan=True, gpus=8, nodes=1)
 GPT2 = GPTConfig()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards import (
+from corpus.shards import (
     Manifest,
     ShardInfo,
     ShardWriter,

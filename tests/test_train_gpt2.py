@@ -16,15 +16,15 @@ from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
-from build import build_optimizer
-from checkpoint import latest_checkpoint, load_model, verify_checkpoint
 from dataloader import Batch
-from device import compiler_problem, set_numerics
-from distributed import DistributedContext
-from metrics import read_metrics
 from model import GPT, GPTConfig
+from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
+from runtime.device import compiler_problem, set_numerics
+from runtime.distributed import DistInfo
+from runtime.metrics import read_metrics
 from train_gpt2 import (
     StepResult,
+    build_optimizer,
     check_finite,
     evaluate_loss,
     learning_rate,
@@ -33,7 +33,7 @@ from train_gpt2 import (
 )
 
 CPU = torch.device("cpu")
-CONTEXT = DistributedContext(CPU)
+DIST_INFO = DistInfo(CPU)
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 
 
@@ -60,7 +60,7 @@ def one_step(model, batches, dtype=torch.float32, grad_clip=1.0):
         grad_clip=grad_clip,
         dtype=dtype,
         scaler=torch.amp.GradScaler("cpu", enabled=dtype == torch.float16),
-        context=CONTEXT,
+        dist_info=DIST_INFO,
     )
 
 
@@ -381,8 +381,8 @@ def test_two_ranks_stop_together_when_one_has_a_gradient_that_is_not_finite(
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import train_gpt2
-from build import build_optimizer
-from cli import run_command
+from train_gpt2 import build_optimizer
+from runtime.cli import run_command
 
 flush = os.fsync
 os.fsync = lambda file: (time.sleep(0.2), flush(file))  # a slow disk
@@ -518,7 +518,7 @@ def test_evaluate_loss_weighs_tokens_not_batches():
     batches = [Batch(batch.inputs, ignored), Batch(batch.inputs[4:], batch.targets[4:])]
     batches.append(Batch(batch.inputs, nothing))
     expected = float(model(*batch).loss.detach())
-    assert evaluate_loss(model, batches, torch.float32, CONTEXT) == pytest.approx(
+    assert evaluate_loss(model, batches, torch.float32, DIST_INFO) == pytest.approx(
         expected, abs=1e-6
     )
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from shards import PARTS_FOLDER, Manifest, ShardWriter, is_complete, verify_shard, writing_to
-from sources import Part
+from corpus.shards import PARTS_FOLDER, Manifest, ShardWriter, is_complete, verify_shard, writing_to
+from corpus.sources import Part
 
 POLL_SECONDS = 0.5
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from distributed import DistributedContext, all_reduce_max
+from runtime.distributed import DistInfo, all_reduce_max
 
 Item = TypeVar("Item")
 SIGNALS = [  # Windows has no SIGUSR1
@@ -19,7 +19,7 @@ SIGNALS = [  # Windows has no SIGUSR1
 FAILURE = 1 << 16  # above every signal's number
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
+class EvaluationStopped(Exception):  # noqa: N818 - not an error
     """The work at hand was broken off, on every process at the same place."""
 
 
@@ -30,31 +30,31 @@ class StopRequest:
     passes the first one on, to processes that had it from the terminal already.
 
     Args:
-        context: this process's place.
+        dist_info: rank, world size and device of this process.
     """
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, dist_info: DistInfo) -> None:
         self.error: Exception | None = None
-        self._context = context
+        self._dist_info = dist_info
         self._own = 0  # what this process was asked: a signal's number, or FAILURE
-        self._agreed = 0  # the same, of all processes
+        self._reason_code = 0  # the same, of all processes
         self._handlers: dict[int, Any] = {}
 
     @property
     def reason(self) -> str | None:
-        """What all processes agreed to stop for: a signal's name, or `failure`; None if nothing."""
-        if self._agreed >= FAILURE:
+        """What all processes stop for: a signal's name, or `failure`; None if nothing."""
+        if self._reason_code >= FAILURE:
             return "failure"
-        return signal.Signals(self._agreed).name if self._agreed else None
+        return signal.Signals(self._reason_code).name if self._reason_code else None
 
     def fail(self, error: Exception) -> None:
         """Ask all processes to stop for an error that this one met."""
         self.error, self._own = self.error or error, FAILURE
 
-    def agreed(self) -> bool:
+    def sync_stop(self) -> bool:
         """Whether any process was asked to stop; every process must call this, and learns it."""
-        self._agreed = all_reduce_max(self._own, self._context)
-        return self._agreed > 0
+        self._reason_code = all_reduce_max(self._own, self._dist_info)
+        return self._reason_code > 0
 
     def watch(self, items: Iterable[Item]) -> Iterator[Item]:
         """Pass items on, until any process is asked to stop.
@@ -63,21 +63,21 @@ class StopRequest:
             items: as many on every process.
 
         Raises:
-            Stopped: on every process, before the same item.
+            EvaluationStopped: on every process, before the same item.
         """
         for item in items:
-            if self.agreed():
-                raise Stopped
+            if self.sync_stop():
+                raise EvaluationStopped
             yield item
 
     def raise_failure(self) -> None:
-        """End this process if all agreed to stop for a failure: with its message where it was met.
+        """End this process if all stop for a failure: with its message where it was met.
 
         Raises:
             Exception: the error.
             SystemExit: another process had the error; exit code 2.
         """
-        if self._agreed < FAILURE:
+        if self._reason_code < FAILURE:
             return
         raise self.error if self.error is not None else SystemExit(2)
 
@@ -92,9 +92,9 @@ class StopRequest:
             signal.signal(*self._handlers.popitem())
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._own == number == signal.SIGINT and self._context.world_size == 1:
+        if self._own == number == signal.SIGINT and self._dist_info.world_size == 1:
             raise KeyboardInterrupt
-        if not self._own and self._context.is_main and os.isatty(2):
+        if not self._own and self._dist_info.is_main and os.isatty(2):
             # Not print: a signal may come in the middle of one.
             os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
         self._own = self._own or number

@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from interrupt import restore_ctrl_c
+from runtime.startup import restore_ctrl_c
 
 Config = TypeVar("Config")
 BOX_DRAWING = "╭╮╰╯│─ "

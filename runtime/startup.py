@@ -4,7 +4,7 @@ import os
 import signal
 
 
-def end_at_ctrl_c() -> None:
+def exit_on_ctrl_c() -> None:
     """End the process at Ctrl-C, until `restore_ctrl_c`; scripts call this before their imports."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
         signal.signal(signal.SIGINT, _end)

@@ -44,7 +44,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def append_whole(file: FileIO, data: bytes) -> None:
+def append_atomically(file: FileIO, data: bytes) -> None:
     """Append `data` to an unbuffered file opened for appending: all of it, or nothing.
 
     Raises:
@@ -119,7 +119,7 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
 
-def link_out_of(folder: Path) -> Path | None:
+def find_escaping_link(folder: Path) -> Path | None:
     """A link in a folder, at any depth, that leads out of it; None if there is none."""
     home = os.path.realpath(folder)
     links = (path for path in folder.rglob("*") if path.is_symlink())
@@ -128,6 +128,6 @@ def link_out_of(folder: Path) -> Path | None:
     )
 
 
-def without_secrets(message: str) -> str:
+def redact_secrets(message: str) -> str:
     """A message whose addresses have lost what may be secret: user, password and query."""
     return URL_SECRETS.sub(r"\1\2", message)

@@ -27,10 +27,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from distributed import gathered, shard_of
-from files import check_types, read_json, sha256_of, sync_folder, write_json
 from model import GPT, GPTConfig
-from pretrained import check_dimensions, load_pretrained
+from runtime.distributed import distribute_like, full_tensor
+from runtime.files import check_types, read_json, sha256_of, sync_folder, write_json
+from runtime.huggingface import check_dimensions, load_pretrained
 
 MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -123,7 +123,7 @@ class CheckpointWriter:
         if self._checkpoints_dir is None:
             for tensors in _tensors_by_file(model, optimizer).values():
                 for tensor in tensors.values():
-                    gathered(tensor)
+                    full_tensor(tensor)
             return
         kept = self._copies
         self._copies = {
@@ -270,7 +270,7 @@ def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path 
     return None
 
 
-def set_aside_later(checkpoint: Path) -> list[Path]:
+def quarantine_newer(checkpoint: Path) -> list[Path]:
     """Move a run's checkpoints of later steps to `checkpoints/set_aside`: they will be redone.
 
     Returns:
@@ -401,7 +401,7 @@ def _copy_parameters(path: Path, tensors: dict[str, Tensor], model: GPT) -> None
     _check_shapes(path, tensors, {name: p.shape for name, p in parameters.items()})
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(shard_of(tensors[name], parameter))
+            parameter.copy_(distribute_like(tensors[name], parameter))
 
 
 def _folder(checkpoints_dir: Path, step: int) -> Path:
@@ -468,7 +468,7 @@ def _tensors_by_file(
 
 def _copy(tensor: Tensor, kept: Tensor | None) -> Tensor:
     """A whole copy of `tensor` on the CPU, in the memory of an earlier one where there is one."""
-    whole = gathered(tensor)
+    whole = full_tensor(tensor)
     return (torch.empty_like(whole, device="cpu") if kept is None else kept).copy_(whole)
 
 
@@ -486,8 +486,10 @@ def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
         {
             "state": {
                 place: {
-                    "exp_avg": shard_of(tensors[f"exp_avg.{names[parameter]}"], parameter),
-                    "exp_avg_sq": shard_of(tensors[f"exp_avg_sq.{names[parameter]}"], parameter),
+                    "exp_avg": distribute_like(tensors[f"exp_avg.{names[parameter]}"], parameter),
+                    "exp_avg_sq": distribute_like(
+                        tensors[f"exp_avg_sq.{names[parameter]}"], parameter
+                    ),
                     "step": tensors[f"step.{names[parameter]}"],
                 }
                 for place, parameter in enumerate(order)

@@ -79,7 +79,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 @contextlib.contextmanager
-def vocabulary_precision(dtype: torch.dtype) -> Iterator[None]:
+def lm_head_precision(dtype: torch.dtype) -> Iterator[None]:
     """Multiply float32 matrices no more exactly than `dtype` asks, for the length of the body.
 
     The results are float32 still. On a CPU this also chooses oneDNN's product over MKL's, which
@@ -107,7 +107,7 @@ def set_numerics(device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """Let the C library keep the memory of freed tensors for the next ones (Linux with glibc).
 
     By default it returns every large tensor to the kernel, which hands the same memory out again
@@ -140,7 +140,7 @@ def compiler_problem(device: torch.device) -> str | None:
     return None
 
 
-def failure_to_compile(device: torch.device) -> str | None:
+def compile_failure(device: torch.device) -> str | None:
     """Compile a line of code and run it: None if that works, else the first line of what failed.
 
     The sure test, in seconds: a compiler can be there and broken.

@@ -24,22 +24,22 @@ from typing import Any, Literal
 
 import torch
 
-from bench_components import COMPONENTS, Figure, Setup
-from bench_report import Section, device_label, format_table, store_section
-from bench_run import RungResult, Settings
-from cli import parse_flags, run_command
-from device import DeviceName, compiler_problem, select_device, select_dtype
-from distributed import DistributedContext
+from bench.components import COMPONENTS, Figure, Setup
+from bench.report import Section, device_label, format_table, store_section
+from bench.run import RungResult, Settings
+from corpus.shards import Manifest, open_shards
 from fineweb import FineWebConfig, open_source, write_shards
-from metrics import flops_per_token, mfu
 from model import GPTConfig
-from plan import plan_batch
-from runs import settings_as_args
-from shards import Manifest, open_shards
+from runtime.cli import parse_flags, run_command
+from runtime.device import DeviceName, compiler_problem, select_device, select_dtype
+from runtime.distributed import DistInfo
+from runtime.metrics import flops_per_token, mfu
 from tokenizer import VOCAB_SHA256
-from train_config import TrainConfig
+from training.config import TrainConfig
+from training.memory import plan_batch
+from training.run_dir import settings_as_args
 
-RUN_SCRIPT = Path(__file__).with_name("bench_run.py")
+ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATION = 4  # micro-batches of an accumulating step, where the device is no GPU
 WARMUP_STEPS = 10  # of the learning rate, so that a few steps already learn
 
@@ -85,7 +85,7 @@ class BenchConfig:
     """A .parquet or .jsonl file for --component tokenize; by default the standard library."""
     hellaswag_data: Path | None = None
     """A HellaSwag JSONL for --component hellaswag; by default a sample of our own."""
-    out_dir: Path = Path("bench")
+    out_dir: Path = Path("bench/results")
     """Where the results go."""
 
     def __post_init__(self) -> None:
@@ -283,7 +283,7 @@ def train_config(
         dtype="auto" if settings.product else settings.dtype,
         compile=settings.product,  # others are compiled by the plain torch.compile
     )
-    plan_batch(result, shape, DistributedContext(device))
+    plan_batch(result, shape, DistInfo(device))
     return result
 
 
@@ -324,8 +324,8 @@ def run_in_process(contestant: Contestant, steps: int, cache: Path) -> RungResul
     settings = json.dumps(asdict(contestant.settings))
     flags = settings_as_args(contestant.config.saved())
     child = subprocess.run(
-        [sys.executable, str(RUN_SCRIPT), settings, str(steps), *flags],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        [sys.executable, "-m", "bench.run", settings, str(steps), *flags],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -20,28 +20,29 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model
-from build import build_optimizer, draw_weights
-from cli import parse_flags, run_command
-from device import (
+from model import GPT, ModelOutput
+from runtime.cli import parse_flags, run_command
+from runtime.device import (
     DtypeName,
     device_name,
-    keep_freed_memory,
     peak_memory_gib,
     select_dtype,
     synchronize,
+    tune_malloc,
 )
-from distributed import DistributedContext, setup_distributed
-from metrics import peak_flops
-from model import GPT, ModelOutput
-from pretrained import to_hf_state_dict
-from train_config import TrainConfig
+from runtime.distributed import DistInfo, setup_distributed
+from runtime.huggingface import to_hf_state_dict
+from runtime.metrics import peak_flops
 from train_gpt2 import (
     Trainer,
+    build_optimizer,
     build_trainer,
+    init_weights,
     learning_rate,
     train_step,
     training_loader,
 )
+from training.config import TrainConfig
 
 MATMUL_SIZE, MATMUL_REPEATS = 2048, 10
 PADDED = model.VOCAB_MULTIPLE  # before a run changes it
@@ -105,11 +106,11 @@ def run_rung(settings: Settings, config: TrainConfig, steps: int) -> RungResult:
         config: model, data, batch, type and device.
         steps: optimizer steps to time, after one that is not.
     """
-    with setup_distributed(config.device) as context:
-        device = context.device
+    with setup_distributed(config.device) as dist_info:
+        device = dist_info.device
         device_flops = measure_flops(device)
         clock = [time.perf_counter()]
-        trainer = build_contestant(settings, config, context)
+        trainer = build_contestant(settings, config, dist_info)
         losses = []
         with attention(settings), training_loader(trainer, 0) as batches:
             for step in range(steps + 1):
@@ -122,7 +123,7 @@ def run_rung(settings: Settings, config: TrainConfig, steps: int) -> RungResult:
                     grad_clip=config.grad_clip,
                     dtype=trainer.dtype,
                     scaler=trainer.scaler,
-                    context=context,
+                    dist_info=dist_info,
                 )
                 synchronize(device)
                 clock.append(time.perf_counter())
@@ -140,17 +141,15 @@ def run_rung(settings: Settings, config: TrainConfig, steps: int) -> RungResult:
         )
 
 
-def build_contestant(
-    settings: Settings, config: TrainConfig, context: DistributedContext
-) -> Trainer:
+def build_contestant(settings: Settings, config: TrainConfig, dist_info: DistInfo) -> Trainer:
     """The product's own trainer, with what the settings leave out taken away from it."""
     if not settings.padded_vocabulary:
         model.VOCAB_MULTIPLE = 1
-    if settings.product and context.device.type == "cpu":
-        keep_freed_memory()  # as train_gpt2.run does
+    if settings.product and dist_info.device.type == "cpu":
+        tune_malloc()  # as train_gpt2.run does
     if not settings.product:
         model.QUERY_BLOCKS = 2 * config.block_size  # no length divides: torch's own attention
-    trainer = build_trainer(config, Path("unused"), None, context)
+    trainer = build_trainer(config, Path("unused"), None, dist_info)
     if settings.product:
         return trainer
     if not settings.padded_vocabulary:
@@ -178,7 +177,7 @@ def start_as_padded(network: GPT, seed: int) -> None:
     model.VOCAB_MULTIPLE, multiple = PADDED, model.VOCAB_MULTIPLE
     with network.lm_head.weight.device:
         padded = GPT(network.config)
-    draw_weights(padded, seed)
+    init_weights(padded, seed)
     model.VOCAB_MULTIPLE = multiple
     for parameter, larger in zip(network.parameters(), padded.parameters(), strict=True):
         parameter.copy_(larger[: len(parameter)])

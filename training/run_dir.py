@@ -5,25 +5,26 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from checkpoint import (
+from model import GPTConfig
+from runtime.checkpoint import (
     find_checkpoint,
     latest_checkpoint,
     latest_valid_checkpoint,
+    load_model,
+    quarantine_newer,
     read_state,
     remove_leftovers,
-    set_aside_later,
 )
-from cli import parse_flags
-from distributed import DistributedContext, broadcast_int
-from files import link_out_of, read_json, write_json
-from model import GPTConfig
-from train_config import TrainConfig
+from runtime.cli import parse_flags
+from runtime.distributed import DistInfo, broadcast_int
+from runtime.files import find_escaping_link, read_json, write_json
+from training.config import TrainConfig
 
 CONFIG_NAME = "config.json"
 LOCK_NAME = ".lock"
@@ -159,15 +160,13 @@ def read_settings(config_path: str | None) -> dict[str, Any]:
     return settings
 
 
-def choose_run_dir(
-    config: TrainConfig, checkpoint: Path | None, context: DistributedContext
-) -> Path:
+def choose_run_dir(config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo) -> Path:
     """Where the run goes: the resumed checkpoint's run, the given name, or size and time.
 
     Raises:
         ValueError: the checkpoint is in no run's folder.
     """
-    started = broadcast_int(int(time.time()), context)  # one name, though clocks differ
+    started = broadcast_int(int(time.time()), dist_info)  # one name, though clocks differ
     if checkpoint is not None and (config.run_name is None or config.resume == "auto"):
         if checkpoint.absolute().parent.name != "checkpoints":
             raise ValueError(
@@ -186,7 +185,7 @@ def is_resumed(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> b
 
 @contextmanager
 def open_run(
-    run_dir: Path, config: TrainConfig, checkpoint: Path | None, context: DistributedContext
+    run_dir: Path, config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo
 ) -> Iterator[None]:
     """Hold a run's folder for the length of the body; the main process makes and locks it.
 
@@ -195,7 +194,7 @@ def open_run(
             found none because the run died before its first.
         config: the run's settings, for `config.json`.
         checkpoint: where the run goes on from, if anywhere.
-        context: this process's place.
+        dist_info: rank, world size and device of this process.
 
     Raises:
         ValueError: the folder holds another run, or another trainer has it.
@@ -203,8 +202,8 @@ def open_run(
     lock = FileLock(run_dir / LOCK_NAME)
     resuming = is_resumed(run_dir, config, checkpoint)
     last = checkpoint if resuming else None
-    problem = _take(run_dir, lock, config.saved(), resuming, last) if context.is_main else None
-    if not broadcast_int(problem is None, context):
+    problem = _take(run_dir, lock, config.saved(), resuming, last) if dist_info.is_main else None
+    if not broadcast_int(problem is None, dist_info):
         if problem is None:
             raise SystemExit(2)  # the main process says why
         raise ValueError(problem)
@@ -221,7 +220,7 @@ def unusable(run_dir: Path, resuming: bool) -> str | None:
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
             f"--resume {run_dir}"
         )
-    if link := link_out_of(run_dir):
+    if link := find_escaping_link(run_dir):
         return f"{link} is a link out of the run folder, which is not followed: remove it"
     return None
 
@@ -241,7 +240,7 @@ def _take(
         lock.acquire(timeout=0)
         remove_leftovers(run_dir / "checkpoints")
         if checkpoint is not None:
-            set_aside_later(checkpoint)
+            quarantine_newer(checkpoint)
         write_json(run_dir / CONFIG_NAME, dict(settings))
     except Timeout:
         return f"another trainer is at work in {run_dir}"
@@ -250,7 +249,7 @@ def _take(
     return None
 
 
-def refuse_another_run(
+def check_resume_compatible(
     checkpoint: Path, model: GPTConfig, config: TrainConfig, data_fingerprint: str
 ) -> None:
     """Refuse to resume with a model, a batch, an order or data that are not the checkpoint's.
@@ -273,3 +272,12 @@ def refuse_another_run(
             f"{checkpoint} is of another run ({', '.join(changes)}): "
             f"leave these as they were, or start a new run without --resume"
         )
+
+
+def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
+    """The dimensions that the flags give or, with `--init-from`, its model's or the run's."""
+    if config.init_from is None:
+        return config.model_config()
+    if checkpoint is not None:  # the run has long left its source
+        return GPTConfig(**read_state(checkpoint).model_config)
+    return replace(load_model(config.init_from).config, block_size=config.block_size)

@@ -13,28 +13,29 @@ from pathlib import Path
 
 import torch
 
-from build import model_dimensions, open_data
-from cli import RunStopped, print_error
-from device import device_name, select_dtype, synchronize
-from distributed import (
-    DistributedContext,
+from dataloader import open_data
+from runtime.cli import RunStopped, print_error
+from runtime.device import device_name, select_dtype, synchronize
+from runtime.distributed import (
+    DistInfo,
     all_reduce_sum,
     barrier,
-    failing_together,
+    check_same_on_all_ranks,
     gather_text,
     is_lost_process,
-    require_same,
-    say,
+    print0,
+    raise_on_all_ranks,
     setup_distributed,
 )
-from files import sha256_of
-from plan import CHECKPOINT_BYTES_PER_PARAMETER
-from runs import choose_run_dir, is_resumed, unusable
-from train_config import TrainConfig
+from runtime.files import sha256_of
+from training.config import TrainConfig
+from training.memory import CHECKPOINT_BYTES_PER_PARAMETER
+from training.run_dir import choose_run_dir, is_resumed, model_dimensions, unusable
 
 PATIENCE_SECONDS = 120  # a check that takes longer waits for a process that will not answer
 REDUCED_BYTES, ROUNDS = 64 << 20, 5
 CLOCK_WARNING_SECONDS, CLOCK_LIMIT_SECONDS = 1.0, 60.0
+CODE_FOLDERS = ("corpus", "runtime", "training")  # beside the scripts of the root
 ADVICE = {
     "network": "machines must reach each other on all ports (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
     "software": "install the same Python, torch and scripts everywhere, and give the same flags",
@@ -53,22 +54,26 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
     """
     with ExitStack() as stack:
         with explaining("network"):
-            context = stack.enter_context(setup_distributed(config.device, config.cpu_offload))
-            say(context, f"network   {check_network(context)}")
+            dist_info = stack.enter_context(setup_distributed(config.device, config.cpu_offload))
+            print0(dist_info, f"network   {check_network(dist_info)}")
         with explaining("software"):
-            say(context, f"software  {check_software(config, context)}")
+            print0(dist_info, f"software  {check_software(config, dist_info)}")
         with explaining("clocks"):
-            say(context, f"clocks    {check_clocks(context)}")
+            print0(dist_info, f"clocks    {check_clocks(dist_info)}")
         with explaining("data", patient=True):  # to read or hash it all may take long
-            train, val = open_data(config, context)
+            train, val = open_data(
+                config.data_dir, config.block_size, dist_info, config.val_every > 0
+            )
             tokens = f"{train.total_tokens:,} + {val.total_tokens:,} tokens"
-            say(context, f"data      {tokens}, fingerprint {train.fingerprint[:12]}")
-        run_dir = choose_run_dir(config, checkpoint, context)
-        with failing_together(context):
+            print0(dist_info, f"data      {tokens}, fingerprint {train.fingerprint[:12]}")
+        run_dir = choose_run_dir(config, checkpoint, dist_info)
+        with raise_on_all_ranks(dist_info):
             if problem := unusable(run_dir, is_resumed(run_dir, config, checkpoint)):
                 raise ValueError(problem)
         with explaining("disk"):
-            say(context, f"disk      {check_disk(run_dir.parent, config, checkpoint, context)}")
+            print0(
+                dist_info, f"disk      {check_disk(run_dir.parent, config, checkpoint, dist_info)}"
+            )
 
 
 @contextmanager
@@ -98,64 +103,65 @@ def explaining(check: str, patient: bool = False) -> Iterator[None]:
         timer.cancel()
 
 
-def check_network(context: DistributedContext) -> str:
+def check_network(dist_info: DistInfo) -> str:
     """Sum a tensor over all processes; bandwidth is what each link of a ring then carries."""
-    n, device = context.world_size, context.device
+    n, device = dist_info.world_size, dist_info.device
     tensor, seconds = torch.empty(REDUCED_BYTES // 4, device=device), []
     for _ in range(1 + ROUNDS):  # the first makes the connections
-        tensor.fill_(context.rank + 1)
-        barrier(context)
+        tensor.fill_(dist_info.rank + 1)
+        barrier(dist_info)
         synchronize(device)
         start = time.perf_counter()
-        all_reduce_sum(tensor, context)
+        all_reduce_sum(tensor, dist_info)
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    with failing_together(context):
+    with raise_on_all_ranks(dist_info):
         if not torch.all(tensor == n * (n + 1) / 2):
             raise ValueError("an all-reduce gave a wrong sum")
-    place = f"{n} x {device_name(device)}, {context.local_world_size} a machine"
+    place = f"{n} x {device_name(device)}, {dist_info.local_world_size} a machine"
     median, size = statistics.median(seconds[1:]), f"{REDUCED_BYTES >> 20} MiB"
     bandwidth = 2 * (n - 1) / n * REDUCED_BYTES / median / 1e9
     timed = f"all-reduce of {size} in {median * 1e3:.1f} ms, {bandwidth:.2f} GB/s"
     return f"{place}: {timed}" if n > 1 else place
 
 
-def check_software(config: TrainConfig, context: DistributedContext) -> str:
+def check_software(config: TrainConfig, dist_info: DistInfo) -> str:
     """Python, torch, the scripts and the flags are the same everywhere."""
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    versions.append(str(select_dtype(config.dtype, context.device)).removeprefix("torch."))
-    scripts = sorted(Path(__file__).parent.glob("*.py"))
-    hashes = [f"{path.name} of SHA-256 {sha256_of(path)[:12]}" for path in scripts]
+    versions.append(str(select_dtype(config.dtype, dist_info.device)).removeprefix("torch."))
+    root = Path(__file__).parent.parent
+    scripts = sorted(path for part in (".", *CODE_FOLDERS) for path in (root / part).glob("*.py"))
+    hashes = [f"{path.relative_to(root)} of SHA-256 {sha256_of(path)[:12]}" for path in scripts]
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in config.saved().items()]
-    require_same("processes", [*versions, *hashes, *flags], context)
+    check_same_on_all_ranks("processes", [*versions, *hashes, *flags], dist_info)
     return f"{', '.join(versions)}, {len(scripts)} scripts, {len(flags)} flags"
 
 
-def check_clocks(context: DistributedContext) -> str:
+def check_clocks(dist_info: DistInfo) -> str:
     """Clocks agree: `--resume auto` goes by the times of files."""
-    barrier(context)  # all leave it within milliseconds
-    times = [int(each) / 1e9 for each in gather_text(str(time.time_ns()), context)]
+    barrier(dist_info)  # all leave it within milliseconds
+    times = [int(each) / 1e9 for each in gather_text(str(time.time_ns()), dist_info)]
     skew, rank = max((abs(each - times[0]), rank) for rank, each in enumerate(times))
     found = f"rank {rank}'s is {skew:.3f} s from rank 0's" if len(times) > 1 else "one"
-    with failing_together(context):
+    with raise_on_all_ranks(dist_info):
         if skew > CLOCK_LIMIT_SECONDS:
             raise ValueError(f"{found}, more than {CLOCK_LIMIT_SECONDS:.0f} s")
     return f"warning: {found}" if skew > CLOCK_WARNING_SECONDS else found
 
 
 def check_disk(
-    out_dir: Path, config: TrainConfig, checkpoint: Path | None, context: DistributedContext
+    out_dir: Path, config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo
 ) -> str:
     """Where runs go is room for a checkpoint, and all see what the main process writes there."""
     needed = CHECKPOINT_BYTES_PER_PARAMETER * model_dimensions(config, checkpoint).n_params / 2**30
     name = ""
     with ExitStack() as stack:
-        with failing_together(context):
-            if context.is_main:
+        with raise_on_all_ranks(dist_info):
+            if dist_info.is_main:
                 out_dir.mkdir(parents=True, exist_ok=True)
                 name = stack.enter_context(tempfile.NamedTemporaryFile(dir=out_dir)).name
-        name = Path(gather_text(name, context)[0]).name
-        with failing_together(context):
+        name = Path(gather_text(name, dist_info)[0]).name
+        with raise_on_all_ranks(dist_info):
             if not (out_dir / name).is_file():
                 raise ValueError(f"rank 0 wrote to {out_dir}, and it is not seen here")
             free = shutil.disk_usage(out_dir).free / 2**30
@@ -163,3 +169,35 @@ def check_disk(
             if free < needed:
                 raise ValueError(found)
     return found
+
+
+def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
+    """Refuse what this device or these processes cannot do.
+
+    Raises:
+        ValueError: naming what they can.
+    """
+    for name in ("cpu_offload", "activation_offload"):
+        if getattr(config, name) and dist_info.device.type != "cuda":
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} needs GPUs, and this device is {dist_info.device.type}")
+    if config.is_sharded and select_dtype(config.dtype, dist_info.device) == torch.float16:
+        raise ValueError(
+            f"--parallel {config.parallel} is for bfloat16 or float32, and this GPU has no "
+            f"bfloat16: use --dtype float32, or --parallel ddp"
+        )
+    if config.is_sharded and not torch.distributed.is_initialized():
+        start = "--standalone --nproc_per_node=2 train_gpt2.py"
+        if config.parallel == "hsdp":
+            start = "--nnodes=2 --nproc_per_node=8 ... on each of two machines"
+        raise ValueError(
+            f"--parallel {config.parallel} is for processes that torchrun starts, as in "
+            f"torchrun {start}; alone, use --parallel ddp"
+        )
+    world_size, local = dist_info.world_size, dist_info.local_world_size
+    if config.parallel == "hsdp" and (world_size == local or world_size % local):
+        raise ValueError(
+            f"--parallel hsdp shards within a machine and replicates over machines, and here "
+            f"{local} of {world_size} processes are on this one: use --parallel fsdp, or several "
+            f"machines with equally many each"
+        )

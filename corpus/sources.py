@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from files import without_secrets
+from runtime.files import redact_secrets
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -362,7 +362,7 @@ class HubSource:
         except Exception as error:  # of whichever HTTP library the hub's client uses
             raise ConnectionError(
                 f"reading {self.dataset} failed ({type(error).__name__}: "
-                f"{without_secrets(str(error))}): give the same command again to go on"
+                f"{redact_secrets(str(error))}): give the same command again to go on"
             ) from None
 
 

@@ -7,15 +7,16 @@ all that figures are drawn from.
 import json
 import math
 import re
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from files import append_whole
+from runtime.files import append_atomically
 
 # Dense bfloat16 peaks in FLOP/s (float16 on the V100 and T4, which have no bfloat16), float32
 # accumulation, from NVIDIA's data sheets; where those quote the sparse rate, half of it. The keys
@@ -40,6 +41,8 @@ PEAK_FLOPS = {
     r"\bRTX 3090$": 71e12,
 }
 ETA_WINDOW = 50  # laps that the time left is estimated from
+NORM_WINDOW = 128
+LEAST_NORMS = NORM_WINDOW // 2  # norms to judge by; the first of a run vary too much
 
 
 class MetricsLogger:
@@ -57,7 +60,9 @@ class MetricsLogger:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = FileIO(path, "a")
         if _is_torn(path):
-            append_whole(self._file, b"\n")  # an earlier process died in mid-line: start on our own
+            append_atomically(
+                self._file, b"\n"
+            )  # an earlier process died in mid-line: start on our own
 
     def log(self, **values: float | str | None) -> None:
         """Append one record.
@@ -73,7 +78,7 @@ class MetricsLogger:
         if self._file is None:
             return
         record = {name: _finite_or_none(value) for name, value in values.items()}
-        append_whole(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
+        append_atomically(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -291,3 +296,29 @@ def format_duration(seconds: float | None) -> str:
         return f"{minutes}m{rest:02d}s"
     days, hours = divmod(hours, 24)
     return f"{days}d{hours:02d}h" if days else f"{hours}h{minutes:02d}m"
+
+
+class RecentNorms:
+    """The last `NORM_WINDOW` gradient norms, outliers too, so that a lasting change is soon normal.
+
+    Args:
+        zscore: standard deviations above the mean from which a norm is an outlier; 0 = none is.
+    """
+
+    def __init__(self, zscore: float) -> None:
+        self._zscore = zscore
+        self._norms: deque[float] = deque(maxlen=NORM_WINDOW)
+
+    def limit(self) -> float:
+        """The largest norm that is no outlier; infinite while there are too few to judge by."""
+        if not self._zscore or len(self._norms) < LEAST_NORMS:
+            return math.inf
+        return statistics.fmean(self._norms) + self._zscore * statistics.pstdev(self._norms)
+
+    def extend(self, norms: Iterable[float]) -> None:
+        """Add norms; those that are not finite do not count."""
+        self._norms.extend(norm for norm in norms if math.isfinite(norm))
+
+    def as_list(self) -> list[float]:
+        """The norms, for a checkpoint."""
+        return list(self._norms)

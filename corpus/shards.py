@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from files import atomic_write, check_types, is_plain_name, read_json, sha256_of, write_json
+from runtime.files import atomic_write, check_types, is_plain_name, read_json, sha256_of, write_json
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
@@ -115,7 +115,7 @@ def is_complete(folder: Path) -> bool:
     return manifest is not None and manifest.complete
 
 
-def refuse_other_data(folder: Path, earlier: Manifest, asked: Manifest) -> None:
+def check_same_dataset(folder: Path, earlier: Manifest, asked: Manifest) -> None:
     """Refuse to mix two data sets in one folder.
 
     Raises:

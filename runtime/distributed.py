@@ -8,10 +8,10 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from device import DeviceName, select_device
+from runtime.device import DeviceName, select_device
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class DistributedContext:
+class DistInfo:
     """This process's place among all of them."""
 
     device: torch.device
@@ -39,7 +41,7 @@ class DistributedContext:
         return self.rank == 0
 
 
-def find_place(device_name: DeviceName) -> DistributedContext:
+def read_dist_env(device_name: DeviceName) -> DistInfo:
     """This process's place by `torchrun`'s word for it, without joining the others.
 
     Raises:
@@ -55,13 +57,13 @@ def find_place(device_name: DeviceName) -> DistributedContext:
         )
     )
     device = select_device(device_name, local_rank)
-    return DistributedContext(device, rank, local_rank, world_size, local_world_size)
+    return DistInfo(device, rank, local_rank, world_size, local_world_size)
 
 
 @contextmanager
 def setup_distributed(
     device_name: DeviceName = "auto", cpu_offload: bool = False
-) -> Iterator[DistributedContext]:
+) -> Iterator[DistInfo]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 
     NCCL joins GPUs, gloo joins CPUs. A wrapped model must not outlive the body: make it in a
@@ -77,42 +79,42 @@ def setup_distributed(
     Raises:
         ValueError: the device is missing, or cannot be shared by several processes.
     """
-    context = find_place(device_name)
-    device = context.device
+    dist_info = read_dist_env(device_name)
+    device = dist_info.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:  # not started by torchrun
-        yield context
+        yield dist_info
         return
     if device.type == "mps":
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.local_world_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist_info.local_world_size))
     if device.type == "cuda" and cpu_offload:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     elif device.type == "cuda":
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    yield context
+    yield dist_info
     # Not after an error, when others may wait in a collective: torchrun ends them.
     gc.collect()  # a wrapped model keeps gloo's threads, which can abort the interpreter's exit
     dist.barrier()
     dist.destroy_process_group()
 
 
-def wrap_model(model: nn.Module, context: DistributedContext) -> nn.Module:
+def wrap_model(model: nn.Module, dist_info: DistInfo) -> nn.Module:
     """Average gradients over all processes (DDP); a lone process keeps the model as it is."""
-    if context.world_size == 1:
+    if dist_info.world_size == 1:
         return model
-    device_ids = [context.device.index] if context.device.type == "cuda" else None
+    device_ids = [dist_info.device.index] if dist_info.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def shard_model(
     model: nn.Module,
     blocks: Iterable[nn.Module],
-    context: DistributedContext,
+    dist_info: DistInfo,
     *,
     methods: Sequence[str],
     replicate: bool,
@@ -129,7 +131,7 @@ def shard_model(
     Args:
         model: on the meta device, so that no process ever holds it whole.
         blocks: the parts that are gathered one after the other.
-        context: this process's place.
+        dist_info: rank, world size and device of this process.
         methods: of the model that compute, besides `forward`.
         replicate: share out within a machine only, and replicate over machines (HSDP).
         reshard_after_forward: free gathered blocks between forward and backward pass.
@@ -146,11 +148,11 @@ def shard_model(
         register_fsdp_forward_method,
     )
 
-    shape: tuple[int, ...] = (context.world_size,)
+    shape: tuple[int, ...] = (dist_info.world_size,)
     if replicate:
-        shape = (context.world_size // context.local_world_size, context.local_world_size)
+        shape = (dist_info.world_size // dist_info.local_world_size, dist_info.local_world_size)
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(dist_info.device.type, shape, mesh_dim_names=names)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     # The residual stream enters a block as it is, float32: the block's own products are cast.
     in_dtype = MixedPrecisionPolicy(
@@ -170,10 +172,10 @@ def shard_model(
     fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
     for method in methods:
         register_fsdp_forward_method(model, method)
-    model.to_empty(device="cpu" if cpu_offload else context.device)
+    model.to_empty(device="cpu" if cpu_offload else dist_info.device)
 
 
-def shard_of(whole: Tensor, like: Tensor) -> Tensor:
+def distribute_like(whole: Tensor, like: Tensor) -> Tensor:
     """This process's part of a tensor that all have, laid out as `like` is."""
     if not hasattr(like, "device_mesh"):  # no DTensor
         return whole
@@ -191,14 +193,14 @@ def reshard(model: nn.Module) -> None:
             cast(Any, module).reshard()
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor whole; every process must ask for it. Others as they are."""
     return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients down to a global norm of at most `max_norm`; returns what it was."""
-    return gathered(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
@@ -209,41 +211,41 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
         cast(Any, model).set_requires_gradient_sync(enabled)
 
 
-def all_reduce_sum(tensor: Tensor, context: DistributedContext) -> Tensor:
+def all_reduce_sum(tensor: Tensor, dist_info: DistInfo) -> Tensor:
     """Sum `tensor` over all processes, in place; every process gets the result."""
-    if context.world_size > 1:
+    if dist_info.world_size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def all_reduce_mean(tensor: Tensor, context: DistributedContext) -> Tensor:
+def all_reduce_mean(tensor: Tensor, dist_info: DistInfo) -> Tensor:
     """Average a float `tensor` over all processes, in place; every process gets the result."""
-    return all_reduce_sum(tensor, context).div_(context.world_size)
+    return all_reduce_sum(tensor, dist_info).div_(dist_info.world_size)
 
 
-def all_reduce_max(value: int, context: DistributedContext) -> int:
+def all_reduce_max(value: int, dist_info: DistInfo) -> int:
     """The largest `value` of all processes, on every process."""
-    if context.world_size == 1:
+    if dist_info.world_size == 1:
         return value
-    tensor = torch.tensor(value, dtype=torch.int64, device=context.device)
+    tensor = torch.tensor(value, dtype=torch.int64, device=dist_info.device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return int(tensor)
 
 
-def gather_text(text: str, context: DistributedContext) -> list[str]:
+def gather_text(text: str, dist_info: DistInfo) -> list[str]:
     """Every process's `text`, in the order of their ranks, on every process."""
-    if context.world_size == 1:
+    if dist_info.world_size == 1:
         return [text]
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=context.device)
-    longest = max(1, all_reduce_max(len(data), context))
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=dist_info.device)
+    longest = max(1, all_reduce_max(len(data), dist_info))
     padded = nn.functional.pad(data, (0, longest - len(data)))  # by NULs, which text has none of
-    gathered = [torch.empty_like(padded) for _ in range(context.world_size)]
-    dist.all_gather(gathered, padded)
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in gathered]
+    full_tensor = [torch.empty_like(padded) for _ in range(dist_info.world_size)]
+    dist.all_gather(full_tensor, padded)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in full_tensor]
 
 
 @contextmanager
-def failing_together(context: DistributedContext) -> Iterator[None]:
+def raise_on_all_ranks(dist_info: DistInfo) -> Iterator[None]:
     """Where the body raises what a user can cause on one process, end every process.
 
     Without this the others would wait for it, in the next collective. The body must have none.
@@ -257,10 +259,10 @@ def failing_together(context: DistributedContext) -> Iterator[None]:
         yield
     except (OSError, ValueError) as caught:
         error = caught
-    messages = gather_text("" if error is None else str(error) or repr(error), context)
+    messages = gather_text("" if error is None else str(error) or repr(error), dist_info)
     if not any(messages):
         return
-    if not context.is_main:
+    if not dist_info.is_main:
         raise SystemExit(2)
     if error is not None:
         raise error
@@ -268,15 +270,15 @@ def failing_together(context: DistributedContext) -> Iterator[None]:
     raise ValueError(f"on rank {rank}: {messages[rank]}")
 
 
-def require_same(what: str, lines: Sequence[str], context: DistributedContext) -> None:
+def check_same_on_all_ranks(what: str, lines: Sequence[str], dist_info: DistInfo) -> None:
     """End every process if `lines`, which describe `what`, are not the same on all of them.
 
     Raises:
         ValueError: on the main process, naming the first difference.
         SystemExit: on the others, exit code 2.
     """
-    texts = gather_text("\n".join(lines), context)
-    with failing_together(context):
+    texts = gather_text("\n".join(lines), dist_info)
+    with raise_on_all_ranks(dist_info):
         for rank, text in enumerate(texts):
             pairs = itertools.zip_longest(text.split("\n"), texts[0].split("\n"))
             for there, here in pairs:
@@ -287,29 +289,51 @@ def require_same(what: str, lines: Sequence[str], context: DistributedContext) -
                     )
 
 
+def rank_batches(
+    batches: Sequence[Item], dist_info: DistInfo, between: Callable[[], object] = lambda: None
+) -> Iterator[tuple[Item, bool]]:
+    """Split an evaluation's batches over the ranks, equally many to each.
+
+    A model whose parameters are sharded needs every rank in every forward pass. In the last round
+    some ranks have no batch left: they get one again, to compute and not to count.
+
+    Args:
+        batches: the same ones on every rank.
+        dist_info: this process.
+        between: called before every round, on all ranks; it may raise, on all of them alike.
+
+    Yields:
+        A batch, and whether to count its result.
+    """
+    for start in range(0, len(batches), dist_info.world_size):
+        between()
+        place = start + dist_info.rank
+        yield batches[min(place, len(batches) - 1)], place < len(batches)
+
+
 def is_lost_process(error: RuntimeError) -> bool:
     """Whether a collective failed because another process is gone or unreachable."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def broadcast_int(value: int, context: DistributedContext) -> int:
+def broadcast_int(value: int, dist_info: DistInfo) -> int:
     """The main process's `value`, on every process."""
-    if context.world_size == 1:
+    if dist_info.world_size == 1:
         return value
-    tensor = torch.tensor(value, dtype=torch.int64, device=context.device)
+    tensor = torch.tensor(value, dtype=torch.int64, device=dist_info.device)
     dist.broadcast(tensor, src=0)
     return int(tensor)
 
 
-def barrier(context: DistributedContext) -> None:
+def barrier(dist_info: DistInfo) -> None:
     """Wait until every process has come here."""
-    if context.world_size > 1:
+    if dist_info.world_size > 1:
         dist.barrier()
 
 
-def say(context: DistributedContext, line: str) -> None:
+def print0(dist_info: DistInfo, line: str) -> None:
     """Print a line once, above the progress bar if there is one."""
-    if not context.is_main:
+    if not dist_info.is_main:
         return
     with suppress(OSError):  # a run is worth more than its log on a full disk or a closed pipe
         tqdm.write(line)

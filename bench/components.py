@@ -25,22 +25,20 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from corpus.sources import stdlib_source
 from dataloader import PREFETCH_BATCHES, Batch
-from device import autocast, synchronize
-from distributed import DistributedContext
 from hellaswag import (
     Example,
     HellaSwagResult,
     evaluate_hellaswag,
     load_examples,
 )
-from metrics import MetricsLogger, StepTimer
 from model import GPT, GPTConfig
-from runs import settings_as_args
+from runtime.device import autocast, synchronize
+from runtime.distributed import DistInfo
+from runtime.metrics import MetricsLogger, StepTimer
 from sample import generate
-from sources import stdlib_source
 from tokenizer import END_OF_TEXT
-from train_config import TrainConfig
 from train_gpt2 import (
     StepResult,
     Trainer,
@@ -50,8 +48,10 @@ from train_gpt2 import (
     train_step,
     training_loader,
 )
+from training.config import TrainConfig
+from training.run_dir import settings_as_args
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 LOADER_SECONDS = 1.0  # of one run of the loader alone
 STEADY_COPIES = 5  # the larger input to the tokenisers, in copies of the smaller
 SAMPLE_COUNT, SAMPLE_TOKENS = 4, 256
@@ -125,9 +125,9 @@ class Setup:
 
     def trainer(self) -> Trainer:
         """The product's trainer for that run."""
-        config, context = self.training(), DistributedContext(self.device)
+        config, dist_info = self.training(), DistInfo(self.device)
         with redirect_stdout(io.StringIO()):
-            return build_trainer(config, self.folder / "runs" / "bench", None, context)
+            return build_trainer(config, self.folder / "runs" / "bench", None, dist_info)
 
     def random_model(self) -> GPT:
         """A model with the weights of a first step, always the same ones."""
@@ -213,7 +213,7 @@ def _loader_tokens_per_second(trainer: Trainer) -> float:
         start = time.perf_counter()
         while time.perf_counter() - start < LOADER_SECONDS:
             taken += next(batches).inputs.numel()
-        synchronize(trainer.context.device)
+        synchronize(trainer.dist_info.device)
         return taken / (time.perf_counter() - start)
 
 
@@ -228,7 +228,7 @@ def one_step(trainer: Trainer, batches: Iterator[Batch]) -> StepResult:
         grad_clip=trainer.config.grad_clip,
         dtype=trainer.dtype,
         scaler=trainer.scaler,
-        context=trainer.context,
+        dist_info=trainer.dist_info,
     )
 
 
@@ -309,7 +309,7 @@ def last_line(text: str) -> str:
 
 def measure_hellaswag(setup: Setup) -> list[Figure]:
     """The batched scorer against one example at a time, and whether they say the same."""
-    model, context = setup.random_model(), DistributedContext(setup.device)
+    model, dist_info = setup.random_model(), DistInfo(setup.device)
     examples = load_examples(setup.hellaswag_data)
     score_one_at_a_time(model, examples[:1], setup.dtype)  # the device's first work is slow
     results: list[HellaSwagResult] = []
@@ -319,7 +319,7 @@ def measure_hellaswag(setup: Setup) -> list[Figure]:
 
     ours, theirs = in_turn(
         setup.rounds,
-        lambda: rate(lambda: evaluate_hellaswag(model, examples, context, setup.dtype)),
+        lambda: rate(lambda: evaluate_hellaswag(model, examples, dist_info, setup.dtype)),
         lambda: rate(lambda: score_one_at_a_time(model, examples, setup.dtype)),
     )
     batched, single = results[-2:]

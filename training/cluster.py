@@ -5,21 +5,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from device import DTYPES
-from distributed import DistributedContext
-from metrics import flops_per_token, peak_flops
 from model import GPTConfig
-from plan import (
+from runtime.device import DTYPES
+from runtime.distributed import DistInfo
+from runtime.metrics import flops_per_token, peak_flops
+from training.config import TrainConfig
+from training.memory import (
     MAX_MICRO_BATCH_TOKENS,
     MEMORY_SHARE,
     BatchPlan,
     activation_bytes_per_token,
     describe_contexts,
     loss_chunks,
-    share_out,
+    split_batch,
     state_bytes,
 )
-from train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -153,17 +153,17 @@ def estimate(config: TrainConfig, model: GPTConfig, between: float) -> Estimate:
         ValueError: the batch does not divide.
     """
     assert config.gpus is not None
-    gpu, dtype, context = GPUS[config.gpu], planned_dtype(config), planned_place(config)
+    gpu, dtype, dist_info = GPUS[config.gpu], planned_dtype(config), planned_place(config)
     chunks = loss_chunks(config, "cuda")
 
     def state(accumulates: bool) -> float:
-        return state_bytes(config, model, dtype, chunks, context, accumulates)
+        return state_bytes(config, model, dtype, chunks, dist_info, accumulates)
 
     per_token = activation_bytes_per_token(config, model, dtype, chunks)
     free = MEMORY_SHARE * gpu.memory_gib * 2**30 - state(accumulates=True)
     tokens = min(MAX_MICRO_BATCH_TOKENS["cuda"], int(free // per_token))
     limit = max(1, tokens // model.block_size)
-    batch = share_out(config, model.block_size, config.gpus, limit)
+    batch = split_batch(config, model.block_size, config.gpus, limit)
     tokens = batch.micro_batch_size * model.block_size
     forward, backward = pass_seconds(config, model, tokens)
     seconds = step_seconds(
@@ -214,11 +214,11 @@ def planned_dtype(config: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "auto" else DTYPES[config.dtype]
 
 
-def planned_place(config: TrainConfig) -> DistributedContext:
+def planned_place(config: TrainConfig) -> DistInfo:
     """The place of one of the planned processes."""
     gpus = config.gpus or 1
     per_node = gpus // config.nodes
-    return DistributedContext(torch.device("cuda"), world_size=gpus, local_world_size=per_node)
+    return DistInfo(torch.device("cuda"), world_size=gpus, local_world_size=per_node)
 
 
 def planned_peak(config: TrainConfig) -> float:

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from files import atomic_write, is_plain_name, read_json, without_secrets, write_json
 from model import GPT, GPT2_SIZES, GPTConfig
+from runtime.files import atomic_write, is_plain_name, read_json, redact_secrets, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH
 
 CONFIG_NAME = "config.json"
@@ -297,7 +297,7 @@ def _download(source: str) -> Path:
     except Exception as error:  # the hub's HTTP library, and so its errors, vary by version
         raise FileNotFoundError(
             f"{source!r} is not a folder, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {without_secrets(str(error).strip().splitlines()[0])}); "
+            f"({type(error).__name__}: {redact_secrets(str(error).strip().splitlines()[0])}); "
             f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
             f"owner/name"
         ) from None

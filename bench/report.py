@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from device import device_name
-from files import atomic_write, read_json, write_json
 from plot import BLUE, GREY, INK
+from runtime.device import device_name
+from runtime.files import atomic_write, read_json, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

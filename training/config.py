@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from device import DeviceName, DtypeName
-from files import is_plain_name
 from model import GPT2_SIZES, Checkpointing, GPTConfig
+from runtime.device import DeviceName, DtypeName
+from runtime.files import is_plain_name
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from device import autocast, device_name, is_out_of_memory, memory_gib, select_dtype
-from distributed import DistributedContext, all_reduce_sum, set_gradient_sync
-from metrics import flops_per_token, peak_flops
 from model import Checkpointing, GPTConfig
-from train_config import TrainConfig
+from runtime.device import autocast, device_name, is_out_of_memory, memory_gib, select_dtype
+from runtime.distributed import DistInfo, all_reduce_sum, set_gradient_sync
+from runtime.metrics import flops_per_token, peak_flops
+from training.config import TrainConfig
 
 STATE_BYTES_PER_PARAMETER = 16  # float32: parameter, gradient and AdamW's two moments
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
 MEMORY_SHARE = 0.8  # of a device, what a plan may count on
-DARING = 4  # times the estimate: what a probe tries first
+OVERCOMMIT = 4  # times the estimate: what a probe tries first
 # Bytes a channel and token that a block keeps for its backward pass, with products in 16 bits or
 # in 32. All is: two residual inputs (float32), two normalised copies, q, k, v and attention's
 # output, the hidden layer before and after GELU. Products: block input, q, k, v, attention's
 # output, its projection, the hidden layer before GELU, its projection.
-KEPT_BYTES: dict[Checkpointing, tuple[int, int]] = {
+SAVED_BYTES: dict[Checkpointing, tuple[int, int]] = {
     "none": (8 + 4 + 8 + 16, 8 + 8 + 16 + 32),
     "selective": (4 + 8 + 2 + 8 + 2, 4 + 16 + 4 + 16 + 4),
     "full": (4, 4),
@@ -45,8 +45,8 @@ class BatchPlan:
 def plan_batch(
     config: TrainConfig,
     model: GPTConfig,
-    context: DistributedContext,
-    daring: float = 1.0,
+    dist_info: DistInfo,
+    overcommit: float = 1.0,
 ) -> BatchPlan:
     """Share the global batch out over processes and micro-steps.
 
@@ -56,17 +56,17 @@ def plan_batch(
     Args:
         config: the run's settings.
         model: the model's dimensions.
-        context: this process's place; the others have a device like its own.
-        daring: how many times what should fit may be tried.
+        dist_info: this process; the others have a device like its own.
+        overcommit: how many times what should fit may be tried.
 
     Raises:
         ValueError: the batch does not divide; the message names the nearest sizes that do.
     """
-    limit = _micro_batch_limit(config, model, context, daring)
-    return share_out(config, model.block_size, context.world_size, limit)
+    limit = _micro_batch_limit(config, model, dist_info, overcommit)
+    return split_batch(config, model.block_size, dist_info.world_size, limit)
 
 
-def share_out(config: TrainConfig, block_size: int, world_size: int, limit: int) -> BatchPlan:
+def split_batch(config: TrainConfig, block_size: int, world_size: int, limit: int) -> BatchPlan:
     """Divide the global batch, `limit` sequences at once at most if `auto` is to choose.
 
     Raises:
@@ -99,7 +99,7 @@ def choose_batch(
     model: GPTConfig,
     network: nn.Module,
     dtype: torch.dtype,
-    context: DistributedContext,
+    dist_info: DistInfo,
 ) -> BatchPlan:
     """The planned batch; on a GPU, if it is to be chosen, the largest that a probe step bears.
 
@@ -110,17 +110,17 @@ def choose_batch(
         model: the model's dimensions.
         network: the model, compiled and wrapped.
         dtype: of matrix products.
-        context: this process's place.
+        dist_info: rank, world size and device of this process.
     """
-    probed = context.device.type == "cuda" and config.micro_batch_size == "auto"
+    probed = dist_info.device.type == "cuda" and config.micro_batch_size == "auto"
     # Nor of a sharded model: where one process runs out of memory the others would wait for it.
     if not probed or config.is_sharded:
-        return plan_batch(config, model, context)
+        return plan_batch(config, model, dist_info)
 
     def attempt(micro_batch_size: int) -> None:
-        probe_step(network, micro_batch_size, model.block_size, dtype, context)
+        probe_step(network, micro_batch_size, model.block_size, dtype, dist_info)
 
-    return fit_batch(plan_batch(config, model, context, DARING), attempt, context)
+    return fit_batch(plan_batch(config, model, dist_info, OVERCOMMIT), attempt, dist_info)
 
 
 def probe_step(
@@ -128,7 +128,7 @@ def probe_step(
     micro_batch_size: int,
     block_size: int,
     dtype: torch.dtype,
-    context: DistributedContext,
+    dist_info: DistInfo,
 ) -> None:
     """Take the memory of a training step: gradients of one micro-batch, beside AdamW's moments.
 
@@ -136,10 +136,10 @@ def probe_step(
         RuntimeError: there is not enough.
     """
     moments = [torch.empty_like(p) for p in network.parameters() for _ in range(2)]
-    idx = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=context.device)
+    idx = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=dist_info.device)
     set_gradient_sync(network, False)
     try:
-        with autocast(context.device, dtype):
+        with autocast(dist_info.device, dtype):
             _, loss = network(idx, idx)
         loss.backward()
     finally:
@@ -148,9 +148,7 @@ def probe_step(
     del moments
 
 
-def fit_batch(
-    batch: BatchPlan, attempt: Callable[[int], None], context: DistributedContext
-) -> BatchPlan:
+def fit_batch(batch: BatchPlan, attempt: Callable[[int], None], dist_info: DistInfo) -> BatchPlan:
     """Halve the micro-batch until every process has the memory for it.
 
     The global batch stays the same; what a micro-batch loses, the accumulation gains. Every
@@ -159,7 +157,7 @@ def fit_batch(
     Args:
         batch: what to try first.
         attempt: computes the gradients of that many sequences, without talking to others.
-        context: this process's place.
+        dist_info: rank, world size and device of this process.
 
     Raises:
         ValueError: there is not enough memory for one sequence.
@@ -173,10 +171,10 @@ def fit_batch(
                 raise
             fits = False
         gc.collect()  # what the failed attempt held goes only now, with its traceback
-        if context.device.type == "cuda":
+        if dist_info.device.type == "cuda":
             torch.cuda.empty_cache()
-        ready = all_reduce_sum(torch.tensor(float(fits), device=context.device), context)
-        if int(ready) == context.world_size:
+        ready = all_reduce_sum(torch.tensor(float(fits), device=dist_info.device), dist_info)
+        if int(ready) == dist_info.world_size:
             return batch
         if batch.micro_batch_size == 1:
             raise ValueError(
@@ -188,20 +186,20 @@ def fit_batch(
 
 
 def _micro_batch_limit(
-    config: TrainConfig, model: GPTConfig, context: DistributedContext, daring: float
+    config: TrainConfig, model: GPTConfig, dist_info: DistInfo, overcommit: float
 ) -> int:
     """Sequences that should fit a process's memory, at least 1."""
-    device = context.device
+    device = dist_info.device
     limit = MAX_MICRO_BATCH_TOKENS[device.type] // model.block_size
     memory = memory_gib(device)
     if memory is not None:
         if device.type != "cuda":
-            memory /= context.local_world_size  # without a GPU each, they share what there is
+            memory /= dist_info.local_world_size  # without a GPU each, they share what there is
         dtype, chunks = select_dtype(config.dtype, device), loss_chunks(config, device.type)
-        state = state_bytes(config, model, dtype, chunks, context, accumulates=True)
+        state = state_bytes(config, model, dtype, chunks, dist_info, accumulates=True)
         free = MEMORY_SHARE * memory * 2**30 - state
         per_sequence = activation_bytes_per_token(config, model, dtype, chunks) * model.block_size
-        limit = min(limit, int(daring * free // per_sequence))
+        limit = min(limit, int(overcommit * free // per_sequence))
     return max(1, limit)
 
 
@@ -226,7 +224,7 @@ def activation_bytes_per_token(
         chunks: parts in which the logits are computed.
     """
     wide = dtype == torch.float32
-    everything, kept = KEPT_BYTES["none"][wide], KEPT_BYTES[config.activation_checkpointing][wide]
+    everything, kept = SAVED_BYTES["none"][wide], SAVED_BYTES[config.activation_checkpointing][wide]
     working = (everything - kept + GRADIENT_BYTES[wide]) * model.n_embd
     compiled = config.compile and not config.is_sharded  # of a sharded model, blocks only
     per_id = (8 if compiled else 16) if chunks == 1 else (12 if compiled else 21)
@@ -244,7 +242,7 @@ def state_bytes(
     model: GPTConfig,
     dtype: torch.dtype,
     chunks: int,
-    context: DistributedContext,
+    dist_info: DistInfo,
     accumulates: bool,
 ) -> float:
     """Device memory of what does not grow with the batch: parameters, gradients, moments, buffers.
@@ -254,7 +252,7 @@ def state_bytes(
         model: the model's dimensions.
         dtype: of matrix products.
         chunks: parts in which the logits are computed.
-        context: one process's place.
+        dist_info: rank, world size and device of one process.
         accumulates: whether a step has several micro-batches.
     """
     n_params, cast = model.n_params, 0 if dtype == torch.float32 else 2
@@ -262,7 +260,7 @@ def state_bytes(
     chunked = 10 * head if chunks > 1 else 0  # the head's gradient, scaled, and in 16 bits
     # What waits for the last micro-batch is whole on every process: as gradients beside DDP's
     # buckets, or as those that FSDP has yet to share out.
-    waiting = 4 * n_params if accumulates and context.world_size > 1 else 0
+    waiting = 4 * n_params if accumulates and dist_info.world_size > 1 else 0
     if not config.is_sharded:
         return (STATE_BYTES_PER_PARAMETER + cast) * n_params + waiting + chunked
     block = model.block_params
@@ -270,13 +268,13 @@ def state_bytes(
     at_once = min(2, model.n_layer) if config.reshard_after_forward else model.n_layer
     gathered = at_once * (cast or 4) * block + (8 + cast) * rest
     reducing = 8 * block  # one block's gradient, and the buffer that it is reduced in
-    shards = context.world_size if config.parallel == "fsdp" else context.local_world_size
+    shards = dist_info.world_size if config.parallel == "fsdp" else dist_info.local_world_size
     own = 0 if config.cpu_offload else STATE_BYTES_PER_PARAMETER * n_params / shards
     return own + gathered + reducing + waiting + chunked
 
 
 def describe_contexts(
-    config: TrainConfig, model: GPTConfig, dtype: torch.dtype, context: DistributedContext
+    config: TrainConfig, model: GPTConfig, dtype: torch.dtype, dist_info: DistInfo
 ) -> str:
     """Peak memory by context length and by what is kept, one sequence at a time, as a table.
 
@@ -284,17 +282,18 @@ def describe_contexts(
         config: says what is shared out, and whether it is compiled.
         model: the model's dimensions, but for the context length.
         dtype: of matrix products.
-        context: one process's place.
+        dist_info: rank, world size and device of one process.
     """
-    on_gpu = context.device.type == "cuda"
+    on_gpu = dist_info.device.type == "cuda"
     modes: dict[str, dict[str, Any]] = {
-        name: {"activation_checkpointing": name, "activation_offload": False} for name in KEPT_BYTES
+        name: {"activation_checkpointing": name, "activation_offload": False}
+        for name in SAVED_BYTES
     }
     if on_gpu:
         modes["offload"] = {"activation_checkpointing": "none", "activation_offload": True}
     lines = [
         f"peak GiB of each device by context length, one {str(dtype).removeprefix('torch.')} "
-        f"sequence at a time, {config.parallel} over {context.world_size}",
+        f"sequence at a time, {config.parallel} over {dist_info.world_size}",
         "with --activation-checkpointing none, selective, full"
         + (", or with --activation-offload" if on_gpu else "")
         + "; /8: with --loss-chunks 8",
@@ -302,13 +301,13 @@ def describe_contexts(
     ]
     for length in CONTEXTS:
         longer, row = replace(model, block_size=length), f"{length:>7,}"
-        least = length * context.world_size  # tokens of a step of one micro-batch
+        least = length * dist_info.world_size  # tokens of a step of one micro-batch
         accumulates = config.total_batch_size > least
         for settings in modes.values():
             kept = replace(config, **settings)
             for width, chunks in ((12, 1), (8, 8)):
                 total = length * activation_bytes_per_token(kept, longer, dtype, chunks)
-                total += state_bytes(kept, longer, dtype, chunks, context, accumulates)
+                total += state_bytes(kept, longer, dtype, chunks, dist_info, accumulates)
                 row += f"{total / 2**30:>{width}.1f}"
         if not accumulates:
             row += f"  in one micro-step of --total-batch-size {least}"
@@ -317,7 +316,7 @@ def describe_contexts(
 
 
 def describe_plan(
-    config: TrainConfig, model: GPTConfig, batch: BatchPlan, context: DistributedContext
+    config: TrainConfig, model: GPTConfig, batch: BatchPlan, dist_info: DistInfo
 ) -> str:
     """What a run will take, as a table.
 
@@ -325,14 +324,14 @@ def describe_plan(
         config: the run's settings.
         model: the model's dimensions.
         batch: how the global batch is shared out.
-        context: one process's place.
+        dist_info: rank, world size and device of one process.
     """
-    device, world_size = context.device, context.world_size
+    device, world_size = dist_info.device, dist_info.world_size
     tokens = config.total_batch_size * config.max_steps
     per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
     micro_batch_tokens = batch.micro_batch_size * model.block_size
     dtype, chunks = select_dtype(config.dtype, device), loss_chunks(config, device.type)
-    state = state_bytes(config, model, dtype, chunks, context, batch.grad_accum_steps > 1)
+    state = state_bytes(config, model, dtype, chunks, dist_info, batch.grad_accum_steps > 1)
     per_token_bytes = activation_bytes_per_token(config, model, dtype, chunks)
     state_gib, activations_gib = state / 2**30, per_token_bytes * micro_batch_tokens / 2**30
     peak = peak_flops(device_name(device))

@@ -1,0 +1,1 @@
+"""The speed of training and of its parts, measured side by side: `python -m bench`."""

@@ -1,0 +1,1 @@
+"""Where documents come from, and the token files that they become."""

@@ -1,0 +1,1 @@
+"""What any run needs of its machine: device, processes, checkpoints, logs, signals."""

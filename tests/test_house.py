@@ -1,0 +1,111 @@
+"""The shape of the house: who may import whom, and what no module may do."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# An import goes down these floors, or to another module of its own floor, never in a circle.
+FLOORS = (
+    ("model", "ops", "tokenizer", "lr_schedule"),
+    ("runtime",),
+    ("corpus",),
+    ("dataloader", "fineweb", "hellaswag", "sample", "export", "plot", "demo"),
+    ("training",),
+    ("train_gpt2",),
+    ("bench",),
+)
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+WINGS = ("runtime", "corpus", "training", "bench")
+PATHS = [path for part in (".", *WINGS) for path in sorted((ROOT / part).glob("*.py"))]
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
+DEFINITIONS = (
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+)
+
+
+def parse(module):
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imported_modules(tree):
+    """The house's modules that a module imports, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "no relative imports"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in inner]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] in FLOOR)
+
+
+def upward_imports(tree, module):
+    """The imports of a module that go to a higher floor."""
+    own = FLOOR[module.split(".")[0]]
+    return sorted(name for name in set(imported_modules(tree)) if FLOOR[name.split(".")[0]] > own)
+
+
+def work_at_import(tree):
+    """The lines of top-level statements that do more than define something."""
+    return [
+        statement.lineno
+        for statement in tree.body
+        if not isinstance(statement, DEFINITIONS)
+        and not is_docstring(statement)
+        and not is_guard(statement)
+    ]
+
+
+def is_docstring(statement):
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def is_guard(statement):
+    return isinstance(statement, ast.If) and ast.unparse(statement.test) in (
+        "__name__ == '__main__'",
+        "TYPE_CHECKING",
+    )
+
+
+def test_every_module_has_a_floor():
+    assert {module.split(".")[0] for module in MODULES} == FLOOR.keys()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_go_down_and_it_says_what_it_is_for(module):
+    tree = parse(module)
+    assert upward_imports(tree, module) == []
+    assert work_at_import(tree) == []
+    assert ast.get_docstring(tree)
+
+
+def test_imports_never_go_in_a_circle():
+    graph = {module: set(imported_modules(parse(module))) - {module} for module in MODULES}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize(
+    "source", ["import plot", "from training import config", "def f():\n  import train_gpt2"]
+)
+def test_upward_imports_finds_one(source):
+    assert len(upward_imports(ast.parse(source), "runtime.metrics")) == 1
+
+
+@pytest.mark.parametrize("source", ["print(1)", "for x in y: pass", "if x: y = 1", "f()"])
+def test_work_at_import_finds_statements_that_run(source):
+    assert work_at_import(ast.parse(source)) == [1]

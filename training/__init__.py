@@ -1,0 +1,1 @@
+"""What a run settles before it starts: flags, folder, memory, cluster, preflight."""
