@@ -16,7 +16,7 @@ from dataloader import (
     to_host_tensor,
     validation_batches,
 )
-from model import IGNORE_INDEX
+from ops import IGNORE_INDEX
 from runtime.distributed import DistInfo
 
 CPU = torch.device("cpu")

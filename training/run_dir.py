@@ -103,8 +103,7 @@ class Preemption:
     """Optimizer updates done."""
     reason: str
     """A signal's name, or `failure`."""
-    evaluated: bool
-    """Whether the evaluations due at this step were done."""
+    evaluated: bool = True
 
     def save(self, run_dir: Path) -> None:
         """Write the run folder's `PREEMPTED`."""
