@@ -30,7 +30,7 @@ from tqdm import tqdm
 from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
-from lr_schedule import cosine_lr, wsd_lr
+from lr_schedule import SCHEDULES
 from model import GPT, IGNORE_INDEX, GPTConfig
 from runtime.checkpoint import (
     CheckpointWriter,
@@ -348,8 +348,7 @@ def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> None:
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The rate of the update after `step`."""
-    schedule = {"cosine": cosine_lr, "wsd": wsd_lr}[config.lr_schedule]
-    return schedule(
+    return SCHEDULES[config.lr_schedule](
         step,
         max_lr=config.max_lr,
         min_lr=config.min_lr,
@@ -369,6 +368,11 @@ def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
     """
     config, dist_info, watch = trainer.config, trainer.dist_info, trainer.stop.watch
     record: dict[str, float] = {}
+
+    def between() -> None:
+        if trainer.stop.sync_stop():
+            raise EvaluationStopped
+
     try:
         if trainer.is_due(config.val_every, step):
             batches = watch(validation_loader(trainer))
@@ -380,12 +384,14 @@ def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
                     trainer.hellaswag,
                     dist_info,
                     trainer.dtype,
-                    progress=sys.stderr.isatty(),
-                    watch=watch,
+                    progress=True,
+                    between=between,
                 )
             record["hellaswag_acc"] = score.acc
             record["hellaswag_acc_norm"] = score.acc_norm
             record["hellaswag_total"] = score.total
+            if score.left_out:
+                record["hellaswag_left_out"] = score.left_out
     except EvaluationStopped:
         return False
     if record:
