@@ -471,7 +471,7 @@ def save(trainer: Trainer, step: int) -> None:
     reshard(trainer.raw_model)  # after an evaluation
     with tolerate_write_errors(trainer):
         trainer.writer.wait()  # the last one may have failed
-    trainer.writer.save(state, trainer.raw_model, trainer.optimizer, on_saved)
+    trainer.writer.save(state, trainer.raw_model, (trainer.optimizer,), on_saved)
 
 
 def log(trainer: Trainer, logger: MetricsLogger, **values: float | str | None) -> None:
@@ -710,7 +710,9 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> Start:
             trainer.config,
             trainer.train_shards.fingerprint,
         )
-        state = load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler)
+        state = load_checkpoint(
+            checkpoint, trainer.raw_model, (trainer.optimizer,), trainer.scaler, verified=True
+        )
         mark = read_preemption(checkpoint.parent.parent)
     trainer.norms.extend(state.grad_norms)
     print0(dist_info, f"resumed from {checkpoint}")
