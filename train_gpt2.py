@@ -198,7 +198,7 @@ def init_model(
     else:
         model.to_empty(device=dist_info.device)
     if config.init_from is not None and resume_from is None:
-        copy_weights(checkpoint.load_model(config.init_from), model)
+        checkpoint.copy_weights(checkpoint.load_model(config.init_from), model)
     else:
         init_weights(model, config.seed)
     return model
@@ -268,7 +268,7 @@ def resume(trainer: Trainer) -> int:
             path, trainer.raw_model.config, trainer.config, trainer.train_shards.fingerprint
         )
         state = checkpoint.load_checkpoint(
-            path, trainer.raw_model, trainer.optimizers[0], trainer.scaler
+            path, trainer.raw_model, trainer.optimizers, trainer.scaler, verified=True
         )
     trainer.norms.extend(state.grad_norms)
     print0(trainer.dist_info, f"resumed from {path}")
@@ -570,7 +570,7 @@ def save(trainer: Trainer, step: int) -> None:
     distributed.reshard(trainer.raw_model)  # after an evaluation
     with tolerate_write_errors(trainer):
         trainer.writer.wait()  # the checkpoint before this one may have failed
-    trainer.writer.save(state, trainer.raw_model, trainer.optimizers[0], on_saved)
+    trainer.writer.save(state, trainer.raw_model, trainer.optimizers, on_saved)
 
 
 def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str | None) -> None:
@@ -666,14 +666,6 @@ def finish(trainer: Trainer, step: int) -> None:
 
 
 # --- TEMPORARY, until the helpers' branches are merged -----------------------------------------
-
-
-@torch.no_grad()
-def copy_weights(source, target):  # type: ignore
-    theirs = dict(source.named_parameters())
-    for name, parameter in target.named_parameters():
-        value = theirs[name][: parameter.shape[0]]
-        parameter.copy_(distributed.distribute_like(value, parameter))
 
 
 @contextmanager
