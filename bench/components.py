@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn import functional as F
+from tqdm import tqdm
 
 import train_gpt2
 from bench.config import ROOT, BenchConfig, train_config
@@ -50,9 +51,9 @@ LOADER_SECONDS = 1.0  # of one run of the loader alone
 STEADY_COPIES = 5  # of the text, as the tokenizers' larger input
 SAMPLE_COUNT, SAMPLE_TOKENS = 4, 256
 SEED = 1337
-# OpenMP's waiting threads spin this often before they sleep: libgomp's default, and what this
-# project's scripts set.
-SPIN_COUNTS = {"default spinning": "300000", "GOMP_SPINCOUNT=1000": "1000"}
+# How often OpenMP's waiting threads spin before they sleep: as this project's scripts set
+# GOMP_SPINCOUNT, and libgomp's default.
+SPINS, DEFAULT_SPINS = "1000", "300000"
 
 
 def measure_component(config: BenchConfig, scratch: Path) -> Section:
@@ -109,25 +110,20 @@ def new_model(config: BenchConfig) -> GPT:
 
 def measure_busy(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """Training alone, and next to busy loops on all cores; by how long OpenMP threads spin."""
+    loops = usable_cores()
+    cases = {"alone": (0, SPINS)}
+    cases[f"next to {loops} busy loops"] = (loops, SPINS)
+    cases[f"next to {loops} busy loops, OpenMP's default spinning"] = (loops, DEFAULT_SPINS)
 
-    def speed(spin_count: str, loops: int) -> float:
-        environment = {"GOMP_SPINCOUNT": spin_count}
+    def speed(loops: int, spins: str) -> float:
+        flags, cache = train_config(config), scratch / "compiled"
+        steps = config.timed_steps
         with busy_loops(loops):
-            return run_in_process(
-                ALL_OPTIMIZATIONS,
-                train_config(config),
-                config.timed_steps,
-                scratch / "compiled",
-                **environment,
-            ).tokens_per_second
+            result = run_in_process(ALL_OPTIMIZATIONS, flags, steps, cache, GOMP_SPINCOUNT=spins)
+        return result.tokens_per_second
 
-    conditions = {"alone": 0, f"next to {usable_cores()} busy loops": usable_cores()}
-    cases = [(where, spin) for where in conditions for spin in SPIN_COUNTS]
-    measures = [partial(speed, SPIN_COUNTS[spin], conditions[where]) for where, spin in cases]
-    return [
-        Measurement(f"{where}, {spin}", "tokens/s", runs)
-        for (where, spin), runs in zip(cases, alternate(config.rounds, *measures), strict=True)
-    ]
+    runs = alternate(config.rounds, *[partial(speed, *case) for case in cases.values()])
+    return [Measurement(label, "tokens/s", each) for label, each in zip(cases, runs, strict=True)]
 
 
 # --- data and logging -------------------------------------------------------------------------
@@ -152,6 +148,7 @@ def measure_data(config: BenchConfig, scratch: Path) -> list[Measurement]:
         MetricsLogger(trainer.run_dir / "metrics.jsonl") as logger,
         train_gpt2.training_loader(trainer, 0) as loader,
         redirect_stdout(io.StringIO()),  # the console's lines are formatted, but not shown
+        tqdm(disable=True) as bar,
     ):
         batches = timed(loader, waits)
         train_gpt2.train_step(trainer, batches, lr)  # compiles
@@ -161,7 +158,7 @@ def measure_data(config: BenchConfig, scratch: Path) -> list[Measurement]:
                 waits.clear()
                 start = time.perf_counter()
             result = train_gpt2.train_step(trainer, batches, lr)
-            log = partial(train_gpt2.log_step, trainer, logger, timer, step + 1, lr, result)
+            log = partial(train_gpt2.log_step, trainer, logger, timer, bar, step + 1, lr, result)
             waits.append(seconds_of(log))
             if step % steps == steps - 1:
                 shares.append(sum(waits) / (time.perf_counter() - start))

@@ -104,7 +104,7 @@ def provenance() -> Section:
 def _git(*args: str) -> str | None:
     """What git prints about this repository; None without git, or outside a repository."""
     try:
-        command = ["git", "-C", ROOT, *args]
+        command = ["git", "-C", str(ROOT), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -135,12 +135,14 @@ def draw_speeds(results: Mapping[str, Any], path: Path) -> Path:
         path: the PNG.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     names = [name for name in CHART_SECTIONS if name in results]
     bars = [len(results[name]["results"]) for name in names]
     height = 0.8 + 0.8 * len(names) + 0.3 * sum(bars)
-    figure = Figure(figsize=(8, height), dpi=120, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)  # type: ignore[union-attr]
+    figure = Figure(
+        figsize=(8, height), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
+    )
     figure.suptitle(
         f"Training speed on {results['device']}: tokens per second · MFU",
         color=INK,

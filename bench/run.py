@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
-import model as gpt2
+import ops
 import train_gpt2
 from bench.measurement import run_python, seconds_of
 from model import GPT, ModelOutput
@@ -162,7 +162,7 @@ def build_trainer(
         device_module.tune_malloc()  # as train_gpt2.py does before it sets up
     if not settings.product:
         # A block longer than the context: the model then uses torch's own attention.
-        gpt2.QUERY_BLOCKS = 2 * config.block_size
+        ops.QUERY_BLOCKS = 2 * config.block_size
     trainer = train_gpt2.setup(config, None, Path("unused"), dist_info)
     if settings.product:
         return trainer

@@ -1,5 +1,4 @@
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -22,9 +21,7 @@ def config(tiny_data, monkeypatch):
     """A bench of a tiny model, without a compiler: compiling takes a minute."""
     monkeypatch.setenv("PATH", "/nonexistent")
     flags = [*TINY_MODEL, "--block-size=64", "--device=cpu", "--micro-batch-size=2"]
-    return parse_flags(
-        BenchConfig, [*flags, "--steps=2", "--rounds=2", f"--data-dir={tiny_data}"]
-    )
+    return parse_flags(BenchConfig, [*flags, "--steps=2", "--rounds=2", f"--data-dir={tiny_data}"])
 
 
 def test_measurement_median_and_spread_worked_by_hand():
@@ -50,12 +47,10 @@ def test_component_table_compares_with_the_first_of_a_unit():
     assert lines[3].split() == ["ours", "50", "0.0%", "2.50x", "rows/s"]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="asks for processes by signal 0")
 def test_busy_loops_end_with_the_body():
-    with pytest.raises(RuntimeError), busy_loops(2) as loops:
-        assert all(loop.poll() is None for loop in loops)
-        raise RuntimeError
-    assert not any(loop.poll() is None for loop in loops)
+    with busy_loops(2) as loops:
+        assert [loop.poll() for loop in loops] == [None, None]
+    assert None not in [loop.poll() for loop in loops]
 
 
 def test_score_one_at_a_time_equals_the_batched_scorer():
@@ -79,11 +74,10 @@ def units(measurements):
     return [measurement.unit for measurement in measurements]
 
 
-def test_busy_measures_alone_and_next_to_busy_loops(config, tmp_path):
-    measurements = COMPONENTS["busy"](replace(config, rounds=1, steps=1), tmp_path)
-    assert units(measurements) == ["tokens/s"] * 4
-    assert [m.label.startswith("alone") for m in measurements] == [True, True, False, False]
-    assert all(run > 0 for m in measurements for run in m.runs)
+def test_busy_trains_alone_and_next_to_busy_loops(config, tmp_path):
+    alone, *busy = COMPONENTS["busy"](replace(config, rounds=1, steps=1), tmp_path)
+    assert units([alone, *busy]) == ["tokens/s"] * 3
+    assert all("busy loops" in measurement.label for measurement in busy)
 
 
 def test_data_measures_the_loader_and_its_share(config, tmp_path):
@@ -130,7 +124,7 @@ def test_tokenize_counts_the_same_tokens_as_tiktoken(config, tmp_path):
 def test_tokenize_says_why_a_command_failed(config, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"no text": 1}\n')
-    with pytest.raises(ValueError, match="no text|text"):
+    with pytest.raises(ValueError, match="text"):
         COMPONENTS["tokenize"](replace(config, text=text, rounds=1), tmp_path)
 
 
