@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -37,17 +36,17 @@ from bench.measurement import (
 from bench.report import Section, format_table
 from bench.run import ALL_OPTIMIZATIONS, run_in_process
 from corpus.sources import stdlib_source
-from dataloader import PREFETCH_BATCHES, Batch
+from dataloader import Batch
 from hellaswag import Example, HellaSwagResult, evaluate_hellaswag, load_examples
 from model import GPT
-from runtime.device import autocast, select_dtype, synchronize
+from runtime.device import autocast, select_dtype
 from runtime.distributed import DistInfo
 from runtime.files import write_json
 from runtime.metrics import MetricsLogger, StepTimer
 from sample import generate
 from tokenizer import END_OF_TEXT
 
-LOADER_SECONDS = 1.0  # of one run of the loader alone
+LOADER_BATCHES = 2000  # of one run of the loader alone
 STEADY_COPIES = 5  # of the text, as the tokenizers' larger input
 SAMPLE_COUNT, SAMPLE_TOKENS = 4, 256
 SEED = 1337
@@ -57,14 +56,9 @@ SPINS, DEFAULT_SPINS = "1000", "300000"
 
 
 def measure_component(config: BenchConfig, scratch: Path) -> Section:
-    """Measure one component and print its table.
+    """Measure the config's component and print its table; returns JSON values.
 
-    Args:
-        config: names the component.
-        scratch: folder for temporary files.
-
-    Returns:
-        The measurements as JSON values.
+    Temporary files go to the folder `scratch`.
     """
     assert config.component is not None
     measurements = COMPONENTS[config.component](config, scratch)
@@ -162,23 +156,18 @@ def measure_data(config: BenchConfig, scratch: Path) -> list[Measurement]:
             waits.append(seconds_of(log))
             if step % steps == steps - 1:
                 shares.append(sum(waits) / (time.perf_counter() - start))
-    speeds = [_loader_tokens_per_second(trainer) for _ in range(config.rounds)]
+    tokens = LOADER_BATCHES * config.sequences * config.block_size
+    with train_gpt2.training_loader(trainer, 0) as loader:
+
+        def read() -> None:
+            for _ in range(LOADER_BATCHES):
+                next(loader)
+
+        speeds = [tokens / seconds_of(read, config.torch_device) for _ in range(config.rounds)]
     return [
         Measurement("the loader alone", "tokens/s", speeds),
         Measurement("waiting for data, and logging", "of a training step", shares),
     ]
-
-
-def _loader_tokens_per_second(trainer: train_gpt2.Trainer) -> float:
-    tokens = 0
-    with train_gpt2.training_loader(trainer, 0) as batches:
-        for _ in range(PREFETCH_BATCHES + 1):  # these are read before the clock starts
-            next(batches)
-        start = time.perf_counter()
-        while time.perf_counter() - start < LOADER_SECONDS:
-            tokens += next(batches).inputs.numel()
-        synchronize(trainer.dist_info.device)
-        return tokens / (time.perf_counter() - start)
 
 
 # --- tokenizing -------------------------------------------------------------------------------
@@ -348,14 +337,13 @@ def measure_checkpoint(config: BenchConfig, scratch: Path) -> list[Measurement]:
 
 def measure_startup(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """From the command `train_gpt2.py` to its first update, with and without compiled code."""
-    cache = scratch / "compiled"
 
     def cold() -> float:
-        shutil.rmtree(cache, ignore_errors=True)
+        shutil.rmtree(scratch / "compiled", ignore_errors=True)
         return warm()
 
     def warm() -> float:
-        return _seconds_to_first_update(config, scratch, cache)
+        return _seconds_to_first_update(config, scratch)
 
     colds, warms = alternate(config.rounds, cold, warm)
     return [
@@ -364,29 +352,21 @@ def measure_startup(config: BenchConfig, scratch: Path) -> list[Measurement]:
     ]
 
 
-def _seconds_to_first_update(config: BenchConfig, scratch: Path, cache: Path) -> float:
+def _seconds_to_first_update(config: BenchConfig, scratch: Path) -> float:
     """Start training, read its console until the line of the first step, end it."""
     path = scratch / "config.json"
     write_json(path, train_config(config, out_dir=scratch / "runs").saved())
-    start = time.perf_counter()
-    with (
-        tempfile.TemporaryFile("w+", dir=scratch) as errors,
-        subprocess.Popen(
-            [sys.executable, ROOT / "train_gpt2.py", "--config", path],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        if any(line.startswith("step") and "| loss " in line for line in process.stdout):
-            seconds = time.perf_counter() - start
-            process.kill()  # its checkpoint is not needed
-            return seconds
-        process.wait()
-        errors.seek(0)
-        raise ValueError(f"train_gpt2.py made no update: {last_line(errors.read())}")
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), "--config", str(path)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(scratch / "compiled")}
+    line, start = "", time.perf_counter()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout or ():
+            if line.startswith("step") and "| loss " in line:
+                process.kill()  # its checkpoint is not needed
+                return time.perf_counter() - start
+    raise ValueError(f"train_gpt2.py made no update: {last_line(line)}")
 
 
 COMPONENTS: dict[str, Callable[[BenchConfig, Path], list[Measurement]]] = {

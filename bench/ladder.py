@@ -77,12 +77,7 @@ class Configuration:
     """Why it could not run, in one line."""
 
     def summary(self, per_token: int, peak_flops: float | None) -> dict[str, Any]:
-        """Medians over the runs.
-
-        Args:
-            per_token: FLOPs to train on one token.
-            peak_flops: the device's peak in FLOP/s.
-        """
+        """Medians over the runs, from the FLOPs per token and the device's peak in FLOP/s."""
         if not self.runs:
             return {"name": self.name, "failure": self.failure}
         speed = Measurement(self.name, "tokens/s", [run.tokens_per_second for run in self.runs])
@@ -143,11 +138,7 @@ def configuration_flags(config: BenchConfig, settings: Settings) -> TrainConfig:
 
 
 def measure_training(config: BenchConfig, scratch: Path) -> Section:
-    """Run the configurations in turn, print the table and the ratios.
-
-    Returns:
-        All that was measured, as JSON values.
-    """
+    """Run the configurations, print the table and the ratios; returns JSON values."""
     configurations, left_out = choose_configurations(config)
     model_config, steps = config.model_config(), config.timed_steps
     print(
@@ -157,9 +148,8 @@ def measure_training(config: BenchConfig, scratch: Path) -> Section:
         flush=True,
     )
     run_alternating(configurations, steps, config.rounds, scratch)
-    peaks = [run.device_flops for entry in configurations for run in entry.runs]
-    known = [peak for peak in peaks if peak is not None]
-    peak_flops = statistics.median(known) if known else None
+    peaks = [run.device_flops for entry in configurations for run in entry.runs if run.device_flops]
+    peak_flops = statistics.median(peaks) if peaks else None
     per_token = flops_per_token(
         model_config.n_params, model_config.n_layer, model_config.n_embd, model_config.block_size
     )
@@ -190,13 +180,10 @@ def measure_training(config: BenchConfig, scratch: Path) -> Section:
 def run_alternating(
     configurations: list[Configuration], steps: int, rounds: int, scratch: Path
 ) -> None:
-    """Run each configuration once per round, each run in a fresh process; one line per run.
+    """Run each configuration once per round, each run in a fresh process; print a line per run.
 
-    Args:
-        configurations: get their runs, or the reason why there are none.
-        steps: timed steps per run.
-        rounds: runs of each.
-        scratch: folder for the compiled code, which later runs of a configuration use again.
+    The results, or the reason why there are none, go into `configurations`. Compiled code goes to
+    folders in `scratch`, so that later runs of a configuration find it.
     """
     for turn in range(1, rounds + 1):
         for index, entry in enumerate(configurations):

@@ -123,13 +123,7 @@ def run_in_process(
 
 
 def run_training(settings: Settings, config: TrainConfig, steps: int) -> RunResult:
-    """Train from new weights in this process, which should be a fresh one.
-
-    Args:
-        settings: what is switched on.
-        config: the training flags, which agree with `settings`.
-        steps: optimizer steps to time, after one that is not timed.
-    """
+    """Train from new weights in this process: one step that is not timed, then `steps` more."""
     with setup_distributed(config.device) as dist_info:
         device_flops = measure_flops(dist_info.device)
         times = [perf_counter()]
