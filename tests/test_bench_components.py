@@ -121,13 +121,6 @@ def test_tokenize_counts_the_same_tokens_as_tiktoken(config, tmp_path):
     assert ours[0].unit == "s for 2,400 tokens"
 
 
-def test_tokenize_says_why_a_command_failed(config, tmp_path):
-    text = tmp_path / "text.jsonl"
-    text.write_text('{"no text": 1}\n')
-    with pytest.raises(ValueError, match="text"):
-        COMPONENTS["tokenize"](replace(config, text=text, rounds=1), tmp_path)
-
-
 def test_startup_runs_the_trainer_to_its_first_update(config, tmp_path):
     cold, warm = COMPONENTS["startup"](replace(config, rounds=1), tmp_path)
     assert cold.unit != warm.unit
