@@ -10,6 +10,11 @@ A run that was stopped, however abruptly, goes on after its last finished shard 
 command is given again.
 """
 
+if __name__ == "__main__":
+    from runtime.startup import prepare_process
+
+    prepare_process()  # the imports below take seconds
+
 import itertools
 import os
 import re

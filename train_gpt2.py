@@ -7,9 +7,9 @@ With no flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073
 """
 
 if __name__ == "__main__":
-    from runtime.startup import exit_on_ctrl_c
+    from runtime.startup import prepare_process
 
-    exit_on_ctrl_c()  # the imports below take seconds
+    prepare_process()  # the imports below take seconds
 
 import math
 import os
@@ -31,23 +31,21 @@ from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import cosine_lr, wsd_lr
-from model import GPT, IGNORE_INDEX, GPTConfig
+from model import GPT, IGNORE_INDEX
 from runtime.checkpoint import (
     CheckpointWriter,
     TrainerState,
     describe_checkpoint,
-    latest_checkpoint,
     load_checkpoint,
     load_model,
     rng_states,
 )
-from runtime.cli import RunStopped, run_command
+from runtime.cli import run_command
 from runtime.device import (
     autocast,
     compile_failure,
     compiler_problem,
     device_name,
-    is_out_of_memory,
     peak_memory_gib,
     saved_activations,
     select_dtype,
@@ -63,10 +61,8 @@ from runtime.distributed import (
     check_same_on_all_ranks,
     clip_gradients,
     distribute_like,
-    is_lost_process,
     print0,
     raise_on_all_ranks,
-    read_dist_env,
     reshard,
     set_gradient_sync,
     setup_distributed,
@@ -86,15 +82,13 @@ from runtime.metrics import (
 from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
-from training.cluster import describe_scaling
+from training.cluster import print_plan
 from training.config import TrainConfig
 from training.memory import (
     BatchPlan,
     choose_batch,
-    describe_contexts,
     describe_plan,
     loss_chunks,
-    plan_batch,
 )
 from training.preflight import check_parallel_mode, run_preflight
 from training.run_dir import (
@@ -102,10 +96,12 @@ from training.run_dir import (
     check_resume_compatible,
     choose_run_dir,
     clear_preemption,
+    explain_failures,
     model_dimensions,
     open_run,
     parse_config,
     read_preemption,
+    resume_hint,
 )
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
@@ -151,23 +147,12 @@ def main(args: Sequence[str] | None = None) -> None:
         run(config, checkpoint, dist_info)
 
 
-def print_plan(config: TrainConfig, model: GPTConfig) -> None:
-    """What the run would take: on this machine or, with `--gpus`, on those."""
-    if config.gpus is not None:
-        print(describe_scaling(config, model))
-        return
-    dist_info = read_dist_env(config.device)
-    print(describe_plan(config, model, plan_batch(config, model, dist_info), dist_info))
-    print()
-    print(describe_contexts(config, model, select_dtype(config.dtype, dist_info.device), dist_info))
-
-
 def run(config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo) -> None:
     """Set up, resume if asked to, train."""
     if dist_info.device.type == "cpu":
         tune_malloc()
     run_dir = choose_run_dir(config, checkpoint, dist_info)
-    with explaining_failures(run_dir, dist_info):
+    with explain_failures(run_dir, dist_info):
         trainer = build_trainer(config, run_dir, checkpoint, dist_info)
         start = resume(trainer, checkpoint)
         if start.step > config.max_steps or (start.step == config.max_steps and start.evaluated):
@@ -176,34 +161,6 @@ def run(config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo) -> No
         batches = training_loader(trainer, start.step)
         with open_run(run_dir, config, checkpoint, dist_info), trainer.stop:
             train(trainer, batches, start)
-
-
-@contextmanager
-def explaining_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
-    """Say what is left of a run that fails in the body, and what to do."""
-    try:
-        yield
-    except FloatingPointError as error:
-        barrier(dist_info)  # all come here, the main process when its last save is done
-        raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise ValueError(
-                "the device ran out of memory: give a smaller --micro-batch-size"
-            ) from None
-        if is_lost_process(error):
-            raise RunStopped(
-                f"another process of this run is gone; {resume_hint(run_dir)}"
-            ) from None
-        raise
-
-
-def resume_hint(run_dir: Path) -> str:
-    """The last checkpoint, and the flags that go on from it."""
-    checkpoint = latest_checkpoint(run_dir)
-    if checkpoint is None:
-        return f"no checkpoint yet, begin again with --resume auto --run-name {run_dir.name}"
-    return f"last checkpoint {checkpoint.name}, go on with --resume {run_dir}"
 
 
 # --- the training section ---------------------------------------------------------------------
@@ -353,7 +310,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         step,
         max_lr=config.max_lr,
         min_lr=config.min_lr,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=config.warmup,
         max_steps=config.max_steps,
     )
 
@@ -539,7 +496,7 @@ def finish(trainer: Trainer, step: int, evaluated: bool) -> None:
             if reason is None:
                 clear_preemption(run_dir)
             else:
-                Preemption(step, reason, evaluated).save(run_dir)
+                Preemption(step, reason).save(run_dir)
     barrier(dist_info)  # all is written
     if reason is None:
         print0(dist_info, f"done: {run_dir}")
@@ -714,7 +671,7 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> Start:
         mark = read_preemption(checkpoint.parent.parent)
     trainer.norms.extend(state.grad_norms)
     print0(dist_info, f"resumed from {checkpoint}")
-    owed = mark is not None and mark.step == state.step and not mark.evaluated
+    owed = mark is not None and mark.step == state.step
     evaluated = not broadcast_int(owed, dist_info)  # machines may see a shared disk at other times
     here = checkpoint.absolute().parent.parent == trainer.run_dir.absolute()
     return Start(state.step, evaluated, saved=here)
