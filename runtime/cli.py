@@ -73,20 +73,21 @@ def _parse(
             raise
         raise ValueError(_unboxed(captured.getvalue())) from None
     if unknown:
+        flags = [arg for arg in unknown if arg.startswith("-")]
+        if not flags:
+            switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
+            raise ValueError(f"{unknown[0]!r} belongs to no flag{switch}")
         names = [field.name.replace("_", "-") for field in fields(cast(Any, config_class))]
-        raise ValueError(_explain_unknown(unknown[0], [f"--{name}" for name in names], hints))
+        raise ValueError("; ".join(_explain_unknown(flag, names, hints) for flag in flags))
     return config
 
 
-def _explain_unknown(argument: str, flags: Sequence[str], hints: Mapping[str, str]) -> str:
-    """Why an argument is no flag, and which flag was probably meant."""
-    name = argument.split("=")[0].replace("_", "-")
-    if not name.startswith("-"):
-        switch = ": give --NAME or --no-NAME" if name.lower() in ("true", "false") else ""
-        return f"{argument!r} belongs to no flag{switch}"
-    similar = difflib.get_close_matches(name, flags, 1)
-    hint = hints.get(name) or (f"did you mean {similar[0]}?" if similar else "")
-    return f"there is no flag {name}" + (f": {hint}" if hint else "")
+def _explain_unknown(flag: str, names: Sequence[str], hints: Mapping[str, str]) -> str:
+    """That there is no such flag, and which one was probably meant."""
+    flag = flag.split("=")[0].replace("_", "-")
+    similar = difflib.get_close_matches(flag.removeprefix("--"), names, 1, cutoff=0.75)
+    hint = hints.get(flag) or (f"did you mean --{similar[0]}?" if similar else "")
+    return f"there is no flag {flag}" + (f": {hint}" if hint else "")
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from conftest import ROOT
 from cluster_ranks import MICRO_BATCH, MODEL, SEQUENCES
+from conftest import ROOT
 
 from model import GPTConfig
 from training.cluster import (

@@ -288,7 +288,8 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
                 f"version that wrote it, or take the setting out"
             )
         if not _fits(value, types[name]):
-            expected = str(getattr(types[name], "__name__", types[name])).replace("typing.", "")
+            kind = types[name]
+            expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
             raise ValueError(f"{source}: {name} is {repr(value)[:60]}, expected {expected}")
         is_path = isinstance(value, str) and Path in (types[name], *get_args(types[name]))
         values[name] = Path(value) if is_path else value

@@ -243,7 +243,7 @@ class MemoryModel:
         return max(1, limit)
 
     def estimate(self, micro_batch_size: int, accumulates: bool) -> MemoryEstimate:
-        """The peak of so many sequences at once; a step that accumulates has several micro-batches."""
+        """The peak of so many sequences at once, if a step has one or several micro-batches."""
         tokens = micro_batch_size * self.model_config.block_size
         process, state = 0.0, self.state_bytes(accumulates)
         activations: float = tokens * self.activation_bytes_per_token()
