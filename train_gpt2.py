@@ -7,9 +7,9 @@ Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073
 """
 
 if __name__ == "__main__":
-    from runtime.startup import exit_on_ctrl_c
+    from runtime.startup import prepare_process
 
-    exit_on_ctrl_c()  # the imports below take seconds
+    prepare_process()  # the imports below take seconds
 
 import math
 import sys
@@ -31,17 +31,17 @@ from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import SCHEDULES
-from model import GPT, GPTConfig
+from model import GPT
 from ops import IGNORE_INDEX
 from runtime import checkpoint, device, distributed, metrics
-from runtime.cli import RunStopped, run_command
+from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
 from runtime.files import append_atomically
 from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import memory, run_dir
-from training.cluster import describe_scaling
+from training.cluster import print_plan
 from training.config import TrainConfig
 from training.preflight import check_parallel_mode, run_preflight
 
@@ -106,7 +106,7 @@ def run(config: TrainConfig, resume_from: Path | None, dist_info: DistInfo) -> N
     folder = run_dir.choose_run_dir(config, resume_from, dist_info)
     if dist_info.device.type == "cpu":
         device.tune_malloc()
-    with explain_failures(folder, dist_info):
+    with run_dir.explain_failures(folder, dist_info):
         trainer = setup(config, resume_from, folder, dist_info)
         start_step = resume(trainer)
         batches = training_loader(trainer, start_step)
@@ -393,7 +393,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         step,
         max_lr=config.max_lr,
         min_lr=config.min_lr,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=config.warmup,
         max_steps=config.max_steps,
     )
 
@@ -653,56 +653,16 @@ def finish(trainer: Trainer, step: int) -> None:
             if reason is None:
                 run_dir.clear_preemption(folder)
             else:
-                run_dir.Preemption(step, reason, True).save(folder)
+                run_dir.Preemption(step, reason).save(folder)
     distributed.barrier(dist_info)  # all is written
     if reason is None:
         print0(dist_info, f"done: {folder}")
         return
     trainer.stop.raise_failure()
-    line = f"after step {step}; {resume_hint(folder)}"
+    line = f"after step {step}; {run_dir.resume_hint(folder)}"
     if reason == "SIGINT":
         raise KeyboardInterrupt(line) if dist_info.is_main else SystemExit(130)
     print0(dist_info, f"{reason}: stopped {line}")
-
-
-# --- TEMPORARY, until the helpers' branches are merged -----------------------------------------
-
-
-@contextmanager
-def explain_failures(folder: Path, dist_info: DistInfo) -> Iterator[None]:
-    try:
-        yield
-    except FloatingPointError as error:
-        distributed.barrier(dist_info)
-        raise FloatingPointError(f"{error}; {resume_hint(folder)}") from None
-    except RuntimeError as error:
-        if device.is_out_of_memory(error):
-            raise ValueError(
-                "the device ran out of memory: give a smaller --micro-batch-size"
-            ) from None
-        if distributed.is_lost_process(error):
-            raise RunStopped(
-                f"another process of this run is gone; {resume_hint(folder)}"
-            ) from None
-        raise
-
-
-def resume_hint(folder: Path) -> str:
-    path = checkpoint.latest_checkpoint(folder)
-    if path is None:
-        return f"no checkpoint yet, begin again with --resume auto --run-name {folder.name}"
-    return f"last checkpoint {path.name}, go on with --resume {folder}"
-
-
-def print_plan(config: TrainConfig, model: GPTConfig) -> None:
-    if config.gpus is not None:
-        print(describe_scaling(config, model))
-        return
-    context = distributed.read_dist_env(config.device)
-    print(memory.describe_plan(config, model, memory.plan_batch(config, model, context), context))
-    print()
-    dtype = device.select_dtype(config.dtype, context.device)
-    print(memory.describe_contexts(config, model, dtype, context))
 
 
 if __name__ == "__main__":
