@@ -23,8 +23,9 @@ from runtime.checkpoint import (
 )
 from runtime.cli import RunStopped, parse_flags
 from runtime.device import is_out_of_memory
-from runtime.distributed import DistInfo, barrier, broadcast_int, is_lost_process
+from runtime.distributed import DistInfo, barrier, broadcast_int, is_lost_process, print0
 from runtime.files import find_escaping_link, read_json, write_json
+from runtime.stopping import StopRequest
 from training.config import (
     FLAG_HINTS,
     TrainConfig,
@@ -165,6 +166,40 @@ def is_finished(checkpoint: Path | None, config: TrainConfig) -> bool:
     step = read_state(checkpoint).step
     at_end = step == config.max_steps and read_preemption(checkpoint.parent.parent) is None
     return at_end or step > config.max_steps
+
+
+def finish_run(
+    run_dir: Path, step: int, is_complete: bool, stop: StopRequest, dist_info: DistInfo
+) -> None:
+    """Say how the run has ended; mark one that is to be resumed by `PREEMPTED`.
+
+    Args:
+        run_dir: the run's folder.
+        step: updates done; they are saved.
+        is_complete: whether nothing is left to do: a signal then came too late to matter.
+        stop: what the processes were asked to stop for, if anything.
+        dist_info: every process must call this.
+
+    Raises:
+        KeyboardInterrupt: the run was stopped by Ctrl-C.
+        OSError: a file could not be written, and the run was to stop for that.
+    """
+    reason = None if is_complete and stop.reason != "failure" else stop.reason
+    if dist_info.is_main:
+        with stop.on_write_error():
+            if reason is None:
+                clear_preemption(run_dir)
+            else:
+                Preemption(step, reason).save(run_dir)
+    barrier(dist_info)  # all is written
+    if reason is None:
+        print0(dist_info, f"done: {run_dir}")
+        return
+    stop.raise_failure()
+    line = f"after step {step}; {resume_hint(run_dir)}"
+    if reason == "SIGINT":
+        raise KeyboardInterrupt(line) if dist_info.is_main else SystemExit(130)
+    print0(dist_info, f"{reason}: stopped {line}")
 
 
 def resume_hint(run_dir: Path) -> str:
