@@ -10,6 +10,11 @@ because machines drift, and medians are compared. Results go to `bench/results/D
 chart next to it. Another model or batch than the default gets files of its own.
 """
 
+if __name__ == "__main__":
+    from runtime.startup import prepare_process
+
+    prepare_process()  # the imports below take seconds
+
 import tempfile
 from dataclasses import replace
 from pathlib import Path

@@ -8,9 +8,9 @@ the process's numerics and because peak memory is counted per process.
 """
 
 if __name__ == "__main__":
-    from runtime.startup import exit_on_ctrl_c
+    from runtime.startup import prepare_process
 
-    exit_on_ctrl_c()  # the imports below take seconds
+    prepare_process()  # the imports below take seconds
 
 import contextlib
 import itertools
