@@ -146,6 +146,16 @@ class HellaSwagResult:
         """The share of `predictions_norm` that are right."""
         return self.correct_norm / self.total
 
+    def metrics(self) -> dict[str, float]:
+        """The names and values that training logs."""
+        left_out = {"hellaswag_left_out": self.left_out} if self.left_out else {}
+        return {
+            "hellaswag_acc": self.acc,
+            "hellaswag_acc_norm": self.acc_norm,
+            "hellaswag_total": self.total,
+            **left_out,
+        }
+
     def __str__(self) -> str:
         line = (
             f"acc {self.correct}/{self.total}={self.acc:.4f} "

@@ -81,12 +81,6 @@ class Trainer:
         own = self.resumed_from.absolute().parent.parent == self.run_dir.absolute()
         return own and self.resumed_from.name == f"step_{step:08d}"
 
-    def mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilisation over all devices; None if the device's peak is not known."""
-        peak = metrics.peak_flops(device.device_name(self.dist_info.device))
-        world_size = self.dist_info.world_size
-        return metrics.mfu(tokens_per_second, self.flops_per_token, peak, world_size)
-
 
 def main(args: Sequence[str] | None = None) -> None:
     """Print the plan, check the machines, or join the other processes and train."""
@@ -293,13 +287,12 @@ def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
 def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None:
     """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step."""
     config, dist_info, stop = trainer.config, trainer.dist_info, trainer.stop
-    print0(
-        dist_info, memory.describe_plan(config, trainer.raw_model.config, trainer.batch, dist_info)
-    )
+    model_config = trainer.raw_model.config
+    print0(dist_info, memory.describe_plan(config, model_config, trainer.batch, dist_info))
     timer = metrics.StepTimer(start_step, config.max_steps, config.total_batch_size)
     logger = metrics.MetricsLogger(trainer.run_dir / "metrics.jsonl" if dist_info.is_main else None)
     with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
-        if trainer.resumed_from is not None or config.resume is not None:
+        if config.resume is not None:
             log(trainer, logger, resumed_from=start_step)
         for step in range(start_step, config.max_steps + 1):
             with timer.paused():
@@ -439,7 +432,6 @@ def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
     """HellaSwag's accuracies; none where its examples could not be had."""
     if not trainer.hellaswag:
         return {}
-
     with uncompiled(trainer.config):
         score = evaluate_hellaswag(
             trainer.raw_model,
@@ -449,13 +441,7 @@ def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
             progress=True,
             between=trainer.stop.interrupt_evaluation,
         )
-    left_out = {"hellaswag_left_out": score.left_out} if score.left_out else {}
-    return {
-        "hellaswag_acc": score.acc,
-        "hellaswag_acc_norm": score.acc_norm,
-        "hellaswag_total": score.total,
-        **left_out,
-    }
+    return score.metrics()
 
 
 def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
@@ -589,6 +575,8 @@ def log_step(
     """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
     config, dist_info = trainer.config, trainer.dist_info
     timing = timer.lap(step)
+    peak = metrics.peak_flops(device.device_name(dist_info.device))
+    speed, per_token = timing.tokens_per_second, trainer.flops_per_token
     record = {
         "step": step,
         "tokens_seen": step * config.total_batch_size,
@@ -596,14 +584,15 @@ def log_step(
         "lr": lr,
         "grad_norm": result.grad_norm,
         "step_time_ms": timing.step_time_ms,
-        "tokens_per_second": timing.tokens_per_second,
-        "mfu": trainer.mfu(timing.tokens_per_second),
+        "tokens_per_second": speed,
+        "mfu": metrics.mfu(speed, per_token, peak, dist_info.world_size),
         "peak_memory_gib": device.peak_memory_gib(dist_info.device),
     }
     if result.skipped:
         record["update_skipped"] = True
         print0(dist_info, f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
     log(trainer, logger, **record)
+    bar.set_postfix_str(f"eta {metrics.format_duration(timing.eta_seconds)}", refresh=False)
     bar.update()
     if step % config.log_every == 0 or step == config.max_steps:
         print0(dist_info, metrics.format_step(record, config.max_steps, timing.eta_seconds))
@@ -612,11 +601,14 @@ def log_step(
 
 
 def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
-    """A bar over the run's steps, if rank 0's output is a terminal."""
+    """A bar over the run's steps, if rank 0's output is a terminal.
+
+    tqdm's own estimate of the time left would count evaluations too; `log_step` gives the timer's.
+    """
     return tqdm(
         total=trainer.config.max_steps,
         initial=start_step,
-        unit="step",
+        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
         disable=None if trainer.dist_info.is_main else True,
     )
 
