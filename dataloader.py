@@ -3,15 +3,15 @@
 The training tokens are cut into N windows: window i is tokens [i·T, i·T + T + 1), the last one
 of which is the next window's first, so that every token but the first is a target once. An epoch
 is a permutation of the N windows that depends on the seed and the epoch only. With G windows in a
-global batch, step s takes places [s·G, (s+1)·G) of the order; micro-steps and ranks share these
-out. So the same step sees the same windows on any number of processes, and the loader's whole
-state is the step.
+global batch, step s takes places [s·G, (s+1)·G) of the order, split over micro-steps and ranks.
+So a step sees the same windows on any number of processes, and the loader's whole state is the
+step.
 """
 
 import hashlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 
 from corpus.shards import TokenArray, TokenShards, open_shards
-from model import IGNORE_INDEX
-from runtime.distributed import DistInfo, check_same_on_all_ranks, raise_on_all_ranks
+from ops import IGNORE_INDEX
+from runtime.distributed import (
+    DistInfo,
+    check_same_on_all_ranks,
+    raise_on_all_ranks,
+    rank_batches,
+)
 
 FEISTEL_ROUNDS = 6
 PREFETCH_BATCHES = 4
@@ -83,8 +88,11 @@ def _feistel(
 class ShardedDataLoader:
     """An endless iterator over this process's micro-batches, from `start_step` on.
 
-    A thread reads ahead, into pinned memory where the device is a GPU. Each optimizer step is
-    `grad_accum_steps` items. Use it as a context manager, so that the thread ends.
+    A thread reads ahead, into pinned memory if the device is a GPU. Each optimizer step takes
+    `grad_accum_steps` items. The loader is a context manager, which starts and ends the thread:
+
+        with ShardedDataLoader(...) as batches:
+            inputs, targets = next(batches)
 
     Args:
         shards: the training split.
@@ -94,11 +102,12 @@ class ShardedDataLoader:
         seed: chooses the order.
         shuffle: False takes the windows in sequence.
         vocab_size: ids must be below this.
-        dist_info: rank, world size and device of this process; its device gets the batches.
+        dist_info: this process; its device gets the batches.
         start_step: updates done.
 
     Raises:
         ValueError: the split is smaller than one step; or, while iterating, an id is too large.
+        RuntimeError: (while iterating) the loader was not entered by `with`.
     """
 
     def __init__(
@@ -125,11 +134,13 @@ class ShardedDataLoader:
         self.windows_per_step = micro_batch_size * grad_accum_steps * dist_info.world_size
         self.windows_per_epoch = count_windows(shards.total_tokens, block_size)
         if self.windows_per_epoch < self.windows_per_step:
+            unit = block_size * dist_info.world_size
+            fitting = (self.windows_per_epoch // dist_info.world_size or 1) * unit
             raise ValueError(
                 f"the training split in {shards.paths[0].parent} has {shards.total_tokens:,} "
-                f"tokens, and one step needs "
-                f"{self.windows_per_step * block_size + 1:,}: give a smaller --total-batch-size "
-                f"or more data"
+                f"tokens, and one step needs {self.windows_per_step * block_size + 1:,}: give "
+                f"--total-batch-size {fitting} or less (a multiple of {unit}; a twentieth of the "
+                f"split is a good start), or more data"
             )
         self._queue: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH_BATCHES)
         self._stop = threading.Event()
@@ -154,6 +165,11 @@ class ShardedDataLoader:
         Raises:
             ValueError: the data are not GPT-2 tokens.
         """
+        if not self._thread.ident:
+            raise RuntimeError(
+                "the loader reads ahead in a thread that `with` starts: use it as "
+                "`with ShardedDataLoader(...) as batches:`"
+            )
         item = self._queue.get()
         if isinstance(item, Exception):
             raise item
@@ -206,11 +222,12 @@ def validation_batches(
     max_tokens: int,
     vocab_size: int,
     dist_info: DistInfo,
+    between: Callable[[], object] = lambda: None,
 ) -> Iterator[Batch]:
     """This process's share of the first windows of the validation split.
 
-    Every process gets equally many batches, all of the same shape: what is missing to a full one
-    is filled with targets of `IGNORE_INDEX`.
+    Every process gets equally many batches, all of the same shape: windows that only fill a batch
+    up have targets of `IGNORE_INDEX`.
 
     Args:
         shards: the validation split.
@@ -218,17 +235,19 @@ def validation_batches(
         micro_batch_size: B.
         max_tokens: targets to cover, over all processes; less where the split has less.
         vocab_size: ids must be below this.
-        dist_info: rank, world size and device of this process; its device gets the batches.
+        dist_info: this process; its device gets the batches.
+        between: called before every batch, see `rank_batches`.
 
     Yields:
         Batches of (B, T).
     """
     windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
-    for first in range(0, windows, micro_batch_size * dist_info.world_size):
-        indices = first + dist_info.rank * micro_batch_size + np.arange(micro_batch_size)
+    firsts = range(0, windows, micro_batch_size)
+    for first, counts in rank_batches(firsts, dist_info, between, "validating"):
+        indices = first + np.arange(micro_batch_size)
         tokens = read_windows(shards, np.minimum(indices, windows - 1), block_size, vocab_size)
         batch = to_batch(to_host_tensor(tokens, dist_info.device), dist_info.device)
-        filler = torch.from_numpy(indices >= windows).to(dist_info.device)
+        filler = torch.from_numpy((indices >= windows) | (not counts)).to(dist_info.device)
         yield Batch(batch.inputs, batch.targets.masked_fill(filler[:, None], IGNORE_INDEX))
 
 

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from model import GPT
 from runtime import distributed
@@ -313,15 +312,12 @@ def evaluate_hellaswag(
     order = sorted(range(len(fitting)), key=lambda i: -fitting[i].packed_length)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
-    bar = tqdm(
-        distributed.rank_batches(batches, dist_info, between),
-        total=math.ceil(len(batches) / dist_info.world_size),
-        unit="batch",
-        disable=None if progress and dist_info.is_main else True,  # None: unless on a terminal
+    rounds = distributed.rank_batches(
+        batches, dist_info, between, "HellaSwag" if progress else None
     )
     # One autocast for all batches casts the weights once.
-    with bar, lm_head_precision(dtype), autocast(dist_info.device, dtype):
-        for batch, counts in bar:
+    with lm_head_precision(dtype), autocast(dist_info.device, dtype):
+        for batch, counts in rounds:
             losses = score_examples(model, [fitting[i] for i in batch], dist_info.device)
             if counts:
                 summed[batch] = losses

@@ -5,14 +5,19 @@ Shapes in comments: B sequences, T tokens, C channels (`n_embd`), H heads, D = C
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ops import (
+    ActivationCheckpointing,
+    causal_attention,
+    checkpoint_activations,
+    lm_head_loss,
+)
 
 GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
@@ -20,10 +25,7 @@ GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
-VOCAB_MULTIPLE = 128  # tensor cores want the vocabulary matrix in multiples of this
-QUERY_BLOCKS = 4  # of block_causal_attention; more leave out more and compile for longer
-LONGEST_BLOCK_CAUSAL = 2048  # tokens
-IGNORE_INDEX = -100  # a target with this value does not count towards the loss
+VOCAB_MULTIPLE = 128  # tensor cores are fast if the LM head's rows are a multiple of this
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class GPTConfig:
     """The dimensions of a GPT-2; the defaults are the 124M model.
 
     Raises:
-        ValueError: a dimension is not positive, or the heads do not divide the width.
+        ValueError: a dimension is not positive, or `n_embd` is not a multiple of `n_head`.
     """
 
     block_size: int = 1024
@@ -47,9 +49,10 @@ class GPTConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if self.n_embd % self.n_head:
+            nearest = self.n_head * round(self.n_embd / self.n_head) or self.n_head
             raise ValueError(
                 f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: "
-                f"--n-embd {self.n_head * round(self.n_embd / self.n_head) or self.n_head} would be"
+                f"use --n-embd {nearest}"
             )
 
     @property
@@ -58,15 +61,25 @@ class GPTConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
-    def block_params(self) -> int:
-        """Parameters of one block."""
-        return 12 * self.n_embd**2 + 13 * self.n_embd
-
-    @property
     def n_params(self) -> int:
         """Parameters of the model, padding rows and position embeddings included."""
-        embeddings = (self.padded_vocab_size + self.block_size) * self.n_embd
-        return embeddings + self.n_layer * self.block_params + 2 * self.n_embd
+        return count_parameters(build_on_meta(self))
+
+    @property
+    def block_params(self) -> int:
+        """Parameters of one block."""
+        return count_parameters(build_on_meta(self).transformer.h[0])
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Parameters of a module; a shared one counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def build_on_meta(config: GPTConfig) -> "GPT":
+    """A model on the meta device: it has names and shapes, and no memory."""
+    with torch.device("meta"):
+        return GPT(config)
 
 
 class ModelOutput(NamedTuple):
@@ -83,19 +96,14 @@ class KVCache:
         config: the model's dimensions; the cache holds up to `config.block_size` tokens.
         batch_size: sequences, B.
         device: where the model is.
-        dtype: the type that attention runs in (the autocast type, else float32).
+        dtype: of attention: the autocast dtype, else float32.
     """
 
     def __init__(
         self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (
-            config.n_layer,
-            batch_size,
-            config.n_head,
-            config.block_size,
-            config.n_embd // config.n_head,
-        )
+        head_size = config.n_embd // config.n_head
+        shape = (config.n_layer, batch_size, config.n_head, config.block_size, head_size)
         self.keys = torch.empty(shape, device=device, dtype=dtype)
         self.values = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
@@ -106,97 +114,6 @@ class KVCache:
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-
-Checkpointing = Literal["none", "selective", "full"]
-ATEN = torch.ops.aten
-SAVED_OPS = [  # what is slow to compute again: by `selective` it is kept
-    ATEN.mm.default,
-    ATEN.addmm.default,
-    ATEN._scaled_dot_product_flash_attention.default,
-    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    ATEN._scaled_dot_product_efficient_attention.default,
-    ATEN._scaled_dot_product_cudnn_attention.default,
-]
-
-
-def prefers_block_causal(x: Tensor) -> bool:
-    """Whether attention of (B, T, C) is faster by `BlockCausalAttention`: compiled, on a CPU.
-
-    Not of long sequences: the scores of a block take memory that grows with T squared.
-    """
-    T = x.size(1)
-    short = T % QUERY_BLOCKS == 0 and T <= LONGEST_BLOCK_CAUSAL
-    return short and x.device.type == "cpu" and torch.compiler.is_compiling()
-
-
-class BlockCausalAttention(torch.autograd.Function):
-    """Causal attention by plain products, a block of queries at a time.
-
-    A block leaves out the keys after it: three eighths of the scores are never computed. As in
-    FlashAttention-2 (Dao 2023, algorithms 1 and 2), the backward pass computes the probabilities
-    anew from the log of their sum, so that none is kept. Compiled for a CPU this takes half the
-    time of torch's own flash attention there; eagerly it would be slower.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ANN401
-        """Attend, with the heads in B.
-
-        Args:
-            ctx: autograd's.
-            q: (B, T, D) queries, already scaled by 1/√D; `QUERY_BLOCKS` divides T.
-            k: (B, T, D) keys.
-            v: (B, T, D) values.
-
-        Returns:
-            (B, T, D).
-        """
-        outputs, log_sums = [], []
-        for rows, end in query_blocks(q.size(1)):
-            later = later_keys(rows, end, q.device)
-            scores = (q[:, rows] @ k[:, :end].mT).float()
-            scores = scores.masked_fill(later, -math.inf)
-            log_sums.append(scores.logsumexp(dim=-1, keepdim=True))
-            probs = (scores - log_sums[-1]).exp().to(v.dtype)
-            outputs.append(probs @ v[:, :end])
-        output, log_sum = torch.cat(outputs, dim=1), torch.cat(log_sums, dim=1)
-        ctx.save_for_backward(q, k, v, output, log_sum)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-        """The gradients of queries, keys and values from the output's: (B, T, D) each."""
-        q, k, v, output, log_sum = ctx.saved_tensors
-        T = q.size(1)
-        # What softmax's gradient subtracts from every score of a row.
-        shift = (d_output.float() * output.float()).sum(dim=-1, keepdim=True)
-        d_q, d_k, d_v = [], [], []
-        for rows, end in query_blocks(T):
-            # Transposed, (B, keys, queries). The same products as in the forward pass would be
-            # found to be the same by the compiler, and kept from there.
-            later = later_keys(rows, end, q.device).mT
-            scores = (k[:, :end] @ q[:, rows].mT).float()
-            probs = (scores - log_sum[:, rows].mT).exp().masked_fill(later, 0.0)
-            d_probs = (v[:, :end] @ d_output[:, rows].mT).float()
-            d_scores = (probs * (d_probs - shift[:, rows].mT)).to(q.dtype)
-            rest = (0, 0, 0, T - end)  # the keys after the block get no gradient from it
-            d_q.append(d_scores.mT @ k[:, :end])
-            d_k.append(F.pad(d_scores @ q[:, rows], rest))
-            d_v.append(F.pad(probs.to(v.dtype) @ d_output[:, rows], rest))
-        return torch.cat(d_q, dim=1), sum(d_k[1:], d_k[0]), sum(d_v[1:], d_v[0])
-
-
-def query_blocks(T: int) -> list[tuple[slice, int]]:
-    """The rows of each block of queries, and where their last key ends."""
-    size = T // QUERY_BLOCKS
-    return [(slice(end - size, end), end) for end in range(size, T + 1, size)]
-
-
-def later_keys(rows: slice, end: int, device: torch.device) -> Tensor:
-    """(queries, keys) bool: whether a key lies in the query's future."""
-    queries = torch.arange(rows.start, rows.stop, device=device)
-    return torch.arange(end, device=device) > queries[:, None]
 
 
 class CausalSelfAttention(nn.Module):
@@ -220,14 +137,10 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        # Without a mask, one new token may look at the whole cache; more start an empty one.
-        is_causal = mask is None and T > 1
-        if is_causal and prefers_block_causal(x):
-            heads = (tensor.flatten(0, 1) for tensor in (q * q.size(-1) ** -0.5, k, v))
-            y = BlockCausalAttention.apply(*heads)  # type: ignore[no-untyped-call]
-            y = y.unflatten(0, (B, self.n_head))
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+        if mask is None and T > 1:  # several tokens at once meet an empty cache, or none
+            y = causal_attention(q, k, v)  # (B, H, T, D)
+        else:  # a single token may look at the whole cache
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -245,7 +158,7 @@ class MLP(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm in the type of its input: a sharded block's parameters may come in another."""
+    """LayerNorm in its input's dtype: FSDP2 may gather weight and bias in another."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
@@ -254,14 +167,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each normalised before and added after.
+    """One layer: attention and MLP, each normalised before and added after."""
 
-    `checkpointing` chooses what the backward pass computes again instead of keeping it (Chen et
-    al. 2016, Training Deep Nets with Sublinear Memory Cost): `none`, all but products and
-    attention (`selective`), or the whole block (`full`).
-    """
-
-    checkpointing: Checkpointing = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What the backward pass recomputes; see `ops.checkpoint_activations`."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -274,12 +183,7 @@ class Block(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        if self.checkpointing == "none" or not torch.is_grad_enabled():
-            return self.compute(x, mask, cache)
-        again = partial(checkpoint, self.compute, x, mask, cache, use_reentrant=False)
-        if self.checkpointing == "full":
-            return again()
-        return again(context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS))
+        return checkpoint_activations(self.activation_checkpointing, self.compute, x, mask, cache)
 
     def compute(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -304,7 +208,7 @@ class Transformer(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """The last layer's normalised output, before the vocabulary matrix.
+        """The last layer's normalised output, which the LM head turns into logits.
 
         Args:
             idx: (B, T) int64 token ids.
@@ -314,7 +218,7 @@ class Transformer(nn.Module):
                 while it is empty, and one at a time after.
 
         Returns:
-            (B, T, C), in the autocast type or float32.
+            (B, T, C), in the autocast dtype or float32.
         """
         past = 0 if cache is None else cache.length
         if positions is None:
@@ -325,65 +229,6 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += idx.size(1)
         return self.ln_f(x)
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Vocabulary product and mean cross-entropy, a part of the tokens at a time.
-
-    The gradients are computed with the loss, so that only one part's logits exist at once and
-    none is computed twice. They are exact.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        chunks: int,
-    ) -> Tensor:
-        """The loss, a float32 scalar in nats a token.
-
-        Args:
-            ctx: autograd's.
-            hidden: (N, C), of the type of the products.
-            weight: (padded_vocab_size, C) of the same type.
-            targets: (N,) int64; `IGNORE_INDEX` does not count.
-            vocab_size: the ids after this are padding.
-            chunks: parts, each of at most N / chunks tokens, rounded up.
-        """
-        ids = torch.arange(weight.size(0), device=weight.device)
-        count = (targets != IGNORE_INDEX).sum()
-        loss = torch.zeros((), device=hidden.device)
-        d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
-        for h, target in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
-            logits = (h @ weight.T).float().masked_fill(ids >= vocab_size, -math.inf)
-            log_sum = logits.logsumexp(dim=-1, keepdim=True)
-            counts = target[:, None] != IGNORE_INDEX
-            at_target = logits.gather(1, target[:, None].clamp(min=0))
-            loss = loss + ((log_sum - at_target) * counts).sum()
-            probs = (logits - log_sum).exp()
-            d_logits = ((probs - (ids == target[:, None]).float()) * counts).to(h.dtype)
-            d_hidden.append(d_logits @ weight)
-            d_weight += d_logits.T @ h
-        ctx.save_for_backward(torch.cat(d_hidden), d_weight, count)
-        return loss / count
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Scale what the forward pass computed: only now, so that float16 does not underflow."""
-        d_hidden, d_weight, count = ctx.saved_tensors
-        scale, dtype = d_loss / count, d_hidden.dtype
-        return (d_hidden * scale).to(dtype), (d_weight * scale).to(dtype), None, None, None
-
-
-def in_autocast_type(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the type that a product would cast them to here."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 class GPT(nn.Module):
@@ -399,17 +244,22 @@ class GPT(nn.Module):
         self.loss_chunks = 1
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.tie_weights()
+        if not self.lm_head.weight.is_meta:
+            self.init_weights()
+
+    def tie_weights(self) -> None:
+        """Make the LM head and the token embedding one parameter."""
         self.lm_head.weight = self.transformer.wte.weight
-        self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all parameters anew (GPT-2 paper, section 2.3)."""
+        """Initialise all parameters (GPT-2 paper, section 2.3)."""
         for parameter, value in self.initial_values():
             parameter.copy_(value)
 
     def initial_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter and what it begins as, whole, drawn one after the other."""
+        """Each parameter and its initial value, one after the other; unsharded."""
         # Each of the 2 * n_layer residual additions would add variance: shrink to compensate.
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
@@ -420,24 +270,16 @@ class GPT(nn.Module):
                 value.fill_(1.0)  # LayerNorm gains
             yield parameter, value
 
-    def set_checkpointing(self, checkpointing: Checkpointing) -> None:
-        """Choose what the backward pass computes again; see `Block`."""
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """As `nn.Module.to_empty`, which would untie the weights."""
+        super().to_empty(device=device, recurse=recurse)
+        self.tie_weights()
+        return self
+
+    def set_activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
+        """Choose what the backward pass of every block recomputes."""
         for block in self.transformer.h:
-            block.checkpointing = checkpointing  # type: ignore[assignment]
-
-    def crop_block_size(self, block_size: int) -> None:
-        """Shorten the longest context, forgetting the later position embeddings.
-
-        Raises:
-            ValueError: the model knows no positions beyond its own block size.
-        """
-        if block_size > self.config.block_size:
-            raise ValueError(
-                f"--block-size {block_size} is beyond this model's {self.config.block_size}"
-            )
-        self.config = replace(self.config, block_size=block_size)
-        weight = self.transformer.wpe.weight
-        self.transformer.wpe.weight = nn.Parameter(weight.detach()[:block_size].clone())
+            block.activation_checkpointing = mode  # type: ignore[assignment]
 
     def encode(
         self,
@@ -446,7 +288,7 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """As `Transformer.forward`, by way of the whole model, which may be sharded."""
+        """As `Transformer.forward`; a sharded model gathers its parameters for this method."""
         return self.transformer(idx, positions, mask, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -464,28 +306,14 @@ class GPT(nn.Module):
             cache: see `Transformer.forward`.
 
         Returns:
-            `(logits, None)` without targets; `(None, loss)` with, so that the full logits need
-            never outlive the loss. The loss is float32, in nats a token.
+            `(logits, None)` without targets; `(None, loss)` with targets, so that the full logits
+            need never exist. The loss is float32, in nats per token.
         """
-        hidden = self.transformer(idx, cache=cache)
+        hidden = self.transformer(idx, cache=cache)  # (B, T, C)
         if targets is None:
             return ModelOutput(self.logits(hidden), None)
+        weight, vocab_size = self.lm_head.weight, self.config.vocab_size
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if self.loss_chunks == 1:
-            logits = self.logits(hidden).float()
-            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
-        elif torch.is_grad_enabled():
-            loss = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-                *in_autocast_type(hidden, self.lm_head.weight),
-                targets,
-                self.config.vocab_size,
-                self.loss_chunks,
-            )
-        else:
-            loss = torch.zeros((), device=hidden.device)
-            parts = (tensor.chunk(self.loss_chunks) for tensor in (hidden, targets))
-            for h, target in zip(*parts, strict=True):
-                logits = self.logits(h).float()
-                loss += F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
-            loss /= (targets != IGNORE_INDEX).sum()
-        return ModelOutput(None, loss)
+        return ModelOutput(
+            None, lm_head_loss(hidden, weight, targets, vocab_size, self.loss_chunks)
+        )

@@ -1,9 +1,9 @@
-"""Train a GPT-2.
+"""Train a GPT-2: TF32, bfloat16 autocast, torch.compile, flash attention, fused AdamW, DDP.
 
     python train_gpt2.py                                  one process: CUDA, MPS or CPU
     torchrun --nproc_per_node=8 train_gpt2.py             eight GPUs (or gloo on CPUs)
 
-With no flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
+Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
 """
 
 if __name__ == "__main__":
@@ -12,10 +12,9 @@ if __name__ == "__main__":
     exit_on_ctrl_c()  # the imports below take seconds
 
 import math
-import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -25,88 +24,26 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import nn
 from torch.compiler import set_stance
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import SCHEDULES
-from model import GPT, IGNORE_INDEX, GPTConfig
-from runtime.checkpoint import (
-    CheckpointWriter,
-    TrainerState,
-    describe_checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    load_model,
-    rng_states,
-)
+from model import GPT, GPTConfig
+from ops import IGNORE_INDEX
+from runtime import checkpoint, device, distributed, metrics
 from runtime.cli import RunStopped, run_command
-from runtime.device import (
-    autocast,
-    compile_failure,
-    compiler_problem,
-    device_name,
-    is_out_of_memory,
-    peak_memory_gib,
-    saved_activations,
-    select_dtype,
-    set_numerics,
-    tune_malloc,
-)
-from runtime.distributed import (
-    DistInfo,
-    all_reduce_mean,
-    all_reduce_sum,
-    barrier,
-    broadcast_int,
-    check_same_on_all_ranks,
-    clip_gradients,
-    distribute_like,
-    is_lost_process,
-    print0,
-    raise_on_all_ranks,
-    read_dist_env,
-    reshard,
-    set_gradient_sync,
-    setup_distributed,
-    shard_model,
-    wrap_model,
-)
+from runtime.distributed import DistInfo, print0
 from runtime.files import append_atomically
-from runtime.metrics import (
-    MetricsLogger,
-    RecentNorms,
-    StepTimer,
-    flops_per_token,
-    format_step,
-    mfu,
-    peak_flops,
-)
 from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
+from training import memory, run_dir
 from training.cluster import describe_scaling
 from training.config import TrainConfig
-from training.memory import (
-    BatchPlan,
-    choose_batch,
-    describe_contexts,
-    describe_plan,
-    loss_chunks,
-    plan_batch,
-)
 from training.preflight import check_parallel_mode, run_preflight
-from training.run_dir import (
-    Preemption,
-    check_resume_compatible,
-    choose_run_dir,
-    clear_preemption,
-    model_dimensions,
-    open_run,
-    parse_config,
-    read_preemption,
-)
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -119,611 +56,223 @@ class Trainer:
     config: TrainConfig
     dist_info: DistInfo
     run_dir: Path
-    batch: BatchPlan
+    resumed_from: Path | None
+    batch: memory.BatchPlan
     dtype: torch.dtype
-    raw_model: GPT  # what evaluation, sampling and saving use
-    model: nn.Module  # the same weights, compiled and wrapped
-    optimizer: torch.optim.Optimizer
+    raw_model: GPT  # neither compiled nor wrapped: for evaluation, sampling and saving
+    model: nn.Module  # the same parameters, compiled and wrapped: for training
+    optimizers: tuple[torch.optim.Optimizer, ...]
     scaler: torch.amp.GradScaler
     train_shards: TokenShards
     val_shards: TokenShards
     hellaswag: Sequence[Example]
-    writer: CheckpointWriter
-    norms: RecentNorms
+    writer: checkpoint.CheckpointWriter
+    norms: metrics.RecentNorms
     stop: StopRequest
+    flops_per_token: int
 
     def is_due(self, every: int, step: int) -> bool:
-        """Whether what happens every so many steps happens now; at the end all of it does."""
+        """Whether something that happens `every` so many steps, and at the end, happens now."""
         return every > 0 and (step % every == 0 or step == self.config.max_steps)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether the run's folder had this step's checkpoint when the run was started."""
+        if self.resumed_from is None:
+            return step == 0  # a new run's initial weights follow from its seed
+        own = self.resumed_from.absolute().parent.parent == self.run_dir.absolute()
+        return own and self.resumed_from.name == f"step_{step:08d}"
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation over all devices; None if the device's peak is not known."""
+        peak = metrics.peak_flops(device.device_name(self.dist_info.device))
+        world_size = self.dist_info.world_size
+        return metrics.mfu(tokens_per_second, self.flops_per_token, peak, world_size)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Print the plan, check the machines, or join the other processes and run."""
-    config, checkpoint = parse_config(sys.argv[1:] if args is None else args)
+    """Print the plan, check the machines, or join the other processes and train."""
+    config, resume_from = run_dir.parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
-        if os.environ.get("RANK", "0") == "0":
-            print_plan(config, model_dimensions(config, checkpoint))
-        return
-    if config.preflight:
-        run_preflight(config, checkpoint)
-        return
-    with setup_distributed(config.device, config.cpu_offload) as dist_info:
-        run(config, checkpoint, dist_info)
+        print_plan(config, run_dir.model_dimensions(config, resume_from))
+    elif config.preflight:
+        run_preflight(config, resume_from)
+    else:
+        with distributed.setup_distributed(config.device, config.cpu_offload) as dist_info:
+            run(config, resume_from, dist_info)
 
 
-def print_plan(config: TrainConfig, model: GPTConfig) -> None:
-    """What the run would take: on this machine or, with `--gpus`, on those."""
-    if config.gpus is not None:
-        print(describe_scaling(config, model))
-        return
-    dist_info = read_dist_env(config.device)
-    print(describe_plan(config, model, plan_batch(config, model, dist_info), dist_info))
-    print()
-    print(describe_contexts(config, model, select_dtype(config.dtype, dist_info.device), dist_info))
-
-
-def run(config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo) -> None:
-    """Set up, resume if asked to, train."""
+def run(config: TrainConfig, resume_from: Path | None, dist_info: DistInfo) -> None:
+    """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
+    folder = run_dir.choose_run_dir(config, resume_from, dist_info)
     if dist_info.device.type == "cpu":
-        tune_malloc()
-    run_dir = choose_run_dir(config, checkpoint, dist_info)
-    with explaining_failures(run_dir, dist_info):
-        trainer = build_trainer(config, run_dir, checkpoint, dist_info)
-        start = resume(trainer, checkpoint)
-        if start.step > config.max_steps or (start.step == config.max_steps and start.evaluated):
-            print0(dist_info, f"{run_dir} is finished: {start.step} steps are done")
-            return
-        batches = training_loader(trainer, start.step)
-        with open_run(run_dir, config, checkpoint, dist_info), trainer.stop:
-            train(trainer, batches, start)
-
-
-@contextmanager
-def explaining_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
-    """Say what is left of a run that fails in the body, and what to do."""
-    try:
-        yield
-    except FloatingPointError as error:
-        barrier(dist_info)  # all come here, the main process when its last save is done
-        raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise ValueError(
-                "the device ran out of memory: give a smaller --micro-batch-size"
-            ) from None
-        if is_lost_process(error):
-            raise RunStopped(
-                f"another process of this run is gone; {resume_hint(run_dir)}"
-            ) from None
-        raise
-
-
-def resume_hint(run_dir: Path) -> str:
-    """The last checkpoint, and the flags that go on from it."""
-    checkpoint = latest_checkpoint(run_dir)
-    if checkpoint is None:
-        return f"no checkpoint yet, begin again with --resume auto --run-name {run_dir.name}"
-    return f"last checkpoint {checkpoint.name}, go on with --resume {run_dir}"
-
-
-# --- the training section ---------------------------------------------------------------------
-
-
-class Start(NamedTuple):
-    """Where training begins."""
-
-    step: int  # optimizer updates done
-    evaluated: bool  # the evaluations due after them are done
-    saved: bool  # the run's folder has them
-
-
-def train(trainer: Trainer, batches: ShardedDataLoader, start: Start) -> None:
-    """Train from the start to `max_steps`. One turn is one optimizer step."""
-    config, dist_info, model = trainer.config, trainer.dist_info, trainer.raw_model.config
-    print0(dist_info, describe_plan(config, model, trainer.batch, dist_info))
-    timer = StepTimer(start.step, config.max_steps, config.total_batch_size)
-    metrics_path = trainer.run_dir / "metrics.jsonl" if dist_info.is_main else None
-    with (
-        MetricsLogger(metrics_path) as logger,
-        trainer.writer,
-        batches,
-        progress_bar(trainer, start.step) as bar,
-    ):
-        if config.resume is not None:
-            log(trainer, logger, resumed_from=start.step)
-        for step in range(start.step, config.max_steps + 1):  # the last turn only evaluates
-            last, first = step == config.max_steps, step == start.step
-            with timer.paused():
-                evaluated = (first and start.evaluated) or evaluate(trainer, step, logger)
-                with tolerate_write_errors(trainer):
-                    trainer.writer.check()
-                stopping = trainer.stop.sync_stop()
-                save_due = stopping or last or trainer.is_due(config.checkpoint_every, step)
-                if save_due and not (first and start.saved):
-                    save(trainer, step)
-            if stopping or last:
-                break
-            lr = learning_rate(config, step)
-            result = train_step(
-                trainer.model,
-                trainer.optimizer,
-                batches,
-                grad_accum_steps=trainer.batch.grad_accum_steps,
-                lr=lr,
-                grad_clip=config.grad_clip,
-                dtype=trainer.dtype,
-                scaler=trainer.scaler,
-                dist_info=dist_info,
-                norm_limit=trainer.norms.limit(),
-                offload=config.activation_offload,
-            )
-            trainer.norms.extend([result.grad_norm])
-            bar.update()
-            log_step(trainer, logger, timer, step + 1, lr, result)
-        try:
-            trainer.writer.wait()
-        except OSError as error:  # at the end, a warning is not enough
-            trainer.stop.fail(error)
-        trainer.stop.sync_stop()
-    finish(trainer, step, evaluated)
-
-
-class StepResult(NamedTuple):
-    """What an optimizer step did, over the whole global batch."""
-
-    loss: float  # mean cross-entropy, nats a token
-    grad_norm: float  # global, before clipping
-    skipped: bool = False  # no update was made, the norm being above the limit
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Batch],
-    *,
-    grad_accum_steps: int,
-    lr: float,
-    grad_clip: float,
-    dtype: torch.dtype,
-    scaler: torch.amp.GradScaler,
-    dist_info: DistInfo,
-    norm_limit: float = math.inf,
-    offload: bool = False,
-) -> StepResult:
-    """One optimizer step: accumulate, average over processes, clip, update.
-
-    Args:
-        model: the compiled and wrapped model.
-        optimizer: over its parameters.
-        batches: where `grad_accum_steps` micro-batches are taken from.
-        grad_accum_steps: micro-batches of this process in the step.
-        lr: the learning rate of this update.
-        grad_clip: largest global gradient norm.
-        dtype: of matrix products.
-        scaler: scales the loss where `dtype` is float16; disabled elsewhere.
-        dist_info: rank, world size and device of this process.
-        norm_limit: no update is made if the gradient's norm is above this.
-        offload: keep in the CPU's memory what the backward pass needs.
-
-    Raises:
-        FloatingPointError: loss or gradient are not finite, on every process alike; the weights
-            are as they were.
-    """
-    loss_sum = torch.zeros((), device=dist_info.device)
-    for micro_step in range(grad_accum_steps):
-        set_gradient_sync(model, micro_step == grad_accum_steps - 1)
-        inputs, targets = next(batches)
-        with autocast(dist_info.device, dtype), saved_activations(dist_info.device, offload):
-            _, loss = model(inputs, targets)
-        scaler.scale(loss / grad_accum_steps).backward()
-        loss_sum += loss.detach() / grad_accum_steps
-    scaler.unscale_(optimizer)
-    norm = clip_gradients(model, grad_clip).to(dist_info.device)  # from the CPU, if offloaded
-    # The step's only wait for the device: the update must not happen if this is not finite.
-    # The norm is the same on all processes; to the last bit, if it is to decide on updates.
-    result = StepResult(*all_reduce_mean(torch.stack([loss_sum, norm]), dist_info).tolist())
-    check_finite(result, scaler)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    skipped = result.grad_norm > norm_limit
-    if not skipped:
-        scaler.step(optimizer)  # with float16, skips an update whose gradient overflowed
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return result._replace(skipped=skipped)
-
-
-def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> None:
-    """Stop before an update that would spoil the weights; every process comes to the same end.
-
-    A float16 gradient may overflow: its update is skipped and the scale halved, down to 1.
-    """
-    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
-        return
-    if not math.isfinite(result.loss) or scaler.get_scale() <= 1:  # 1 where scaling is off
-        raise FloatingPointError(
-            f"loss {result.loss:.4f}, gradient norm {result.grad_norm}: no update was made"
-        )
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of the update after `step`."""
-    return SCHEDULES[config.lr_schedule](
-        step,
-        max_lr=config.max_lr,
-        min_lr=config.min_lr,
-        warmup_steps=config.warmup_steps,
-        max_steps=config.max_steps,
-    )
-
-
-# --- what happens between steps ---------------------------------------------------------------
-
-
-def evaluate(trainer: Trainer, step: int, logger: MetricsLogger) -> bool:
-    """Validate, score HellaSwag and sample, each if it is due after `step` updates.
-
-    Returns:
-        False if that was broken off, because the processes are to stop.
-    """
-    config, dist_info, watch = trainer.config, trainer.dist_info, trainer.stop.watch
-    record: dict[str, float] = {}
-
-    def between() -> None:
-        if trainer.stop.sync_stop():
-            raise EvaluationStopped
-
-    try:
-        if trainer.is_due(config.val_every, step):
-            batches = watch(validation_loader(trainer))
-            record["val_loss"] = evaluate_loss(trainer.model, batches, trainer.dtype, dist_info)
-        if trainer.is_due(config.hellaswag_every, step) and trainer.hellaswag:
-            with uncompiled(config):
-                score = evaluate_hellaswag(
-                    trainer.raw_model,
-                    trainer.hellaswag,
-                    dist_info,
-                    trainer.dtype,
-                    progress=True,
-                    between=between,
-                )
-            record["hellaswag_acc"] = score.acc
-            record["hellaswag_acc_norm"] = score.acc_norm
-            record["hellaswag_total"] = score.total
-            if score.left_out:
-                record["hellaswag_left_out"] = score.left_out
-    except EvaluationStopped:
-        return False
-    if record:
-        log(trainer, logger, step=step, tokens_seen=step * config.total_batch_size, **record)
-        values = " | ".join(f"{name} {value:.5g}" for name, value in record.items())
-        print0(dist_info, f"step {step} | {values}")
-    if trainer.is_due(config.sample_every, step):
-        write_samples(trainer, step)
-    return True
-
-
-def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
-    """Let the raw model compute as it is: a sharded one's blocks are compiled, for one shape."""
-    return set_stance("force_eager") if config.compile and config.is_sharded else nullcontext()
-
-
-@torch.no_grad()
-def evaluate_loss(
-    model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype, dist_info: DistInfo
-) -> float:
-    """Mean cross-entropy over all processes' batches, in nats a token.
-
-    Sums and counts are added up over the processes and divided once, so that the result does not
-    depend on how many there are.
-    """
-    exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has no float64
-    totals = torch.zeros(2, dtype=exact, device=dist_info.device)
-    for inputs, targets in batches:
-        with autocast(dist_info.device, dtype):
-            _, loss = model(inputs, targets)
-        count = (targets != IGNORE_INDEX).sum()
-        totals[0] += torch.where(count > 0, loss * count, 0.0)
-        totals[1] += count
-    loss_sum, count_sum = all_reduce_sum(totals, dist_info).tolist()
-    return float(loss_sum / count_sum)
-
-
-def write_samples(trainer: Trainer, step: int) -> None:
-    """Continue a fixed prompt, from a generator of its own, into `samples.txt`.
-
-    Every process does this, so that none waits long for another; the main one writes.
-    """
-    dist_info, encoding = trainer.dist_info, gpt2_encoding()
-    prompt = torch.tensor(encoding.encode_ordinary(SAMPLE_PROMPT), device=dist_info.device)
-    generator = torch.Generator(dist_info.device).manual_seed(trainer.config.seed)
-    with uncompiled(trainer.config):
-        sequences = generate(
-            trainer.raw_model,
-            prompt.repeat(SAMPLE_COUNT, 1),
-            SAMPLE_TOKENS,
-            top_k=SAMPLE_TOP_K,
-            generator=generator,
-            dtype=trainer.dtype,
-            stop_token=None,  # equally many on every process, which a sharded model needs
-        )
-    if not dist_info.is_main:
-        return
-    lines = [f"step {step} | sample: {encoding.decode(sequence)!r}" for sequence in sequences]
-    with tolerate_write_errors(trainer), FileIO(trainer.run_dir / "samples.txt", "a") as file:
-        append_atomically(file, "".join(line + "\n" for line in lines).encode())
-    for line in lines:
-        print0(dist_info, line)
-
-
-def save(trainer: Trainer, step: int) -> None:
-    """Begin a checkpoint of this step; it is written while training goes on."""
-    config, dist_info = trainer.config, trainer.dist_info
-    state = TrainerState(
-        step=step,
-        tokens_seen=step * config.total_batch_size,
-        model_config=asdict(trainer.raw_model.config),
-        train_config=config.saved(),
-        data_fingerprint=trainer.train_shards.fingerprint,
-        rng_states=rng_states(),
-        grad_scaler=trainer.scaler.state_dict(),
-        grad_norms=trainer.norms.as_list(),
-    )
-
-    def on_saved(path: Path) -> None:
-        clear_preemption(trainer.run_dir)
-        print0(dist_info, f"step {step} | saved {path}")
-
-    reshard(trainer.raw_model)  # after an evaluation
-    with tolerate_write_errors(trainer):
-        trainer.writer.wait()  # the last one may have failed
-    trainer.writer.save(state, trainer.raw_model, trainer.optimizer, on_saved)
-
-
-def log(trainer: Trainer, logger: MetricsLogger, **values: float | str | None) -> None:
-    """Append a record to `metrics.jsonl`."""
-    with tolerate_write_errors(trainer):
-        logger.log(**values)
-
-
-@contextmanager
-def tolerate_write_errors(trainer: Trainer) -> Iterator[None]:
-    """Where the body cannot write, warn and go on or, if the flags say so, ask all to stop."""
-    try:
-        yield
-    except OSError as error:
-        if trainer.config.stop_on_write_error:
-            trainer.stop.fail(error)
-        else:
-            print0(trainer.dist_info, f"warning: {error}")
-
-
-def log_step(
-    trainer: Trainer,
-    logger: MetricsLogger,
-    timer: StepTimer,
-    step: int,
-    lr: float,
-    result: StepResult,
-) -> None:
-    """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
-    config, dist_info, model = trainer.config, trainer.dist_info, trainer.raw_model.config
-    timing = timer.lap(step)
-    per_token = flops_per_token(model.n_params, model.n_layer, model.n_embd, model.block_size)
-    peak = peak_flops(device_name(dist_info.device))
-    record = {
-        "step": step,
-        "tokens_seen": step * config.total_batch_size,
-        "train_loss": result.loss,
-        "lr": lr,
-        "grad_norm": result.grad_norm,
-        "step_time_ms": timing.step_time_ms,
-        "tokens_per_second": timing.tokens_per_second,
-        "mfu": mfu(timing.tokens_per_second, per_token, peak, dist_info.world_size),
-        "peak_memory_gib": peak_memory_gib(dist_info.device),
-    }
-    if result.skipped:
-        record["update_skipped"] = True
-        print0(dist_info, f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
-    log(trainer, logger, **record)
-    if step % config.log_every == 0 or step == config.max_steps:
-        print0(dist_info, format_step(record, config.max_steps, timing.eta_seconds))
-
-
-def finish(trainer: Trainer, step: int, evaluated: bool) -> None:
-    """Say how the run has ended, and mark one that is to go on.
-
-    Raises:
-        KeyboardInterrupt: it was stopped by Ctrl-C.
-        OSError: a file could not be written, and the run was to stop for that.
-    """
-    dist_info, run_dir, reason = trainer.dist_info, trainer.run_dir, trainer.stop.reason
-    if step == trainer.config.max_steps and evaluated and reason != "failure":
-        reason = None  # a signal that came when all was done
-    if dist_info.is_main:
-        with tolerate_write_errors(trainer):
-            if reason is None:
-                clear_preemption(run_dir)
-            else:
-                Preemption(step, reason, evaluated).save(run_dir)
-    barrier(dist_info)  # all is written
-    if reason is None:
-        print0(dist_info, f"done: {run_dir}")
-        return
-    trainer.stop.raise_failure()
-    line = f"after step {step}; {resume_hint(run_dir)}"
-    if reason == "SIGINT":
-        raise KeyboardInterrupt(line) if dist_info.is_main else SystemExit(130)
-    print0(dist_info, f"{reason}: stopped {line}")
+        device.tune_malloc()
+    with explain_failures(folder, dist_info):
+        trainer = setup(config, resume_from, folder, dist_info)
+        start_step = resume(trainer)
+        batches = training_loader(trainer, start_step)
+        with run_dir.open_run(folder, config, resume_from, dist_info), trainer.stop:
+            train(trainer, batches, start_step)
 
 
 # --- setting up -------------------------------------------------------------------------------
 
 
-def build_trainer(
-    config: TrainConfig, run_dir: Path, checkpoint: Path | None, dist_info: DistInfo
+def setup(
+    config: TrainConfig, resume_from: Path | None, folder: Path, dist_info: DistInfo
 ) -> Trainer:
-    """Open the data, build model and optimizer; nothing is written yet."""
-    device = dist_info.device
-    check_same_on_all_ranks(
-        "the checkpoints to resume from", [describe_checkpoint(checkpoint)], dist_info
+    """Open the data, build model and optimizers; nothing is written yet.
+
+    Args:
+        config: the run's settings.
+        resume_from: the checkpoint that `resume` will load, if any.
+        folder: the run's folder.
+        dist_info: this process.
+    """
+    distributed.check_same_on_all_ranks(
+        "the checkpoints to resume from", [checkpoint.describe_checkpoint(resume_from)], dist_info
     )
-    set_numerics(device)
-    dtype = select_dtype(config.dtype, device)
+    if dist_info.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: float32 products on tensor cores
+    device.set_numerics(dist_info.device)
+    dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
     train_shards, val_shards = open_data(
-        config.data_dir, config.block_size, dist_info, config.val_every > 0
+        config.data_dir, config.block_size, dist_info, validates=config.val_every > 0
     )
-    raw_model, model = build_model(config, checkpoint, dtype, dist_info)
-    raw_model.loss_chunks = loss_chunks(config, device.type)
-    raw_model.set_checkpointing(config.activation_checkpointing)
+    raw_model = init_model(config, resume_from, dtype, dist_info)
+    raw_model.loss_chunks = memory.loss_chunks(config, dist_info.device.type)
+    raw_model.set_activation_checkpointing(config.activation_checkpointing)
+    model = compile_and_wrap(raw_model, config, dist_info)
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
         hellaswag = examples_or_none(config.hellaswag_data, config.block_size, dist_info)
-    batch = choose_batch(config, raw_model.config, model, dtype, dist_info)
-    check_same_on_all_ranks(
+    model_config = raw_model.config
+    batch = memory.choose_batch(config, model_config, model, dtype, dist_info)
+    distributed.check_same_on_all_ranks(
         "the batches that fit (set --micro-batch-size)", [str(batch)], dist_info
     )
     return Trainer(
         config=config,
         dist_info=dist_info,
-        run_dir=run_dir,
+        run_dir=folder,
+        resumed_from=resume_from,
         batch=batch,
         dtype=dtype,
         raw_model=raw_model,
         model=model,
-        optimizer=build_optimizer(raw_model, config.weight_decay),
-        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        optimizers=build_optimizers(raw_model, config),
+        scaler=torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16),
         train_shards=train_shards,
         val_shards=val_shards,
         hellaswag=hellaswag,
-        writer=CheckpointWriter(
-            run_dir / "checkpoints" if dist_info.is_main else None, config.keep_checkpoints
+        writer=checkpoint.CheckpointWriter(
+            folder / "checkpoints" if dist_info.is_main else None, config.keep_checkpoints
         ),
-        norms=RecentNorms(config.skip_grad_norm_zscore),
+        norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
         stop=StopRequest(dist_info),
+        flops_per_token=metrics.flops_per_token(
+            model_config.n_params,
+            model_config.n_layer,
+            model_config.n_embd,
+            model_config.block_size,
+        ),
     )
 
 
-def build_model(
-    config: TrainConfig, checkpoint: Path | None, dtype: torch.dtype, dist_info: DistInfo
-) -> tuple[GPT, nn.Module]:
-    """The raw model, the same on every process, and the one that trains: compiled and wrapped.
-
-    It is new, or `--init-from`'s; with a checkpoint, its weights are yet to be loaded.
-    """
-    with raise_on_all_ranks(dist_info):
-        check_parallel_mode(config, dist_info)
-    source = config.init_from if checkpoint is None else None
-    if config.is_sharded:
-        model = build_sharded_model(config, checkpoint, source, dtype, dist_info)
-        return model, model
-    if source is None:
-        with dist_info.device:
-            model = GPT(model_dimensions(config, checkpoint))
-        init_weights(model, config.seed)
-    else:
-        model = load_model(source, dist_info.device)
-        model.crop_block_size(config.block_size)
-    if can_compile(config, dist_info):
-        return model, wrap_model(cast(nn.Module, torch.compile(model, dynamic=False)), dist_info)
-    return model, wrap_model(model, dist_info)
-
-
-def build_sharded_model(
-    config: TrainConfig,
-    checkpoint: Path | None,
-    source: str | None,
-    dtype: torch.dtype,
-    dist_info: DistInfo,
+def init_model(
+    config: TrainConfig, resume_from: Path | None, dtype: torch.dtype, dist_info: DistInfo
 ) -> GPT:
-    """The model shared out over all processes; blocks are compiled one by one."""
-    with torch.device("meta"):
-        model = GPT(model_dimensions(config, checkpoint))
-    if can_compile(config, dist_info):
-        for block in model.transformer.h:
-            block.compile(dynamic=False)
-    shard_model(
-        model,
-        model.transformer.h,
-        dist_info,
-        methods=["encode"],
-        replicate=config.parallel == "hsdp",
-        reshard_after_forward=config.reshard_after_forward,
-        cpu_offload=config.cpu_offload,
-        dtype=dtype,
-    )
-    if source is None:
+    """The raw model with new weights or those of `--init-from`; a checkpoint is loaded later."""
+    with distributed.raise_on_all_ranks(dist_info):
+        check_parallel_mode(config, dist_info)
+    with torch.device("meta"):  # shapes without memory
+        model = GPT(run_dir.model_dimensions(config, resume_from))
+    if config.is_sharded:
+        distributed.shard_model(
+            model,
+            dist_info,
+            replicate=config.parallel == "hsdp",
+            reshard_after_forward=config.reshard_after_forward,
+            cpu_offload=config.cpu_offload,
+            dtype=dtype,
+        )
+    else:
+        model.to_empty(device=dist_info.device)
+    if config.init_from is not None and resume_from is None:
+        checkpoint.copy_weights(checkpoint.load_model(config.init_from), model)
+    else:
         init_weights(model, config.seed)
-        return model
-    loaded = load_model(source)
-    loaded.crop_block_size(config.block_size)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
-            parameter.copy_(distribute_like(value, parameter))
     return model
 
 
 @torch.no_grad()
 def init_weights(model: GPT, seed: int) -> None:
-    """Initialise a model, sharded or not, with the same numbers for the same seed."""
+    """Initialise a model, sharded or not; the same seed gives the same weights."""
     torch.manual_seed(seed)
     for parameter, value in model.initial_values():
-        parameter.copy_(distribute_like(value, parameter))
+        parameter.copy_(distributed.distribute_like(value, parameter))
 
 
-def can_compile(config: TrainConfig, dist_info: DistInfo) -> bool:
-    """Whether to compile; where that cannot be, say why."""
-    if not config.compile:
-        return False
-    problem = compiler_problem(dist_info.device) or compile_failure(dist_info.device)
+def compile_and_wrap(model: GPT, config: TrainConfig, dist_info: DistInfo) -> nn.Module:
+    """The model to train: compiled, and averaging its gradients over all processes."""
+    compiles = config.compile and can_compile(dist_info)
+    if config.is_sharded:  # FSDP2 has wrapped the blocks already; each is compiled by itself
+        for block in model.transformer.h if compiles else ():
+            block.compile(dynamic=False)
+        return model
+    trained = cast(nn.Module, torch.compile(model, dynamic=False)) if compiles else model
+    if dist_info.world_size == 1:
+        return trained
+    device_ids = [dist_info.device.index] if dist_info.device.type == "cuda" else None
+    return DistributedDataParallel(trained, device_ids=device_ids, gradient_as_bucket_view=True)
+
+
+def can_compile(dist_info: DistInfo) -> bool:
+    """Whether torch.compile works here; if not, a warning says why."""
+    print0(dist_info, "compiling: the first validation and the first step take longer")
+    problem = device.compiler_problem(dist_info.device) or device.compile_failure(dist_info.device)
     if problem is not None:
         print0(dist_info, f"warning: not compiled, training will be slower: {problem}")
         return False
-    print0(dist_info, "compiling: the first validation and the first step take longer")
-    # Compiled code is kept from run to run, that of our own autograd functions only if asked to.
+    # Compiled code is cached from run to run; that of our own autograd functions only with this.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
-    if dist_info.device.type == "cpu":  # GELU again in the backward pass: 0.6 GiB less of 3.9
+    if dist_info.device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB, not 3.9
         functorch_config.ban_recompute_materialized_backward = False
     return True
 
 
-def build_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+def build_optimizers(model: nn.Module, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
     """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
 
-    Matrices decay; biases and LayerNorm gains, which have one dimension, do not.
+    Matrices decay; biases and LayerNorm gains, which have one dimension, do not. Several
+    optimizers may share the parameters: each is stepped, saved and resumed.
     """
     parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return (torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True),)
 
 
-def resume(trainer: Trainer, checkpoint: Path | None) -> Start:
-    """Put model, optimizer and generators back, if there is a checkpoint.
+def resume(trainer: Trainer) -> int:
+    """Load the checkpoint to resume from, if there is one; return the updates done.
 
     Raises:
         ValueError: the checkpoint is damaged, or of a run on another model, data or batch.
     """
-    dist_info = trainer.dist_info
-    if checkpoint is None:
-        return Start(0, evaluated=False, saved=True)
-    with raise_on_all_ranks(dist_info):
-        check_resume_compatible(
-            checkpoint,
-            trainer.raw_model.config,
-            trainer.config,
-            trainer.train_shards.fingerprint,
+    path = trainer.resumed_from
+    if path is None:
+        return 0
+    with distributed.raise_on_all_ranks(trainer.dist_info):
+        run_dir.check_resume_compatible(
+            path, trainer.raw_model.config, trainer.config, trainer.train_shards.fingerprint
         )
-        state = load_checkpoint(checkpoint, trainer.raw_model, trainer.optimizer, trainer.scaler)
-        mark = read_preemption(checkpoint.parent.parent)
+        state = checkpoint.load_checkpoint(
+            path, trainer.raw_model, trainer.optimizers, trainer.scaler, verified=True
+        )
     trainer.norms.extend(state.grad_norms)
-    print0(dist_info, f"resumed from {checkpoint}")
-    owed = mark is not None and mark.step == state.step and not mark.evaluated
-    evaluated = not broadcast_int(owed, dist_info)  # machines may see a shared disk at other times
-    here = checkpoint.absolute().parent.parent == trainer.run_dir.absolute()
-    return Start(state.step, evaluated, saved=here)
+    print0(trainer.dist_info, f"resumed from {path}")
+    return state.step
 
 
 def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
@@ -741,26 +290,419 @@ def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
     )
 
 
-def validation_loader(trainer: Trainer) -> Iterator[Batch]:
-    """This process's share of the validation windows."""
-    return validation_batches(
+# --- training ---------------------------------------------------------------------------------
+
+
+def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None:
+    """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step."""
+    config, dist_info, stop = trainer.config, trainer.dist_info, trainer.stop
+    print0(
+        dist_info, memory.describe_plan(config, trainer.raw_model.config, trainer.batch, dist_info)
+    )
+    timer = metrics.StepTimer(start_step, config.max_steps, config.total_batch_size)
+    logger = metrics.MetricsLogger(trainer.run_dir / "metrics.jsonl" if dist_info.is_main else None)
+    with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
+        if trainer.resumed_from is not None or config.resume is not None:
+            log(trainer, logger, resumed_from=start_step)
+        for step in range(start_step, config.max_steps + 1):
+            with timer.paused():
+                evaluate(trainer, step, logger)
+                stopping = stop.sync_stop() or step == config.max_steps
+                if stopping or trainer.is_due(config.checkpoint_every, step):
+                    save(trainer, step)
+            if stopping:  # the last turn only evaluates and saves
+                break
+            lr = learning_rate(config, step)
+            result = train_step(trainer, batches, lr)
+            log_step(trainer, logger, timer, bar, step + 1, lr, result)
+        with tolerate_write_errors(trainer, at_end=True):
+            trainer.writer.wait()
+        stop.sync_stop()
+    finish(trainer, step)
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step did, over the global batch."""
+
+    loss: float  # mean cross-entropy, nats per token
+    grad_norm: float  # global, before clipping
+    skipped: bool = False  # no update was made: the norm was above `RecentNorms.limit`
+
+
+def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepResult:
+    """One optimizer step: accumulate, average over processes, clip, update.
+
+    Args:
+        trainer: model, optimizers and settings.
+        batches: yields this process's micro-batches; the step takes `grad_accum_steps` of them.
+        lr: the learning rate of this update.
+
+    Raises:
+        FloatingPointError: loss or gradient are not finite, on every process alike; the weights
+            are as they were.
+    """
+    config, dist_info, model = trainer.config, trainer.dist_info, trainer.model
+    grad_accum_steps = trainer.batch.grad_accum_steps
+    loss_sum = torch.zeros((), device=dist_info.device)
+    for micro_step in range(grad_accum_steps):
+        distributed.set_gradient_sync(model, micro_step == grad_accum_steps - 1)
+        inputs, targets = next(batches)
+        with (
+            device.autocast(dist_info.device, trainer.dtype),
+            device.saved_activations(dist_info.device, config.activation_offload),
+        ):
+            _, loss = model(inputs, targets)
+        trainer.scaler.scale(loss / grad_accum_steps).backward()
+        loss_sum += loss.detach() / grad_accum_steps
+    for optimizer in trainer.optimizers:
+        trainer.scaler.unscale_(optimizer)
+    norm = distributed.clip_gradients(model, config.grad_clip).to(dist_info.device)
+    # The step's only wait for the device: no update may be made if these are not finite. All
+    # processes have the same norm, but for its last bits, which must not decide on an update.
+    totals = distributed.all_reduce_mean(torch.stack([loss_sum, norm]), dist_info)
+    loss_value, norm_value = totals.tolist()
+    result = StepResult(loss_value, norm_value, skipped=norm_value > trainer.norms.limit())
+    check_finite(result, trainer.scaler)
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if not result.skipped:
+            trainer.scaler.step(optimizer)  # float16: skips an update whose gradient overflowed
+        optimizer.zero_grad(set_to_none=True)
+    trainer.scaler.update()
+    trainer.norms.extend([result.grad_norm])
+    return result
+
+
+def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> None:
+    """Stop before an update that would spoil the weights, on every process alike.
+
+    A float16 gradient may overflow: its update is skipped and the scale halved, down to 1.
+    """
+    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        return
+    if not math.isfinite(result.loss) or scaler.get_scale() <= 1:  # 1 without float16
+        raise FloatingPointError(
+            f"loss {result.loss:.4f}, gradient norm {result.grad_norm}: no update was made"
+        )
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of the update after `step`."""
+    return SCHEDULES[config.lr_schedule](
+        step,
+        max_lr=config.max_lr,
+        min_lr=config.min_lr,
+        warmup_steps=config.warmup_steps,
+        max_steps=config.max_steps,
+    )
+
+
+# --- evaluation -------------------------------------------------------------------------------
+
+
+def validate(trainer: Trainer, _: int) -> dict[str, float]:
+    """The validation loss, over the same windows whatever the number of processes."""
+    batches = validation_batches(
         trainer.val_shards,
         block_size=trainer.raw_model.config.block_size,
         micro_batch_size=trainer.batch.micro_batch_size,
         max_tokens=trainer.config.val_tokens,
         vocab_size=trainer.raw_model.config.vocab_size,
         dist_info=trainer.dist_info,
+        between=trainer.stop.interrupt_evaluation,
     )
+    loss = evaluate_loss(trainer.model, batches, trainer.dtype, trainer.dist_info)
+    return {"val_loss": loss}
+
+
+@torch.no_grad()
+def evaluate_loss(
+    model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype, dist_info: DistInfo
+) -> float:
+    """Mean cross-entropy over all processes' batches, in nats per token.
+
+    Losses and counts are summed over the processes and divided once, so that the result does not
+    depend on their number.
+    """
+    exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has none
+    totals = torch.zeros(2, dtype=exact, device=dist_info.device)
+    for inputs, targets in batches:
+        with device.autocast(dist_info.device, dtype):
+            _, loss = model(inputs, targets)
+        count = (targets != IGNORE_INDEX).sum()
+        totals[0] += torch.where(count > 0, loss * count, 0.0)
+        totals[1] += count
+    loss_sum, count_sum = distributed.all_reduce_sum(totals, dist_info).tolist()
+    return float(loss_sum / count_sum)
+
+
+def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
+    """HellaSwag's accuracies; none where its examples could not be had."""
+    if not trainer.hellaswag:
+        return {}
+
+    with uncompiled(trainer.config):
+        score = evaluate_hellaswag(
+            trainer.raw_model,
+            trainer.hellaswag,
+            trainer.dist_info,
+            trainer.dtype,
+            progress=True,
+            between=trainer.stop.interrupt_evaluation,
+        )
+    left_out = {"hellaswag_left_out": score.left_out} if score.left_out else {}
+    return {
+        "hellaswag_acc": score.acc,
+        "hellaswag_acc_norm": score.acc_norm,
+        "hellaswag_total": score.total,
+        **left_out,
+    }
+
+
+def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
+    """Continue a fixed prompt, from a random generator of its own, into `samples.txt`.
+
+    Every process does this, so that none waits long for another; rank 0 writes.
+    """
+    dist_info, encoding = trainer.dist_info, gpt2_encoding()
+    prompt = torch.tensor(encoding.encode_ordinary(SAMPLE_PROMPT), device=dist_info.device)
+    with uncompiled(trainer.config):
+        sequences = generate(
+            trainer.raw_model,
+            prompt.repeat(SAMPLE_COUNT, 1),
+            SAMPLE_TOKENS,
+            top_k=SAMPLE_TOP_K,
+            generator=torch.Generator(dist_info.device).manual_seed(trainer.config.seed),
+            dtype=trainer.dtype,
+            stop_token=None,  # as many tokens on every process, which a sharded model needs
+        )
+    lines = [f"step {step} | sample: {encoding.decode(sequence)!r}" for sequence in sequences]
+    if dist_info.is_main:
+        path = trainer.run_dir / "samples.txt"
+        with tolerate_write_errors(trainer), FileIO(path, "a") as file:
+            append_atomically(file, "".join(line + "\n" for line in lines).encode())
+    for line in lines:
+        print0(dist_info, line)
+    return {"samples": len(lines)}
+
+
+class Evaluation(NamedTuple):
+    """Something measured between steps; all processes call it, with equally many batches.
+
+    `distributed.rank_batches` splits batches so, and `Trainer.stop.interrupt_evaluation` between
+    them lets a signal stop all processes before the same one.
+    """
+
+    every: str
+    """The flag that says how many steps lie between two."""
+    run: Callable[[Trainer, int], dict[str, float]]
+    """From the trainer and the step to the metrics of one record in `metrics.jsonl`."""
+
+
+EVALUATIONS = {  # by a metric that each logs
+    "val_loss": Evaluation("val_every", validate),
+    "hellaswag_acc": Evaluation("hellaswag_every", score_hellaswag),
+    "samples": Evaluation("sample_every", write_samples),
+}
+
+
+def evaluate(trainer: Trainer, step: int, logger: metrics.MetricsLogger) -> None:
+    """Run the evaluations that are due after `step` updates, until asked to stop; log them."""
+    record: dict[str, float] = {}
+    with suppress(EvaluationStopped):
+        for name in pending_evaluations(trainer, step):
+            record |= EVALUATIONS[name].run(trainer, step)
+    if record:
+        tokens_seen = step * trainer.config.total_batch_size
+        log(trainer, logger, step=step, tokens_seen=tokens_seen, **record)
+        values = " | ".join(f"{name} {value:.5g}" for name, value in record.items())
+        print0(trainer.dist_info, f"step {step} | {values}")
+
+
+def pending_evaluations(trainer: Trainer, step: int) -> list[str]:
+    """The evaluations that are due after `step` updates and not in `metrics.jsonl` yet.
+
+    They are there already in a run that is resumed where it had evaluated before it stopped.
+    """
+    due = [
+        name
+        for name, evaluation in EVALUATIONS.items()
+        if trainer.is_due(getattr(trainer.config, evaluation.every), step)
+    ]
+    if not due:
+        return []
+    logged = ""
+    if trainer.dist_info.is_main:
+        logged = " ".join(metrics.logged_metrics(trainer.run_dir / "metrics.jsonl", step))
+    done = distributed.gather_text(logged, trainer.dist_info)[0].split()
+    return [name for name in due if name not in done]
+
+
+def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
+    """Let a sharded model compute eagerly: its blocks are compiled for the training shape only."""
+    return set_stance("force_eager") if config.compile and config.is_sharded else nullcontext()
+
+
+# --- saving and logging -----------------------------------------------------------------------
+
+
+def save(trainer: Trainer, step: int) -> None:
+    """Begin this step's checkpoint, unless there is one; training goes on while it is written."""
+    config, dist_info = trainer.config, trainer.dist_info
+    if trainer.is_saved(step):
+        return
+    state = checkpoint.TrainerState(
+        step=step,
+        tokens_seen=step * config.total_batch_size,
+        model_config=asdict(trainer.raw_model.config),
+        train_config=config.saved(),
+        data_fingerprint=trainer.train_shards.fingerprint,
+        rng_states=checkpoint.rng_states(),
+        grad_scaler=trainer.scaler.state_dict(),
+        grad_norms=trainer.norms.as_list(),
+    )
+
+    def on_saved(path: Path) -> None:
+        run_dir.clear_preemption(trainer.run_dir)
+        print0(dist_info, f"step {step} | saved {path}")
+
+    distributed.reshard(trainer.raw_model)  # after an evaluation
+    with tolerate_write_errors(trainer):
+        trainer.writer.wait()  # the checkpoint before this one may have failed
+    trainer.writer.save(state, trainer.raw_model, trainer.optimizers, on_saved)
+
+
+def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str | None) -> None:
+    """Append a record to `metrics.jsonl`."""
+    with tolerate_write_errors(trainer):
+        logger.log(**values)
+
+
+def log_step(
+    trainer: Trainer,
+    logger: metrics.MetricsLogger,
+    timer: metrics.StepTimer,
+    bar: "tqdm[Any]",
+    step: int,
+    lr: float,
+    result: StepResult,
+) -> None:
+    """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
+    config, dist_info = trainer.config, trainer.dist_info
+    timing = timer.lap(step)
+    record = {
+        "step": step,
+        "tokens_seen": step * config.total_batch_size,
+        "train_loss": result.loss,
+        "lr": lr,
+        "grad_norm": result.grad_norm,
+        "step_time_ms": timing.step_time_ms,
+        "tokens_per_second": timing.tokens_per_second,
+        "mfu": trainer.mfu(timing.tokens_per_second),
+        "peak_memory_gib": device.peak_memory_gib(dist_info.device),
+    }
+    if result.skipped:
+        record["update_skipped"] = True
+        print0(dist_info, f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
+    log(trainer, logger, **record)
+    bar.update()
+    if step % config.log_every == 0 or step == config.max_steps:
+        print0(dist_info, metrics.format_step(record, config.max_steps, timing.eta_seconds))
+    with tolerate_write_errors(trainer):
+        trainer.writer.check()  # has a checkpoint failed since the last step?
 
 
 def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
-    """A bar over the run's steps, where the main process's output is a terminal."""
+    """A bar over the run's steps, if rank 0's output is a terminal."""
     return tqdm(
         total=trainer.config.max_steps,
         initial=start_step,
         unit="step",
         disable=None if trainer.dist_info.is_main else True,
     )
+
+
+@contextmanager
+def tolerate_write_errors(trainer: Trainer, at_end: bool = False) -> Iterator[None]:
+    """If the body cannot write, warn and go on or, if the flags say so, ask all to stop.
+
+    At the run's end a warning is not enough: what is not written then is lost.
+    """
+    try:
+        yield
+    except OSError as error:
+        if at_end or trainer.config.stop_on_write_error:
+            trainer.stop.fail(error)
+        else:
+            print0(trainer.dist_info, f"warning: {error}")
+
+
+def finish(trainer: Trainer, step: int) -> None:
+    """Say how the run has ended, and mark one that is to be resumed.
+
+    Raises:
+        KeyboardInterrupt: it was stopped by Ctrl-C.
+        OSError: a file could not be written, and the run was to stop for that.
+    """
+    dist_info, folder, reason = trainer.dist_info, trainer.run_dir, trainer.stop.reason
+    if reason != "failure" and step == trainer.config.max_steps:
+        reason = reason if pending_evaluations(trainer, step) else None  # a signal too late
+    if dist_info.is_main:
+        with tolerate_write_errors(trainer):
+            if reason is None:
+                run_dir.clear_preemption(folder)
+            else:
+                run_dir.Preemption(step, reason, True).save(folder)
+    distributed.barrier(dist_info)  # all is written
+    if reason is None:
+        print0(dist_info, f"done: {folder}")
+        return
+    trainer.stop.raise_failure()
+    line = f"after step {step}; {resume_hint(folder)}"
+    if reason == "SIGINT":
+        raise KeyboardInterrupt(line) if dist_info.is_main else SystemExit(130)
+    print0(dist_info, f"{reason}: stopped {line}")
+
+
+# --- TEMPORARY, until the helpers' branches are merged -----------------------------------------
+
+
+@contextmanager
+def explain_failures(folder: Path, dist_info: DistInfo) -> Iterator[None]:
+    try:
+        yield
+    except FloatingPointError as error:
+        distributed.barrier(dist_info)
+        raise FloatingPointError(f"{error}; {resume_hint(folder)}") from None
+    except RuntimeError as error:
+        if device.is_out_of_memory(error):
+            raise ValueError(
+                "the device ran out of memory: give a smaller --micro-batch-size"
+            ) from None
+        if distributed.is_lost_process(error):
+            raise RunStopped(
+                f"another process of this run is gone; {resume_hint(folder)}"
+            ) from None
+        raise
+
+
+def resume_hint(folder: Path) -> str:
+    path = checkpoint.latest_checkpoint(folder)
+    if path is None:
+        return f"no checkpoint yet, begin again with --resume auto --run-name {folder.name}"
+    return f"last checkpoint {path.name}, go on with --resume {folder}"
+
+
+def print_plan(config: TrainConfig, model: GPTConfig) -> None:
+    if config.gpus is not None:
+        print(describe_scaling(config, model))
+        return
+    context = distributed.read_dist_env(config.device)
+    print(memory.describe_plan(config, model, memory.plan_batch(config, model, context), context))
+    print()
+    dtype = device.select_dtype(config.dtype, context.device)
+    print(memory.describe_contexts(config, model, dtype, context))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Several processes as one trainer: the group, the wrapping, the reductions.
+"""Several processes as one trainer: the process group, sharding (FSDP2), reductions, agreement.
 
-Run by `torchrun`, each process finds its place in the environment; run plainly, there is one
-process and every function here is free.
+`torchrun` tells each process its rank in the environment. Without it there is one process, and
+every function here returns at once.
 """
 
 import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from model import GPT
 from runtime.device import DeviceName, select_device
 
 Item = TypeVar("Item")
@@ -26,9 +27,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class DistInfo:
-    """This process's place among all of them."""
+    """This process: its device, its rank, and how many there are. By default, the only one."""
 
-    device: torch.device
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -37,12 +38,12 @@ class DistInfo:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
 
 def read_dist_env(device_name: DeviceName) -> DistInfo:
-    """This process's place by `torchrun`'s word for it, without joining the others.
+    """Rank and device of this process from `torchrun`'s environment, without joining the others.
 
     Raises:
         ValueError: the device is missing.
@@ -66,15 +67,15 @@ def setup_distributed(
 ) -> Iterator[DistInfo]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 
-    NCCL joins GPUs, gloo joins CPUs. A wrapped model must not outlive the body: make it in a
-    function that the body calls.
+    GPUs use NCCL, CPUs use gloo. A DDP model must not outlive the body: build it in a function
+    that the body calls.
 
     Args:
         device_name: see `select_device`; with CUDA each process takes the GPU of its local rank.
-        cpu_offload: GPUs have tensors on the CPU to reduce and gather, too.
+        cpu_offload: tensors on the CPU are reduced and gathered too, next to those on GPUs.
 
     Yields:
-        This process's context.
+        This process.
 
     Raises:
         ValueError: the device is missing, or cannot be shared by several processes.
@@ -97,48 +98,38 @@ def setup_distributed(
     else:
         dist.init_process_group("gloo")
     yield dist_info
-    # Not after an error, when others may wait in a collective: torchrun ends them.
-    gc.collect()  # a wrapped model keeps gloo's threads, which can abort the interpreter's exit
+    # Not after an error: others may wait in a collective, and torchrun ends them.
+    gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit
     dist.barrier()
     dist.destroy_process_group()
 
 
-def wrap_model(model: nn.Module, dist_info: DistInfo) -> nn.Module:
-    """Average gradients over all processes (DDP); a lone process keeps the model as it is."""
-    if dist_info.world_size == 1:
-        return model
-    device_ids = [dist_info.device.index] if dist_info.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-
-
 def shard_model(
-    model: nn.Module,
-    blocks: Iterable[nn.Module],
+    model: GPT,
     dist_info: DistInfo,
     *,
-    methods: Sequence[str],
     replicate: bool,
     reshard_after_forward: bool,
     cpu_offload: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Share parameters, gradients and optimizer state out over all processes (FSDP2), in place.
+    """Shard parameters, gradients and optimizer state over all processes, in place (FSDP2).
 
-    A block is gathered before it computes and, with `reshard_after_forward`, again before its
-    backward pass (ZeRO-3; Rajbhandari et al. 2020, section 5); without, it stays (ZeRO-2). What
-    is not in a block, the embeddings and the last LayerNorm, is gathered once a pass.
+    A block's parameters are gathered before it computes and, with `reshard_after_forward`, again
+    before its backward pass (ZeRO-3; Rajbhandari et al. 2020, section 5); without, they stay
+    gathered (ZeRO-2). Embeddings and the last LayerNorm are gathered once per forward pass.
 
     Args:
-        model: on the meta device, so that no process ever holds it whole.
-        blocks: the parts that are gathered one after the other.
-        dist_info: rank, world size and device of this process.
-        methods: of the model that compute, besides `forward`.
-        replicate: share out within a machine only, and replicate over machines (HSDP).
-        reshard_after_forward: free gathered blocks between forward and backward pass.
+        model: on the meta device, so that no process ever holds all of it. Afterwards each
+            process has memory for its shards, which are not initialised.
+        dist_info: this process.
+        replicate: shard within a machine only, and replicate over machines (HSDP).
+        reshard_after_forward: free a block's gathered parameters between its passes.
         cpu_offload: keep the shards and the optimizer's state in the CPU's memory.
-        dtype: blocks are gathered and computed in it; gradients are reduced in float32.
+        dtype: of gathered block parameters and of matrix products; gradients are reduced in
+            float32.
     """
-    # Here, because they take more than a second to import.
+    # Imported here because it takes more than a second.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -154,29 +145,29 @@ def shard_model(
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(dist_info.device.type, shape, mesh_dim_names=names)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    # The residual stream enters a block as it is, float32: the block's own products are cast.
-    in_dtype = MixedPrecisionPolicy(
+    # The residual stream stays float32: a block's inputs are not cast, only its products are.
+    mixed_precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for block in blocks:
+    for block in model.transformer.h:
         fully_shard(
             block,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
-            mp_policy=in_dtype,
+            mp_policy=mixed_precision,
             offload_policy=offload,
         )
-    # Float32 as without sharding: scores are read from the vocabulary matrix in full precision.
+    # The root holds the tied embedding and LM head. It is gathered in float32, as without
+    # sharding, because HellaSwag and sampling read its logits in full precision.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
-    for method in methods:
-        register_fsdp_forward_method(model, method)
+    register_fsdp_forward_method(model, "encode")
     model.to_empty(device="cpu" if cpu_offload else dist_info.device)
 
 
 def distribute_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a tensor that all have, laid out as `like` is."""
+    """This process's shard of a tensor that every process has, placed as `like` is."""
     if not hasattr(like, "device_mesh"):  # no DTensor
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -186,20 +177,20 @@ def distribute_like(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered, which takes every process; any other tensor as it is."""
+    return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def reshard(model: nn.Module) -> None:
-    """Free what a pass without a backward pass has left gathered of a sharded model."""
+    """Free the parameters that a forward pass without a backward pass has left gathered."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             cast(Any, module).reshard()
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor whole; every process must ask for it. Others as they are."""
-    return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients down to a global norm of at most `max_norm`; returns what it was."""
+    """Scale gradients to a global norm of at most `max_norm`; return the norm before that."""
     return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
 
@@ -233,22 +224,26 @@ def all_reduce_max(value: int, dist_info: DistInfo) -> int:
 
 
 def gather_text(text: str, dist_info: DistInfo) -> list[str]:
-    """Every process's `text`, in the order of their ranks, on every process."""
+    """Every process's `text`, in the order of their ranks, on every process.
+
+    Not by `all_gather_object`, which would unpickle what other machines send.
+    """
     if dist_info.world_size == 1:
         return [text]
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=dist_info.device)
     longest = max(1, all_reduce_max(len(data), dist_info))
-    padded = nn.functional.pad(data, (0, longest - len(data)))  # by NULs, which text has none of
-    full_tensor = [torch.empty_like(padded) for _ in range(dist_info.world_size)]
-    dist.all_gather(full_tensor, padded)
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in full_tensor]
+    padded = nn.functional.pad(data, (0, longest - len(data)))  # with NULs, which no text has
+    texts = [torch.empty_like(padded) for _ in range(dist_info.world_size)]
+    dist.all_gather(texts, padded)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in texts]
 
 
 @contextmanager
 def raise_on_all_ranks(dist_info: DistInfo) -> Iterator[None]:
-    """Where the body raises what a user can cause on one process, end every process.
+    """If one process raises in the body what a user can cause, end every process.
 
-    Without this the others would wait for it, in the next collective. The body must have none.
+    Without this the others would wait for it in the next collective. The body itself must not
+    have a collective.
 
     Raises:
         ValueError: on the main process, with the message of the first that met an error.
@@ -281,31 +276,37 @@ def check_same_on_all_ranks(what: str, lines: Sequence[str], dist_info: DistInfo
     with raise_on_all_ranks(dist_info):
         for rank, text in enumerate(texts):
             pairs = itertools.zip_longest(text.split("\n"), texts[0].split("\n"))
-            for there, here in pairs:
-                if there != here:
+            for own, main in pairs:
+                if own != main:
                     raise ValueError(
-                        f"{what} differ: rank {rank} has {there or 'nothing'}, "
-                        f"rank 0 has {here or 'nothing'}"
+                        f"{what} differ: rank {rank} has {own or 'nothing'}, "
+                        f"rank 0 has {main or 'nothing'}"
                     )
 
 
 def rank_batches(
-    batches: Sequence[Item], dist_info: DistInfo, between: Callable[[], object] = lambda: None
+    batches: Sequence[Item],
+    dist_info: DistInfo,
+    between: Callable[[], object] = lambda: None,
+    title: str | None = None,
 ) -> Iterator[tuple[Item, bool]]:
     """Split an evaluation's batches over the ranks, equally many to each.
 
-    A model whose parameters are sharded needs every rank in every forward pass. In the last round
-    some ranks have no batch left: they get one again, to compute and not to count.
+    A sharded model needs every rank in every forward pass. In the last round some ranks have no
+    batch left: they get the last one again, which they compute and do not count.
 
     Args:
         batches: the same ones on every rank.
         dist_info: this process.
         between: called before every round, on all ranks; it may raise, on all of them alike.
+        title: of a progress bar, which rank 0 shows on a terminal; None shows none.
 
     Yields:
         A batch, and whether to count its result.
     """
-    for start in range(0, len(batches), dist_info.world_size):
+    starts = range(0, len(batches), dist_info.world_size)
+    hidden = None if title and dist_info.is_main else True  # None: unless stderr is a terminal
+    for start in tqdm(starts, title, leave=False, unit="batch", disable=hidden):
         between()
         place = start + dist_info.rank
         yield batches[min(place, len(batches) - 1)], place < len(batches)
@@ -332,9 +333,9 @@ def barrier(dist_info: DistInfo) -> None:
 
 
 def print0(dist_info: DistInfo, line: str) -> None:
-    """Print a line once, above the progress bar if there is one."""
+    """Print a line on rank 0, above the progress bar if there is one."""
     if not dist_info.is_main:
         return
-    with suppress(OSError):  # a run is worth more than its log on a full disk or a closed pipe
+    with suppress(OSError):  # a full disk or a closed pipe must not end a run
         tqdm.write(line)
-        sys.stdout.flush()  # a log file or a pipe is to have it at once
+        sys.stdout.flush()  # so that a log file or a pipe has the line at once

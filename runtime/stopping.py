@@ -1,18 +1,16 @@
-"""Stop together: what one process is asked to do, all of them do after the same step.
+"""Stop together: what one process is asked to do, all processes do after the same step.
 
 SIGTERM and SIGUSR1 (schedulers send them before they kill), Ctrl-C, and a failure that only one
-process meets are remembered here, and told to the others at the next place that all pass.
+process meets are remembered here, until all processes learn of them in `sync_stop`.
 """
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from runtime.distributed import DistInfo, all_reduce_max
 
-Item = TypeVar("Item")
 SIGNALS = [  # Windows has no SIGUSR1
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
 ]
@@ -20,64 +18,59 @@ FAILURE = 1 << 16  # above every signal's number
 
 
 class EvaluationStopped(Exception):  # noqa: N818 - not an error
-    """The work at hand was broken off, on every process at the same place."""
+    """An evaluation was interrupted, on every process before the same batch."""
 
 
 class StopRequest:
     """Whether training is to stop; as a context manager, it listens for signals.
 
-    A signal no longer ends the process, but a second Ctrl-C does, unless `torchrun` is there: it
-    passes the first one on, to processes that had it from the terminal already.
+    The first signal only asks to stop. A second Ctrl-C ends the process at once, except under
+    `torchrun`, which repeats the first one to processes that had it from the terminal already.
 
     Args:
-        dist_info: rank, world size and device of this process.
+        dist_info: this process.
     """
 
     def __init__(self, dist_info: DistInfo) -> None:
         self.error: Exception | None = None
         self._dist_info = dist_info
-        self._own = 0  # what this process was asked: a signal's number, or FAILURE
-        self._reason_code = 0  # the same, of all processes
+        self._own_code = 0  # what this process was asked: a signal's number, or FAILURE
+        self._code = 0  # the largest of all processes
         self._handlers: dict[int, Any] = {}
 
     @property
     def reason(self) -> str | None:
         """What all processes stop for: a signal's name, or `failure`; None if nothing."""
-        if self._reason_code >= FAILURE:
+        if self._code >= FAILURE:
             return "failure"
-        return signal.Signals(self._reason_code).name if self._reason_code else None
+        return signal.Signals(self._code).name if self._code else None
 
     def fail(self, error: Exception) -> None:
         """Ask all processes to stop for an error that this one met."""
-        self.error, self._own = self.error or error, FAILURE
+        self.error, self._own_code = self.error or error, FAILURE
 
     def sync_stop(self) -> bool:
-        """Whether any process was asked to stop; every process must call this, and learns it."""
-        self._reason_code = all_reduce_max(self._own, self._dist_info)
-        return self._reason_code > 0
+        """Whether any process was asked to stop: an all-reduce, which every process must call."""
+        self._code = all_reduce_max(self._own_code, self._dist_info)
+        return self._code > 0
 
-    def watch(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Pass items on, until any process is asked to stop.
-
-        Args:
-            items: as many on every process.
+    def interrupt_evaluation(self) -> None:
+        """Called between the batches of an evaluation, by every process.
 
         Raises:
-            EvaluationStopped: on every process, before the same item.
+            EvaluationStopped: on every process, if any was asked to stop.
         """
-        for item in items:
-            if self.sync_stop():
-                raise EvaluationStopped
-            yield item
+        if self.sync_stop():
+            raise EvaluationStopped
 
     def raise_failure(self) -> None:
-        """End this process if all stop for a failure: with its message where it was met.
+        """End this process if all stop for a failure; the one that met it says what it was.
 
         Raises:
             Exception: the error.
             SystemExit: another process had the error; exit code 2.
         """
-        if self._reason_code < FAILURE:
+        if self._code < FAILURE:
             return
         raise self.error if self.error is not None else SystemExit(2)
 
@@ -92,9 +85,9 @@ class StopRequest:
             signal.signal(*self._handlers.popitem())
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._own == number == signal.SIGINT and self._dist_info.world_size == 1:
+        if self._own_code == number == signal.SIGINT and self._dist_info.world_size == 1:
             raise KeyboardInterrupt
-        if not self._own and self._dist_info.is_main and os.isatty(2):
+        if not self._own_code and self._dist_info.is_main and os.isatty(2):
             # Not print: a signal may come in the middle of one.
             os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
-        self._own = self._own or number
+        self._own_code = self._own_code or number

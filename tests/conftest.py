@@ -1,6 +1,8 @@
 import os
 import signal
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,3 +65,20 @@ def check_on_ranks(commands, source, tmp_path, processes=2, **environment):
     done = commands.run_ranks(processes, script, **environment)
     assert done.code == 0, done.stderr
     assert done.stdout.count("fine") == processes
+
+
+def tiny_trainer(data_dir, model=None, **settings):
+    """What `train_gpt2.setup` builds for a tiny run, with another model if one is given."""
+    from runtime.distributed import DistInfo
+    from train_gpt2 import build_optimizers, setup
+    from training.config import TrainConfig
+
+    tiny = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "max_steps": 100}
+    tiny |= {"total_batch_size": 16, "micro_batch_size": 1, "compile": False, "dtype": "float32"}
+    tiny |= {"hellaswag_every": 0, "warmup_steps": 2, "val_tokens": 256, "device": "cpu"}
+    config = TrainConfig(data_dir=data_dir, **(tiny | settings))
+    trainer = setup(config, None, Path("unused"), DistInfo())
+    if model is None:
+        return trainer
+    optimizers = build_optimizers(model, config)
+    return replace(trainer, raw_model=model, model=model, optimizers=optimizers)

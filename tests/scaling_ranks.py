@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from runtime.distributed import setup_distributed, wrap_model
-from train_gpt2 import build_optimizer, train_step
+from runtime.distributed import setup_distributed
+from train_gpt2 import train_step
 
 MODEL = GPTConfig(block_size=128, vocab_size=2000, n_layer=4, n_head=4, n_embd=192)
 SEQUENCES, MICRO_BATCH = 32, 4  # of a step over all processes; of a process at once

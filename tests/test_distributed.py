@@ -36,7 +36,7 @@ def check(dist_info):
 
     torch.manual_seed(0)
     raw = torch.nn.Linear(3, 1)
-    model = wrap_model(raw, dist_info)
+    model = torch.nn.parallel.DistributedDataParallel(raw, gradient_as_bucket_view=True)
     synced = []
     def count(state, bucket):
         synced.append(bucket.index())

@@ -101,10 +101,14 @@ def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(ranks, runs):
 RANK_CHECK = """
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
-from train_gpt2 import build_model
+from train_gpt2 import compile_and_wrap, init_model
 from training.config import TrainConfig
 
 SMALL = dict(compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
+
+def build(config, dist_info):
+    raw = init_model(config, None, torch.float32, dist_info)
+    return raw, compile_and_wrap(raw, config, dist_info)
 
 def share(raw):
     whole = sum(p.numel() for p in raw.parameters())
@@ -119,7 +123,7 @@ ZERO_CHECK = """
 def check(dist_info):
     for reshard in (True, False):  # ZeRO-3, ZeRO-2
         config = TrainConfig(parallel="fsdp", reshard_after_forward=reshard, **SMALL)
-        raw, model = build_model(config, None, torch.float32, dist_info)
+        raw, model = build(config, dist_info)
         assert share(raw) <= 0.51
         idx = torch.zeros(1, 16, dtype=torch.int64)
         gathered, reduced = [], []
@@ -136,7 +140,7 @@ def check(dist_info):
 """
 HYBRID_CHECK = """
 def check(dist_info):
-    raw, model = build_model(TrainConfig(parallel="hsdp", **SMALL), None, torch.float32, dist_info)
+    raw, model = build(TrainConfig(parallel="hsdp", **SMALL), dist_info)
     assert 0.5 <= share(raw) <= 0.51  # of two processes on each of two machines
     idx = torch.full((1, 16), dist_info.rank)
     with CommDebugMode() as communication:
@@ -186,7 +190,7 @@ def gradients(mode, compiled=False, dtype=torch.float32):
     """Loss and gradients of a small model."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=64))
-    model.set_checkpointing("none" if mode == "offload" else mode)
+    model.set_activation_checkpointing("none" if mode == "offload" else mode)
     run = torch.compile(model, dynamic=False) if compiled else model
     idx = torch.randint(0, 50257, (2, 64), generator=torch.Generator().manual_seed(1))
     with autocast(CPU, dtype), saved_activations(CPU, mode == "offload"):

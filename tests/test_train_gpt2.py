@@ -12,10 +12,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, tiny_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train_gpt2
 from dataloader import Batch
 from model import GPT, GPTConfig
 from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
@@ -24,13 +23,15 @@ from runtime.distributed import DistInfo
 from runtime.metrics import read_metrics
 from train_gpt2 import (
     StepResult,
-    build_optimizer,
+    build_optimizers,
     check_finite,
     evaluate_loss,
     learning_rate,
     main,
     train_step,
 )
+from training.config import TrainConfig
+from training.run_dir import parse_config
 
 CPU = torch.device("cpu")
 DIST_INFO = DistInfo(CPU)
@@ -49,19 +50,16 @@ def val_losses(run_dir):
     return {r["step"]: r["val_loss"] for r in records if "val_loss" in r}
 
 
-def one_step(model, batches, dtype=torch.float32, grad_clip=1.0):
-    optimizer = build_optimizer(model, 0.1)
-    return train_step(
-        model,
-        optimizer,
-        iter(batches),
-        grad_accum_steps=len(batches),
-        lr=1e-3,
-        grad_clip=grad_clip,
-        dtype=dtype,
-        scaler=torch.amp.GradScaler("cpu", enabled=dtype == torch.float16),
-        dist_info=DIST_INFO,
-    )
+@pytest.fixture
+def one_step(tiny_data):
+    """A first optimizer step of a model."""
+
+    def step(model, batches, **settings):
+        tokens = 16 * len(batches)
+        trainer = tiny_trainer(tiny_data, model, total_batch_size=tokens, **settings)
+        return train_step(trainer, iter(batches), 1e-3)
+
+    return step
 
 
 def random_batch(rows, seed=0):
@@ -146,23 +144,6 @@ def test_main_ranks_agree_to_leave_hellaswag_out(commands, tiny_flags, tmp_path)
     assert len(losses(tmp_path / "runs/a")) == 8
 
 
-def test_main_killed_run_goes_on(tiny_flags, tmp_path):
-    main([*tiny_flags, "--run-name=whole", "--max-steps=40", "--val-every=0"])
-    flags = [*tiny_flags, "--run-name=killed", "--max-steps=40", "--val-every=0"]
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "train_gpt2.py", *flags], stdout=subprocess.PIPE, text=True
-    )
-    for line in process.stdout:
-        if line.startswith("step  9/"):
-            break
-    process.kill()
-    assert process.wait(30) != 0
-    killed = tmp_path / "runs" / "killed"
-    assert latest_checkpoint(killed) is not None
-    main([*flags, "--resume=auto"])
-    assert losses(killed) == losses(tmp_path / "runs" / "whole")
-
-
 def test_main_float16_on_cpu_scales_the_loss(tiny_flags, tmp_path):
     main([*tiny_flags, "--run-name=half", "--dtype=float16"])
     main([*tiny_flags, "--run-name=full"])
@@ -182,17 +163,9 @@ def test_main_init_from_continues_a_model(tiny_flags, tmp_path):
     assert val_losses(tmp_path / "runs/second")[0] == pytest.approx(val_losses(first)[8], abs=0.2)
 
 
-def test_main_of_a_finished_run_changes_nothing(tiny_flags, tmp_path, capsys):
-    main([*tiny_flags, "--run-name=a"])
-    log = (tmp_path / "runs/a/metrics.jsonl").read_bytes()
-    main([*tiny_flags, "--run-name=a", "--resume=auto"])
-    assert "is finished: 8 steps are done" in capsys.readouterr().out
-    assert (tmp_path / "runs/a/metrics.jsonl").read_bytes() == log
-
-
 def test_main_config_file_is_overridden_by_flags(tiny_flags, tmp_path):
     main([*tiny_flags, "--run-name=a"])
-    config, _ = train_gpt2.parse_config(
+    config, _ = parse_config(
         ["--config", str(tmp_path / "runs/a/config.json"), "--max_steps=3", "--shuffle"]
     )
     assert (config.n_embd, config.max_steps, config.compile, config.run_name) == (
@@ -277,7 +250,7 @@ def test_command_line_reports_all_problems_in_one_line(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_train_step_of_micro_batches_equals_one_of_the_whole():
+def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step):
     torch.manual_seed(0)
     whole, parts = GPT(TINY), GPT(TINY)
     parts.load_state_dict(whole.state_dict())
@@ -308,7 +281,7 @@ def test_compiled_gradients_are_the_same_each_time_with_two_threads():
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-def test_train_step_clips_to_the_norm():
+def test_train_step_clips_to_the_norm(one_step):
     torch.manual_seed(0)
     model = GPT(TINY)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -324,7 +297,7 @@ def test_train_step_clips_to_the_norm():
     assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_train_step_stops_before_an_update_that_is_not_finite():
+def test_train_step_stops_before_an_update_that_is_not_finite(one_step):
     torch.manual_seed(0)
     model = GPT(TINY)
     with torch.no_grad():
@@ -360,7 +333,7 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_train_step_reads_no_number_from_the_device_but_its_result():
+def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
     torch.manual_seed(0)
     model, batches = GPT(TINY), [random_batch(4, seed) for seed in range(3)]
     one_step(model, batches)  # the optimizer's state is made
@@ -381,22 +354,21 @@ def test_two_ranks_stop_together_when_one_has_a_gradient_that_is_not_finite(
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import train_gpt2
-from train_gpt2 import build_optimizer
 from runtime.cli import run_command
 
 flush = os.fsync
 os.fsync = lambda file: (time.sleep(0.2), flush(file))  # a slow disk
-build_model = train_gpt2.build_model
-def build_poisoned(*args):
-    raw_model, model = build_model(*args)
+init_model = train_gpt2.init_model
+def init_poisoned(*args):
+    model = init_model(*args)
     if os.environ["RANK"] == "1":
         calls = []
         def poison(grad):
             calls.append(1)
             return grad * float("nan") if len(calls) == 6 else grad
-        raw_model.transformer.ln_f.bias.register_hook(poison)
-    return raw_model, model
-train_gpt2.build_model = build_poisoned
+        model.transformer.ln_f.bias.register_hook(poison)
+    return model
+train_gpt2.init_model = init_poisoned
 run_command(train_gpt2.main)
 """
     )
@@ -499,7 +471,8 @@ def test_main_shows_a_bar_on_a_terminal_only(tiny_flags, tmp_path):
 def test_build_optimizer_decays_matrices_only():
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    decayed, others = build_optimizer(model, 0.1).param_groups
+    (optimizer,) = build_optimizers(model, TrainConfig())
+    decayed, others = optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert (len(decayed["params"]), len(others["params"])) == (50, 98)
     assert sum(p.numel() for p in decayed["params"]) == 124_354_560
@@ -524,7 +497,7 @@ def test_evaluate_loss_weighs_tokens_not_batches():
 
 
 def test_learning_rate_follows_the_flags(tiny_flags):
-    config, _ = train_gpt2.parse_config([*tiny_flags, "--lr-schedule=wsd", "--max-steps=10"])
+    config, _ = parse_config([*tiny_flags, "--lr-schedule=wsd", "--max-steps=10"])
     rates = [learning_rate(config, step) for step in range(10)]
     assert rates[0] == 3e-4
     assert rates[1:8] == [6e-4] * 7

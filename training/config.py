@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from model import GPT2_SIZES, Checkpointing, GPTConfig
+from model import GPT2_SIZES, GPTConfig
+from ops import ActivationCheckpointing as Checkpointing
 from runtime.device import DeviceName, DtypeName
 from runtime.files import is_plain_name
 

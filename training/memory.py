@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from model import Checkpointing, GPTConfig
+from model import GPTConfig
+from ops import ActivationCheckpointing as Checkpointing
 from runtime.device import autocast, device_name, is_out_of_memory, memory_gib, select_dtype
 from runtime.distributed import DistInfo, all_reduce_sum, set_gradient_sync
 from runtime.metrics import flops_per_token, peak_flops

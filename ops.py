@@ -1,0 +1,225 @@
+"""What makes the model fast and small: attention for CPUs, a chunked loss, recomputed activations.
+
+`model.py` states GPT-2 in plain terms; each function here computes one of those terms, with the
+same result, in less time or memory. Shapes in comments are those of `model.py`.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+IGNORE_INDEX = -100  # a target with this value does not count towards the loss
+
+# --- attention --------------------------------------------------------------------------------
+
+QUERY_BLOCKS = 4  # more blocks skip more of the scores, and take longer to compile
+MAX_BLOCK_CAUSAL_TOKENS = 2048  # the scores of one block take memory that grows with T squared
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention over the past, by whichever implementation is fastest here.
+
+    torch's flash attention, except in code compiled for a CPU: there `BlockCausalAttention` takes
+    half the time. It is slower in eager mode.
+
+    Args:
+        q: (B, H, T, D) queries.
+        k: (B, H, T, D) keys.
+        v: (B, H, T, D) values.
+
+    Returns:
+        (B, H, T, D).
+    """
+    B, H, T, D = q.shape
+    fits = T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
+    if not (fits and q.device.type == "cpu" and torch.compiler.is_compiling()):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    heads = (tensor.flatten(0, 1) for tensor in (q * D**-0.5, k, v))
+    y: Tensor = BlockCausalAttention.apply(*heads)  # type: ignore[no-untyped-call]
+    return y.view(B, H, T, D)
+
+
+class BlockCausalAttention(torch.autograd.Function):
+    """Causal attention by plain matrix products, one block of queries at a time.
+
+    A block skips the keys after its last query, so three eighths of the scores are never computed.
+    The backward pass recomputes the probabilities from their log-sum-exp instead of saving them
+    (FlashAttention-2, Dao 2023, algorithms 1 and 2).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ANN401
+        """Attend; B here is batch times heads.
+
+        Args:
+            ctx: autograd's.
+            q: (B, T, D) queries, already scaled by 1/√D; T is a multiple of `QUERY_BLOCKS`.
+            k: (B, T, D) keys.
+            v: (B, T, D) values.
+
+        Returns:
+            (B, T, D).
+        """
+        outputs, log_sums = [], []
+        for rows, end in query_blocks(q.size(1)):
+            future = future_keys(rows, end, q.device)
+            scores = (q[:, rows] @ k[:, :end].mT).float()
+            scores = scores.masked_fill(future, -math.inf)
+            log_sums.append(scores.logsumexp(dim=-1, keepdim=True))
+            probs = (scores - log_sums[-1]).exp().to(v.dtype)
+            outputs.append(probs @ v[:, :end])
+        output, log_sum = torch.cat(outputs, dim=1), torch.cat(log_sums, dim=1)
+        ctx.save_for_backward(q, k, v, output, log_sum)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+        """The gradients of queries, keys and values from the output's: (B, T, D) each."""
+        q, k, v, output, log_sum = ctx.saved_tensors
+        T = q.size(1)
+        # Softmax's gradient subtracts this from every score of a row.
+        shift = (d_output.float() * output.float()).sum(dim=-1, keepdim=True)
+        d_q, d_k, d_v = [], [], []
+        for rows, end in query_blocks(T):
+            # Transposed, (B, keys, queries): the compiler would recognise the forward pass's own
+            # products, and save their results instead of computing them again.
+            future = future_keys(rows, end, q.device).mT
+            scores = (k[:, :end] @ q[:, rows].mT).float()
+            probs = (scores - log_sum[:, rows].mT).exp().masked_fill(future, 0.0)
+            d_probs = (v[:, :end] @ d_output[:, rows].mT).float()
+            d_scores = (probs * (d_probs - shift[:, rows].mT)).to(q.dtype)
+            skipped_keys = (0, 0, 0, T - end)
+            d_q.append(d_scores.mT @ k[:, :end])
+            d_k.append(F.pad(d_scores @ q[:, rows], skipped_keys))
+            d_v.append(F.pad(probs.to(v.dtype) @ d_output[:, rows], skipped_keys))
+        return torch.cat(d_q, dim=1), sum(d_k[1:], d_k[0]), sum(d_v[1:], d_v[0])
+
+
+def query_blocks(T: int) -> list[tuple[slice, int]]:
+    """The rows of each block of queries, and the end of the keys that they may look at."""
+    size = T // QUERY_BLOCKS
+    return [(slice(end - size, end), end) for end in range(size, T + 1, size)]
+
+
+def future_keys(rows: slice, end: int, device: torch.device) -> Tensor:
+    """(queries, keys) bool: whether a key lies in the query's future."""
+    queries = torch.arange(rows.start, rows.stop, device=device)
+    return torch.arange(end, device=device) > queries[:, None]
+
+
+# --- loss -------------------------------------------------------------------------------------
+
+
+def lm_head_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int
+) -> Tensor:
+    """Mean cross-entropy of the LM head's logits.
+
+    With several chunks, only one chunk's logits exist at a time: less memory, the same gradients.
+
+    Args:
+        hidden: (N, C) the last layer's output.
+        weight: (padded_vocab_size, C) the LM head.
+        targets: (N,) int64 next tokens; `IGNORE_INDEX` does not count.
+        vocab_size: rows of `weight` from here on are padding.
+        chunks: parts to cut the N tokens into.
+
+    Returns:
+        The loss, a float32 scalar in nats per token.
+    """
+    if chunks == 1:
+        logits = F.linear(hidden, weight)[:, :vocab_size].float()
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):  # inside the function there is no autocast
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    needs_grad = torch.is_grad_enabled()
+    return ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, vocab_size, chunks, needs_grad
+    )
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """LM head and mean cross-entropy, one chunk of the tokens at a time.
+
+    The gradients are computed together with the loss, so that no chunk's logits are needed twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - autograd's
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        chunks: int,
+        needs_grad: bool,
+    ) -> Tensor:
+        """See `lm_head_loss`; `hidden` and `weight` have the dtype of the matrix products."""
+        ids = torch.arange(weight.size(0), device=weight.device)
+        count = (targets != IGNORE_INDEX).sum()
+        loss = torch.zeros((), device=hidden.device)
+        d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
+        for h, target in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
+            logits = (h @ weight.T).float().masked_fill(ids >= vocab_size, -math.inf)
+            log_sum = logits.logsumexp(dim=-1, keepdim=True)
+            counts = target[:, None] != IGNORE_INDEX
+            at_target = logits.gather(1, target[:, None].clamp(min=0))
+            loss = loss + ((log_sum - at_target) * counts).sum()
+            if needs_grad:
+                probs = (logits - log_sum).exp()
+                d_logits = ((probs - (ids == target[:, None]).float()) * counts).to(h.dtype)
+                d_hidden.append(d_logits @ weight)
+                d_weight += d_logits.T @ h
+        if needs_grad:
+            ctx.save_for_backward(torch.cat(d_hidden), d_weight, count)
+        return loss / count
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Scale the gradients; dividing by the count earlier would underflow in float16."""
+        d_hidden, d_weight, count = ctx.saved_tensors
+        scale, dtype = d_loss / count, d_hidden.dtype
+        return (d_hidden * scale).to(dtype), (d_weight * scale).to(dtype), None, None, None, None
+
+
+# --- activation checkpointing -----------------------------------------------------------------
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+ATEN = torch.ops.aten
+SELECTIVELY_SAVED = [  # matrix products and attention, which are slow to compute again
+    ATEN.mm.default,
+    ATEN.addmm.default,
+    ATEN._scaled_dot_product_flash_attention.default,
+    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    ATEN._scaled_dot_product_efficient_attention.default,
+    ATEN._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def checkpoint_activations(
+    mode: ActivationCheckpointing, function: Callable[..., Tensor], *args: object
+) -> Tensor:
+    """Call `function`; its backward pass recomputes activations instead of saving them.
+
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
+
+    Args:
+        mode: `none` saves all activations, `selective` those of `SELECTIVELY_SAVED`, `full` only
+            the arguments.
+        function: computes a tensor, without side effects.
+        args: its arguments.
+    """
+    if mode == "none" or not torch.is_grad_enabled():
+        return function(*args)
+    recompute = partial(checkpoint, function, *args, use_reentrant=False)
+    if mode == "full":
+        return recompute()
+    return recompute(context_fn=partial(create_selective_checkpoint_contexts, SELECTIVELY_SAVED))
