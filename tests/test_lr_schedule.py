@@ -1,12 +1,17 @@
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
 from lr_schedule import SCHEDULES, cosine_lr, wsd_lr
+from runtime.metrics import read_metrics
 
 RATES = [(6e-4, 6e-5), (1.8e-3, 0.0), (3e-4, 3e-4)]  # max_lr, min_lr
 
@@ -122,3 +127,37 @@ def test_every_schedule_rises_to_the_peak_in_warmup_and_then_never(name, run):
     assert rest[0] == pytest.approx(run["max_lr"])
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(rest))
     assert set(rates[max(warmup_steps, run["max_steps"]) :]) == {run["min_lr"]}
+
+
+LINEAR = """
+def linear_lr(step, *, max_lr, min_lr, warmup_steps, max_steps):
+    return max_lr + (min_lr - max_lr) * step / max_steps
+
+
+SCHEDULES"""
+
+
+def test_another_schedule_takes_one_function_and_one_line(tiny_flags, tmp_path):
+    copy = tmp_path / "copy"
+    for wing in ("runtime", "corpus", "training", "assets"):
+        shutil.copytree(ROOT / wing, copy / wing)
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, copy)
+    source = (copy / "lr_schedule.py").read_text()
+    source = source.replace("\nSCHEDULES", LINEAR).replace(
+        '{"cosine"', '{"linear": linear_lr, "cosine"'
+    )
+    (copy / "lr_schedule.py").write_text(source)
+
+    flags = [*tiny_flags, "--lr-schedule=linear", "--max-lr=8e-4", "--min-lr=0", "--run-name=a"]
+    done = subprocess.run(
+        [sys.executable, copy / "train_gpt2.py", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    records = read_metrics(tmp_path / "runs/a/metrics.jsonl")
+    rates = [record["lr"] for record in records if "lr" in record]
+    assert rates == pytest.approx([8e-4, 7e-4, 6e-4, 5e-4, 4e-4, 3e-4, 2e-4, 1e-4])

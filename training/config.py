@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from lr_schedule import ScheduleName
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing as Checkpointing
 from runtime.device import DeviceName, DtypeName
@@ -60,7 +61,7 @@ class TrainConfig:
     """Learning rate at the end."""
     warmup_steps: int = 715
     """Steps of linear warm-up."""
-    lr_schedule: Literal["cosine", "wsd"] = "cosine"
+    lr_schedule: ScheduleName = "cosine"
     """Shape of the decay: half a cosine, or constant and then linear (warm-up, stable, decay)."""
     weight_decay: float = 0.1
     """AdamW's decay of matrices; biases and LayerNorms have none."""
