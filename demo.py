@@ -101,18 +101,12 @@ def unigram_loss(train: TokenShards, val: TokenShards, vocab_size: int = 50257) 
     Returns:
         Nats per token.
     """
-    counts = count_tokens(train, vocab_size) + 1.0
-    val_counts = count_tokens(val, vocab_size)
-    log_probs = np.log(counts) - math.log(counts.sum())
+    train_counts, val_counts = (
+        np.sum([np.bincount(array, minlength=vocab_size) for array in shards.arrays], axis=0)
+        for shards in (train, val)
+    )  # each (vocab_size,) int64
+    log_probs = np.log(train_counts + 1) - math.log(train_counts.sum() + vocab_size)
     return float(-(val_counts * log_probs).sum() / val_counts.sum())
-
-
-def count_tokens(shards: TokenShards, vocab_size: int) -> np.ndarray:
-    """How often each id occurs, (vocab_size,) float64."""
-    counts = np.zeros(vocab_size)
-    for array in shards.arrays:
-        counts += np.bincount(array, minlength=vocab_size)
-    return counts
 
 
 if __name__ == "__main__":

@@ -41,15 +41,12 @@ HELLASWAG_REFERENCES = {
     "GPT-3 1.3B": 0.547,
 }
 NEARLY_EQUAL = ("GPT-2 774M", "GPT-3 350M")  # the labels below and above their lines
-ALWAYS_SHOWN = 2  # references that are drawn however low the run is
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
 FALL_SHARE = 0.02  # the loss's fall over this share of the tokens may begin above the figure
 MARKED_POINTS = 40  # up to this many points are drawn as dots too
 LONGEST_NAME = 40  # characters of a run's name in a figure
 
 BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e4"
-COLOURS = (BLUE, RED, "#e09f3e", "#5b8e7d", "#7b5ea7", GREY)
-LINE_STYLES = ("-", "--", ":")  # after the last colour, the colours come again, dashed
 
 
 @dataclass(frozen=True)
@@ -190,8 +187,6 @@ def _new_axes(title: str, quantity: str) -> Axes:
     axes.set_xlabel("training tokens", color=GREY)
     axes.set_ylabel(quantity, color=GREY)
     axes.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
-    styles = [style for style in LINE_STYLES for _ in COLOURS]
-    axes.set_prop_cycle(color=COLOURS * len(LINE_STYLES), linestyle=styles)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.grid(axis="y", color=PALE, linewidth=0.8)
@@ -274,17 +269,16 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
 
 
 def _references_for(best: float) -> dict[str, float]:
-    """The published models that a run has passed, and the next one above it."""
+    """The published models that a run has passed and the next one above it, at least two."""
     passed = sum(height <= best for height in HELLASWAG_REFERENCES.values())
-    return dict(list(HELLASWAG_REFERENCES.items())[: max(ALWAYS_SHOWN, passed + 1)])
+    return dict(list(HELLASWAG_REFERENCES.items())[: max(2, passed + 1)])
 
 
 def _draw_throughput(records: Records, title: str, path: Path) -> Path:
     speed = Series.of(records, "tokens_per_second")
     utilisation = Series.of(records, "mfu").values
-    label = f"median {format_count(float(np.median(speed.values)))}"
-    if len(utilisation):
-        label += f", MFU {np.median(utilisation):.1%}"
+    share = f", MFU {np.median(utilisation):.1%}" if len(utilisation) else ""
+    label = f"median {format_count(float(np.median(speed.values)))}{share}"
     axes = _new_axes(title, "throughput (tokens per second)")
     axes.plot(*speed, color=BLUE, linewidth=0.6, alpha=0.3)
     settled = Series(speed.tokens[1:], speed.values[1:])  # the first step compiles

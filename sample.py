@@ -175,23 +175,15 @@ def generate(
 
 
 def window_start(n_tokens: int, block_size: int) -> int:
-    """Where the model's window on a sequence begins.
-
-    Returns:
-        The smallest multiple of half a block that leaves at most `block_size` tokens.
-    """
+    """The smallest multiple of half a block that leaves at most `block_size` of the tokens."""
     stride = max(1, block_size // 2)
     return -(-max(0, n_tokens - block_size) // stride) * stride
 
 
 def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits of the token after each row.
+    """Logits of the token after each row of a (B, T) window, T <= block_size.
 
-    Args:
-        model: the raw model.
-        window: (B, T) int64, T <= block_size.
-        cache: keys and values of the window's first tokens, or of none; those of the rest are
-            added.
+    Only the tokens whose keys and values are not in the cache yet are computed.
 
     Returns:
         (B, vocab_size) float32, without the padding ids.

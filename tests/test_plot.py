@@ -3,10 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import assert_refused
+from matplotlib.colors import to_rgb
 from PIL import Image
 
 from plot import (
-    COLOURS,
     PlotConfig,
     Series,
     _references_for,
@@ -128,9 +128,9 @@ def test_plot_comparison_draws_every_run_however_short(tmp_path, val_every):
     ]
     plot_comparison(runs, tmp_path / "three.png")
     left_third = pixels_of(tmp_path / "three.png")[:, :320]  # the legend is at the right
-    for colour in COLOURS[:3]:
-        rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-        assert (np.abs(left_third.astype(int) - rgb).max(axis=2) < 16).sum() > 10, colour
+    for colour in ("C0", "C1", "C2"):
+        rgb = np.round(np.array(to_rgb(colour)) * 255)
+        assert (np.abs(left_third - rgb).max(axis=2) < 16).sum() > 10, colour
 
 
 def test_plot_comparison_of_runs_without_a_common_loss_says_so(tmp_path):
