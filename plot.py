@@ -120,7 +120,8 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
         raise ValueError("some runs have no training loss yet, others no validation loss: wait")
     axes = _new_axes(f"{len(lines)} runs", f"{kind} loss (nats per token)")
     for run_dir, line in zip(run_dirs, lines, strict=True):
-        _plot_line(axes, line, f"{_short_name(run_dir)} {line.values[-1]:.3f}")
+        # The number first: matplotlib leaves labels that begin with "_" out of the legend.
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {_short_name(run_dir)}")
     _fit_loss(axes, lines)
     _save(axes, path)
 
@@ -284,7 +285,7 @@ def _draw_throughput(records: Records, title: str, path: Path) -> Path:
     settled = Series(speed.tokens[1:], speed.values[1:])  # the first step compiles
     axes.plot(*settled.smoothed(), color=BLUE, linewidth=1.8, label=label)
     axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
-    axes.set_ylim(0, 1.2 * speed.values.max())
+    axes.set_ylim(0, 1.2 * np.quantile(speed.values, 0.99))
     return _save(axes, path)
 
 

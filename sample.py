@@ -153,7 +153,8 @@ def generate(
     else:
         idx = prompt
     B, T = idx.shape
-    assert T >= 1, "a prompt needs a token to start from"
+    if T == 0:
+        raise ValueError("the prompt has no token: begin with <|endoftext|>, token 50256")
     cache = KVCache(model.config, B, idx.device, dtype) if use_cache else None
     tokens, start = idx, 0
     ended = torch.zeros(B, dtype=torch.bool, device=idx.device)

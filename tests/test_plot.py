@@ -121,7 +121,7 @@ def test_plot_run_of_another_folder_says_what_is_missing(tmp_path):
 @pytest.mark.parametrize("val_every", [5, 0])
 def test_plot_comparison_draws_every_run_however_short(tmp_path, val_every):
     """The third run stopped at a loss far above the others' end; names may be long."""
-    lengths = {"long": 400, "a-third-of-it" * 10: 130, "stopped-at-once": 1}
+    lengths = {"long": 400, "a-third-of-it" * 10: 130, "_stopped-at-once": 1}
     runs = [
         write_run(tmp_path / name, steps, val_every, loss_at_end=3 + number / 2)
         for number, (name, steps) in enumerate(lengths.items())
