@@ -711,7 +711,11 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> Start:
             trainer.train_shards.fingerprint,
         )
         state = load_checkpoint(
-            checkpoint, trainer.raw_model, (trainer.optimizer,), trainer.scaler, verified=True
+            checkpoint,
+            trainer.raw_model,
+            (trainer.optimizer,),
+            trainer.scaler,
+            verified=trainer.config.resume == "auto",  # which has chosen it by its hashes
         )
         mark = read_preemption(checkpoint.parent.parent)
     trainer.norms.extend(state.grad_norms)

@@ -206,13 +206,13 @@ def test_checkpoint_from_before_optimizers_were_named_is_adamws(saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda adamw, _: adamw.param_groups[0]["params"].pop(0), r"exp_avg\..* expected missing"),
+        (lambda adamw, _: adamw.param_groups[0]["params"].pop(0), r"exp_avg\..* is unexpected"),
         (
             lambda adamw, _: adamw.param_groups[0].update(amsgrad=True),
             "max_exp_avg_sq.* is missing",
         ),
-        (lambda _, model: model.ln.append(nn.LayerNorm(4)), r"ln\.0\.weight is missing, expected"),
-        (lambda _, model: model.transformer.h.pop(1), r"h\.1\..* expected missing"),
+        (lambda _, model: model.ln.append(nn.LayerNorm(4)), r"ln\.0\.weight is missing"),
+        (lambda _, model: model.transformer.h.pop(1), r"h\.1\..* is unexpected"),
     ],
 )
 def test_load_checkpoint_refuses_state_that_does_not_fit(saved, change, message):
@@ -359,7 +359,7 @@ def test_load_model_builds_what_the_code_says(sinusoidal, tmp_path):
 
 
 def test_load_model_refuses_a_checkpoint_of_other_code(saved, sinusoidal):
-    with pytest.raises(ValueError, match=r"wpe\.weight is \(16, 16\), expected missing"):
+    with pytest.raises(ValueError, match=r"wpe\.weight is unexpected"):
         load_model(saved[0])
 
 
@@ -374,7 +374,7 @@ def test_copy_weights_crops_the_position_embeddings():
     assert torch.equal(target(idx).logits, source(idx).logits)
     with pytest.raises(ValueError, match="--block-size 17 is beyond this model's 16: give"):
         copy_weights(source, sized(17))
-    with pytest.raises(ValueError, match=r"h\.2\..* is missing, expected"):
+    with pytest.raises(ValueError, match=r"h\.2\..* is missing"):
         copy_weights(source, GPT(GPTConfig(16, 100, n_layer=3, n_head=2, n_embd=16)))
 
 

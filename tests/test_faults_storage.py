@@ -269,7 +269,7 @@ def test_ranks_with_other_files_are_refused_with_the_first_difference(
     script.write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         f"os.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])\n"
-        "import train_gpt2\nfrom cli import run_command\nrun_command(train_gpt2.main)\n"
+        "import train_gpt2\nfrom runtime.cli import run_command\nrun_command(train_gpt2.main)\n"
     )
     flags = (*flags, "--data-dir=data", "--micro-batch-size=4")
     done = commands.run_ranks(2, script, *flags)

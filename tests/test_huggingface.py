@@ -234,7 +234,7 @@ def test_load_pretrained_reads_what_transformers_saves(tmp_path):
         ("n_layer", 1, "transformer.h.1.attn.c_attn.bias is unexpected"),
         ("n_layer", 3, "n_layer is 3, but the file has 2 layers"),
         ("n_layer", 10**12, "n_layer is 1000000000000, but the file has 2 layers"),
-        ("n_embd", 10**12, r"wte.weight has shape \(50257, 8\), not \(50257, 1000000000000\)"),
+        ("n_embd", 10**12, r"ln_1.bias has shape \(8,\), not \(1000000000000,\)"),
         ("n_positions", 10**12, r"wpe.weight has shape \(8, 8\), not \(1000000000000, 8\)"),
         ("n_embd", {}, "n_embd is missing"),
     ],

@@ -20,7 +20,6 @@ from runtime.checkpoint import (
     quarantine_newer,
     read_state,
     remove_leftovers,
-    verify_checkpoint,
 )
 from runtime.cli import parse_flags
 from runtime.distributed import DistInfo, broadcast_int
@@ -84,12 +83,10 @@ def find_resumable(resume: str, out_dir: Path, run_name: str | None) -> Path | N
 
     Raises:
         FileNotFoundError: `resume` names something that is no checkpoint and has none.
-        ValueError: the checkpoint, or with `auto` every checkpoint of the run, is damaged.
+        ValueError: all checkpoints of the run are damaged.
     """
     if resume != "auto":
-        checkpoint = find_checkpoint(Path(resume))
-        verify_checkpoint(checkpoint)
-        return checkpoint
+        return find_checkpoint(Path(resume))
     return latest_valid_checkpoint(out_dir / run_name, _warn) if run_name else None
 
 
