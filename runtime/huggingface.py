@@ -207,7 +207,9 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     model.train(training)
     expected = gpt2_logits(tensors, config, idx)
     error = (logits[0] - expected).norm() / expected.norm()
-    if not error <= MAX_LOGIT_ERROR:  # also where it is NaN
+    if not error.isfinite():
+        raise ValueError("this model's logits are not finite: take an earlier checkpoint")
+    if error > MAX_LOGIT_ERROR:
         raise ValueError(
             f"this model does not compute what GPT-2 computes from the same weights (its logits "
             f"differ by {error:.1e} of their size): the code in model.py has another activation, "
