@@ -24,7 +24,7 @@ from conftest import ROOT, TINY_RUN, torchrun
 
 sys.path.insert(0, str(ROOT))
 
-from corpus.shards import MANIFEST_NAME, verify_shards
+from corpus.shards import SHARD_MANIFEST, Manifest, verify_shards
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint
 from runtime.cli import parse_flags, run_command
 from runtime.metrics import read_metrics
@@ -39,10 +39,9 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 if os.environ["HIDE"] == "1":
     sys.modules["gigatoken"] = None
-if __name__ == "__main__":
-    import fineweb
-    fineweb.BATCH_CHARS = 20_000
-    fineweb.run_command(fineweb.main)
+import fineweb
+fineweb.BATCH_CHARS = 20_000
+fineweb.run_command(fineweb.main)
 """
 
 
@@ -125,7 +124,7 @@ def _state(stat):
 
 
 def start_fineweb(folder, *flags, hide=False, **options):
-    """Start fineweb.py with two workers in `folder`, as the leader of a process group."""
+    """Start fineweb.py with two threads in `folder`, as the leader of a process group."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER)
     return subprocess.Popen(
@@ -158,9 +157,9 @@ def faults_of_shards(killed, whole):
         whole: that of an uninterrupted run.
     """
     found = []
-    if (killed / MANIFEST_NAME).exists():
+    if (killed / SHARD_MANIFEST).exists():
         try:
-            verify_shards(killed)
+            verify_shards(killed, Manifest.load(killed))
         except (OSError, ValueError) as error:
             found.append(str(error))
     for path in killed.glob("*.npy"):
@@ -215,10 +214,9 @@ class TokenizeSoak(Soak):
         killed = self.folder / name
         for _ in range(kills):
             process = self.start(name, hide)
-            while process.poll() is None and not (killed / MANIFEST_NAME).exists():
+            while process.poll() is None and not (killed / SHARD_MANIFEST).exists():
                 time.sleep(0.001)
             time.sleep(self.rng.uniform(0, self.seconds / 2))
-            workers = children(process.pid)
             process.kill()
             process.communicate()
             if process.returncode == 0:  # it was faster than the kill
@@ -227,8 +225,6 @@ class TokenizeSoak(Soak):
             self.tally["resumed"] += 1
             for message in faults_of_shards(killed, self.whole):
                 self.fault("shards lost", message)
-            if left := outlive(workers):
-                self.fault("other faults", f"workers {left} outlived fineweb.py")
         self.finish(name, hide)
         for file in differences(killed, self.whole):
             self.fault("shards lost", f"{killed / file} differs")
