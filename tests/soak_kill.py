@@ -1,14 +1,11 @@
 """Kill tokenising and training with -9 at random moments, many times, and count what was lost.
 
-    python tests/soak_kill.py --kills 200 --seed 0        # by hand: pytest does not collect it
-
-Needs Linux, whose /proc tells which processes there are.
+python tests/soak_kill.py --kills 200 --seed 0        # by hand: pytest does not collect it
 """
 
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 from conftest import ROOT, TINY_RUN, torchrun
 
 sys.path.insert(0, str(ROOT))
@@ -86,38 +84,6 @@ def describe(tally):
         f"{tally['steps lost']} | shards lost or changed, so documents lost or repeated: "
         f"{tally['shards lost']} | other faults: {tally['other faults']}"
     )
-
-
-# Processes
-
-
-def children(pid):
-    """Live processes that `pid` started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        state, parent = _state(stat)
-        if parent == pid and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def outlive(pids, seconds=10.0):
-    """Those of `pids` that still run after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while True:
-        left = [pid for pid in pids if _state(Path(f"/proc/{pid}/stat"))[0] not in ("", "Z")]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.02)
-
-
-def _state(stat):
-    """A process's state, empty once it is gone, and its parent."""
-    try:
-        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return "", 0
-    return state, int(parent)
 
 
 # Tokenising
@@ -313,12 +279,12 @@ class TrainSoak(Soak):
 
     def kill(self, process, ranks):
         """Kill the whole job or, of two ranks, one: then the other must end and torchrun fail."""
-        workers = children(process.pid)
+        workers = psutil.Process(process.pid).children()
         one_rank = ranks > 1 and len(workers) == ranks and self.rng.random() < 0.5
-        for pid in [self.rng.choice(workers)] if one_rank else [process.pid, *workers]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if left := outlive([process.pid, *workers], seconds=60):
+        for victim in [self.rng.choice(workers)] if one_rank else [process, *workers]:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
+        if left := psutil.wait_procs(workers, timeout=60)[1]:
             self.fault("other faults", f"{left} outlived the kill")
         return "one rank of two" if one_rank else f"train_gpt2.py, {ranks} process(es)"
 
