@@ -259,7 +259,11 @@ def resume(trainer: Trainer) -> int:
             path, trainer.raw_model.config, trainer.config, trainer.train_shards.fingerprint
         )
         state = checkpoint.load_checkpoint(
-            path, trainer.raw_model, trainer.optimizers, trainer.scaler, verified=True
+            path,
+            trainer.raw_model,
+            trainer.optimizers,
+            trainer.scaler,
+            verified=trainer.config.resume == "auto",  # it was chosen by its hashes
         )
     trainer.norms.extend(state.grad_norms)
     print0(trainer.dist_info, f"resumed from {path}")

@@ -19,7 +19,6 @@ from runtime.checkpoint import (
     quarantine_newer,
     read_state,
     remove_leftovers,
-    verify_checkpoint,
 )
 from runtime.cli import RunStopped, parse_flags
 from runtime.device import is_out_of_memory
@@ -101,9 +100,7 @@ def find_resumable(resume: str, out_dir: Path, run_name: str | None) -> Path | N
         ValueError: all checkpoints of the run are damaged.
     """
     if resume != "auto":
-        checkpoint = find_checkpoint(Path(resume))
-        verify_checkpoint(checkpoint)
-        return checkpoint
+        return find_checkpoint(Path(resume))
     if run_name is None:
         return None
     return latest_valid_checkpoint(out_dir / run_name, lambda line: _print0(f"warning: {line}"))
