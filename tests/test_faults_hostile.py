@@ -90,7 +90,7 @@ class Payload:
 
 @pytest.fixture
 def mark(tmp_path):
-    """Where the payload would leave its mark; a test fails if it did."""
+    """The file that the payload would make; a test fails if it is there."""
     mark = tmp_path / "the payload ran"
     yield mark
     assert not mark.exists()
@@ -111,18 +111,20 @@ def pickled(mark, kind):
     return content
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
-def test_the_payload_would_run(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    [
+        ("pickle", lambda path: pickle.loads(path.read_bytes())),
+        ("torch", lambda path: torch.load(path, weights_only=False)),
+        ("npy", lambda path: np.load(path, allow_pickle=True)),
+    ],
+)
+def test_the_payload_would_run(tmp_path, kind, load):
     """Otherwise the tests below would prove nothing."""
     mark, path = tmp_path / "ran", tmp_path / "file"
     path.write_bytes(pickled(mark, kind))
     assert not mark.exists()
-    if kind == "pickle":
-        pickle.loads(path.read_bytes())
-    elif kind == "torch":
-        torch.load(path, weights_only=False)
-    else:
-        np.load(path, allow_pickle=True)
+    load(path)
     assert mark.exists()
 
 
@@ -329,7 +331,7 @@ def contents(path):
 
 def claims(header, body=b""):
     """A safetensors file with this header."""
-    data = header if isinstance(header, bytes) else json.dumps(header).encode()
+    data = json.dumps(header).encode()
     return struct.pack("<Q", len(data)) + data + body
 
 
@@ -341,7 +343,7 @@ ABSURD_SAFETENSORS = {
 
 @pytest.fixture(scope="module")
 def plain_bytes(commands):
-    """What a process takes that only refuses a flag."""
+    """The memory of a process that only refuses a flag."""
     done = commands.run("sample", "--top-p=0")
     assert_refused(done, "--top-p")
     return done.peak_bytes
@@ -390,16 +392,13 @@ def test_absurd_dimensions_are_refused_before_a_model_is_built(
         assert refusal.peak_bytes < plain_bytes + SPARE_BYTES
 
 
-@pytest.mark.parametrize("dtype", ["I64", "C64", "F4"])
-def test_weights_that_are_no_floats_are_refused(commands, exported, dtype):
-    path = exported / "model.safetensors"
-    tensors = load_file(path)
-    name = "transformer.ln_f.bias"
-    save_file(tensors | {name: torch.zeros(32)}, path)
+@pytest.mark.parametrize(("dtype", "bits"), [("I64", 64), ("C64", 64), ("F4", 4)])
+def test_weights_that_are_no_floats_are_refused(commands, exported, dtype, bits):
+    path, name = exported / "model.safetensors", "transformer.ln_f.bias"
+    save_file(load_file(path) | {name: torch.zeros(32)}, path)
     content = path.read_bytes()
     size = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + size])
-    bits = {"I64": 64, "C64": 64, "F4": 4}[dtype]
     header[name] |= {"dtype": dtype, "shape": [32 * 32 // bits]}
     path.write_bytes(claims(header, content[8 + size :]))
     assert_refused(sample(commands, exported), name)
