@@ -48,7 +48,7 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-MAX_LAYERS = 1000  # of a model that has more layers than tensors
+MAX_LAYERS = 1000  # more are believed only of a file with as many tensors
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def test_find_resumable_of_a_path_and_of_auto(tmp_path):
     assert find_resumable("auto", tmp_path, None) is None
     old = fake_checkpoint(tmp_path / "old", 900)
     assert find_resumable(str(tmp_path / "old"), tmp_path, None) == old
-    with pytest.raises(FileNotFoundError, match="nowhere is neither"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         find_resumable("nowhere", tmp_path, None)
 
 
