@@ -91,7 +91,7 @@ def test_open_shards_takes_a_folder_without_manifest(tmp_path):
     np.save(tmp_path / "edufineweb_train_000001.npy", tokens_of(5))
     np.save(tmp_path / "edufineweb_val_000000.npy", tokens_of(3))
     assert open_shards(tmp_path, "train").read(0, 10).tolist() == list(range(10))
-    assert open_shards(tmp_path, "val").total_tokens == 3
+    assert open_shards(str(tmp_path), "val").total_tokens == 3
 
 
 def test_open_shards_names_the_shard_and_offset_of_an_impossible_id(tmp_path):
