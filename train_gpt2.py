@@ -116,17 +116,9 @@ def run(config: TrainConfig, resume_from: Path | None, dist_info: DistInfo) -> N
 def setup(
     config: TrainConfig, resume_from: Path | None, folder: Path, dist_info: DistInfo
 ) -> Trainer:
-    """Open the data, build model and optimizers; nothing is written yet.
-
-    Args:
-        config: the run's settings.
-        resume_from: the checkpoint that `resume` will load, if any.
-        folder: the run's folder.
-        dist_info: this process.
-    """
-    distributed.check_same_on_all_ranks(
-        "the checkpoints to resume from", [checkpoint.describe_checkpoint(resume_from)], dist_info
-    )
+    """Open the data, build model and optimizers for the run in `folder`; nothing is written yet."""
+    described = [checkpoint.describe_checkpoint(resume_from)]
+    distributed.check_same_on_all_ranks("the checkpoints to resume from", described, dist_info)
     if dist_info.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: float32 products on tensor cores
     device.set_numerics(dist_info.device)
@@ -141,11 +133,10 @@ def setup(
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
         hellaswag = examples_or_none(config.hellaswag_data, config.block_size, dist_info)
-    model_config = raw_model.config
-    batch = memory.choose_batch(config, model_config, model, dtype, dist_info)
-    distributed.check_same_on_all_ranks(
-        "the batches that fit (set --micro-batch-size)", [str(batch)], dist_info
-    )
+    shape = raw_model.config
+    batch = memory.choose_batch(config, shape, model, dtype, dist_info)
+    what = "the batches that fit (set --micro-batch-size)"
+    distributed.check_same_on_all_ranks(what, [str(batch)], dist_info)
     return Trainer(
         config=config,
         dist_info=dist_info,
@@ -166,10 +157,7 @@ def setup(
         norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
         stop=StopRequest(dist_info, config.stop_on_write_error),
         flops_per_token=metrics.flops_per_token(
-            model_config.n_params,
-            model_config.n_layer,
-            model_config.n_embd,
-            model_config.block_size,
+            shape.n_params, shape.n_layer, shape.n_embd, shape.block_size
         ),
     )
 
@@ -180,8 +168,10 @@ def init_model(
     """The raw model with new weights or those of `--init-from`; a checkpoint is loaded later."""
     with distributed.raise_on_all_ranks(dist_info):
         check_parallel_mode(config, dist_info)
-    with torch.device("meta"):  # shapes without memory
-        model = GPT(run_dir.model_dimensions(config, resume_from))
+    dimensions = run_dir.model_dimensions(config, resume_from)
+    # A sharded model begins without memory, so that no process ever holds all of it.
+    with torch.device("meta") if config.is_sharded else dist_info.device:
+        model = GPT(dimensions)
     if config.is_sharded:
         distributed.shard_model(
             model,
@@ -191,8 +181,6 @@ def init_model(
             cpu_offload=config.cpu_offload,
             dtype=dtype,
         )
-    else:
-        model.to_empty(device=dist_info.device)
     if config.init_from is not None and resume_from is None:
         checkpoint.copy_weights(checkpoint.load_model(config.init_from), model)
     else:
