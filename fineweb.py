@@ -5,16 +5,16 @@
     python fineweb.py --source texts/*.jsonl a.txt   # your own .parquet, .jsonl and .txt
     torchrun --nproc_per_node=4 fineweb.py           # a part for every process, then merged
 
-The same documents give byte-identical shards, on any machine or on many of them (see `parts.py`).
-A run that was stopped, however abruptly, goes on after its last finished shard when the same
-command is given again.
+The same documents give byte-identical shards, on one machine or on many (see `corpus/parts.py`).
+The same command resumes a run that was stopped or killed after its last finished shard. To add a
+source of your own, see `SOURCES` in `corpus/sources.py`.
 """
 
-import itertools
 import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,39 +24,10 @@ from typing import Literal, NamedTuple
 import filelock
 from tqdm import tqdm
 
-from corpus.parts import (
-    find_parts,
-    finished_parts,
-    merge_parts,
-    of_part,
-    part_folder,
-    remove_parts,
-    wait_for_parts,
-)
-from corpus.shards import (
-    MANIFEST_NAME,
-    Manifest,
-    ShardWriter,
-    check_same_dataset,
-    is_complete,
-    verify_shards,
-    writing_to,
-)
-from corpus.sources import (
-    FILE_TYPES,
-    FINEWEB,
-    WHOLE,
-    Cursor,
-    Document,
-    FileSource,
-    HubSource,
-    Part,
-    Source,
-    local_files,
-    resolve_revision,
-    stdlib_source,
-)
-from runtime.cli import parse_flags, run_command
+from corpus import parts, shards, sources
+from corpus.shards import SHARD_MANIFEST, Manifest, check_same_dataset
+from corpus.sources import WHOLE, Cursor, Document, Part, Source
+from runtime.cli import parse_flags, print_error, run_command
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
@@ -79,7 +50,7 @@ class FineWebConfig:
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `stdlib`, the running
     Python's standard library, which needs no network; or .parquet, .jsonl and .txt files, or
-    globs of them. A .txt file is one document, the others have one in each row's `text`."""
+    globs of them. A .txt file is one document; a row's `text` is one in the others."""
     name: str | None = None
     """Configuration of the hub data set; `sample-10BT` of fineweb and fineweb-edu."""
     data_dir: Path | None = None
@@ -87,64 +58,56 @@ class FineWebConfig:
     shard_size: int = 100_000_000
     """Tokens in a full shard."""
     workers: int = field(default_factory=_cpu_count)
-    """Threads that share texts of megabytes (processes that encode, where gigatoken is missing)."""
+    """Threads that tokenise."""
     revision: str | None = None
     """Commit, branch or tag of the hub data set; by default its newest or, in a rerun, the same."""
     part: int | None = None
-    """Tokenise this one of `--parts` only, counted from 0: a run of the source's whole files."""
+    """Tokenise only this one of `--parts`, counted from 0."""
     parts: int | None = None
     """Machines that share the work, a `--part` each. Without `--part`: merge what they made."""
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--shard-size", self.shard_size),
-            ("--workers", self.workers),
-            ("--parts", self.parts),
-        ):
+        for flag in ("shard_size", "workers", "parts"):
+            value = getattr(self, flag)
             if value is not None and value < 1:
-                raise ValueError(f"{flag} must be at least 1, not {value}")
+                raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
         if self.part is not None:
             if self.parts is None:
                 raise ValueError(f"--part {self.part} of how many? Add --parts")
             if not 0 <= self.part < self.parts:
-                raise ValueError(
-                    f"--part {self.part}: parts of {self.parts} are 0 to {self.parts - 1}"
-                )
-
-
-class Progress(NamedTuple):
-    """A place in the stream of tokens: the beginning of a batch."""
-
-    cursor: Cursor | None = None
-    tokens: int = 0
-    documents: int = 0
-    skipped: int = 0
-
-    def after(self, batch: list[Document], tokens: TokenIds) -> "Progress":
-        """The place after a batch, but for its cursor, which only the next batch knows."""
-        return Progress(
-            None,
-            self.tokens + len(tokens),
-            self.documents + sum(bool(document.text) for document in batch if document.begins),
-            self.skipped + sum(not document.text for document in batch),
-        )
+                last = self.parts - 1
+                raise ValueError(f"--part {self.part}: parts of {self.parts} are 0 to {last}")
 
 
 def main() -> None:
-    """Make a data set, or go on with it, or check that it is as it was made."""
+    """Make a data set, resume it, or verify one that is finished."""
     config = parse_flags(FineWebConfig)
+    if config.source == FineWebConfig.source and has_piped_input():
+        print_error("note: standard input is not read: save the text as a file, --source FILE.txt")
     folder = config.data_dir or default_folder(config)
     part = find_part(config)
     if part is not None:
         print(make_part(config, folder, part))
         if config.part is not None or part.index > 0:
             return
-        wait_for_parts(folder, part.count)
+        parts.wait_for_parts(folder, part.count)
     print(make_whole(config, folder, part.count if part else config.parts or 1))
 
 
+def has_piped_input() -> bool:
+    """Whether standard input is a pipe or file that has text. Reads nothing and never waits."""
+    try:
+        import fcntl
+        import termios
+
+        waiting = fcntl.ioctl(0, termios.FIONREAD, bytes(4))  # the number of bytes, as a C int
+        return any(waiting) and not os.isatty(0)
+    except (ImportError, OSError):  # Windows; or no standard input, or one of another kind
+        return False
+
+
 def find_part(config: FineWebConfig) -> Part | None:
-    """The part that the flags or, under `torchrun`, the rank give this process; None if neither.
+    """The part that the flags or `torchrun`'s rank assign to this process; None without either.
 
     Raises:
         ValueError: both do.
@@ -162,102 +125,88 @@ def find_part(config: FineWebConfig) -> Part | None:
 
 
 def make_part(config: FineWebConfig, folder: Path, part: Part) -> str:
-    """Make one part of the data set in `folder`, or go on with it.
+    """Make or resume one part of the data set in `folder`.
 
     Returns:
         The line to print.
 
     Raises:
-        ValueError: the folder, or another part in it, is of other data.
+        ValueError: the folder, or another part in it, holds other data.
     """
     start = time.perf_counter()
-    own = part_folder(folder, part)
+    own = parts.part_folder(folder, part)
     with folder_lock(own):
-        earlier, whole, parts = find_earlier(own), find_earlier(folder), find_parts(folder)
-        source = open_source(config, earlier or whole or next(iter(parts.values()), None))
-        asked = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
+        earlier, whole, others = find_earlier(own), find_earlier(folder), parts.find_parts(folder)
+        source = open_source(config, earlier or whole or next(iter(others.values()), None))
+        expected = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
         if whole is not None:
-            check_same_dataset(folder, whole, asked)
-        for path, other in parts.items():
+            check_same_dataset(folder, whole, expected)
+        for path, other in others.items():
             index = part.index if path == own else other.source.get("part", -1)
-            check_same_dataset(path, other, of_part(asked, Part(index, part.count)))
+            check_same_dataset(path, other, parts.of_part(expected, Part(index, part.count)))
         if whole is not None and whole.complete:
             return f"{folder} is finished: part {part.index} of {part.count} has nothing to do"
-        manifest = of_part(asked, part)
+        manifest = parts.of_part(expected, part)
         if earlier is not None:
             manifest = replace(earlier, source=manifest.source)
-        if not manifest.complete:  # a finished one is verified when it is merged
-            if earlier is not None:
-                verify_shards(own)
+        if not manifest.complete:  # a finished part is verified when it is merged
+            shards.verify_shards(own, manifest)
             manifest = write_shards(source, manifest, own, config.workers, part)
     return summary(own, manifest, earlier, time.perf_counter() - start)
 
 
 def make_whole(config: FineWebConfig, folder: Path, count: int) -> str:
-    """Make the data set in `folder` from its source or, if there are several, from its parts.
+    """Make or resume the data set in `folder`, from its source or from its `count` parts.
 
     Returns:
         The line to print.
 
     Raises:
-        ValueError: the folder, or a part, is of other data; or parts are not finished.
+        ValueError: the folder, or a part, holds other data; or parts are not finished.
     """
     start = time.perf_counter()
     with folder_lock(folder):
         earlier = find_earlier(folder)
-        merging = count > 1 and not is_complete(folder)
-        parts = finished_parts(folder, count) if merging else {}
-        source = open_source(config, earlier or next(iter(parts.values()), None))
+        merging = count > 1 and not shards.is_complete(folder)
+        finished = parts.finished_parts(folder, count) if merging else {}
+        source = open_source(config, earlier or next(iter(finished.values()), None))
         manifest = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
-        for i, (path, part) in enumerate(parts.items()):
-            check_same_dataset(path, part, of_part(manifest, Part(i, count)))
+        for i, (path, part) in enumerate(finished.items()):
+            check_same_dataset(path, part, parts.of_part(manifest, Part(i, count)))
         if earlier is not None:
             check_same_dataset(folder, earlier, manifest)
-            verify_shards(folder)
+            shards.verify_shards(folder, earlier)
             manifest = replace(earlier, source=source.identity)
         if merging:
-            manifest = merge_parts(parts, manifest, folder)
+            manifest = parts.merge_parts(finished, manifest, folder)
         elif not manifest.complete:
             manifest = write_shards(source, manifest, folder, config.workers)
         if count > 1:
-            remove_parts(folder, count)
+            parts.remove_parts(folder, count)
     return summary(folder, manifest, earlier, time.perf_counter() - start)
-
-
-def default_folder(config: FineWebConfig) -> Path:
-    """`data/fineweb-edu-10BT`, `data/stdlib`, `data/<file stem>`: named after the source."""
-    kind = source_kind(config)
-    if kind == "stdlib":
-        return Path("data") / kind
-    if kind == "hub":
-        dataset, name = hub_name(config)
-        parts = [dataset.split("/")[-1], *([name.removeprefix("sample-")] if name else [])]
-        return Path("data") / "-".join(parts)
-    paths = local_files(config.source)
-    return Path("data") / (paths[0].stem if len(paths) == 1 else paths[0].resolve().parent.name)
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; leave nothing behind if not even one shard was finished.
+    """Hold the folder's lock; remove the folder if not even one shard was finished.
 
     Raises:
         ValueError: another process holds it.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".fineweb.lock"
-    had_manifest = (folder / MANIFEST_NAME).exists()
+    lock, manifest = folder / ".fineweb.lock", folder / SHARD_MANIFEST
+    had_manifest = manifest.exists()
     try:
         with filelock.FileLock(lock, timeout=0):
             try:
-                for kind in (".*.npy.*.tmp", f".{MANIFEST_NAME}.*.tmp"):  # of a killed run
-                    for leftover in folder.glob(kind):
+                for pattern in (".*.npy.*.tmp", f".{SHARD_MANIFEST}.*.tmp"):  # of a killed run
+                    for leftover in folder.glob(pattern):
                         leftover.unlink()
                 yield
             finally:
-                if not (had_manifest or any(folder.glob("*.npy")) or is_complete(folder)):
-                    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+                if not (had_manifest or any(folder.glob("*.npy")) or shards.is_complete(folder)):
+                    manifest.unlink(missing_ok=True)
                 if os.name == "posix":  # elsewhere an open file cannot be removed
                     lock.unlink(missing_ok=True)  # a merge may have deleted a finished part
     except filelock.Timeout:
@@ -272,15 +221,23 @@ def find_earlier(folder: Path) -> Manifest | None:
     """The manifest of an earlier run that finished at least one shard, or an empty part.
 
     Raises:
-        ValueError: the folder holds shards that are not this script's.
+        ValueError: the folder holds shards that this script did not make.
     """
     manifest = Manifest.load(folder)
     if manifest is None and any(folder.glob("*.npy")):
         raise ValueError(
             f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
         )
-    began = manifest is not None and (manifest.shards or manifest.complete)
-    return manifest if began else None
+    return manifest if manifest and (manifest.shards or manifest.complete) else None
+
+
+class Progress(NamedTuple):
+    """A batch's first document, and what precedes it."""
+
+    cursor: Cursor | None = None
+    tokens: int = 0
+    documents: int = 0
+    skipped: int = 0
 
 
 def write_shards(
@@ -292,7 +249,7 @@ def write_shards(
         source: the documents.
         manifest: of an unfinished data set, or of a new one.
         folder: where the shards and the manifest go.
-        workers: as `encode_documents`.
+        workers: as of `encode_documents`.
         part: what to read; a part has training shards only.
 
     Returns:
@@ -303,69 +260,62 @@ def write_shards(
         ValueError: a document cannot be read; finished shards stay.
     """
     progress = Progress(**(manifest.progress or {}))
-    writer = ShardWriter(folder, manifest.shard_size, manifest.shards, splits=part == WHOLE)
+    writer = shards.ShardWriter(folder, manifest, splits=part == WHOLE)
     written = writer.tokens_written - progress.tokens  # of the first batch, in finished shards
-    with writing_to(folder):
-        manifest.save(folder)
-    documents = source.documents(progress.cursor, part)
     total = source.tokens and source.tokens // part.count
-    quiet = os.environ.get("RANK", "0") != "0"  # one bar is enough for torchrun's terminal
-    with tqdm(
-        unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=quiet
-    ) as bar:
+    # A bar only on a terminal, and one for all of torchrun's processes.
+    hidden = True if os.environ.get("RANK", "0") != "0" else None
+    bar = tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=hidden)
+    with bar:
+        documents = source.documents(progress.cursor, part)
         for batch, tokens in tokenize_documents(documents, workers):
             progress = progress._replace(cursor=batch[0].cursor)
-            with writing_to(folder):
-                writer.add(tokens[written:])
-                written = max(0, written - len(tokens))
-                if len(writer.shards) > len(manifest.shards):
-                    manifest = replace(
-                        manifest,
-                        shards=tuple(writer.shards),
-                        documents=progress.documents,
-                        skipped=progress.skipped,
-                        progress=progress._asdict(),
-                    )
-                    manifest.save(folder)
+            writer.add(
+                tokens[written:],
+                documents=progress.documents,
+                skipped=progress.skipped,
+                progress=progress._asdict(),
+            )
+            written = max(0, written - len(tokens))
             if batch[0].fraction:
                 bar.total = round(progress.tokens / batch[0].fraction)
             bar.update(len(tokens))
-            progress = progress.after(batch, tokens)
+            progress = Progress(
+                None,  # the next batch has its own
+                progress.tokens + len(tokens),
+                progress.documents + sum(bool(item.text) for item in batch if item.begins),
+                progress.skipped + sum(not item.text for item in batch),
+            )
         bar.total = progress.tokens
-    with writing_to(folder):
-        writer.close()
-        manifest = replace(
-            manifest,
-            shards=tuple(writer.shards),
-            documents=progress.documents,
-            skipped=progress.skipped,
-            complete=True,
-            progress=None,
-        )
-        manifest.save(folder)
-    return manifest
+    return writer.close(progress.documents, progress.skipped)
 
 
 def tokenize_documents(
     documents: Iterable[Document], workers: int
 ) -> Iterator[tuple[list[Document], TokenIds]]:
-    """Encode documents in batches, `END_OF_TEXT` first in each; empty ones have no tokens.
+    """Encode documents in batches, each document with `END_OF_TEXT` first.
 
     Args:
-        documents: read only as far ahead as encoding needs.
-        workers: as `encode_documents`.
+        documents: read only as far ahead as encoding needs; empty ones have no tokens.
+        workers: as of `encode_documents`.
 
     Yields:
         Each batch of documents with its (tokens,) uint16.
     """
-    batches, ahead = itertools.tee(_batches(documents))
-    texts = ([document.text for document in batch if document.text] for batch in ahead)
-    for tokens, batch in zip(encode_documents(texts, workers), batches, strict=True):
+    in_flight: deque[list[Document]] = deque()
+
+    def texts() -> Iterator[list[str]]:
+        for batch in _batches(documents):
+            in_flight.append(batch)
+            yield [document.text for document in batch if document.text]
+
+    for tokens in encode_documents(texts(), workers):
+        batch = in_flight.popleft()
         yield batch, tokens if batch[0].begins else tokens[1:]
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents; one that goes on with the last is the first of its batch."""
+    """Group documents; a block that continues a document is the first of its batch."""
     batch: list[Document] = []
     chars = 0
     for document in documents:
@@ -385,14 +335,18 @@ def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds:
     speed = f"{(tokens - before) / seconds:,.0f} tokens/s"
     if earlier is not None and earlier.complete:
         speed = "finished earlier, and unchanged"
-    empty = f" ({manifest.skipped:,} empty ones left out)" if manifest.skipped else ""
+    empty = f" ({manifest.skipped:,} empty left out)" if manifest.skipped else ""
     return (
-        f"{folder}: {manifest.documents:,} documents{empty}, {tokens:,} tokens, "
-        f"{len(manifest.shards)} shards; {seconds:.1f} s, {speed}"
+        f"{folder}: {_count(manifest.documents, 'document')}{empty}, {_count(tokens, 'token')}, "
+        f"{_count(len(manifest.shards), 'shard')}; {seconds:.1f} s, {speed}"
     )
 
 
-def source_kind(config: FineWebConfig) -> Literal["hub", "stdlib", "files"]:
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def source_kind(config: FineWebConfig) -> Literal["hub", "named", "files"]:
     """What `--source` means.
 
     Raises:
@@ -401,33 +355,46 @@ def source_kind(config: FineWebConfig) -> Literal["hub", "stdlib", "files"]:
     if not config.source:
         raise ValueError("--source needs a value, such as fineweb-edu or stdlib")
     first = config.source[0]
-    if Path(first).suffix in FILE_TYPES:
+    if Path(first).suffix in sources.FILE_TYPES:
         return "files"
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: only files may be several")
-    if first == "stdlib":
-        return "stdlib"
-    if first in FINEWEB:
+    if first in sources.SOURCES:
+        return "named"
+    if first in sources.FINEWEB:
         return "hub"
     if Path(first).is_dir():
         raise ValueError(f"--source {first} is a folder: name its files, as in {first}/*.jsonl")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", first):
         return "hub"
     raise ValueError(
-        f"--source {first} is not fineweb-edu, fineweb, stdlib, a hub data set (OWNER/NAME), "
-        f"or files that end in {', '.join(FILE_TYPES)}"
+        f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
+        f"a hub data set (OWNER/NAME), or files that end in {', '.join(sources.FILE_TYPES)}"
     )
 
 
 def hub_name(config: FineWebConfig) -> tuple[str, str | None]:
     """The hub's names of a data set and of its configuration."""
     source = config.source[0]
-    default_name = "sample-10BT" if source in FINEWEB else None
-    return FINEWEB.get(source, source), config.name or default_name
+    default_name = "sample-10BT" if source in sources.FINEWEB else None
+    return sources.FINEWEB.get(source, source), config.name or default_name
+
+
+def default_folder(config: FineWebConfig) -> Path:
+    """`data/fineweb-edu-10BT`, `data/stdlib`, `data/<file stem>`: named after the source."""
+    kind = source_kind(config)
+    if kind == "named":
+        return Path("data") / config.source[0]
+    if kind == "hub":
+        dataset, name = hub_name(config)
+        words = [dataset.split("/")[-1], *([name.removeprefix("sample-")] if name else [])]
+        return Path("data") / "-".join(words)
+    paths = sources.local_files(config.source)
+    return Path("data") / (paths[0].stem if len(paths) == 1 else paths[0].resolve().parent.name)
 
 
 def open_source(config: FineWebConfig, earlier: Manifest | None) -> Source:
-    """The source that the flags name, a hub data set at the revision of the earlier run.
+    """The source that the flags name; a hub data set at the revision of the earlier run.
 
     Raises:
         ConnectionError: the hub cannot be reached.
@@ -435,16 +402,16 @@ def open_source(config: FineWebConfig, earlier: Manifest | None) -> Source:
         ValueError: there is no such source.
     """
     kind = source_kind(config)
-    if kind == "stdlib":
-        return stdlib_source()
+    if kind == "named":
+        return sources.SOURCES[config.source[0]]()
     if kind == "files":
-        return FileSource(local_files(config.source))
+        return sources.FileSource(sources.local_files(config.source))
     dataset, name = hub_name(config)
     known = earlier.source.get("revision") if earlier else None
     revision = config.revision or known
     if earlier is None or not earlier.complete or revision != known:
-        revision = resolve_revision(dataset, revision)
-    return HubSource(dataset, name, str(revision))
+        revision = sources.resolve_revision(dataset, revision)
+    return sources.HubSource(dataset, name, str(revision))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
+"""HellaSwag (Zellers et al. 2019): which of four endings does the model find most likely?
 
     python hellaswag.py --model runs/NAME
     torchrun --nproc_per_node=8 hellaswag.py --model gpt2 --output predictions.jsonl
@@ -11,8 +11,8 @@ Each example is one row, in which the four endings share their context:
     tokens     c0 c1 c2 | a0 a1 | b0 | d0 d1 d2 | e0 e1
     positions   0  1  2 |  3  4 |  3 |  3  4  5 |  3  4
 
-An ending looks at the context and at itself only. Its last token is predicted but predicts
-nothing, so it is left out of the row.
+A token attends to the context and to its own ending. The last token of an ending is predicted but
+predicts nothing, so the row does not have it.
 """
 
 if __name__ == "__main__":
@@ -25,7 +25,7 @@ import http.client
 import json
 import math
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,21 +34,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from model import GPT
+from runtime import distributed
 from runtime.checkpoint import load_model
 from runtime.cli import parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, autocast, lm_head_precision, select_dtype
-from runtime.distributed import (
-    DistInfo,
-    all_reduce_sum,
-    broadcast_int,
-    check_same_on_all_ranks,
-    print0,
-    raise_on_all_ranks,
-    setup_distributed,
-)
+from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
 from tokenizer import gpt2_encoding
 
@@ -59,8 +51,7 @@ DATA_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 DOWNLOAD_TIMEOUT_SECONDS = 30
 N_ENDINGS = 4
 CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
-QUERIES_PER_PRODUCT = 128  # rows of float32 logits at a time, 26 MB: they stay in the cache
-Round = list[list[int]]  # a batch for each process: the places of its examples
+TOKENS_PER_PRODUCT = 128  # their float32 logits take 26 MB, which stays in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -74,13 +65,13 @@ class HellaSwagConfig:
     limit: int = 0
     """Score only this many examples, from the first; 0 = all."""
     output: Path | None = None
-    """Write every example's losses and predictions to this JSONL file."""
+    """Write the losses and predictions of every scored example to this JSONL file."""
     batch_size: int = 16
     """Examples in one forward pass."""
     device: DeviceName = "auto"
-    """Where to run."""
+    """Device to run on."""
     dtype: DtypeName = "auto"
-    """The type of the matrix products; the losses are float32 whatever it is."""
+    """Dtype of the matrix products; the losses are float32 in any case."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -100,46 +91,49 @@ class Example:
     label: int
     context: list[int]
     endings: list[list[int]]
-    origin: str
-    """File and line, for messages."""
 
     @property
     def packed_length(self) -> int:
         """Tokens of the row that scores it."""
         return len(self.context) + sum(len(ending) - 1 for ending in self.endings)
 
+    def fits(self, block_size: int) -> bool:
+        """Whether the context with its longest ending is at most `block_size` tokens."""
+        return len(self.context) + max(map(len, self.endings)) <= block_size
+
 
 @dataclass(frozen=True)
 class HellaSwagResult:
-    """The losses of N examples' endings, and what follows from them; on the CPU."""
+    """The losses of N examples and the accuracies that follow; all tensors on the CPU."""
 
     labels: Tensor  # (N,) int64
-    summed: Tensor  # (N, 4) float32, nats of a whole ending
-    mean: Tensor  # (N, 4) float32, nats a token
+    summed: Tensor  # (N, 4) float32, nats per ending
+    mean: Tensor  # (N, 4) float32, nats per token
+    left_out: int = 0  # examples longer than the model's context, which are not among the N
 
     @property
     def total(self) -> int:
-        """How many examples were scored."""
+        """How many examples were scored: N."""
         return len(self.labels)
 
     @property
     def predictions(self) -> Tensor:
-        """(N,) int64: the ending with the lowest summed loss; the first of equals."""
+        """(N,) int64: the ending with the lowest summed loss, the first of equal ones."""
         return self.summed.argmin(dim=1)
 
     @property
     def predictions_norm(self) -> Tensor:
-        """(N,) int64: the ending with the lowest mean loss; the first of equals."""
+        """(N,) int64: the ending with the lowest mean loss, the first of equal ones."""
         return self.mean.argmin(dim=1)
 
     @property
     def correct(self) -> int:
-        """How many of `predictions` are right."""
+        """How many `predictions` are right."""
         return int((self.predictions == self.labels).sum())
 
     @property
     def correct_norm(self) -> int:
-        """How many of `predictions_norm` are right."""
+        """How many `predictions_norm` are right."""
         return int((self.predictions_norm == self.labels).sum())
 
     @property
@@ -153,16 +147,19 @@ class HellaSwagResult:
         return self.correct_norm / self.total
 
     def __str__(self) -> str:
-        return (
+        line = (
             f"acc {self.correct}/{self.total}={self.acc:.4f} "
             f"acc_norm {self.correct_norm}/{self.total}={self.acc_norm:.4f}"
         )
+        if self.left_out:
+            line += f" ({self.left_out} left out: longer than the model's context)"
+        return line
 
 
 def main() -> None:
     """Score a model and print its accuracy."""
     config = parse_flags(HellaSwagConfig)
-    with setup_distributed(config.device) as dist_info:
+    with distributed.setup_distributed(config.device) as dist_info:
         path = config.data or download_hellaswag(dist_info)
         examples = load_examples(path, config.limit)
         model = load_model(config.model, dist_info.device)
@@ -173,50 +170,48 @@ def main() -> None:
         if dist_info.is_main:
             print(f"HellaSwag {path}, {config.model}: {result}")
             if config.output is not None:
-                write_predictions(config.output, examples, result)
+                scored = [e for e in examples if e.fits(model.config.block_size)]
+                write_predictions(config.output, scored, result)
 
 
-def load_examples(path: Path, limit: int = 0) -> list[Example]:
+def load_examples(path: str | Path, limit: int = 0) -> list[Example]:
     """Read and tokenise a HellaSwag JSONL file.
 
     Args:
-        path: one JSON object a line; see `render_example`.
+        path: one JSON object per line; see `render_example`.
         limit: read this many examples, from the first; 0 = all.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row is not a HellaSwag example, or there is none; the message has its line.
+        ValueError: a row is not a HellaSwag example (the message names its line), or the file
+            has none.
     """
-    if not path.is_file():
+    if not Path(path).is_file():
         raise FileNotFoundError(f"no HellaSwag file {path}")
     examples: list[Example] = []
-    with path.open("rb") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if limit and len(examples) == limit:
                 break
-            if line.strip():
-                examples.append(_parse_line(line, f"{path}:{number}"))
+            if not line.strip():
+                continue
+            try:
+                examples.append(render_example(json.loads(line.decode("utf-8"))))
+            except (ValueError, RecursionError) as error:  # of UTF-8 and JSON too
+                raise ValueError(f"{path}:{number}: {error}") from None
     if not examples:
         raise ValueError(f"{path} has no examples")
     return examples
 
 
-def _parse_line(line: bytes, origin: str) -> Example:
-    try:
-        return render_example(json.loads(line.decode("utf-8")), origin)
-    except ValueError as error:  # bad UTF-8 and bad JSON are ValueErrors too
-        raise ValueError(f"{origin}: {error}") from None
-
-
-def render_example(row: Any, origin: str = "") -> Example:  # noqa: ANN401 - any JSON value
+def render_example(row: Any) -> Example:  # noqa: ANN401 - any JSON value
     """Tokenise one row of the data set: the context, and each ending after a space.
 
     Args:
         row: has `ind` (int), `ctx` (text), `endings` (4 texts) and `label` (int, 0 to 3).
-        origin: file and line, for later messages.
 
     Raises:
-        ValueError: something of that is missing, empty or of another kind.
+        ValueError: one of these is missing, empty or of another kind.
     """
     if not isinstance(row, dict):
         raise ValueError("the row is not a JSON object")
@@ -233,109 +228,104 @@ def render_example(row: Any, origin: str = "") -> Example:  # noqa: ANN401 - any
     if not all(isinstance(text, str) and text.strip() for text in (ctx, *endings)):
         raise ValueError("ctx or an ending is empty or not a text")
     encode = gpt2_encoding().encode_ordinary
-    return Example(ind, label, encode(ctx), [encode(" " + text) for text in endings], origin)
+    return Example(ind, label, encode(ctx), [encode(" " + text) for text in endings])
 
 
 def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) -> list[Example]:
-    """The examples that training scores; none, with a warning, where they cannot be had.
+    """The examples that training scores; none, with a warning, where it cannot score any.
+
+    Every rank must call this, and all of them get the same answer.
 
     Args:
         path: a HellaSwag JSONL file; by default the validation set, downloaded once.
-        block_size: the most tokens that an example may have.
-        dist_info: rank, world size and device of this process; every process must call this.
+        block_size: the model's context in tokens.
+        dist_info: rank, world size and device of this process.
 
     Raises:
         FileNotFoundError: the given file is missing.
-        ValueError: the given file is damaged, or an example is too long.
+        ValueError: the given file is damaged, or not the same on all ranks.
     """
     examples: list[Example] = []
+    problem = ""
     if path is not None:
-        with raise_on_all_ranks(dist_info):
+        with distributed.raise_on_all_ranks(dist_info):
             examples = load_examples(path)
-            check_lengths(examples, block_size)
             content = sha256_of(path)
-        check_same_on_all_ranks("the HellaSwag files", [content], dist_info)
-        return examples
-    try:
-        examples = load_examples(download_hellaswag(dist_info))
-        check_lengths(examples, block_size)
-    except (OSError, ValueError) as error:
-        print0(dist_info, f"warning: HellaSwag will not be scored: {error}")
-    # Scoring takes all processes together: where one has no examples, none may begin.
-    ready = all_reduce_sum(torch.tensor(float(bool(examples)), device=dist_info.device), dist_info)
-    return examples if int(ready) == dist_info.world_size else []
-
-
-def check_lengths(examples: Sequence[Example], block_size: int) -> None:
-    """Refuse examples that the model has not enough positions for.
-
-    Raises:
-        ValueError: a context and its longest ending are more than `block_size` tokens.
-    """
-    for example in examples:
-        length = len(example.context) + max(map(len, example.endings))
-        if length > block_size:
-            raise ValueError(
-                f"{example.origin}: context and ending are {length} tokens, "
-                f"more than the model's block_size {block_size}"
-            )
+        distributed.check_same_on_all_ranks("the HellaSwag files", [content], dist_info)
+    else:
+        try:
+            examples = load_examples(download_hellaswag(dist_info))
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    if examples and not any(example.fits(block_size) for example in examples):
+        problem = f"every example is longer than --block-size {block_size}"
+    # All ranks score together: where one of them cannot, none may begin.
+    problems = [text for text in distributed.gather_text(problem, dist_info) if text]
+    if problems:
+        distributed.print0(dist_info, f"warning: HellaSwag will not be scored: {problems[0]}")
+    return [] if problems else examples
 
 
 def evaluate_hellaswag(
     model: GPT,
     examples: Sequence[Example],
-    dist_info: DistInfo,
-    dtype: torch.dtype,
+    dist_info: DistInfo | None = None,
+    dtype: torch.dtype | None = None,
     *,
     batch_size: int = 16,
     progress: bool = False,
-    watch: Callable[[Iterable[Round]], Iterable[Round]] = iter,
+    between: Callable[[], object] = lambda: None,
 ) -> HellaSwagResult:
-    """Score a data set, shared out over all processes; every process must call it.
+    """Score a data set; with several ranks, every rank must call it.
 
-    The batches are the same whatever the number of processes, and so are the losses.
+    The batches are the same at every world size, and so are the losses. Examples that are longer
+    than the model's context are left out and counted.
 
     Args:
-        model: the raw model, neither compiled nor wrapped, on the context's device.
-        examples: the same ones on every process.
-        dist_info: rank, world size and device of this process.
-        dtype: the type of the matrix products, the vocabulary's excepted, which is float32.
+        model: the raw model, neither compiled nor wrapped, on the device of `dist_info`.
+        examples: the same ones on every rank.
+        dist_info: rank, world size and device of this process; by default one process on the
+            model's device.
+        dtype: of the matrix products, except the LM head's, which are float32. By default
+            float32, so that scores compare between machines: bfloat16 is faster, and changes a
+            few predictions between nearly equal endings.
         batch_size: examples in one forward pass.
-        progress: whether the main process shows a progress bar.
-        watch: passes the rounds on, in each of which every process takes a batch; it may raise
-            between them, on all processes alike.
+        progress: show a bar on the main process, if its stderr is a terminal.
+        between: called before each round of batches on all ranks; it may raise to interrupt the
+            evaluation, on all ranks alike.
 
     Returns:
-        The losses in the order of `examples`, the same on every process.
+        The losses of the examples that fit, in their order, the same on every rank.
 
     Raises:
-        ValueError: an example is longer than the model's block.
+        ValueError: no example fits the model's context.
     """
-    check_lengths(examples, model.config.block_size)
-    # Of one length, so that little is padding; the longest first, so that memory runs out early.
-    order = sorted(range(len(examples)), key=lambda i: -examples[i].packed_length)
+    fitting = [example for example in examples if example.fits(model.config.block_size)]
+    if not fitting:
+        raise ValueError(
+            f"none of the {len(examples)} HellaSwag examples fits the model's context of "
+            f"{model.config.block_size} tokens: use a model with a larger --block-size"
+        )
+    dist_info = dist_info or DistInfo(next(model.parameters()).device)
+    dtype = dtype or torch.float32
+    # Equal lengths need little padding; the longest come first, so that memory runs out early.
+    order = sorted(range(len(fitting)), key=lambda i: -fitting[i].packed_length)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    starts = range(0, len(batches), dist_info.world_size)
-    rounds = [batches[start : start + dist_info.world_size] for start in starts]
-    summed = torch.zeros(len(examples), N_ENDINGS, device=dist_info.device)
-    bar = tqdm(total=len(examples), unit=" examples", disable=not (progress and dist_info.is_main))
-    with (
-        bar,
-        lm_head_precision(dtype),
-        autocast(dist_info.device, dtype),  # one for all batches: the weights are cast once
-    ):
-        for shared in watch(rounds):
-            # The last round may be short; a sharded model still needs every process.
-            batch = shared[dist_info.rank % len(shared)]
-            losses = score_examples(model, [examples[i] for i in batch], dist_info.device)
-            if dist_info.rank < len(shared):
+    summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
+    rounds = distributed.rank_batches(
+        batches, dist_info, between, "HellaSwag" if progress else None
+    )
+    # One autocast for all batches casts the weights once.
+    with lm_head_precision(dtype), autocast(dist_info.device, dtype):
+        for batch, counts in rounds:
+            losses = score_examples(model, [fitting[i] for i in batch], dist_info.device)
+            if counts:
                 summed[batch] = losses
-            bar.update(sum(map(len, shared)))
-    # Each row is some process's losses plus the others' zeros.
-    summed = all_reduce_sum(summed, dist_info).cpu()
-    lengths = torch.tensor([[len(ending) for ending in e.endings] for e in examples])
-    labels = torch.tensor([example.label for example in examples])
-    return HellaSwagResult(labels, summed, summed / lengths)
+    # Each row is one rank's losses plus the zeros of the others.
+    summed = distributed.all_reduce_sum(summed, dist_info).cpu()
+    lengths = torch.tensor([[len(ending) for ending in e.endings] for e in fitting])
+    labels = torch.tensor([example.label for example in fitting])
+    return HellaSwagResult(labels, summed, summed / lengths, len(examples) - len(fitting))
 
 
 @torch.no_grad()
@@ -343,12 +333,12 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     """The losses of all endings of a batch, in one forward pass.
 
     Args:
-        model: the raw model; it runs in the autocast type of the caller.
+        model: the raw model; it computes in the caller's autocast dtype.
         examples: B of them.
-        device: where the model computes; its weights may be offloaded.
+        device: where the model computes; its weights may be offloaded to the CPU.
 
     Returns:
-        (B, 4) float32: the summed loss of each ending, in nats, on the device.
+        (B, 4) float32: the summed loss of each ending, in nats, on `device`.
     """
     rows = [_pack(example) for example in examples]
     idx = _pad([row.idx for row in rows], 0).to(device)
@@ -361,34 +351,26 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     targets = torch.tensor([target for row in rows for target in row.targets])
     losses = _token_losses(
         model, hidden.flatten(0, 1)[queries.to(device)], targets.to(device)
-    )  # (N,), all the endings one after the other
-
-    lengths = torch.tensor([len(ending) for e in examples for ending in e.endings])
-    is_token = torch.arange(int(lengths.max())) < lengths[:, None]  # (4 * B, longest ending)
-    by_ending = losses.new_zeros(is_token.shape).masked_scatter_(is_token.to(device), losses)
+    )  # (N,): the endings of all examples, concatenated
+    lengths = [len(ending) for example in examples for ending in example.endings]
+    by_ending = pad_sequence([*torch.split(losses, lengths)], batch_first=True)
     return by_ending.sum(dim=1).view(-1, N_ENDINGS)
 
 
 class PackedRow(NamedTuple):
-    """One example as a row of tokens, and where in it what is predicted."""
+    """One example as a row of tokens, and the predictions in it that count."""
 
     idx: list[int]
     positions: list[int]
     segments: list[int]  # 0 = context, 1 to 4 = ending
-    queries: list[int]  # places in the row whose next token counts
-    targets: list[int]  # those next tokens: the four endings, one after the other
+    queries: list[int]  # indices in the row whose next token is predicted
+    targets: list[int]  # these next tokens: the four endings, concatenated
 
 
 def _pack(example: Example) -> PackedRow:
     """Lay an example out as the module's docstring shows."""
     n_context = len(example.context)
-    row = PackedRow(
-        idx=list(example.context),
-        positions=list(range(n_context)),
-        segments=[CONTEXT] * n_context,
-        queries=[],
-        targets=[],
-    )
+    row = PackedRow([*example.context], [*range(n_context)], [CONTEXT] * n_context, [], [])
     for segment, ending in enumerate(example.endings, start=1):
         n_inputs = len(ending) - 1
         start = len(row.idx)
@@ -406,13 +388,13 @@ def _pad(rows: list[list[int]], value: int) -> Tensor:
 
 
 def _attention_mask(segments: Tensor) -> Tensor:
-    """Where each token may look: back, at the context and at its own segment.
+    """Each token attends to earlier tokens of the context and of its own segment.
 
     Args:
         segments: (B, T) int64.
 
     Returns:
-        (B, 1, T, T) bool. Padding looks at padding too, so that no row of it is empty.
+        (B, 1, T, T) bool. Padding attends to padding, so that no row of the mask is empty.
     """
     T = segments.size(1)
     causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
@@ -422,52 +404,44 @@ def _attention_mask(segments: Tensor) -> Tensor:
 
 def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     """(N, C) hidden states and (N,) next ids to (N,) float32 cross-entropies, in nats."""
+    parts = (torch.split(tensor, TOKENS_PER_PRODUCT) for tensor in (hidden.float(), targets))
     losses = []
     # bfloat16 would round losses near 3 to steps of 0.016 and tie the endings.
     with torch.autocast(hidden.device.type, enabled=False):
-        for h, t in zip(
-            torch.split(hidden.float(), QUERIES_PER_PRODUCT),
-            torch.split(targets, QUERIES_PER_PRODUCT),
-            strict=True,
-        ):
-            logits = model.lm_head(h)
-            # Without weight, the padding need not be cut off, which would copy the rest.
-            logits[:, model.config.vocab_size :] = -math.inf
-            losses.append(F.cross_entropy(logits, t, reduction="none"))
+        for h, target in zip(*parts, strict=True):
+            logits = model.lm_head(h)  # (n, padded_vocab_size)
+            logits[:, model.config.vocab_size :] = -math.inf  # cutting the padding off would copy
+            losses.append(F.cross_entropy(logits, target, reduction="none"))
     return torch.cat(losses)
 
 
 def write_predictions(path: Path, examples: Sequence[Example], result: HellaSwagResult) -> None:
-    """Write one JSON line per example, in the order of `examples`, atomically."""
+    """Write one JSON line per scored example, in their order, atomically.
+
+    Examples that were left out have no line; `ind` says which example a line is of.
+    """
     with atomic_write(path) as file:
-        for place, example in enumerate(examples):
+        for row, example in enumerate(examples):
             line = {
                 "ind": example.ind,
                 "label": example.label,
-                "mean_losses": [round(x, 6) for x in result.mean[place].tolist()],
-                "summed_losses": [round(x, 6) for x in result.summed[place].tolist()],
-                "prediction": int(result.predictions[place]),
-                "prediction_norm": int(result.predictions_norm[place]),
+                "mean_losses": [round(x, 6) for x in result.mean[row].tolist()],
+                "summed_losses": [round(x, 6) for x in result.summed[row].tolist()],
+                "prediction": int(result.predictions[row]),
+                "prediction_norm": int(result.predictions_norm[row]),
             }
             file.write((json.dumps(line) + "\n").encode())
 
 
 def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = DATA_URL) -> Path:
-    """Download the validation set, once; every process must call it.
-
-    The main process downloads, the others wait for it.
-
-    Args:
-        dist_info: rank, world size and device of this process.
-        path: where the file goes, or is already.
-        url: where it comes from.
+    """Download the validation set once, on rank 0; every rank must call this, and waits.
 
     Returns:
         `path`.
 
     Raises:
-        OSError: the main process could not download it.
-        FileNotFoundError: another process does not find what the main process downloaded.
+        OSError: rank 0 could not download it.
+        FileNotFoundError: another rank does not find what rank 0 downloaded.
     """
     failure: OSError | None = None
     if dist_info.is_main:
@@ -475,28 +449,25 @@ def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = D
             fetch(url, path, DATA_BYTES, DATA_SHA256)
         except OSError as error:
             failure = error
-    fetched = broadcast_int(failure is None, dist_info)  # the others wait here, whatever happens
+    fetched = distributed.broadcast_int(failure is None, dist_info)  # after a failure too
     if failure is not None:
         raise failure
     if not fetched or not path.is_file():
         raise FileNotFoundError(
-            f"process {dist_info.rank} has no {path}, which process 0 was to download from "
-            f"{url}; on a machine without network, or with a disk of its own, pass --data FILE"
+            f"rank {dist_info.rank} has no {path}, which rank 0 downloads from {url}; on a machine "
+            "without network, or without rank 0's disk, pass --data FILE (--hellaswag-data FILE "
+            "in training)"
         )
     return path
 
 
 def fetch(url: str, path: Path, size: int, sha256: str) -> None:
-    """Download a file unless it is already there, whole.
+    """Download a file of known size (bytes) and hash, unless `path` is that file already.
 
-    Args:
-        url: where it comes from.
-        path: where it goes; it appears only once it is complete and right.
-        size: its bytes.
-        sha256: its hash.
+    `path` appears only once it is complete and right.
 
     Raises:
-        OSError: there is no connection, or what came is not that file.
+        OSError: there is no connection, or the server sent another file.
     """
     if path.is_file() and path.stat().st_size == size and sha256_of(path) == sha256:
         return

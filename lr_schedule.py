@@ -1,30 +1,42 @@
 """The learning rate as a pure function of the step.
 
 `step` counts updates done, so step 0 is the first update. Warm-up raises the rate linearly, by
-max_lr / warmup_steps an update: the first update already learns, and update `warmup_steps - 1`
-is the first at max_lr.
+max_lr / warmup_steps per update: the first update already learns, and update `warmup_steps - 1`
+is the first at max_lr. After warm-up comes the schedule's own shape, and from `max_steps` on the
+rate stays at `min_lr`, even where warm-up is not shorter than `max_steps`.
+
+To add a schedule, write a function and give it a name in `SCHEDULES`: that is the value of
+`--lr-schedule`.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Schedule(Protocol):
+    """What `--lr-schedule` names: step to learning rate."""
+
+    def __call__(
+        self, step: int, /, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int
+    ) -> float:
+        """The learning rate of the update after `step` updates.
+
+        Args:
+            step: updates done before this one, >= 0.
+            max_lr: the peak rate, reached at the end of warm-up.
+            min_lr: the rate at `max_steps` and after.
+            warmup_steps: updates of warm-up; 0 starts at `max_lr`.
+            max_steps: updates in the whole run.
+        """
 
 
 def cosine_lr(
     step: int, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int
 ) -> float:
-    """Linear warm-up, half a cosine from `max_lr` down to `min_lr`, then constant.
+    """Linear warm-up, then half a cosine from `max_lr` down to `min_lr`; see `Schedule`.
 
     Source: GPT-3 paper (Brown et al. 2020), appendix B; SGDR (Loshchilov & Hutter 2017), eq. 5.
-
-    Args:
-        step: updates done before this one, >= 0.
-        max_lr: the peak rate, reached at the end of warm-up.
-        min_lr: the rate at `max_steps` and after.
-        warmup_steps: updates of warm-up; 0 starts at `max_lr`.
-        max_steps: where the cosine ends. With `warmup_steps >= max_steps` there is no cosine:
-            warm-up is followed by `min_lr`.
-
-    Returns:
-        The learning rate of the update after `step`.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
@@ -43,22 +55,11 @@ def wsd_lr(
     max_steps: int,
     decay_fraction: float = 0.2,
 ) -> float:
-    """Warm-up, stable, decay: linear up, constant `max_lr`, linear down to `min_lr`.
+    """Warm-up, stable, decay: linear up, constant `max_lr`, linear down; see `Schedule`.
+
+    The last `decay_fraction` of all steps decays, in [0, 1]; less where warm-up takes longer.
 
     Source: MiniCPM (Hu et al. 2024), section 4; the trapezoid of Hägele et al. 2024.
-
-    Args:
-        step: updates done before this one, >= 0.
-        max_lr: the rate of the constant part.
-        min_lr: the rate at `max_steps` and after.
-        warmup_steps: updates of warm-up; 0 starts at `max_lr`.
-        max_steps: where the decay ends. With `warmup_steps >= max_steps` warm-up is followed by
-            `min_lr`.
-        decay_fraction: the share of `max_steps` spent decaying, at the end, in [0, 1]; it gives
-            way to warm-up where the two overlap.
-
-    Returns:
-        The learning rate of the update after `step`.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
@@ -69,3 +70,6 @@ def wsd_lr(
         return max_lr
     remaining = (max_steps - step) / (max_steps - decay_start)
     return min_lr + (max_lr - min_lr) * remaining
+
+
+SCHEDULES: Mapping[str, Schedule] = {"cosine": cosine_lr, "wsd": wsd_lr}

@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -34,32 +35,29 @@ class SampleConfig:
     prompt: str = ""
     """The text to continue; without one, the model starts a document."""
     num_samples: int = 4
-    """Continuations to draw."""
+    """Number of continuations."""
     max_new_tokens: int = 100
     """The most tokens to add; a sample that ends its document stops earlier."""
     temperature: float = 1.0
-    """Below 1 plays safe, above 1 takes risks; 0 always takes the likeliest token."""
+    """Divides the logits: below 1 favours likely tokens, above 1 unlikely ones; 0 always takes the
+    most likely token."""
     top_k: int = 50
-    """Draw from this many likeliest tokens only; 0 = from all."""
+    """Sample from this many most likely tokens only; 0 = from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that make up this probability only; 1 = from all."""
+    """Sample from the most likely tokens that have this probability together; 1 = from all."""
     seed: int = 1337
     """The same seed gives the same samples on the same machine."""
     device: DeviceName = "auto"
-    """Where to run."""
+    """Device to run on."""
     dtype: DtypeName = "auto"
-    """The type of the matrix products; auto is the fastest that the device is good at."""
+    """Dtype of the matrix products; auto is bfloat16 where the hardware has it."""
 
     def __post_init__(self) -> None:
+        least = {"num_samples": 1, "max_new_tokens": 1, "top_k": 0, "seed": 0}
         problems = [
-            f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}"
-            for name, least in (
-                ("num_samples", 1),
-                ("max_new_tokens", 1),
-                ("top_k", 0),
-                ("seed", 0),
-            )
-            if getattr(self, name) < least
+            f"--{name.replace('_', '-')} must be at least {least[name]}, not {getattr(self, name)}"
+            for name in least
+            if getattr(self, name) < least[name]
         ]
         if not 0 <= self.temperature < math.inf:
             problems.append(f"--temperature must be 0 or more, not {self.temperature}")
@@ -87,14 +85,35 @@ def main() -> None:
         generator=torch.Generator(device).manual_seed(config.seed),
         dtype=select_dtype(config.dtype, device),
     )
-    print_samples(samples)
+    for number, tokens in enumerate(samples, start=1):
+        print(f"--- sample {number} of {len(samples)} ---\n{decode(tokens)}\n")
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The keyword arguments of `generate`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    generator: torch.Generator | None
+    use_cache: bool
+    dtype: torch.dtype
+    stop_token: int | None
+
+
+@overload
+def generate(
+    model: GPT, prompt: str, max_new_tokens: int = ..., **options: Unpack[SamplingOptions]
+) -> str: ...
+@overload
+def generate(
+    model: GPT, prompt: Tensor, max_new_tokens: int = ..., **options: Unpack[SamplingOptions]
+) -> list[list[int]]: ...
 @torch.no_grad()
 def generate(
     model: GPT,
-    idx: Tensor,
-    max_new_tokens: int,
+    prompt: str | Tensor,
+    max_new_tokens: int = 100,
     *,
     temperature: float = 1.0,
     top_k: int = 50,
@@ -103,37 +122,42 @@ def generate(
     use_cache: bool = True,
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
-) -> list[list[int]]:
-    """Continue each row of `idx`, one token at a time.
+) -> str | list[list[int]]:
+    """Continue a text, or each row of a batch of tokens, one token at a time.
 
     Past `block_size` tokens the model sees a window that slides by half a block at a time, so
-    that the cache is refilled once in half a block rather than at every token.
+    that the cache is refilled once per half block and not at every token.
 
     Args:
         model: the raw model, neither compiled nor wrapped.
-        idx: (B, T) int64 prompts, T >= 1, on the model's device.
+        prompt: a text, in which "" starts a document; or (B, T) int64 token ids, T >= 1, on the
+            model's device.
         max_new_tokens: the most tokens to add to each row.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from this many likeliest tokens only; 0 = from all.
-        top_p: draw from the smallest set of likeliest tokens with this probability (Holtzman et
-            al. 2020, section 3.1), after `top_k`; 1 = from all.
-        generator: where the randomness comes from, on the model's device; by default the global
-            one.
-        use_cache: keep keys and values instead of computing them anew for each token. The
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample from this many most likely tokens only; 0 = from all.
+        top_p: sample from the smallest set of most likely tokens with this probability (Holtzman
+            et al. 2020, section 3.1), after `top_k`; 1 = from all.
+        generator: source of randomness, on the model's device; by default torch's global one.
+        use_cache: keep keys and values instead of computing them again for each token. The
             result is the same, the time is not.
-        dtype: the type of the matrix products, the vocabulary's excepted, which is float32.
-        stop_token: a row ends before the first such token that it draws; None = never.
+        dtype: of the matrix products, except the LM head's, which are float32.
+        stop_token: a row ends before the first such token that it samples; None = never.
 
     Returns:
-        B lists of token ids: the prompt and its continuation. One that is shorter than
-        T + max_new_tokens has ended.
+        For a text, the text with its continuation. For tokens, B lists of ids, each the prompt
+        and its continuation; a list shorter than T + max_new_tokens has ended.
     """
+    if isinstance(prompt, str):
+        ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
+        idx = torch.tensor([ids], device=next(model.parameters()).device)
+    else:
+        idx = prompt
     B, T = idx.shape
     assert T >= 1, "a prompt needs a token to start from"
     cache = KVCache(model.config, B, idx.device, dtype) if use_cache else None
     tokens, start = idx, 0
     ended = torch.zeros(B, dtype=torch.bool, device=idx.device)
-    # One for all tokens: the weights are cast once.
+    # One autocast for all tokens casts the weights once.
     with lm_head_precision(dtype), autocast(idx.device, dtype):
         for _ in range(max_new_tokens):
             previous_start = start
@@ -141,16 +165,17 @@ def generate(
             if cache is not None and start != previous_start:
                 cache.length = 0  # every position has changed
             logits = next_token_logits(model, tokens[:, start:], cache)
-            next_token = draw_token(logits, temperature, top_k, top_p, generator)
+            next_token = sample_token(logits, temperature, top_k, top_p, generator)
             tokens = torch.cat([tokens, next_token[:, None]], dim=1)
             ended |= next_token == stop_token
             if ended.all():
                 break
-    return [_until_stop(row, T, stop_token) for row in tokens.tolist()]
+    rows = [_until_stop(row, T, stop_token) for row in tokens.tolist()]
+    return decode(rows[0]) if isinstance(prompt, str) else rows
 
 
 def window_start(n_tokens: int, block_size: int) -> int:
-    """Where the model's view of a sequence begins.
+    """Where the model's window on a sequence begins.
 
     Returns:
         The smallest multiple of half a block that leaves at most `block_size` tokens.
@@ -163,12 +188,13 @@ def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tens
     """Logits of the token after each row.
 
     Args:
-        model: the model.
+        model: the raw model.
         window: (B, T) int64, T <= block_size.
-        cache: holds the window's first tokens, or none; all are in it afterwards.
+        cache: keys and values of the window's first tokens, or of none; those of the rest are
+            added.
 
     Returns:
-        (B, vocab_size) float32: no padding id is among them.
+        (B, vocab_size) float32, without the padding ids.
     """
     known = 0 if cache is None else cache.length
     hidden = model.encode(window[:, known:], cache=cache)[:, -1]  # (B, C)
@@ -176,19 +202,19 @@ def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tens
         return model.logits(hidden.float())
 
 
-def draw_token(
+def sample_token(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """Choose one token for each row of (B, V) float32 logits; see `generate`. Returns (B,)."""
+    """Sample one token for each row of (B, V) float32 logits; see `generate`. Returns (B,)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     vocab_size = logits.size(-1)
-    top_logits, ids = logits.topk(min(top_k or vocab_size, vocab_size))  # likeliest first
-    # Only differences count; the largest is made 0 so that no temperature overflows.
+    top_logits, ids = logits.topk(min(top_k or vocab_size, vocab_size))  # most likely first
+    # Softmax sees differences only; with the largest logit at 0, no temperature overflows.
     probs = torch.softmax((top_logits - top_logits[:, :1]) / temperature, dim=-1)
     if top_p < 1:
-        likelier = probs.cumsum(dim=-1) - probs  # of the tokens before each one
-        probs = probs.masked_fill(likelier >= top_p, 0.0)
+        more_likely = probs.cumsum(dim=-1) - probs  # probability of all tokens before each one
+        probs = probs.masked_fill(more_likely >= top_p, 0.0)
     choice = torch.multinomial(probs, 1, generator=generator)
     return ids.gather(-1, choice).squeeze(-1)
 
@@ -201,12 +227,9 @@ def _until_stop(tokens: list[int], prompt_length: int, stop_token: int | None) -
     return tokens
 
 
-def print_samples(samples: list[list[int]]) -> None:
-    """Print token lists as text, each under a heading."""
-    encoding = gpt2_encoding()
-    for number, tokens in enumerate(samples, start=1):
-        text = encoding.decode([t for t in tokens if t != END_OF_TEXT], errors="replace")
-        print(f"--- sample {number} of {len(samples)} ---\n{text}\n")
+def decode(tokens: list[int]) -> str:
+    """Tokens as text, without `<|endoftext|>`; bytes that are not UTF-8 become U+FFFD."""
+    return gpt2_encoding().decode([t for t in tokens if t != END_OF_TEXT], errors="replace")
 
 
 if __name__ == "__main__":

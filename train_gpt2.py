@@ -30,7 +30,7 @@ from tqdm import tqdm
 from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
-from lr_schedule import cosine_lr, wsd_lr
+from lr_schedule import SCHEDULES
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
 from runtime import checkpoint, device, distributed, metrics
@@ -198,7 +198,7 @@ def init_model(
     else:
         model.to_empty(device=dist_info.device)
     if config.init_from is not None and resume_from is None:
-        copy_weights(checkpoint.load_model(config.init_from), model)
+        checkpoint.copy_weights(checkpoint.load_model(config.init_from), model)
     else:
         init_weights(model, config.seed)
     return model
@@ -268,7 +268,7 @@ def resume(trainer: Trainer) -> int:
             path, trainer.raw_model.config, trainer.config, trainer.train_shards.fingerprint
         )
         state = checkpoint.load_checkpoint(
-            path, trainer.raw_model, trainer.optimizers[0], trainer.scaler
+            path, trainer.raw_model, trainer.optimizers, trainer.scaler, verified=True
         )
     trainer.norms.extend(state.grad_norms)
     print0(trainer.dist_info, f"resumed from {path}")
@@ -389,7 +389,7 @@ def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> None:
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The learning rate of the update after `step`."""
-    return {"cosine": cosine_lr, "wsd": wsd_lr}[config.lr_schedule](
+    return SCHEDULES[config.lr_schedule](
         step,
         max_lr=config.max_lr,
         min_lr=config.min_lr,
@@ -442,23 +442,21 @@ def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
     if not trainer.hellaswag:
         return {}
 
-    def watch(rounds):  # type: ignore
-        for each in rounds:
-            trainer.stop.interrupt_evaluation()
-            yield each
-
     with uncompiled(trainer.config):
         score = evaluate_hellaswag(
             trainer.raw_model,
             trainer.hellaswag,
             trainer.dist_info,
             trainer.dtype,
-            watch=watch,
+            progress=True,
+            between=trainer.stop.interrupt_evaluation,
         )
+    left_out = {"hellaswag_left_out": score.left_out} if score.left_out else {}
     return {
         "hellaswag_acc": score.acc,
         "hellaswag_acc_norm": score.acc_norm,
         "hellaswag_total": score.total,
+        **left_out,
     }
 
 
@@ -536,7 +534,7 @@ def pending_evaluations(trainer: Trainer, step: int) -> list[str]:
         return []
     logged = ""
     if trainer.dist_info.is_main:
-        logged = " ".join(logged_names(trainer.run_dir / "metrics.jsonl", step))
+        logged = " ".join(metrics.logged_metrics(trainer.run_dir / "metrics.jsonl", step))
     done = distributed.gather_text(logged, trainer.dist_info)[0].split()
     return [name for name in due if name not in done]
 
@@ -572,7 +570,7 @@ def save(trainer: Trainer, step: int) -> None:
     distributed.reshard(trainer.raw_model)  # after an evaluation
     with tolerate_write_errors(trainer):
         trainer.writer.wait()  # the checkpoint before this one may have failed
-    trainer.writer.save(state, trainer.raw_model, trainer.optimizers[0], on_saved)
+    trainer.writer.save(state, trainer.raw_model, trainer.optimizers, on_saved)
 
 
 def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str | None) -> None:
@@ -668,20 +666,6 @@ def finish(trainer: Trainer, step: int) -> None:
 
 
 # --- TEMPORARY, until the helpers' branches are merged -----------------------------------------
-
-
-def logged_names(path, step):  # type: ignore
-    if not path.exists():
-        return []
-    return [n for r in metrics.read_metrics(path) if r["step"] == step and "lr" not in r for n in r]
-
-
-@torch.no_grad()
-def copy_weights(source, target):  # type: ignore
-    theirs = dict(source.named_parameters())
-    for name, parameter in target.named_parameters():
-        value = theirs[name][: parameter.shape[0]]
-        parameter.copy_(distributed.distribute_like(value, parameter))
 
 
 @contextmanager

@@ -1,15 +1,15 @@
-"""One data set from many machines: each tokenises a part, one of them merges the parts.
+"""One data set from many machines: each tokenises a part, then one of them merges the parts.
 
     python fineweb.py --part 0 --parts 2             # on one machine, or in one task of an array
     python fineweb.py --part 1 --parts 2             # on another
-    python fineweb.py --parts 2                      # then, once: the data set
+    python fineweb.py --parts 2                      # once both have ended: the data set
 
     data/fineweb-edu-10BT/parts/part_00000_of_00002/
-        train_000000.npy    the part's tokens; it has no validation split of its own
+        train_000000.npy    the part's tokens; a part has no validation split
         manifest.json       as of a data set, its source with `part` and `parts`
 
-The parts lie in the data folder, which the machines share, or are brought there. Shards begin and
-end where one machine would have begun and ended them, so merging copies every token.
+The data folder is on a disk that the machines share, or the parts are copied into it. The merged
+shards are those that one machine would have made, so merging copies every token.
 """
 
 import shutil
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from corpus.shards import PARTS_FOLDER, Manifest, ShardWriter, is_complete, verify_shard, writing_to
+from corpus.shards import PARTS_FOLDER, Manifest, ShardWriter, is_complete, verify_shard
 from corpus.sources import Part
 
 POLL_SECONDS = 0.5
@@ -90,45 +90,30 @@ def merge_parts(parts: Mapping[Path, Manifest], manifest: Manifest, folder: Path
         OSError: the disk is full; finished shards stay.
         ValueError: a part's shard has changed since it was written.
     """
-    # The finished shards alone say where to go on. No cursor: its source could not read it.
-    manifest = replace(manifest, documents=0, skipped=0, progress=None)
-    with writing_to(folder):
-        manifest.save(folder)
-    writer = ShardWriter(folder, manifest.shard_size, manifest.shards)
+    # The finished shards alone say where to resume; a cursor would belong to the source.
+    writer = ShardWriter(folder, replace(manifest, documents=0, skipped=0, progress=None))
     shards = [(path / shard.file, shard) for path, part in parts.items() for shard in part.shards]
     written = writer.tokens_written
     total = sum(shard.tokens for _, shard in shards)
-    with tqdm(unit="tok", unit_scale=True, total=total, desc="merging") as bar:
+    with tqdm(unit="tok", unit_scale=True, total=total, desc="merging", disable=None) as bar:
         for path, shard in shards:
             done = min(written, shard.tokens)  # in finished shards
             written -= done
             if done < shard.tokens:
                 verify_shard(path, shard)
-                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-                with writing_to(folder):
-                    writer.add(tokens[done:])
-                    if len(writer.shards) > len(manifest.shards):
-                        manifest = replace(manifest, shards=tuple(writer.shards))
-                        manifest.save(folder)
+                writer.add(np.load(path, mmap_mode="r", allow_pickle=False)[done:])
             bar.update(shard.tokens)
-    with writing_to(folder):
-        writer.close()
-        manifest = replace(
-            manifest,
-            shards=tuple(writer.shards),
-            documents=sum(part.documents for part in parts.values()),
-            skipped=sum(part.skipped for part in parts.values()),
-            complete=True,
-        )
-        manifest.save(folder)
-    return manifest
+    return writer.close(
+        documents=sum(part.documents for part in parts.values()),
+        skipped=sum(part.skipped for part in parts.values()),
+    )
 
 
 def remove_parts(folder: Path, count: int) -> None:
     """Delete the parts of a finished data set."""
     for path in _folders(folder, count):
         shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):  # there is none, or something else is in it
+    with suppress(OSError):  # there is no such folder, or it holds something else
         (folder / PARTS_FOLDER).rmdir()
 
 

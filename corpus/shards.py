@@ -9,11 +9,12 @@
 A folder of `*train*.npy` and `*val*.npy` files without a manifest opens too.
 """
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,16 @@ Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
 
 SHARD_DTYPE = np.dtype("<u2")
-MANIFEST_NAME = "manifest.json"
+SHARD_MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
-PARTS_FOLDER = "parts"  # in a data folder: what several machines have tokenised of it
-SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus that has not two full shards
+PARTS_FOLDER = "parts"  # in a data folder: the parts that several machines have tokenised
+SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
+LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # starts the 1024-byte header of llm.c's .bin files
 SCAN_BLOCK_TOKENS = 1 << 24
+HOW_TO_MAKE_DATA = (
+    "python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no network), "
+    "python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
+)
 MANIFEST_TYPES = {
     "source": dict,
     "tokenizer_sha256": str,
@@ -64,7 +70,7 @@ class Manifest:
     """What a data folder holds and where it came from."""
 
     source: dict[str, Any]
-    """What the tokens were made from, with its revision; see `fineweb.py`."""
+    """The `identity` of the source; a part's has `part` and `parts`, too."""
     tokenizer_sha256: str
     """Hash of the merges file that made the ids."""
     shard_size: int
@@ -73,11 +79,11 @@ class Manifest:
     documents: int = 0
     """Documents with tokens; of an unfinished data set, those before `progress`."""
     skipped: int = 0
-    """Documents left out because they were empty."""
+    """Empty documents, which have no tokens."""
     complete: bool = False
     progress: dict[str, Any] | None = None
-    """Where an interrupted run goes on, see `PROGRESS_TYPES`; None once complete."""
-    format: int = field(default=MANIFEST_FORMAT)
+    """Where an interrupted run resumes, see `PROGRESS_TYPES`; None once complete."""
+    format: int = MANIFEST_FORMAT
 
     def __post_init__(self) -> None:
         check_types(vars(self), MANIFEST_TYPES)
@@ -87,7 +93,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json`, atomically."""
-        write_json(folder / MANIFEST_NAME, asdict(self))
+        write_json(folder / SHARD_MANIFEST, asdict(self))
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest | None":
@@ -96,7 +102,7 @@ class Manifest:
         Raises:
             ValueError: the file is not a manifest of this format.
         """
-        path = folder / MANIFEST_NAME
+        path = folder / SHARD_MANIFEST
         if not path.is_file():
             return None
         values = read_json(path)
@@ -115,88 +121,87 @@ def is_complete(folder: Path) -> bool:
     return manifest is not None and manifest.complete
 
 
-def check_same_dataset(folder: Path, earlier: Manifest, asked: Manifest) -> None:
+def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
     """Refuse to mix two data sets in one folder.
 
     Raises:
         ValueError: naming the first difference.
     """
-    read = None if earlier.progress is None else earlier.progress["cursor"].get("file")
-    there, wanted = _traits(earlier, read), _traits(asked, read)
-    for trait in there | wanted:
-        if there.get(trait) != wanted.get(trait):
+    files_read = None if found.progress is None else found.progress["cursor"].get("file")
+    was, asked = _fixed_values(found, files_read), _fixed_values(expected, files_read)
+    for name in was | asked:
+        if was.get(name) != asked.get(name):
             raise ValueError(
-                f"{folder} holds other data, {trait} {there.get(trait)} instead of "
-                f"{wanted.get(trait)}: choose another --data-dir, or delete it"
+                f"{folder} holds other data, {name} {was.get(name)} instead of "
+                f"{asked.get(name)}: choose another --data-dir, or delete it"
             )
 
 
-def _traits(manifest: Manifest, read: int | None) -> dict[str, Any]:
-    """What must not change between runs.
+def _fixed_values(manifest: Manifest, files_read: int | None) -> dict[str, Any]:
+    """The values, by name, that must be the same when a run is resumed.
 
     Args:
-        manifest: of one of the runs.
-        read: files that an unfinished run has read to their end. Those after may change in size,
-            since mending a bad row is a reason for a rerun.
+        manifest: of one of the two runs.
+        files_read: files that an unfinished run has read to their end. Later ones may change in
+            size: the user may have repaired a bad row in them.
     """
-    traits = {key: value for key, value in manifest.source.items() if key != "files"}
+    values = {key: value for key, value in manifest.source.items() if key != "files"}
     for i, file in enumerate(manifest.source.get("files", [])):
-        size = "" if read is not None and i >= read else f" of {file['bytes']} bytes"
-        traits[f"file {i + 1}"] = file["name"] + size
-    return traits | {
-        "shard size": manifest.shard_size,
-        "tokenizer": manifest.tokenizer_sha256,
-    }
+        size = "" if files_read is not None and i >= files_read else f" of {file['bytes']} bytes"
+        values[f"file {i + 1}"] = file["name"] + size
+    return values | {"shard size": manifest.shard_size, "tokenizer": manifest.tokenizer_sha256}
 
 
 @contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
+def _naming_full_disk(folder: Path) -> Iterator[None]:
     """Name the folder that cannot be written: the error of a full disk names no file."""
     try:
         yield
     except OSError as error:
         raise OSError(
-            f"{folder} cannot be written ({error.strerror or error}), perhaps for want of room; "
-            "what was finished stays: give the same command again to go on"
+            f"{folder} cannot be written ({error.strerror or error}), perhaps its disk is full; "
+            "finished shards stay: give the same command again to resume"
         ) from None
 
 
 class ShardWriter:
-    """Cut a stream of tokens into shard files, the first of them the validation split.
+    """Cut a stream of tokens into shard files, and record each finished shard in the manifest.
 
-    Nothing is written before two full shards are there, so that a smaller corpus can be split
-    into `SMALL_VAL_FRACTION` validation and the rest training. At most two shards of tokens are
-    held in memory.
+    The first shard is the validation split. Nothing is written before there are two full shards,
+    so that a smaller corpus can be split into `SMALL_VAL_FRACTION` validation and the rest
+    training. At most two shards of tokens are in memory.
 
     Args:
-        folder: where the shards go.
-        shard_size: tokens in a full shard.
-        finished: the shards that an earlier, interrupted run already wrote.
-        splits: whether to make both; else all is training, and there may be nothing.
+        folder: where the shards and the manifest go.
+        manifest: of a new data set, or of an unfinished one, whose next tokens are then added.
+        splits: False for a part of a data set: all shards are training, and there may be none.
+
+    Raises:
+        OSError: (of every method) the disk is full; finished shards stay.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        shard_size: int,
-        finished: tuple[ShardInfo, ...] = (),
-        splits: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, splits: bool = True) -> None:
         self.folder = folder
-        self.shard_size = shard_size
+        self.manifest = manifest
         self.splits = splits
-        self.shards = list(finished)
-        one_at_a_time = finished or not splits
-        self._buffer = np.empty(shard_size if one_at_a_time else 2 * shard_size, SHARD_DTYPE)
+        shards_held = 1 if manifest.shards or not splits else 2
+        self._buffer = np.empty(shards_held * manifest.shard_size, SHARD_DTYPE)
         self._filled = 0
+        self._save()
 
     @property
     def tokens_written(self) -> int:
-        """Tokens in finished shards; what was added beyond them is still in memory."""
-        return sum(shard.tokens for shard in self.shards)
+        """Tokens in finished shards; later ones are still in memory."""
+        return sum(shard.tokens for shard in self.manifest.shards)
 
-    def add(self, tokens: TokenArray) -> None:
-        """Append tokens, writing every shard that they fill."""
+    def add(self, tokens: TokenArray, **progress: Any) -> None:  # noqa: ANN401 - fields' values
+        """Append tokens and write every shard that they fill.
+
+        Args:
+            tokens: (tokens,) uint16.
+            progress: values for the manifest that records a shard of these tokens.
+        """
+        finished = len(self.manifest.shards)
         while len(tokens):
             taken = tokens[: len(self._buffer) - self._filled]
             self._buffer[self._filled : self._filled + len(taken)] = taken
@@ -204,41 +209,51 @@ class ShardWriter:
             tokens = tokens[len(taken) :]
             if self._filled == len(self._buffer):
                 self._flush()
+        if len(self.manifest.shards) > finished:
+            self._save(**progress)
 
-    def close(self) -> None:
-        """Write what is left: the last training shard or, of a small corpus, both splits.
+    def close(self, documents: int = 0, skipped: int = 0) -> Manifest:
+        """Write the remaining tokens and the manifest of the finished data set.
 
         Raises:
             ValueError: there are not two tokens to make two splits of.
         """
+        size = self.manifest.shard_size
         rest = self._buffer[: self._filled]
-        if self.shards or not self.splits:
-            if len(rest):
-                self._write("train", rest)
-            return
-        if len(rest) < 2:
-            raise ValueError(f"the corpus has {len(rest)} tokens: too few for two splits")
-        val_tokens = max(1, min(self.shard_size, round(len(rest) * SMALL_VAL_FRACTION)))
-        self._write("val", rest[:val_tokens])
-        for start in range(val_tokens, len(rest), self.shard_size):
-            self._write("train", rest[start : start + self.shard_size])
+        start = 0
+        if self.splits and not self.manifest.shards:
+            if len(rest) < 2:
+                raise ValueError(f"the corpus has {len(rest)} tokens: too few for two splits")
+            start = max(1, min(size, round(len(rest) * SMALL_VAL_FRACTION)))
+            self._write("val", rest[:start])
+        for begin in range(start, len(rest), size):
+            self._write("train", rest[begin : begin + size])
+        self._save(documents=documents, skipped=skipped, complete=True, progress=None)
+        return self.manifest
 
     def _flush(self) -> None:
-        """Write the full buffer: the first two shards together, then one at a time."""
-        for start in range(0, self._filled, self.shard_size):
-            split: Split = "train" if self.shards or not self.splits else "val"
-            self._write(split, self._buffer[start : start + self.shard_size])
-        self._buffer = self._buffer[: self.shard_size]
+        """Write the full buffer: the first two shards together, later ones one at a time."""
+        size = self.manifest.shard_size
+        for start in range(0, self._filled, size):
+            split: Split = "train" if self.manifest.shards or not self.splits else "val"
+            self._write(split, self._buffer[start : start + size])
+        self._buffer = self._buffer[:size]
         self._filled = 0
 
     def _write(self, split: Split, tokens: TokenArray) -> None:
-        path = self.folder / f"{split}_{len(self.shards):06d}.npy"
-        with atomic_write(path) as file:
-            # Not np.save: it ignores the error of its last write, which a full disk makes.
+        path = self.folder / f"{split}_{len(self.manifest.shards):06d}.npy"
+        with _naming_full_disk(self.folder), atomic_write(path) as file:
+            # Not np.save: it ignores an error of its last write, which a full disk causes.
             header = np.lib.format.header_data_from_array_1_0(tokens)
             np.lib.format.write_array_header_1_0(file, header)
             file.write(tokens.data)
-        self.shards.append(ShardInfo(path.name, split, len(tokens), sha256_of(path)))
+        info = ShardInfo(path.name, split, len(tokens), sha256_of(path))
+        self.manifest = replace(self.manifest, shards=(*self.manifest.shards, info))
+
+    def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
+        self.manifest = replace(self.manifest, **values)
+        with _naming_full_disk(self.folder):
+            self.manifest.save(self.folder)
 
 
 class TokenShards:
@@ -313,10 +328,9 @@ class TokenShards:
 def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenShards:
     """Open one split of a data folder and check what can be checked quickly.
 
-    Every file's type, shape and, where there is a manifest, size are checked, and the hash of each
-    that is newer than the manifest. A folder without a manifest has its ids read through once,
-    since nothing vouches for them. A shard may be a link to another disk: it is its content that
-    is checked.
+    Every file's dtype, shape and, where there is a manifest, size are checked, and the hash of each
+    file that is newer than the manifest. Without a manifest, all ids are read and checked. A shard
+    may be a link to another disk: its content is checked.
 
     Args:
         folder: the data folder.
@@ -324,55 +338,65 @@ def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenSha
         vocab_size: ids must be below this.
 
     Raises:
-        FileNotFoundError: the folder or the split is missing.
-        ValueError: the data set is unfinished, or a shard is not as it should be.
+        FileNotFoundError: the folder or the split is missing; the message names other data folders.
+        ValueError: the data set is unfinished, or a shard is damaged.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"no data folder {folder}: make it with python fineweb.py --data-dir {folder}"
-        )
     manifest = Manifest.load(folder)
     if manifest is not None and not manifest.complete:
         raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")
+    infos = [shard for shard in manifest.shards if shard.split == split] if manifest else []
+    paths = [folder / info.file for info in infos]
     if manifest is None:
         paths = sorted(folder.glob(f"*{split}*.npy"))
-        infos = []
-    else:
-        infos = [shard for shard in manifest.shards if shard.split == split]
-        paths = [folder / info.file for info in infos]
     if not paths:
-        unmerged = (folder / PARTS_FOLDER).exists()
-        advice = ": merge its parts by fineweb.py --parts N" if unmerged else ""
-        raise FileNotFoundError(f"{folder} has no {split} shards (*{split}*.npy){advice}")
+        raise FileNotFoundError(_explain_missing(folder, split))
     shards = TokenShards(paths, _fingerprint(infos, paths))
     if manifest is None:
         shards.check_ids(vocab_size)
         return shards
-    finished_ns = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    finished_ns = (folder / SHARD_MANIFEST).stat().st_mtime_ns
     for info, path, array in zip(infos, paths, shards.arrays, strict=True):
         if len(array) != info.tokens:
             raise ValueError(
                 f"{path} has {len(array):,} tokens, the manifest says {info.tokens:,}: "
                 f"delete {folder} and run python fineweb.py again"
             )
-        if path.stat().st_mtime_ns >= finished_ns:  # copied after it, or changed
-            _check_hash(path, info)
+        if path.stat().st_mtime_ns >= finished_ns:  # copied or changed after the manifest
+            verify_shard(path, info)
     return shards
 
 
-def verify_shards(folder: Path) -> Manifest:
+def _explain_missing(folder: Path, split: Split) -> str:
+    """Why `folder` has no shards of a split, and what to do."""
+    if (folder / PARTS_FOLDER).exists():
+        return f"{folder} has no {split} shards: merge its parts by fineweb.py --parts N"
+    if raw := sorted(folder.glob(f"*{split}*.bin")):  # of llm.c or nanoGPT
+        with raw[0].open("rb") as file:
+            offset = 1024 if file.read(4) == LLM_C_MAGIC else 0
+        return (
+            f"{raw[0]} is not read, only .npy shards are: convert each .bin file, python -c "
+            f"\"import numpy as np; np.save('{raw[0].with_suffix('.npy')}', "
+            f"np.fromfile('{raw[0]}', '<u2', offset={offset}))\""
+        )
+    missing = f"no data folder {folder}"
+    if folder.is_dir():
+        missing = f"{folder} has no {split} shards (*{split}*.npy)"
+    shards = [*folder.glob("*/*train*.npy"), *folder.parent.glob("*/*train*.npy")]
+    others = [str(path) for path in {shard.parent for shard in shards} - {folder}]
+    others.sort(key=lambda path: difflib.SequenceMatcher(None, path, str(folder)).ratio())
+    found = f"; found {', '.join(others[:-6:-1])}" if others else ""
+    return f"{missing}{found}; {HOW_TO_MAKE_DATA}"
+
+
+def verify_shards(folder: Path, manifest: Manifest) -> None:
     """Check every shard of a data folder against its manifest, byte for byte.
 
     Raises:
-        FileNotFoundError: a shard, or the manifest itself, is missing.
+        FileNotFoundError: a shard is missing.
         ValueError: a shard's hash is not the manifest's.
     """
-    manifest = Manifest.load(folder)
-    if manifest is None:
-        raise FileNotFoundError(f"{folder} has no {MANIFEST_NAME}")
     for shard in manifest.shards:
         verify_shard(folder / shard.file, shard)
-    return manifest
 
 
 def verify_shard(path: Path, info: ShardInfo) -> None:
@@ -382,19 +406,11 @@ def verify_shard(path: Path, info: ShardInfo) -> None:
         FileNotFoundError: it is missing.
         ValueError: its hash is not the manifest's.
     """
+    remedy = f"delete {path.parent} and run python fineweb.py again"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing: delete {path.parent} and run python fineweb.py again"
-        )
-    _check_hash(path, info)
-
-
-def _check_hash(path: Path, info: ShardInfo) -> None:
+        raise FileNotFoundError(f"{path} is missing: {remedy}")
     if sha256_of(path) != info.sha256:
-        raise ValueError(
-            f"{path} has changed since it was written: "
-            f"delete {path.parent} and run python fineweb.py again"
-        )
+        raise ValueError(f"{path} has changed since it was written: {remedy}")
 
 
 def _open_shard(path: Path) -> TokenArray:
@@ -404,7 +420,7 @@ def _open_shard(path: Path) -> TokenArray:
         raise ValueError(f"{path} cannot be read as a token shard: {error}") from None
     if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
         raise ValueError(
-            f"{path} is not a token shard: want 1-D uint16 with at least one token, "
+            f"{path} is not a token shard: expected 1-D uint16 with at least one token, "
             f"found {array.dtype} of shape {array.shape}"
         )
     return array
@@ -412,13 +428,9 @@ def _open_shard(path: Path) -> TokenArray:
 
 def _fingerprint(infos: list[ShardInfo], paths: list[Path]) -> str:
     """A hash of the split's content: of the manifest's hashes, else of sizes and file heads."""
-    if infos:
-        parts: list[Any] = [[info.tokens, info.sha256] for info in infos]
-    else:
-        parts = [[path.name, path.stat().st_size, _head_sha256(path)] for path in paths]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def _head_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.sha256(file.read(1 << 16)).hexdigest()
+    values: list[Any] = [[info.tokens, info.sha256] for info in infos]
+    for path in paths if not infos else ():
+        with path.open("rb") as file:
+            head = hashlib.sha256(file.read(1 << 16)).hexdigest()
+        values.append([path.name, path.stat().st_size, head])
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Where documents come from: local files, Python's own library, or a data set of the hub.
+"""Where documents come from: local files, a function of `SOURCES`, or a data set of the hub.
 
-Every document carries a cursor: the place, as JSON, from which its source goes on reading to give
-it again. Several machines may share a source, each with a part: contiguous whole files.
+Every document has a cursor: JSON from which its source resumes with that document. Several
+machines can share a source; each reads a part of it.
 """
 
 import bisect
@@ -12,7 +12,7 @@ import json
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,22 +30,22 @@ NO_NETWORK = (
 )
 HUB_TIMEOUT_S = 10.0
 
-TABLE_ROWS = 256  # read together
+TABLE_ROWS = 256  # rows that are read together
 BLOCK_BYTES = 1 << 20  # of a plain text, read together
 # `tokenizer.CUT` for UTF-8 bytes: a space or newline before a byte that begins no whitespace.
 BLOCK_END = re.compile(rb"[ \n](?=[!-~\xc3-\xe0\xe4-\xf4])")
 
-# Left out of the stdlib corpus: what is not the library, and tests, which are half of its text.
+# Folders of the standard library that are not its own code, and tests, which are half of its text.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
-Cursor = dict[str, Any]  # a place in a source, as JSON
+Cursor = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of `count` runs of whole files that, one after another, are all files of a source.
+    """Part `index` of `count`. The parts of a source, concatenated, are the whole source.
 
-    It depends on the files and `count` alone, so that machines need not talk to each other.
+    What a part holds depends on the source and `count` alone, so machines need not communicate.
     """
 
     index: int
@@ -56,18 +56,15 @@ WHOLE = Part(0, 1)
 
 
 class Document(NamedTuple):
-    """A document, or a block of one that is too long to be read whole."""
+    """A document, or a block of a plain text that is too long to be read at once."""
 
     text: str
     cursor: Cursor
-    """Where its source goes on reading to give it again."""
+    """Where its source resumes with this document."""
     fraction: float | None = None
-    """How much of the source comes before it, in [0, 1]; None if unknown."""
+    """How much of the source precedes it, in [0, 1]; None if unknown."""
     begins: bool = True
-    """False if it goes on with the document before it."""
-
-
-# Sources: the standard library and local files
+    """False for a block that continues the previous one's document."""
 
 
 class FileSource:
@@ -87,32 +84,26 @@ class FileSource:
         self.paths = paths
         self.sizes = [path.stat().st_size for path in paths]
         self.errors = errors
+        files = zip(paths, self.sizes, strict=True)
         self.identity = identity or {
             "kind": "files",
-            "files": [
-                {"name": path.name, "bytes": size}
-                for path, size in zip(paths, self.sizes, strict=True)
-            ],
+            "files": [{"name": path.name, "bytes": size} for path, size in files],
         }
 
     def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
         """Read a part from `cursor` (file, row and byte in it), or from its start.
 
         Raises:
-            ValueError: the cursor is not a place in these files, there are fewer files than parts,
-                or a row has no text; the message names file and row.
+            ValueError: the cursor does not fit these files, there are fewer files than parts, or a
+                row has no text; the message names file and row.
         """
         files = self.files_of(part)
         place = {"file": files.start, "row": 0, "byte": 0} if cursor is None else cursor
         if cursor is not None and not self._has(place, files):
-            raise ValueError(
-                f"the manifest goes on from {place}, which is no place in these files: "
-                f"choose another --data-dir, or delete it"
-            )
-        first = place["file"]
+            raise _wrong_cursor(place)
         total = max(1, sum(self.sizes[files.start : files.stop]))
-        for i in range(first, files.stop):
-            row, byte = (place["row"], place["byte"]) if i == first else (0, 0)
+        for i in range(place["file"], files.stop):
+            row, byte = (place["row"], place["byte"]) if i == place["file"] else (0, 0)
             before = sum(self.sizes[files.start : i])
             for document in self._read(self.paths[i], row, byte):
                 read = before + (document.fraction or 0.0) * self.sizes[i]
@@ -126,8 +117,8 @@ class FileSource:
         Raises:
             ValueError: there are fewer files than parts.
         """
-        _require_files(len(self.paths), part)
-        weights = [size + 1 for size in self.sizes]  # an empty file is somewhere, too
+        _check_parts(part, len(self.paths), "files")
+        weights = [size + 1 for size in self.sizes]  # + 1: an empty file has a middle, too
         ends = list(itertools.accumulate(weights))
         middles = [end - weight / 2 for end, weight in zip(ends, weights, strict=True)]
         bounds = (ends[-1] * index / part.count for index in (part.index, part.index + 1))
@@ -149,29 +140,47 @@ class FileSource:
         return read_plain(path, row, byte, self.errors)
 
 
-def local_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files of paths and globs, those of a glob sorted.
+class TextSource:
+    """The texts that a function yields, counted so that any of them can be resumed from.
 
-    Raises:
-        FileNotFoundError: nothing matches.
-        ValueError: a file is of no type that can be read.
+    Args:
+        name: of `--source`, and in the manifest.
+        texts: returns the documents' texts; each call gives the same ones in the same order.
     """
-    paths = []
-    for pattern in patterns:
-        matches = (
-            [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        )
-        if not matches:
-            raise FileNotFoundError(f"--source {pattern}: no such file")
-        paths += [Path(match) for match in matches]
-    for path in paths:
-        if path.suffix not in FILE_TYPES or not path.is_file():
-            raise ValueError(f"--source {path} is not a {', '.join(FILE_TYPES)} file")
-    return paths
+
+    tokens = None
+
+    def __init__(self, name: str, texts: Callable[[], Iterable[str]]) -> None:
+        self.name, self.texts = name, texts
+        self.identity = {"kind": name}
+
+    def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
+        """Call `texts`; skip to `cursor`, or to the start of the part.
+
+        Raises:
+            ValueError: the texts before `cursor` have changed, there are fewer documents than
+                parts, or one is no string.
+        """
+        start, stop = 0, None
+        if part != WHOLE:
+            total = sum(1 for _ in self.texts())
+            _check_parts(part, total, "documents")
+            start, stop = (total * index // part.count for index in (part.index, part.index + 1))
+        digest = hashlib.sha256()  # of all texts before this one
+        reached = cursor is None
+        for number, text in enumerate(itertools.islice(self.texts(), stop)):
+            data = _string(text, f"{self.name}, document {number + 1}").encode("utf-8", "replace")
+            place = {"document": number, "sha256": digest.hexdigest()}
+            reached = reached or place == cursor
+            if reached and number >= start:
+                yield Document(text, place)
+            digest.update(data + b"\xff")  # a byte that UTF-8 has not: it separates documents
+        if not reached:
+            raise _wrong_cursor(cursor)
 
 
 def stdlib_source() -> FileSource:
-    """The built-in corpus: the running Python's standard library, one document a file.
+    """The built-in corpus: the running Python's standard library, one document per file.
 
     Files come in the order of a hash of their names, so that validation is a fair sample.
     """
@@ -195,6 +204,27 @@ def stdlib_source() -> FileSource:
     return FileSource([root / name for name in names], identity, errors="replace")
 
 
+def local_files(patterns: tuple[str, ...]) -> list[Path]:
+    """The files of paths and globs, those of a glob sorted.
+
+    Raises:
+        FileNotFoundError: nothing matches.
+        ValueError: a file is of no type that can be read.
+    """
+    paths = []
+    for pattern in patterns:
+        matches = (
+            [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        )
+        if not matches:
+            raise FileNotFoundError(f"--source {pattern}: no such file")
+        paths += [Path(match) for match in matches]
+    for path in paths:
+        if path.suffix not in FILE_TYPES or not path.is_file():
+            raise ValueError(f"--source {path} is not a {', '.join(FILE_TYPES)} file")
+    return paths
+
+
 def read_parquet(path: Path, row: int) -> Iterator[Document]:
     """The `text` column of a Parquet file, from a row on.
 
@@ -205,27 +235,28 @@ def read_parquet(path: Path, row: int) -> Iterator[Document]:
 
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            _require_text(file.schema_arrow.names, f"{path}, row 1")
-            here = 0
+            _check_text_field(file.schema_arrow.names, f"{path}, row 1")
+            current = 0
             for group in range(file.num_row_groups):
-                if here + file.metadata.row_group(group).num_rows <= row:
-                    here += file.metadata.row_group(group).num_rows
+                group_rows = file.metadata.row_group(group).num_rows
+                if current + group_rows <= row:
+                    current += group_rows
                     continue
                 for table in file.iter_batches(TABLE_ROWS, [group], columns=["text"]):
-                    for text in _strings(table.column("text"), str(path), here):
-                        if here >= row:
-                            fraction = here / file.metadata.num_rows
-                            yield Document(text, {"row": here, "byte": 0}, fraction)
-                        here += 1
+                    for text in _strings(table.column("text"), str(path), current):
+                        if current >= row:
+                            fraction = current / file.metadata.num_rows
+                            yield Document(text, {"row": current, "byte": 0}, fraction)
+                        current += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
 
 
 def read_jsonl(path: Path, row: int, byte: int) -> Iterator[Document]:
-    """The `text` of every line of a JSON Lines file, from a place on; blank lines do not count.
+    """The `text` of every line of a JSON Lines file, from a place on; blank lines are skipped.
 
     Raises:
-        ValueError: a line is not as it should be; the message names file and line (from 1).
+        ValueError: a line is no JSON object with a `text`; the message names file and line.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -233,15 +264,21 @@ def read_jsonl(path: Path, row: int, byte: int) -> Iterator[Document]:
         for number, line in enumerate(file, row + 1):
             where = f"{path}, line {number}"
             if line.strip():
-                value = _parse_json(line, path, number)
-                _require_text(value if isinstance(value, dict) else (), where)
+                try:
+                    value = json.loads(_decode(line, path, number - 1, byte))
+                except json.JSONDecodeError as error:
+                    reason = f"{error.msg} at character {error.pos + 1}"
+                    raise ValueError(f"{where}: not JSON ({reason})") from None
+                except RecursionError:
+                    raise ValueError(f"{where}: JSON nested too deeply") from None
+                _check_text_field(value if isinstance(value, dict) else (), where)
                 cursor = {"row": number - 1, "byte": byte}
                 yield Document(_string(value["text"], where), cursor, byte / size)
             byte += len(line)
 
 
 def read_plain(path: Path, row: int, byte: int, errors: str) -> Iterator[Document]:
-    """A plain text as one document, in blocks whose tokens join up; from a place on.
+    """A plain text as one document, from a place on, in blocks that are tokenised one by one.
 
     Raises:
         ValueError: it is not UTF-8 and `errors` is `strict`; the message names file and line.
@@ -257,7 +294,7 @@ def read_plain(path: Path, row: int, byte: int, errors: str) -> Iterator[Documen
             if more and not found:
                 continue
             end = found.start() if found else len(block)
-            text = _decode(block[:end], path, row, errors)
+            text = _decode(block[:end], path, row, byte, errors)
             yield Document(text, {"row": row, "byte": byte}, byte / max(size, 1), begins=byte == 0)
             if not more:
                 return
@@ -266,37 +303,38 @@ def read_plain(path: Path, row: int, byte: int, errors: str) -> Iterator[Documen
             block = block[end:]
 
 
-def _require_files(files: int, part: Part) -> None:
-    if part.count > files:
+def _wrong_cursor(cursor: Cursor | None) -> ValueError:
+    return ValueError(
+        f"the manifest resumes at {cursor}, which is no place in this source: "
+        f"choose another --data-dir, or delete it"
+    )
+
+
+def _check_parts(part: Part, count: int, unit: str) -> None:
+    if part.count > count:
         raise ValueError(
-            f"{part.count} parts of {files} files: a part takes whole files, "
-            f"so {files} parts are the most that work"
+            f"{part.count} parts of {count} {unit}: a part takes whole {unit}, "
+            f"so {count} parts are the most that work"
         )
 
 
-def _require_text(names: Iterable[str], where: str) -> None:
+def _check_text_field(names: Iterable[str], where: str) -> None:
     found = list(names)
     if "text" not in found:
         has = f"it has {', '.join(found)}" if found else "it has no fields"
         raise ValueError(f"{where}: no `text`, the field that documents are read from; {has}")
 
 
-def _parse_json(line: bytes, path: Path, number: int) -> Any:  # noqa: ANN401 - any JSON value
-    where = f"{path}, line {number}"
-    try:
-        return json.loads(_decode(line, path, number - 1))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg} at character {error.pos + 1})") from None
-    except RecursionError:
-        raise ValueError(f"{where}: JSON nested too deeply") from None
-
-
-def _decode(data: bytes, path: Path, row: int, errors: str = "strict") -> str:
+def _decode(data: bytes, path: Path, row: int, byte: int, errors: str = "strict") -> str:
     try:
         return data.decode("utf-8", errors)
     except UnicodeDecodeError as error:
         line = row + data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}: invalid UTF-8 ({error.reason})") from None
+        raise ValueError(
+            f"{path}, line {line}: invalid UTF-8 ({error.reason}) at byte {byte + error.start}; "
+            f"if it is Latin-1, convert it: "
+            f"iconv -f latin1 -t utf-8 {path} > {path.with_suffix('.utf8' + path.suffix)}"
+        ) from None
 
 
 def _string(value: object, where: str) -> str:
@@ -313,9 +351,6 @@ def _strings(column: Iterable[Any], origin: str, row: int) -> Iterator[str]:
             yield _string(value.as_py(), where)
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: invalid UTF-8 ({error.reason})") from None
-
-
-# Sources: the Hugging Face hub
 
 
 class HubSource:
@@ -353,7 +388,7 @@ class HubSource:
             )
             origin = self.dataset
             if part != WHOLE:
-                _require_files(stream.num_shards, part)
+                _check_parts(part, stream.num_shards, "files")
                 stream = stream.shard(part.count, part.index, contiguous=True)
                 origin += f" (part {part.index} of {part.count})"
             yield from stream_documents(stream, cursor, origin)
@@ -362,20 +397,20 @@ class HubSource:
         except Exception as error:  # of whichever HTTP library the hub's client uses
             raise ConnectionError(
                 f"reading {self.dataset} failed ({type(error).__name__}: "
-                f"{redact_secrets(str(error))}): give the same command again to go on"
+                f"{redact_secrets(str(error))}): give the same command again to resume"
             ) from None
 
 
 def stream_documents(
     dataset: "IterableDataset", cursor: Cursor | None, origin: str
 ) -> Iterator[Document]:
-    """The `text` column of a streamed data set, from `cursor` on or from the start.
+    """The `text` column of a streamed data set, from `cursor` or from the start.
 
     Args:
         dataset: of the `datasets` library.
-        cursor: the state of the data set before a table of rows, that table's first row and the
-            row in it to begin with.
-        origin: what to call the data set in messages.
+        cursor: the data set's state before a table of rows, the number of that table's first row,
+            and the row in the table to begin with.
+        origin: the data set's name in messages.
 
     Raises:
         ValueError: a row has no text.
@@ -386,7 +421,7 @@ def stream_documents(
     state = dataset.state_dict()
     first, begin = (cursor["first"], cursor["row"]) if cursor else (0, 0)
     for table in dataset.iter(batch_size=TABLE_ROWS):
-        _require_text(table.column_names, f"{origin}, row {first + 1}")
+        _check_text_field(table.column_names, f"{origin}, row {first + 1}")
         for row, text in enumerate(_strings(table["text"], origin, first)):
             if row >= begin:
                 yield Document(text, {"state": state, "first": first, "row": row})
@@ -395,26 +430,21 @@ def stream_documents(
 
 
 def resolve_revision(dataset: str, revision: str | None) -> str:
-    """The commit that a branch or tag of a hub data set stands at; by default the main branch's.
+    """The commit of a hub data set's branch or tag; by default of its main branch.
 
     Raises:
         ConnectionError: the hub cannot be reached.
         ValueError: there is no such data set or revision.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, errors
 
     try:
         return str(HfApi().dataset_info(dataset, revision=revision, timeout=HUB_TIMEOUT_S).sha)
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise ValueError(f"--source {dataset}: the hub has no such data set") from None
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise ValueError(f"--revision {revision}: {dataset} has no such revision") from None
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ValueError(f"--source {dataset}: {error}") from None
     except Exception as error:  # of whichever HTTP library the hub's client uses
         raise ConnectionError(
@@ -422,4 +452,11 @@ def resolve_revision(dataset: str, revision: str | None) -> str:
         ) from None
 
 
-Source = FileSource | HubSource
+Source = FileSource | TextSource | HubSource
+
+# What `--source NAME` opens. To add a source, write a generator function that yields the texts of
+# its documents, always the same ones in the same order, and add a line here: its NAME and
+# `lambda: TextSource("NAME", the_function)`.
+SOURCES: dict[str, Callable[[], Source]] = {
+    "stdlib": stdlib_source,
+}

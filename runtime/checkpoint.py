@@ -2,58 +2,51 @@
 
     runs/NAME/checkpoints/step_00000500/
         model.safetensors        parameters, float32
-        optimizer.safetensors    AdamW's moments and step counts, by parameter name
+        optimizer.safetensors    the optimizers' tensors, such as exp_avg.transformer.wte.weight
         trainer_state.json       step, configuration, generator states, data fingerprint
         manifest.json            size and SHA-256 of each, written last
 
-The state is whole, not sharded, so that any number of processes can load it. A folder without
-its manifest is not a checkpoint. Training waits for a copy of the state, not for its writing.
+Tensors are saved whole, not sharded, so that any number of processes can load them. A folder
+without its manifest is not a checkpoint. Training waits while the state is copied, but not while
+the copy is written.
 """
 
 import base64
+import difflib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from model import GPT, GPTConfig
 from runtime.distributed import distribute_like, full_tensor
 from runtime.files import check_types, read_json, sha256_of, sync_folder, write_json
-from runtime.huggingface import check_dimensions, load_pretrained
+from runtime.huggingface import HF_CONFIG_NAME, build_model, is_local, load_pretrained
 
 MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "trainer_state.json"
-MANIFEST_NAME = "manifest.json"
+CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-STATE_TYPES = {
-    "step": int,
-    "tokens_seen": int,
-    "model_config": dict,
-    "train_config": dict,
-    "data_fingerprint": str,
-    "rng_states": dict,
-    "grad_scaler": dict,
-    "grad_norms": list,
-    "format": int,
-}
+MAX_LAYERS = 1000  # of a model that has fewer tensors than layers; a forged file may claim more
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """All of a run's state that is not a large tensor."""
+    """A run's state except its large tensors. Fields with a default may be missing in the file."""
 
     step: int
     """Optimizer updates done."""
@@ -68,28 +61,35 @@ class TrainerState:
     grad_scaler: dict[str, Any]
     """The loss scaler's state; empty unless float16 is in use."""
     grad_norms: list[float] = field(default_factory=list)
-    """The last gradient norms, which outliers are told by."""
+    """The last gradient norms, to compare the next ones with."""
+    optimizers: list[str] = field(default_factory=lambda: ["AdamW"])
+    """The optimizers' class names. This field and the next two are set by `save`."""
+    optimizer_values: dict[str, Any] = field(default_factory=dict)
+    """Optimizer state that is not a tensor, named as the tensors are."""
+    stateless: list[str] = field(default_factory=list)
+    """Parameters that had no optimizer state."""
     format: int = CHECKPOINT_FORMAT
 
     def __post_init__(self) -> None:
-        check_types(vars(self), STATE_TYPES)
+        hints = get_type_hints(type(self)).items()
+        check_types(vars(self), {name: get_origin(hint) or hint for name, hint in hints})
         if not all(type(norm) is float for norm in self.grad_norms):
             raise ValueError("grad_norms are not all numbers")
         GPTConfig(**self.model_config)
 
 
 class CheckpointWriter:
-    """Save checkpoints while training goes on; a context manager that sees the last one written.
+    """Save checkpoints while training goes on; a context manager that waits for the last one.
 
-    `save` keeps training waiting while the state is copied to the CPU, no longer; a thread then
-    writes the copy (`save_file` and hashing release the interpreter's lock). The copy's memory is
-    kept for the next one: to fill pages that are new takes several times longer than to copy.
+    `save` returns once the state is copied to the CPU. A thread then writes the copy (`save_file`
+    and hashing release the interpreter's lock). The next save reuses the copy's memory, because
+    filling new pages takes several times longer than copying.
 
     Args:
-        checkpoints_dir: the run's `checkpoints` folder; made by the first save. None on processes
-            that write nothing: their `save` gives their parts of a sharded state.
-        keep: once a checkpoint is complete, delete all but this many, the oldest first; 0 keeps
-            all.
+        checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
+            that write nothing: their `save` only contributes their shards.
+        keep: once a checkpoint is complete, delete all but this many, the oldest first; 0 deletes
+            none.
     """
 
     def __init__(self, checkpoints_dir: Path | None, keep: int = 0) -> None:
@@ -102,38 +102,40 @@ class CheckpointWriter:
     def save(
         self,
         state: TrainerState,
-        model: GPT,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
         on_saved: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Wait for the last checkpoint, copy the state as it is now, begin to write it.
+        """Wait for the last checkpoint, copy the present state, and start to write it.
 
-        Every process must call this if the model is sharded: tensors are gathered one at a time.
+        If the model is sharded, every rank must call this: tensors are gathered one at a time.
 
         Args:
-            state: what to save beside the tensors; its `step` names the folder.
+            state: what to save next to the tensors; its `step` names the folder.
             model: the raw model, neither compiled nor wrapped; the same each time.
-            optimizer: AdamW over its parameters.
-            on_saved: called with the checkpoint's folder once it is complete, by the thread.
+            optimizers: of any kind, over the model's parameters.
+            on_saved: the thread calls it with the checkpoint's folder once that is complete.
 
         Raises:
             OSError: the last checkpoint was not saved.
+            ValueError: an optimizer has state that is neither a tensor nor a plain value.
         """
         self.wait()
+        tensors_by_file, state = _collect(state, model, optimizers)
         if self._checkpoints_dir is None:
-            for tensors in _tensors_by_file(model, optimizer).values():
+            for tensors in tensors_by_file.values():
                 for tensor in tensors.values():
                     full_tensor(tensor)
             return
-        kept = self._copies
+        reused = self._copies
         self._copies = {
-            file: {name: _copy(t, kept.get(file, {}).get(name)) for name, t in tensors.items()}
-            for file, tensors in _tensors_by_file(model, optimizer).items()
+            file: {name: _copy(t, reused.get(file, {}).get(name)) for name, t in tensors.items()}
+            for file, tensors in tensors_by_file.items()
         }
         self._last = self._thread.submit(self._write, self._checkpoints_dir, state, on_saved)
 
     def check(self) -> None:
-        """Raise the last checkpoint's error, if it has met one by now."""
+        """Raise the last checkpoint's error, if it has failed by now."""
         if self._last is not None and self._last.done():
             self.wait()
 
@@ -145,7 +147,7 @@ class CheckpointWriter:
         """
         if self._last is None:
             return
-        wait_for([self._last])  # if Ctrl-C breaks this off, it is still to be waited for
+        wait_for([self._last])  # Ctrl-C may interrupt this: then `_last` is still there
         last, self._last = self._last, None
         last.result()
 
@@ -163,7 +165,7 @@ class CheckpointWriter:
         except OSError as failure:
             if error is None:
                 raise
-            warnings.warn(str(failure), stacklevel=2)  # what ended the body is to be heard
+            warnings.warn(str(failure), stacklevel=2)  # the body's own error goes on
         finally:
             self._thread.shutdown()
 
@@ -176,7 +178,10 @@ class CheckpointWriter:
 
 
 def save_checkpoint(
-    checkpoints_dir: Path, state: TrainerState, model: GPT, optimizer: torch.optim.Optimizer
+    checkpoints_dir: str | Path,
+    state: TrainerState,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
 ) -> Path:
     """Write a checkpoint and wait for it; see `CheckpointWriter.save`.
 
@@ -186,43 +191,51 @@ def save_checkpoint(
     Raises:
         OSError: the disk is full or cannot be written; older checkpoints are as they were.
     """
-    with CheckpointWriter(checkpoints_dir) as writer:
-        writer.save(state, model, optimizer)
-    return _folder(checkpoints_dir, state.step)
+    with CheckpointWriter(Path(checkpoints_dir)) as writer:
+        writer.save(state, model, optimizers)
+    return _folder(Path(checkpoints_dir), state.step)
 
 
 def remove_leftovers(checkpoints_dir: Path) -> None:
-    """Delete what a process that died in the middle of a save, or of a deletion, has left."""
+    """Delete the unfinished folders of a process that died while it saved or deleted."""
     for leftover in checkpoints_dir.glob(".step_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)  # never through a link
 
 
 def load_checkpoint(
-    checkpoint: Path,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
+    checkpoint: str | Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
     scaler: torch.amp.GradScaler | None = None,
+    *,
+    verified: bool = False,
 ) -> TrainerState:
-    """Put a model, an optimizer and the random generators back to where they were saved.
+    """Restore a model, its optimizers and the random generators.
 
     Args:
-        checkpoint: a checkpoint's folder; its hashes are checked first.
-        model: the raw model, of the same dimensions.
-        optimizer: AdamW over its parameters, grouped as it was.
+        checkpoint: a checkpoint's folder.
+        model: the raw model, with the same parameters as the saved one; it may be sharded.
+        optimizers: of the same classes, over the same parameters as the saved ones. Their
+            settings (`param_groups`) stay as they are.
         scaler: the loss scaler, with float16.
+        verified: whether this process has checked the files' hashes already.
 
     Returns:
         The rest of the state.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or does not fit the model.
+        ValueError: a file is damaged, or does not fit the model or the optimizers.
     """
-    verify_checkpoint(checkpoint)
+    checkpoint = Path(checkpoint)
+    if not verified:
+        verify_checkpoint(checkpoint)
     state = read_state(checkpoint)
     path = checkpoint / MODEL_NAME
-    _copy_parameters(path, _read_tensors(path), model)
-    _load_optimizer(checkpoint, model, optimizer)
+    tensors = _read_tensors(path)
+    _check_shapes(path, tensors, dict(model.named_parameters()))
+    _load_optimizers(checkpoint, state, model, optimizers)  # may change the parameters
+    _copy_parameters(tensors, model)
     try:
         if scaler is not None and state.grad_scaler:
             scaler.load_state_dict(state.grad_scaler)
@@ -235,8 +248,8 @@ def load_checkpoint(
 
 
 def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
-    """The checkpoints that were saved to the end, the highest step first."""
-    manifests = checkpoints_dir.glob(f"step_*/{MANIFEST_NAME}")
+    """The checkpoints that have a manifest, the highest step first."""
+    manifests = checkpoints_dir.glob(f"step_*/{CHECKPOINT_MANIFEST}")
     return sorted((manifest.parent for manifest in manifests), reverse=True)
 
 
@@ -246,11 +259,11 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
-    """The run's checkpoint of the highest step whose hashes are right; None if it has none.
+    """The run's undamaged checkpoint of the highest step; None if the run has no checkpoint.
 
     Args:
         run_dir: the run's folder.
-        warn: told of each damaged checkpoint on the way.
+        warn: called with a line about each damaged checkpoint of a higher step.
 
     Raises:
         ValueError: every checkpoint is damaged.
@@ -271,10 +284,9 @@ def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path 
 
 
 def quarantine_newer(checkpoint: Path) -> list[Path]:
-    """Move a run's checkpoints of later steps to `checkpoints/set_aside`: they will be redone.
+    """Move a run's checkpoints of later steps to `checkpoints/set_aside`; return where they are.
 
-    Returns:
-        Where they are now.
+    The run goes on from `checkpoint` and will save these steps again.
     """
     folder = checkpoint.parent / "set_aside"
     moved = []
@@ -292,14 +304,36 @@ def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a path means: itself, or a run folder's latest.
 
     Raises:
-        FileNotFoundError: it is neither.
+        FileNotFoundError: it is neither; the message lists the runs that are there.
     """
-    if (path / MANIFEST_NAME).is_file() and (path / STATE_NAME).is_file():
+    if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
         return path
     latest = latest_checkpoint(path)
     if latest is None:
-        raise FileNotFoundError(f"{path} is neither a checkpoint nor a run folder that has one")
+        raise FileNotFoundError(_explain_missing(path))
     return latest
+
+
+def _explain_missing(path: Path) -> str:
+    """Why a path has no checkpoint to load, and what to give instead."""
+    if _is_run(path):
+        return (
+            f"the run {path} has no checkpoint yet: continue it with train_gpt2.py --resume auto "
+            f"--out-dir {path.parent} --run-name {path.name}"
+        )
+    problem = "is no run, checkpoint or Hugging Face model" if path.exists() else "does not exist"
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    runs = [run.name for run in sorted(folder.iterdir()) if _is_run(run)]
+    closest = difflib.get_close_matches(path.name, runs, n=5, cutoff=0.0)
+    if not closest:
+        return f"{path} {problem}: give a run's folder, as in runs/NAME"
+    shown = ", ".join(str(folder / name) for name in closest)
+    more = f" and {len(runs) - len(closest)} more" if len(runs) > len(closest) else ""
+    return f"{path} {problem}: the runs there are {shown}{more}"
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
@@ -309,25 +343,23 @@ def verify_checkpoint(checkpoint: Path) -> None:
         FileNotFoundError: a file is missing.
         ValueError: a file's size or hash is not the manifest's.
     """
-    path = checkpoint / MANIFEST_NAME
-    manifest, found = read_json(path), _manifest(checkpoint)
+    path = checkpoint / CHECKPOINT_MANIFEST
+    manifest, expected = read_json(path), _manifest(checkpoint)
     listed = manifest.get("files") if isinstance(manifest, dict) else None
-    for name, entry in found["files"].items():
-        if not isinstance(listed, dict) or name not in listed:
-            raise ValueError(f"{path} is damaged: it does not list {name}")
-        if listed[name] != entry:
+    for name, entry in expected["files"].items():
+        if isinstance(listed, dict) and name in listed and listed[name] != entry:
             raise ValueError(
                 f"{checkpoint / name} is damaged: its size or SHA-256 is not the manifest's"
             )
-    if manifest != found:
+    if manifest != expected:
         raise ValueError(f"{path} is damaged: it is not what was written")
 
 
 def describe_checkpoint(checkpoint: Path | None) -> str:
-    """A checkpoint's place and content in a line, to tell it from others."""
+    """A checkpoint's folder and the first digits of its manifest's hash, to compare over ranks."""
     if checkpoint is None:
         return "none"
-    return f"{checkpoint} ({sha256_of(checkpoint / MANIFEST_NAME)[:8]})"
+    return f"{checkpoint} ({sha256_of(checkpoint / CHECKPOINT_MANIFEST)[:8]})"
 
 
 def read_state(checkpoint: Path) -> TrainerState:
@@ -348,7 +380,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a model from wherever it may be.
+    """Load a model by a name on this machine or on the hub.
 
     Args:
         source: a run folder (its latest checkpoint), a checkpoint, a folder in Hugging Face's
@@ -359,25 +391,63 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
         The raw model, in float32.
 
     Raises:
-        FileNotFoundError: there is no such thing.
-        ValueError: it is damaged, or not a GPT-2.
+        FileNotFoundError: there is no such run, checkpoint, folder or model.
+        ValueError: it is damaged, or does not fit the model that `model.py` builds.
     """
     path = Path(source)
-    if not (path / STATE_NAME).is_file() and not (path / "checkpoints").is_dir():
-        return load_pretrained(str(source), torch.device(device))
+    if not is_local(source) or ((path / HF_CONFIG_NAME).is_file() and not _is_run(path)):
+        return load_pretrained(source, device)
     checkpoint = find_checkpoint(path)
     verify_checkpoint(checkpoint)
-    config = GPTConfig(**read_state(checkpoint).model_config)
-    tensors = _read_tensors(checkpoint / MODEL_NAME)
-    check_dimensions(tensors, config, config.padded_vocab_size)
-    with torch.device(device):
-        model = GPT(config)
-    _copy_parameters(checkpoint / MODEL_NAME, tensors, model)
+    path, config = checkpoint / MODEL_NAME, GPTConfig(**read_state(checkpoint).model_config)
+    tensors = _read_tensors(path)
+    _check_shapes(path, tensors, _parameters_on_meta(path, config, len(tensors)))
+    model = build_model(config, device)
+    _copy_parameters(tensors, model)
     return model
 
 
+def _parameters_on_meta(path: Path, config: GPTConfig, tensor_count: int) -> dict[str, Tensor]:
+    """The parameters that `model.py` gives these dimensions, without memory for their numbers.
+
+    Raises:
+        ValueError: the dimensions are absurd, as a forged file's may be.
+    """
+    if config.n_layer > max(MAX_LAYERS, tensor_count):
+        raise ValueError(f"{path} has {tensor_count} tensors, not {config.n_layer} layers")
+    try:
+        with torch.device("meta"):
+            return dict(GPT(config).named_parameters())
+    except RuntimeError as error:  # more elements than 64 bits can count
+        raise ValueError(f"{path} is of no possible model: {error}") from None
+
+
+def copy_weights(source: GPT, target: GPT) -> None:
+    """Copy parameters by name into a model that may be sharded, or have a shorter context.
+
+    Position embeddings, the parameters with a row for each position, lose the rows after the
+    target's `block_size`.
+
+    Raises:
+        ValueError: the target has more positions, or is another model.
+    """
+    source_size, target_size = source.config.block_size, target.config.block_size
+    tensors = {name: parameter.detach() for name, parameter in source.named_parameters()}
+    for name, parameter in target.named_parameters():
+        value = tensors.get(name, parameter)
+        if value.shape != parameter.shape and value.shape[:1] == (source_size,):
+            if target_size > source_size:
+                raise ValueError(
+                    f"--block-size {target_size} is beyond this model's {source_size}: "
+                    f"give --block-size {source_size} or less"
+                )
+            tensors[name] = value[:target_size]
+    _check_shapes("the model to start from", tensors, dict(target.named_parameters()))
+    _copy_parameters(tensors, target)
+
+
 def rng_states() -> dict[str, str]:
-    """The states of torch's global generators, by device type, as base64 text."""
+    """The states of torch's global random generators, by device type, as base64 text."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -385,7 +455,7 @@ def rng_states() -> dict[str, str]:
 
 
 def restore_rng_states(states: dict[str, str]) -> None:
-    """Set torch's global generators to what `rng_states` returned."""
+    """Set torch's global random generators to what `rng_states` returned."""
     tensors = {
         name: torch.tensor(list(base64.b64decode(s)), dtype=torch.uint8)
         for name, s in states.items()
@@ -395,13 +465,11 @@ def restore_rng_states(states: dict[str, str]) -> None:
         torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def _copy_parameters(path: Path, tensors: dict[str, Tensor], model: GPT) -> None:
-    """Copy a file's tensors into a model of the same dimensions."""
-    parameters = dict(model.named_parameters())
-    _check_shapes(path, tensors, {name: p.shape for name, p in parameters.items()})
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(distribute_like(tensors[name], parameter))
+@torch.no_grad()
+def _copy_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Copy tensors whose names and shapes were checked into a model, sharded or not."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(distribute_like(tensors[name], parameter))
 
 
 def _folder(checkpoints_dir: Path, step: int) -> Path:
@@ -411,7 +479,7 @@ def _folder(checkpoints_dir: Path, step: int) -> Path:
 def _write_checkpoint(
     checkpoints_dir: Path, state: TrainerState, tensors_by_file: dict[str, dict[str, Tensor]]
 ) -> Path:
-    """Write a checkpoint that is either complete or not there; return its folder."""
+    """Write a checkpoint that appears under its name once it is complete; return its folder."""
     final = _folder(checkpoints_dir, state.step)
     temporary = checkpoints_dir / f".{final.name}.tmp"
     try:
@@ -421,20 +489,20 @@ def _write_checkpoint(
             save_file(tensors, temporary / name)
             _flush(temporary / name)
         write_json(temporary / STATE_NAME, asdict(state))
-        write_json(temporary / MANIFEST_NAME, _manifest(temporary))
-        if final.exists():  # an older attempt at the same step
+        write_json(temporary / CHECKPOINT_MANIFEST, _manifest(temporary))
+        if final.exists():  # an earlier attempt at the same step
             shutil.rmtree(final)
         temporary.rename(final)
         sync_folder(checkpoints_dir)
-    except (OSError, SafetensorError) as error:  # the latter is what a full disk becomes there
+    except (OSError, SafetensorError) as error:  # safetensors raises its own on a full disk
         raise OSError(f"{final} was not saved: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # by now under its final name, or in vain
+        shutil.rmtree(temporary, ignore_errors=True)  # is there only if saving failed
     return final
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """What the manifest of a folder with these files is to say."""
+    """The manifest that the files in this folder should have."""
     paths = [checkpoint / name for name in FILE_NAMES]
     files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in paths}
     return {"format": CHECKPOINT_FORMAT, "files": files}
@@ -443,60 +511,108 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 def _remove_oldest(checkpoints_dir: Path, keep: int) -> None:
     """Delete all checkpoints but the `keep` of the highest steps."""
     for checkpoint in complete_checkpoints(checkpoints_dir)[keep:]:
-        # Under another name first, so that a half-deleted one is never taken for a checkpoint.
+        # Rename first, so that a half-deleted folder is never taken for a checkpoint.
         shutil.rmtree(checkpoint.rename(checkpoints_dir / f".{checkpoint.name}.tmp"))
 
 
-def _tensors_by_file(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Tensor]]:
-    """What each file is to hold, where it lies now.
+def _collect(
+    state: TrainerState, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[dict[str, dict[str, Tensor]], TrainerState]:
+    """The tensors of each file, not copied yet, and the state with the optimizers' values.
 
-    Each parameter is there once (the tied one as `transformer.wte.weight`), the optimizer's state
-    as `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`.
+    Each parameter is there once (the tied one as `transformer.wte.weight`); the optimizers' state
+    of it is named `exp_avg.transformer.wte.weight`.
     """
-    parameters = dict(model.named_parameters())
+    by_parameter = _states_by_name(model, optimizers)
+    flat = _flatten(by_parameter)
+    values = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+    for name, value in values.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise ValueError(
+                f"the optimizer's {name} is a {type(value).__name__}: a checkpoint can hold "
+                f"tensors, numbers, strings and None"
+            )
+    state = replace(
+        state,
+        optimizers=_class_names(optimizers),
+        optimizer_values=values,
+        stateless=[name for name, own in by_parameter.items() if not own],
+    )
     return {
-        MODEL_NAME: {name: parameter.detach() for name, parameter in parameters.items()},
-        OPTIMIZER_NAME: {
-            f"{key}.{name}": value.detach()
-            for name, parameter in parameters.items()
-            for key, value in optimizer.state[parameter].items()
-        },
+        MODEL_NAME: {name: parameter.detach() for name, parameter in model.named_parameters()},
+        OPTIMIZER_NAME: {n: value.detach() for n, value in flat.items() if n not in values},
+    }, state
+
+
+def _states_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+    """The optimizers' state of each parameter that they update, by the parameter's name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: optimizer.state[parameter]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
 
 
-def _copy(tensor: Tensor, kept: Tensor | None) -> Tensor:
-    """A whole copy of `tensor` on the CPU, in the memory of an earlier one where there is one."""
-    whole = full_tensor(tensor)
-    return (torch.empty_like(whole, device="cpu") if kept is None else kept).copy_(whole)
+def _flatten(by_parameter: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Optimizer state by names as in the file: `exp_avg.transformer.wte.weight`."""
+    return {f"{key}.{name}": own[key] for name, own in by_parameter.items() for key in own}
 
 
-def _load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _class_names(optimizers: Sequence[Optimizer]) -> list[str]:
+    return [type(optimizer).__name__ for optimizer in optimizers]
+
+
+def _copy(tensor: Tensor, reused: Tensor | None) -> Tensor:
+    """A full copy of `tensor` on the CPU, in the memory of an earlier copy if there is one."""
+    full = full_tensor(tensor)
+    return (torch.empty_like(full, device="cpu") if reused is None else reused).copy_(full)
+
+
+def _load_optimizers(
+    checkpoint: Path, state: TrainerState, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
+    """Restore the optimizers' state; the parameters must be restored after it.
+
+    Each optimizer first makes its own state, by a step with zero gradients. So the state has
+    the names, dtypes, devices and shardings that this optimizer gives it, and the file's values
+    are compared with it and copied into it.
+
+    Raises:
+        ValueError: the state is of other optimizers or parameters.
+    """
+    if (built := _class_names(optimizers)) != state.optimizers:
+        saved = " and ".join(map(str, state.optimizers))
+        raise ValueError(
+            f"{checkpoint} was trained by {saved}, and this run builds {' and '.join(built)}: "
+            f"build {saved}, or start a new run from its weights with --init-from {checkpoint}"
+        )
+    for optimizer in optimizers:
+        _make_state(optimizer)
+    by_parameter = _states_by_name(model, optimizers)
+    for name, own in by_parameter.items():
+        if name in state.stateless:  # it never had a gradient
+            own.clear()
     path = checkpoint / OPTIMIZER_NAME
-    tensors = _read_tensors(path)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    kinds = {"exp_avg": shapes, "exp_avg_sq": shapes, "step": dict.fromkeys(shapes, torch.Size())}
-    _check_shapes(path, tensors, {f"{k}.{n}": s for k, of in kinds.items() for n, s in of.items()})
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # The optimizer's own loader puts each tensor on its parameter's device; it counts parameters
-    # by their place in the groups.
-    optimizer.load_state_dict(
-        {
-            "state": {
-                place: {
-                    "exp_avg": distribute_like(tensors[f"exp_avg.{names[parameter]}"], parameter),
-                    "exp_avg_sq": distribute_like(
-                        tensors[f"exp_avg_sq.{names[parameter]}"], parameter
-                    ),
-                    "step": tensors[f"step.{names[parameter]}"],
-                }
-                for place, parameter in enumerate(order)
-            },
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
-    )
+    found_values = _read_tensors(path) | state.optimizer_values
+    _check_shapes(path, found_values, _flatten(by_parameter))
+    for name, own in by_parameter.items():
+        for key, value in own.items():
+            if isinstance(value, Tensor):
+                value.copy_(distribute_like(found_values[f"{key}.{name}"], value))
+            else:
+                own[key] = found_values[f"{key}.{name}"]
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Let an optimizer make the state that its first step makes."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -506,16 +622,17 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _check_shapes(path: Path, tensors: dict[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    for name in {**wanted, **found}:
-        there, here = (
-            tuple(shapes[name]) if name in shapes else "missing" for shapes in (found, wanted)
+def _check_shapes(
+    source: str | Path, found: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    """Refuse a source whose names, or the shapes of its tensors, are not the expected ones."""
+    for name in {**expected, **found}:
+        has, needs = (
+            "missing" if name not in values else tuple(getattr(values[name], "shape", ("value",)))
+            for values in (found, expected)
         )
-        if there != here:
-            raise ValueError(
-                f"{path} does not fit the model: {name} is {there} there and {here} in the model"
-            )
+        if has != needs:
+            raise ValueError(f"{source} does not fit this model: {name} is {has}, expected {needs}")
 
 
 def _flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""To and from Hugging Face's GPT-2 format, without transformers.
+"""Load and save models in Hugging Face's GPT-2 format, without transformers.
 
 The format differs from `model.py` in two ways: its linear layers ("Conv1D") store their weights
 as (in, out), and its vocabulary is not padded. Names are the same. Only safetensors files are
@@ -6,6 +6,7 @@ read or written; a pickle file could run any code.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,26 +16,29 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.files import atomic_write, is_plain_name, read_json, redact_secrets, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH
 
-CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"  # in place of WEIGHTS_NAME where there are several
+HF_CONFIG_NAME = "config.json"
+HF_WEIGHTS_NAME = "model.safetensors"
+HF_INDEX_NAME = "model.safetensors.index.json"  # lists the weight files where there are several
 EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written over
 HUB_TIMEOUT_SECONDS = 10
 
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
-WPE = "transformer.wpe.weight"
 # Old files carry the causal mask as a buffer of every attention layer.
 MASK_BUFFER = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
-FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAX_CHECKED_TOKENS = 1024
+MAX_LOGIT_ERROR = 1e-4  # float32 rounding gives about 1e-6, the exact GELU instead of tanh's 3e-4
 
-# What `model.py` computes, in the words of Hugging Face's GPT2Config, whose default each is.
-FIXED_SETTINGS: dict[str, tuple[Any, ...]] = {
+# The settings of Hugging Face's GPT2Config that `model.py` computes; the first is its default.
+GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "vocab_size": (50257,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -46,13 +50,13 @@ FIXED_SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def load_pretrained(source: str, device: torch.device) -> GPT:
+def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     """Load a GPT-2 from a folder in Hugging Face's format, or from the hub.
 
     Args:
         source: a folder with `config.json` and `model.safetensors`; or `gpt2`, `gpt2-medium`,
-            `gpt2-large`, `gpt2-xl`, or any `owner/name` on the hub. What the hub gave once is
-            kept in its cache and needs no network again.
+            `gpt2-large`, `gpt2-xl`, or any `owner/name` on the hub. A downloaded model stays in
+            the hub's cache and needs no network again.
         device: where to put the model.
 
     Returns:
@@ -62,15 +66,15 @@ def load_pretrained(source: str, device: torch.device) -> GPT:
         FileNotFoundError: there is no such folder or model, or the hub cannot be reached.
         ValueError: it is not a GPT-2 that `model.py` can compute, or a file is damaged.
     """
-    folder = Path(source) if Path(source).is_dir() else _download(source)
-    config = _read_config(folder / CONFIG_NAME)
+    folder = Path(source) if is_local(source) else _download(str(source))
+    config = _read_config(folder / HF_CONFIG_NAME)
     try:
         return from_hf(dict(_read_weights(folder)), config).to(device)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
 
-def save_pretrained(model: GPT, folder: Path) -> None:
+def save_pretrained(model: GPT, folder: str | Path) -> None:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
     Args:
@@ -78,31 +82,39 @@ def save_pretrained(model: GPT, folder: Path) -> None:
         folder: empty, missing, or an earlier export, which is written over.
 
     Raises:
-        ValueError: the folder holds something else, or the vocabulary is not GPT-2's.
+        ValueError: the folder holds something else, or the model is not exactly a GPT-2.
     """
-    vocab_sizes = FIXED_SETTINGS["vocab_size"]
-    if model.config.vocab_size not in vocab_sizes:
+    folder, config = Path(folder), model.config
+    vocab_size = GPT2_SETTINGS["vocab_size"][0]
+    if config.vocab_size != vocab_size:
         raise ValueError(
-            f"vocab_size is {model.config.vocab_size}, and GPT-2's tokenizer has {vocab_sizes[0]}"
+            f"vocab_size is {config.vocab_size}, and GPT-2's tokenizer has {vocab_size}"
         )
+    tensors = to_hf_state_dict(model)
+    _check_shapes(
+        tensors,
+        gpt2_shapes(config),
+        "this model is not a GPT-2, the only one that the Hugging Face format can hold",
+    )
+    _check_computes_gpt2(model, tensors)
     _check_replaceable(folder)
-    write_json(folder / CONFIG_NAME, _hf_config(model.config))
-    # transformers 4 wants to be told that the tensors are PyTorch's.
-    weights = save(to_hf_state_dict(model), metadata={"format": "pt"})
-    with atomic_write(folder / WEIGHTS_NAME) as file:
+    write_json(folder / HF_CONFIG_NAME, _hf_config(config))
+    # transformers 4 demands to be told that the tensors are PyTorch's.
+    weights = save(tensors, metadata={"format": "pt"})
+    with atomic_write(folder / HF_WEIGHTS_NAME) as file:
         file.write(weights)
     write_json(
         folder / "generation_config.json",
         {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT, "pad_token_id": END_OF_TEXT},
     )
-    _write_tokenizer(folder, model.config.block_size)
+    _write_tokenizer(folder, config.block_size)
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
     """Build a model from Hugging Face's tensors; the rows that pad the vocabulary are zeros.
 
     Args:
-        state_dict: tensors of any of `FLOAT_TYPES`, by name, with or without `transformer.` in
+        state_dict: tensors of any of `FLOAT_DTYPES`, by name, with or without `transformer.` in
             front. They are copied.
         config: the dimensions.
 
@@ -113,62 +125,129 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
         ValueError: a tensor is missing, unexpected or of another shape, or `lm_head` is not tied.
     """
     tensors = _normalise_names(state_dict)
-    check_dimensions(tensors, config)
-    with torch.device("meta"):  # names and shapes only: no random numbers are drawn
-        model = GPT(config)
-    _check_fit(tensors, dict(_hf_views(model)))
-    model.to_empty(device="cpu")
-    model.lm_head.weight = model.transformer.wte.weight  # `to_empty` has untied them
+    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
+    if config.n_layer > len(layers):  # before a forged number of layers is listed
+        raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(layers)} layers")
+    _check_shapes(tensors, gpt2_shapes(config), "the tensors are not this GPT-2's")
+    model = build_model(config)
+    targets = dict(_hf_views(model))
+    _check_shapes(targets, gpt2_shapes(config), "model.py's model cannot hold a GPT-2")
     with torch.no_grad():
-        model.transformer.wte.weight.zero_()
-        for name, target in _hf_views(model):
+        model.get_parameter(WTE).zero_()
+        for name, target in targets.items():
             target.copy_(tensors[name])
     return model
-
-
-def check_dimensions(
-    tensors: Mapping[str, Tensor], config: GPTConfig, vocab_rows: int | None = None
-) -> None:
-    """Refuse dimensions that the tensors do not have, before a model of such a size is built.
-
-    Args:
-        tensors: by name, with `transformer.` in front.
-        config: the dimensions that a file claims.
-        vocab_rows: of the embedding; by default the vocabulary, without padding.
-
-    Raises:
-        ValueError: the embeddings are missing or of another shape, or layers are missing.
-    """
-    rows = {WTE: vocab_rows or config.vocab_size, WPE: config.block_size}
-    problems = [
-        f"{name} is missing"
-        if name not in tensors
-        else f"{name} has shape {tuple(tensors[name].shape)}, not {(count, config.n_embd)}"
-        for name, count in rows.items()
-        if name not in tensors or tensors[name].shape != (count, config.n_embd)
-    ]
-    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    if config.n_layer > len(layers):
-        problems.append(f"n_layer is {config.n_layer}, and there are {len(layers)} layers")
-    if problems:
-        raise ValueError("; ".join(problems))
 
 
 def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
     """A model's parameters as Hugging Face's GPT2LMHeadModel names and lays them out.
 
     Returns:
-        Contiguous tensors on the CPU, some of which share memory with the model, none with each
-        other. The tied `lm_head` is left out, as transformers does.
+        Contiguous tensors on the CPU. Some share memory with the model, none with each other.
+        The tied `lm_head` is left out, as transformers does.
     """
     return {name: view.cpu().contiguous() for name, view in _hf_views(model)}
+
+
+def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a GPT-2's tensors in Hugging Face's format, whatever `model.py` says."""
+    C = config.n_embd
+    block = {
+        **{"ln_1.weight": (C,), "ln_1.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,)},
+        **{"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,)},
+        **{"attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,)},
+        **{"mlp.c_fc.weight": (C, 4 * C), "mlp.c_fc.bias": (4 * C,)},
+        **{"mlp.c_proj.weight": (4 * C, C), "mlp.c_proj.bias": (C,)},
+    }
+    return {
+        WTE: (config.vocab_size, C),
+        "transformer.wpe.weight": (config.block_size, C),
+        **{"transformer.ln_f.weight": (C,), "transformer.ln_f.bias": (C,)},
+        **{
+            f"transformer.h.{layer}.{name}": shape
+            for layer in range(config.n_layer)
+            for name, shape in block.items()
+        },
+    }
+
+
+def is_local(source: str | Path) -> bool:
+    """Whether a model's name can only mean a file or folder here, and never a model on the hub."""
+    path = Path(source)
+    return (
+        path.exists()
+        or path.is_absolute()
+        or str(source).startswith((".", "~"))
+        or len(path.parts) > 2
+        or (len(path.parts) == 2 and path.parent.is_dir())
+    )
+
+
+def build_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
+    """A model whose parameters will be overwritten; torch's generators stay as they are."""
+    device = torch.device(device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        return GPT(config)
+
+
+@torch.no_grad()
+def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a model whose code computes something else from the tensors of a GPT-2.
+
+    Shapes do not show another activation, or rotary embeddings next to an unused `wpe`.
+
+    Raises:
+        ValueError: its logits differ from GPT-2's by more than float32 rounds.
+    """
+    config, training = model.config, model.training
+    T = min(config.block_size, MAX_CHECKED_TOKENS)
+    idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
+    here = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    model.eval()
+    logits = functional_call(model, {name: t.cpu() for name, t in here.items()}, idx[None]).logits
+    model.train(training)
+    expected = gpt2_logits(tensors, config, idx)
+    error = (logits[0] - expected).norm() / expected.norm()
+    if not error <= MAX_LOGIT_ERROR:  # also where it is NaN
+        raise ValueError(
+            f"this model does not compute what GPT-2 computes from the same weights (its logits "
+            f"differ by {error:.1e} of their size): the code in model.py has another activation, "
+            f"position embedding or attention, which the Hugging Face format cannot say"
+        )
+
+
+def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -> Tensor:
+    """GPT-2's logits (T, vocab_size) of one sequence (T,), from tensors in Hugging Face's layout.
+
+    An implementation apart from `model.py`, which a reader may change, to compare it with.
+    """
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+        return F.layer_norm(x, (config.n_embd,), weight, bias, eps=1e-5)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+
+    T, C = len(idx), config.n_embd
+    is_future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    x = tensors[WTE][idx] + tensors["transformer.wpe.weight"][:T]  # (T, C)
+    for block in (f"transformer.h.{layer}" for layer in range(config.n_layer)):
+        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
+        q, k, v = qkv.view(T, 3, config.n_head, -1).permute(1, 2, 0, 3)  # (H, T, D) each
+        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(is_future, -math.inf)
+        heads = scores.softmax(dim=-1) @ v
+        x = x + linear(heads.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj")
+        hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
+        x = x + linear(F.gelu(hidden, approximate="tanh"), f"{block}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ tensors[WTE].T
 
 
 def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
     """Each parameter's name and a view of it in Hugging Face's layout, to read or to fill."""
     for name, parameter in model.named_parameters():
         view = parameter.detach()
-        if name.endswith(CONV1D_WEIGHTS):
+        if name.endswith(CONV1D_WEIGHTS) and view.dim() == 2:
             view = view.t()
         elif name == WTE:
             view = view[: model.config.vocab_size]
@@ -192,24 +271,26 @@ def _normalise_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_fit(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are not exactly the targets' names and shapes; name every problem."""
-    problems = [f"{name} is missing" for name in targets.keys() - tensors.keys()]
-    problems += [f"{name} is unexpected" for name in tensors.keys() - targets.keys()]
+def _check_shapes(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], refusal: str
+) -> None:
+    """Refuse tensors that do not have exactly the expected names and shapes; name the problems."""
+    problems = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
+    problems += [f"{name} is unexpected" for name in tensors.keys() - expected.keys()]
     problems += [
-        f"{name} has shape {tuple(tensors[name].shape)}, not {tuple(targets[name].shape)}"
-        for name in targets.keys() & tensors.keys()
-        if tensors[name].shape != targets[name].shape
+        f"{name} has shape {tuple(tensors[name].shape)}, not {expected[name]}"
+        for name in expected.keys() & tensors.keys()
+        if tensors[name].shape != expected[name]
     ]
     problems += [
-        f"{name} is of {tensor.dtype}, not a float type"
+        f"{name} has dtype {tensor.dtype}, which is not a float's"
         for name, tensor in tensors.items()
-        if tensor.dtype not in FLOAT_TYPES
+        if tensor.dtype not in FLOAT_DTYPES
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:5])
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"the tensors are not this GPT-2's: {shown}{more}")
+        raise ValueError(f"{refusal}: {shown}{more}")
 
 
 def _read_config(path: Path) -> GPTConfig:
@@ -221,7 +302,7 @@ def _read_config(path: Path) -> GPTConfig:
         raise ValueError(f"{path} is not a JSON object")
     problems = [
         f"{name} is {values[name]!r}, not {accepted[0]!r}"
-        for name, accepted in FIXED_SETTINGS.items()
+        for name, accepted in GPT2_SETTINGS.items()
         if values.get(name, accepted[0]) not in accepted
     ]
     names = ("n_positions", "n_layer", "n_head", "n_embd")
@@ -236,10 +317,10 @@ def _read_config(path: Path) -> GPTConfig:
 
 
 def _hf_config(config: GPTConfig) -> dict[str, Any]:
-    """The `config.json` of a model; all that is not said has GPT2Config's default."""
+    """A model's `config.json`; every setting left out has GPT2Config's default."""
     return {
         "architectures": ["GPT2LMHeadModel"],
-        **{name: accepted[0] for name, accepted in FIXED_SETTINGS.items()},
+        **{name: accepted[0] for name, accepted in GPT2_SETTINGS.items()},
         "n_layer": config.n_layer,
         "n_head": config.n_head,
         "n_embd": config.n_embd,
@@ -259,15 +340,15 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
 
 def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a folder's safetensors file, or files, by name."""
-    if (folder / INDEX_NAME).is_file():
-        index = read_json(folder / INDEX_NAME)
+    if (folder / HF_INDEX_NAME).is_file():
+        index = read_json(folder / HF_INDEX_NAME)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        # The files may be links, as those in the hub's cache are; their names may be no paths.
+        # The files may be links, as in the hub's cache, but their names must not be paths.
         if not isinstance(weight_map, dict) or not all(map(is_plain_name, weight_map.values())):
-            raise ValueError(f"{INDEX_NAME} does not name the weights' files in its own folder")
+            raise ValueError(f"{HF_INDEX_NAME} does not name the weights' files in its own folder")
         paths = sorted({folder / name for name in weight_map.values()})
     else:
-        paths = [folder / WEIGHTS_NAME]
+        paths = [folder / HF_WEIGHTS_NAME]
     for path in paths:
         if not path.is_file():
             pickled = next(folder.glob("*.bin"), None)
@@ -285,7 +366,7 @@ def _download(source: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repo = f"openai-community/{source}" if source in GPT2_SIZES else source
-    names = (CONFIG_NAME, WEIGHTS_NAME)
+    names = (HF_CONFIG_NAME, HF_WEIGHTS_NAME)
     try:
         try:
             paths = [hf_hub_download(repo, name, local_files_only=True) for name in names]
@@ -310,7 +391,7 @@ def _check_replaceable(folder: Path) -> None:
         raise ValueError(f"{folder} is a file; give another folder with --out")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    config_path = folder / CONFIG_NAME
+    config_path = folder / HF_CONFIG_NAME
     config = read_json(config_path) if config_path.is_file() else None
     if not isinstance(config, dict) or config.get("exported_by") != EXPORTED_BY:
         raise ValueError(f"{folder} is not empty, nor an earlier export; give another with --out")

@@ -1,7 +1,7 @@
 """What a run measures: the JSONL log, the clock, throughput and MFU.
 
-`metrics.jsonl` has one JSON object a line, one line an event, and is only ever appended to. It is
-all that figures are drawn from.
+`metrics.jsonl` has one JSON object per line, one line per event, and is only ever appended to.
+Figures are drawn from this file alone.
 """
 
 import json
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Self
 
 from runtime.files import append_atomically
 
-# Dense bfloat16 peaks in FLOP/s (float16 on the V100 and T4, which have no bfloat16), float32
-# accumulation, from NVIDIA's data sheets; where those quote the sparse rate, half of it. The keys
-# are patterns for the name that the driver gives; the first that matches counts.
+# Dense bfloat16 peaks in FLOP/s (float16 on the V100 and T4, which have no bfloat16) with float32
+# accumulation, from NVIDIA's data sheets; where these quote the sparse rate, half of it. The keys
+# are patterns for the driver's name of the GPU; the first that matches counts.
 PEAK_FLOPS = {
     r"\bB200$": 2250e12,
     r"\bH200 NVL$": 835e12,
@@ -42,11 +42,11 @@ PEAK_FLOPS = {
 }
 ETA_WINDOW = 50  # laps that the time left is estimated from
 NORM_WINDOW = 128
-LEAST_NORMS = NORM_WINDOW // 2  # norms to judge by; the first of a run vary too much
+LEAST_NORMS = NORM_WINDOW // 2  # fewer norms give no limit: the first of a run vary too much
 
 
 class MetricsLogger:
-    """Append records to a JSONL file, each in it at once and whole; a context manager.
+    """Append records to a JSONL file, each at once and whole; a context manager.
 
     Args:
         path: the file; its folder is created if it is missing. None logs nothing, for the ranks
@@ -58,11 +58,10 @@ class MetricsLogger:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = FileIO(path, "a")
-        if _is_torn(path):
-            append_atomically(
-                self._file, b"\n"
-            )  # an earlier process died in mid-line: start on our own
+        if is_torn:  # an earlier process died in the middle of a line
+            append_atomically(self._file, b"\n")
 
     def log(self, **values: float | str | None) -> None:
         """Append one record.
@@ -77,30 +76,25 @@ class MetricsLogger:
         """
         if self._file is None:
             return
-        record = {name: _finite_or_none(value) for name, value in values.items()}
+        record = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
         append_atomically(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read a metrics file, which a run may be writing to at this moment.
 
-    Lines that a dying process tore are skipped. Where a run was resumed from a step, what had been
-    logged of later steps is dropped, since those steps were done again.
-
-    Args:
-        path: a `metrics.jsonl`.
+    Lines that a dying process tore are skipped. Where a run resumed from a step, the records of
+    later steps that precede it are dropped, since these steps were done again.
 
     Returns:
         The records in the order they were logged, each with a `step`.
@@ -123,30 +117,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _is_torn(path: Path) -> bool:
-    """Whether a file's last line has no end."""
-    if not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
+def logged_metrics(path: Path, step: int) -> set[str]:
+    """The names of the metrics that a file has for a step (after `step` updates).
 
-
-def _finite_or_none(value: float | str | None) -> float | str | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    A resumed run skips the evaluations at its first step that are logged already. No file has none.
+    """
+    records = read_metrics(path) if path.exists() else []
+    names = {name for record in records if record["step"] == step for name in record}
+    return names - {"step", "tokens_seen"}
 
 
 def flops_per_token(n_params: int, n_layer: int, n_embd: int, block_size: int) -> int:
     """Floating-point operations to train on one token, forward and backward.
 
-    Six for each parameter and twelve for each product of attention scores and values, whose
-    masked half counts too. Source: PaLM (Chowdhery et al. 2022), appendix B.
-
-    Args:
-        n_params: parameters of the model; the tied embedding counts once.
-        n_layer: blocks.
-        n_embd: width, heads times head size.
-        block_size: tokens in a sequence, T.
+    Six for each parameter; twelve for each product of attention scores and values, whose masked
+    half counts too. Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
     return 6 * n_params + 12 * n_layer * n_embd * block_size
 
@@ -159,10 +144,7 @@ def peak_flops(device_name: str) -> float | None:
     """
     if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
         return None
-    for pattern, peak in PEAK_FLOPS.items():
-        if re.search(pattern, device_name):
-            return peak
-    return None
+    return next((PEAK_FLOPS[name] for name in PEAK_FLOPS if re.search(name, device_name)), None)
 
 
 def mfu(
@@ -177,9 +159,9 @@ def mfu(
 
     Args:
         tokens_per_second: over all devices.
-        flops_per_token: of the function of that name.
-        device_peak_flops: one device's peak in FLOP/s.
-        world_size: devices.
+        flops_per_token: see the function of that name.
+        device_peak_flops: of one device, in FLOP/s.
+        world_size: number of devices.
 
     Returns:
         A fraction; None where the peak is not known.
@@ -196,19 +178,19 @@ class Timing(NamedTuple):
     """Mean over the lap's steps."""
     tokens_per_second: float
     eta_seconds: float | None
-    """Training time left; None until a lap without warm-up is there to judge by."""
+    """Training time left; None in the first lap, which compiles."""
 
 
 class StepTimer:
     """Measure optimizer steps; what happens inside `paused()` is not counted.
 
-    Work on a GPU runs on after the call that started it, so wait for it (`synchronize`, or read
-    the loss) before each lap and pause.
+    A GPU works on after the call that started it, so wait for it (`synchronize`, or read the
+    loss) before each lap and pause.
 
     Args:
         step: updates done when the clock starts, which is now.
         max_steps: updates in the whole run.
-        tokens_per_step: tokens of one update over all ranks.
+        tokens_per_step: tokens per update over all ranks.
         clock: seconds, from any origin.
     """
 
@@ -223,8 +205,7 @@ class StepTimer:
         self._max_steps = max_steps
         self._tokens_per_step = tokens_per_step
         self._clock = clock
-        self._recent: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW)
-        self._warm = False
+        self._recent: deque[tuple[int, float]] | None = None  # steps and seconds of each lap
         self._start = clock()
 
     @contextmanager
@@ -245,21 +226,15 @@ class StepTimer:
         now = self._clock()
         steps, seconds = step - self._step, now - self._start
         self._step, self._start = step, now
-        if self._warm:  # the first lap compiles and allocates: no measure of what is to come
+        eta_seconds = None
+        if self._recent is None:  # the first lap compiles and allocates: no measure of the others
+            self._recent = deque(maxlen=ETA_WINDOW)
+        else:
             self._recent.append((steps, seconds))
-        self._warm = True
-        return Timing(
-            step_time_ms=1000 * seconds / steps,
-            tokens_per_second=steps * self._tokens_per_step / seconds,
-            eta_seconds=self._eta_seconds(),
-        )
-
-    def _eta_seconds(self) -> float | None:
-        if not self._recent:
-            return None
-        steps = sum(steps for steps, _ in self._recent)
-        seconds = sum(seconds for _, seconds in self._recent)
-        return (self._max_steps - self._step) * seconds / steps
+            recent_steps, recent_seconds = map(sum, zip(*self._recent, strict=True))
+            eta_seconds = (self._max_steps - step) * recent_seconds / recent_steps
+        tokens_per_second = steps * self._tokens_per_step / seconds
+        return Timing(1000 * seconds / steps, tokens_per_second, eta_seconds)
 
 
 def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:
@@ -299,10 +274,10 @@ def format_duration(seconds: float | None) -> str:
 
 
 class RecentNorms:
-    """The last `NORM_WINDOW` gradient norms, outliers too, so that a lasting change is soon normal.
+    """The last `NORM_WINDOW` gradient norms, with outliers, so that the limit follows a change.
 
     Args:
-        zscore: standard deviations above the mean from which a norm is an outlier; 0 = none is.
+        zscore: standard deviations above the mean from which a norm is an outlier; 0 = never.
     """
 
     def __init__(self, zscore: float) -> None:
@@ -310,7 +285,7 @@ class RecentNorms:
         self._norms: deque[float] = deque(maxlen=NORM_WINDOW)
 
     def limit(self) -> float:
-        """The largest norm that is no outlier; infinite while there are too few to judge by."""
+        """The largest norm that is no outlier; infinite below `LEAST_NORMS` norms."""
         if not self._zscore or len(self._norms) < LEAST_NORMS:
             return math.inf
         return statistics.fmean(self._norms) + self._zscore * statistics.pstdev(self._norms)

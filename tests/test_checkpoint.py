@@ -9,13 +9,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, check_on_ranks
 from safetensors.torch import load_file
+from torch import nn
 
-from model import GPT, GPTConfig
+import model as model_module
+from model import GPT, GPTConfig, Transformer
 from runtime.checkpoint import (
     CheckpointWriter,
     TrainerState,
+    copy_weights,
     find_checkpoint,
     latest_checkpoint,
     load_checkpoint,
@@ -25,8 +28,41 @@ from runtime.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from runtime.files import read_json, sha256_of, write_json
+from runtime.huggingface import save_pretrained
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose state is a number and a None, no tensor."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["updates"] = state.get("updates", 0) + 1
+            state["momentum"] = None
+            parameter.sub_(parameter.grad, alpha=0.1 / state["updates"])
+
+
+def muon_and_adamw(model):
+    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: (torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),),
+    "SGD": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2),),
+    "momentum": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),),
+    "Adafactor": lambda model: (torch.optim.Adafactor(model.parameters()),),
+    "Counting": lambda model: (Counting(model.parameters()),),
+    "Muon": muon_and_adamw,
+}
 
 
 def trainer_state(step, config=TINY):
@@ -41,38 +77,159 @@ def trainer_state(step, config=TINY):
     )
 
 
-def new_training(config=TINY):
+def new_training(config=TINY, kind="AdamW"):
     model = GPT(config)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return model, OPTIMIZERS[kind](model)
 
 
-def train(model, optimizer, steps):
+def train(model, optimizers, steps, unused=()):
     for _ in range(steps):
         tokens = torch.randint(0, 100, (4, 17))  # the global generator's state matters
         model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for name in unused:
+            model.get_parameter(name).grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def assert_same_parameters(model, other):
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
 
 
 @pytest.fixture
 def saved(tmp_path):
     torch.manual_seed(0)
-    model, optimizer = new_training()
-    train(model, optimizer, 3)
-    path = save_checkpoint(tmp_path / "run" / "checkpoints", trainer_state(3), model, optimizer)
-    return path, model, optimizer
+    model, optimizers = new_training()
+    train(model, optimizers, 3)
+    path = save_checkpoint(tmp_path / "run" / "checkpoints", trainer_state(3), model, optimizers)
+    return path, model, optimizers
 
 
-def test_load_checkpoint_continues_bit_for_bit(saved):
-    path, model, optimizer = saved
-    train(model, optimizer, 3)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_load_checkpoint_continues_bit_for_bit(tmp_path, kind):
+    torch.manual_seed(0)
+    model, optimizers = new_training(kind=kind)
+    train(model, optimizers, 3)
+    path = save_checkpoint(str(tmp_path), trainer_state(3), model, optimizers)
+    train(model, optimizers, 3)
     torch.manual_seed(99)
-    other, other_optimizer = new_training()
-    state = load_checkpoint(path, other, other_optimizer)
-    train(other, other_optimizer, 3)
+    other, other_optimizers = new_training(kind=kind)
+    state = load_checkpoint(str(path), other, other_optimizers)
+    train(other, other_optimizers, 3)
     assert (state.step, state.tokens_seen, state.train_config) == (3, 192, {"seed": 1})
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, other.get_parameter(name)), name
+    assert_same_parameters(model, other)
+
+
+def test_load_checkpoint_gives_no_state_to_a_parameter_that_never_had_a_gradient(tmp_path):
+    unused = ["transformer.wpe.weight"]
+    model, optimizers = new_training()
+    train(model, optimizers, 3, unused)
+    path = save_checkpoint(tmp_path, trainer_state(3), model, optimizers)
+    train(model, optimizers, 2)  # now it has one
+    other, other_optimizers = new_training()
+    assert load_checkpoint(path, other, other_optimizers).stateless == unused
+    train(other, other_optimizers, 2)
+    assert_same_parameters(model, other)
+
+
+SHARDED_CHECK = f"""
+import torch
+from pathlib import Path
+from torch.distributed.fsdp import fully_shard
+sys.path.append({str(ROOT / "tests")!r})
+from test_checkpoint import *
+
+def sharded(kind):
+    model = GPT(TINY)
+    for module in (*model.transformer.h, model):
+        fully_shard(module)
+    return model, OPTIMIZERS[kind](model)
+
+def check(dist_info):
+    for kind in ("AdamW", "momentum", "Muon"):
+        torch.manual_seed(0)
+        model, optimizers = sharded(kind)
+        train(model, optimizers, 2)
+        folder = Path("FOLDER") / kind
+        with CheckpointWriter(folder if dist_info.is_main else None) as writer:
+            writer.save(trainer_state(2), model, optimizers)
+        barrier(dist_info)
+        train(model, optimizers, 2)
+        other, other_optimizers = sharded(kind)
+        load_checkpoint(folder / "step_00000002", other, other_optimizers)
+        train(other, other_optimizers, 2)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
+"""
+
+
+def test_sharded_optimizers_continue_bit_for_bit_and_load_into_one_process(commands, tmp_path):
+    check_on_ranks(commands, SHARDED_CHECK.replace("FOLDER", str(tmp_path)), tmp_path)
+    for kind in ("AdamW", "momentum", "Muon"):
+        torch.manual_seed(0)
+        model, optimizers = new_training(kind=kind)
+        train(model, optimizers, 2)
+        path = save_checkpoint(tmp_path, trainer_state(2), model, optimizers)
+        whole, gathered = (saved_tensors(p) for p in (path, tmp_path / kind / path.name))
+        for file, tensors in whole.items():
+            assert gathered[file].keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                torch.testing.assert_close(gathered[file][name], tensor, rtol=1e-3, atol=1e-3)
+        load_checkpoint(tmp_path / kind / path.name, *new_training(kind=kind))
+
+
+def rewrite_state(path, change):
+    """Change a checkpoint's trainer state, and its manifest with it."""
+    state = path / "trainer_state.json"
+    write_json(state, change(read_json(state)))
+    manifest = read_json(path / "manifest.json")
+    entry = {"bytes": state.stat().st_size, "sha256": sha256_of(state)}
+    manifest["files"]["trainer_state.json"] = entry
+    write_json(path / "manifest.json", manifest)
+
+
+def test_checkpoint_from_before_optimizers_were_named_is_adamws(saved):
+    path, model, _ = saved
+    new = {"optimizers", "optimizer_values", "stateless"}
+    rewrite_state(path, lambda state: {k: v for k, v in state.items() if k not in new})
+    other, optimizers = new_training()
+    assert load_checkpoint(path, other, optimizers).optimizers == ["AdamW"]
+    assert_same_parameters(model, other)
+    with pytest.raises(
+        ValueError, match=r"was trained by AdamW, and this run builds SGD: .*--init"
+    ):
+        load_checkpoint(path, *new_training(kind="momentum"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda adamw, _: adamw.param_groups[0]["params"].pop(0), r"exp_avg\..* expected missing"),
+        (
+            lambda adamw, _: adamw.param_groups[0].update(amsgrad=True),
+            "max_exp_avg_sq.* is missing",
+        ),
+        (lambda _, model: model.ln.append(nn.LayerNorm(4)), r"ln\.0\.weight is missing, expected"),
+        (lambda _, model: model.transformer.h.pop(1), r"h\.1\..* expected missing"),
+    ],
+)
+def test_load_checkpoint_refuses_state_that_does_not_fit(saved, change, message):
+    path, _, _ = saved
+    model = GPT(TINY)
+    model.ln = nn.ModuleList()
+    [optimizer] = OPTIMIZERS["AdamW"](model)
+    change(optimizer, model)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path, model, [optimizer])
+
+
+def test_save_checkpoint_refuses_state_that_it_cannot_hold(tmp_path):
+    model, [optimizer] = new_training()
+    optimizer.state[model.transformer.wte.weight]["history"] = [1]
+    with pytest.raises(ValueError, match=r"history\.transformer\.wte\.weight is a list"):
+        save_checkpoint(tmp_path, trainer_state(1), model, [optimizer])
 
 
 def test_save_checkpoint_writes_no_pickle_and_plain_names(saved):
@@ -80,15 +237,17 @@ def test_save_checkpoint_writes_no_pickle_and_plain_names(saved):
     names = {"manifest.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json"}
     assert {file.name for file in path.iterdir()} == names
     assert path.name == "step_00000003"
-    header_size = int.from_bytes((path / "model.safetensors").read_bytes()[:8], "little")
-    header = json.loads((path / "model.safetensors").read_bytes()[8 : 8 + header_size])
-    assert "transformer.h.1.attn.c_attn.weight" in header
-    assert not any("_orig_mod" in name or "module." in name for name in header)
+    tensors = saved_tensors(path)
+    assert "transformer.h.1.attn.c_attn.weight" in tensors["model.safetensors"]
+    assert "exp_avg.transformer.wte.weight" in tensors["optimizer.safetensors"]
+    assert not any(
+        "_orig_mod" in name or "module." in name for name in tensors["model.safetensors"]
+    )
 
 
 def test_latest_checkpoint_ignores_one_without_a_manifest(saved):
-    path, model, optimizer = saved
-    later = save_checkpoint(path.parent, trainer_state(12), model, optimizer)
+    path, model, optimizers = saved
+    later = save_checkpoint(path.parent, trainer_state(12), model, optimizers)
     assert latest_checkpoint(path.parent.parent) == later
     (later / "manifest.json").unlink()
     assert latest_checkpoint(path.parent.parent) == path
@@ -100,45 +259,53 @@ def test_latest_checkpoint_ignores_one_without_a_manifest(saved):
     "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json"]
 )
 def test_load_checkpoint_refuses_a_flipped_byte_and_names_the_file(saved, name):
-    path, model, optimizer = saved
+    path, model, optimizers = saved
     data = bytearray((path / name).read_bytes())
     data[len(data) // 2] ^= 1
     (path / name).write_bytes(data)
     with pytest.raises(ValueError, match=f"{name} is damaged"):
-        load_checkpoint(path, model, optimizer)
+        load_checkpoint(path, model, optimizers)
     with pytest.raises(ValueError, match=f"{name} is damaged"):
         load_model(path)
 
 
-def test_load_checkpoint_refuses_another_shape(saved):
-    path, _, _ = saved
-    model, optimizer = new_training(GPTConfig(16, 100, n_layer=3, n_head=2, n_embd=16))
-    with pytest.raises(ValueError, match=r"transformer\.h\.2\..* is missing there"):
-        load_checkpoint(path, model, optimizer)
-
-
-def test_load_model_takes_run_folder_and_checkpoint(saved):
+def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     path, model, _ = saved
     idx = torch.arange(16)[None]
-    expected = model(idx).logits
+    before = torch.get_rng_state()
     for source in (path, path.parent.parent, str(path)):
-        assert torch.equal(load_model(source)(idx).logits, expected)
+        assert torch.equal(load_model(source)(idx).logits, model(idx).logits)
+    model = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
+    save_pretrained(model, str(tmp_path / "hf"))
+    assert torch.equal(load_model(tmp_path / "hf")(idx).logits, model(idx).logits)
+    torch.set_rng_state(before)
+    load_model(path)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_load_model_takes_what_save_pretrained_wrote(saved, tmp_path):
-    from runtime.huggingface import save_pretrained
-
-    config = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
-    model = GPT(config)
-    save_pretrained(model, tmp_path / "hf")
-    idx = torch.arange(16)[None]
-    assert torch.allclose(load_model(tmp_path / "hf")(idx).logits, model(idx).logits, atol=1e-6)
-
-
-def test_load_model_of_nothing_says_so(tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="neither a checkpoint nor a run folder"):
-        load_model(tmp_path / "run")
+def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monkeypatch):
+    """By one line, and never by asking the hub."""
+    monkeypatch.chdir(tmp_path)
+    os.rename("run", "small")
+    for name in ("large", "other"):
+        os.makedirs(f"runs/{name}/checkpoints")
+    os.rename("small", "runs/small")
+    for source, message in {
+        "runs/large": "the run runs/large has no checkpoint yet: .*--resume auto .*-name large",
+        "runs/smal": "runs/smal does not exist: the runs there are runs/small, ",
+        "runs": "runs is no run, .*: the runs there are .*runs/small",
+        "./nothing": "nothing does not exist: give a run's folder",
+        "no/such/folder": "no/such/folder does not exist",
+        "runs/small/checkpoints/step_7": "step_7 does not exist",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=message):
+            load_model(source)
+    for name in "abcdefgh":
+        os.makedirs(f"runs/{name}/checkpoints")
+    with pytest.raises(
+        FileNotFoundError, match=r"are runs/small, (runs/\w+, ){3}runs/\w+ and 6 more"
+    ):
+        find_checkpoint(type(tmp_path)("runs/smal"))
 
 
 def test_read_state_refuses_another_format(saved):
@@ -149,28 +316,93 @@ def test_read_state_refuses_another_format(saved):
         read_state(path)
 
 
-def test_save_checkpoint_replaces_an_older_attempt_at_the_same_step(saved):
-    path, model, optimizer = saved
-    train(model, optimizer, 1)
-    assert save_checkpoint(path.parent, trainer_state(3), model, optimizer) == path
-    assert torch.equal(
-        load_model(path).transformer.wte.weight, model.transformer.wte.weight.detach()
-    )
+def test_save_checkpoint_replaces_an_earlier_attempt_at_the_same_step(saved):
+    path, model, optimizers = saved
+    train(model, optimizers, 1)
+    assert save_checkpoint(path.parent, trainer_state(3), model, optimizers) == path
+    assert_same_parameters(load_model(path), model)
+
+
+# --- a model that a reader has changed ----------------------------------------------------------
+
+
+class Sinusoids(nn.Module):
+    """Position embeddings without parameters (Vaswani et al. 2017, section 3.5)."""
+
+    def __init__(self, config):
+        super().__init__()
+        frequencies = 10_000.0 ** -torch.linspace(0, 1, config.n_embd // 2)
+        angles = torch.outer(torch.arange(config.block_size), frequencies)
+        self.register_buffer("table", torch.cat([angles.sin(), angles.cos()], 1), persistent=False)
+
+    def forward(self, positions):
+        return self.table[positions]
+
+
+@pytest.fixture
+def sinusoidal(monkeypatch):
+    class Changed(Transformer):
+        def __init__(self, config):
+            super().__init__(config)
+            self.wpe = Sinusoids(config)
+
+    monkeypatch.setattr(model_module, "Transformer", Changed)
+
+
+def test_load_model_builds_what_the_code_says(sinusoidal, tmp_path):
+    model, optimizers = new_training()
+    train(model, optimizers, 1)
+    path = save_checkpoint(tmp_path, trainer_state(1), model, optimizers)
+    assert "transformer.wpe.weight" not in saved_tensors(path)["model.safetensors"]
+    idx = torch.arange(16)[None]
+    assert torch.equal(load_model(path)(idx).logits, model(idx).logits)
+
+
+def test_load_model_refuses_a_checkpoint_of_other_code(saved, sinusoidal):
+    with pytest.raises(ValueError, match=r"wpe\.weight is \(16, 16\), expected missing"):
+        load_model(saved[0])
+
+
+def sized(block_size):
+    return GPT(GPTConfig(block_size, 100, n_layer=2, n_head=2, n_embd=16))
+
+
+def test_copy_weights_crops_the_position_embeddings():
+    source, target = sized(16), sized(8)
+    copy_weights(source, target)
+    idx = torch.randint(0, 100, (2, 8))
+    assert torch.equal(target(idx).logits, source(idx).logits)
+    with pytest.raises(ValueError, match="--block-size 17 is beyond this model's 16: give"):
+        copy_weights(source, sized(17))
+    with pytest.raises(ValueError, match=r"h\.2\..* is missing, expected"):
+        copy_weights(source, GPT(GPTConfig(16, 100, n_layer=3, n_head=2, n_embd=16)))
+
+
+def test_copy_weights_without_position_embeddings_takes_any_block_size(sinusoidal):
+    source = sized(16)
+    idx = torch.randint(0, 100, (2, 8))
+    for block_size in (8, 16, 32):
+        target = sized(block_size)
+        copy_weights(source, target)
+        assert torch.equal(target(idx).logits, source(idx).logits)
+
+
+# --- writing while training goes on -------------------------------------------------------------
 
 
 def saved_tensors(path):
     return {name: load_file(path / name) for name in ("model.safetensors", "optimizer.safetensors")}
 
 
-def tensors_now(model, optimizer):
-    """What a checkpoint must hold, read off model and optimizer without our code."""
-    moments = {
+def tensors_now(model, optimizers):
+    """What a checkpoint must hold, read from model and optimizer without our code."""
+    state = {
         f"{key}.{name}": value.clone()
         for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
+        for key, value in optimizers[0].state[parameter].items()
     }
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"model.safetensors": parameters, "optimizer.safetensors": moments}
+    return {"model.safetensors": parameters, "optimizer.safetensors": state}
 
 
 def assert_same(found, expected):
@@ -183,24 +415,24 @@ def assert_same(found, expected):
 def test_writer_saves_each_step_as_it_was_though_training_goes_on(tmp_path):
     torch.manual_seed(0)
     # Large enough that the changes below come while the file is being written.
-    model, optimizer = new_training(GPTConfig(16, 20_000, n_layer=1, n_head=2, n_embd=128))
+    model, optimizers = new_training(GPTConfig(16, 20_000, n_layer=1, n_head=2, n_embd=128))
     expected = []
     with CheckpointWriter(tmp_path) as writer:
         for step in (1, 2):
-            train(model, optimizer, 1)
-            expected.append(tensors_now(model, optimizer))
-            writer.save(trainer_state(step), model, optimizer)
+            train(model, optimizers, 1)
+            expected.append(tensors_now(model, optimizers))
+            writer.save(trainer_state(step), model, optimizers)
             with torch.no_grad():
                 for parameter in model.parameters():
-                    optimizer.state[parameter]["exp_avg_sq"].add_(1.0)
+                    optimizers[0].state[parameter]["exp_avg_sq"].add_(1.0)
                     parameter.mul_(2.0)
     for step, tensors in zip((1, 2), expected, strict=True):
         assert_same(saved_tensors(tmp_path / f"step_{step:08d}"), tensors)
 
 
 def test_writer_says_saved_once_the_checkpoint_is_complete_and_lets_training_go_on(tmp_path):
-    model, optimizer = new_training()
-    train(model, optimizer, 1)
+    model, optimizers = new_training()
+    train(model, optimizers, 1)
     events, may_end = [], threading.Event()
 
     def on_saved(path):
@@ -210,14 +442,14 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_lets_training_go_
         events.append("written")
 
     with CheckpointWriter(tmp_path) as writer:
-        writer.save(trainer_state(1), model, optimizer, on_saved)
+        writer.save(trainer_state(1), model, optimizers, on_saved)
         events.append("training")
         while len(events) < 2:
             time.sleep(0.001)
         writer.check()  # nothing is wrong, and nothing is waited for
         assert sorted(events) == ["step_00000001", "training"]
         threading.Timer(0.2, may_end.set).start()
-        writer.save(trainer_state(2), model, optimizer)
+        writer.save(trainer_state(2), model, optimizers)
         events.append("second save")
     assert events[2:] == ["written", "second save"]
 
@@ -242,31 +474,31 @@ def check_for(writer, seconds):
 
 @pytest.mark.parametrize("surface", ["check", "wait", "save"])
 def test_writer_that_fails_says_so_and_leaves_the_older_checkpoint(saved, surface):
-    path, model, optimizer = saved
+    path, model, optimizers = saved
     before = saved_tensors(path)
     surfaces = {
         "check": lambda writer: check_for(writer, seconds=10),
         "wait": lambda writer: writer.wait(),
-        "save": lambda writer: writer.save(trainer_state(5), model, optimizer),
+        "save": lambda writer: writer.save(trainer_state(5), model, optimizers),
     }
     with CheckpointWriter(path.parent) as writer:
         with largest_file(10_000):
-            writer.save(trainer_state(4), model, optimizer)
+            writer.save(trainer_state(4), model, optimizers)
             with pytest.raises(OSError, match=r"step_00000004 was not saved: .*too large"):
                 surfaces[surface](writer)
         assert os.listdir(path.parent) == [path.name]
         verify_checkpoint(path)
         assert_same(saved_tensors(path), before)
-        writer.save(trainer_state(6), model, optimizer)  # there is room again
+        writer.save(trainer_state(6), model, optimizers)  # there is room again
     assert latest_checkpoint(path.parent.parent).name == "step_00000006"
 
 
 def save_and_stop(folder, stop):
     """Begin to save, then leave the writer's body at once, by `stop` if there is one."""
-    model, optimizer = new_training()
-    train(model, optimizer, 1)
+    model, optimizers = new_training()
+    train(model, optimizers, 1)
     with CheckpointWriter(folder) as writer:
-        writer.save(trainer_state(1), model, optimizer)
+        writer.save(trainer_state(1), model, optimizers)
         if stop is not None:
             raise stop
 
@@ -297,10 +529,10 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from pathlib import Path
 from test_checkpoint import new_training, train, trainer_state, save_checkpoint
 torch.manual_seed(0)
-model, optimizer = new_training()
-train(model, optimizer, 1)
+model, optimizers = new_training()
+train(model, optimizers, 1)
 for step in range(1, 10**6):
-    save_checkpoint(Path({folder!r}), trainer_state(step), model, optimizer)
+    save_checkpoint(Path({folder!r}), trainer_state(step), model, optimizers)
     print(step, flush=True)
 """
 
@@ -316,7 +548,7 @@ def test_save_checkpoint_killed_at_any_moment_leaves_a_valid_latest(tmp_path):
             os.kill(process.pid, signal.SIGKILL)
     process.wait(30)
     latest = latest_checkpoint(tmp_path / "run")
-    model, optimizer = new_training()
-    assert load_checkpoint(latest, model, optimizer).step >= done
-    save_checkpoint(folder, trainer_state(10**6), model, optimizer)
+    model, optimizers = new_training()
+    assert load_checkpoint(latest, model, optimizers).step >= done
+    save_checkpoint(folder, trainer_state(10**6), model, optimizers)
     assert not list(folder.glob(".*"))

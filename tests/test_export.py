@@ -26,7 +26,7 @@ def test_main_exports_a_run_that_transformers_loads(tmp_path, monkeypatch, capsy
         rng_states={},
         grad_scaler={},
     )
-    save_checkpoint(tmp_path / "run" / "checkpoints", state, model, optimizer)
+    save_checkpoint(tmp_path / "run" / "checkpoints", state, model, [optimizer])
 
     out = tmp_path / "exported"
     monkeypatch.setattr(sys, "argv", ["export.py", f"--model={tmp_path}/run", f"--out={out}"])

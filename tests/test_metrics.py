@@ -1,7 +1,9 @@
 import json
 import math
+import statistics
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -9,20 +11,22 @@ from hypothesis import strategies as st
 
 from model import GPT2_SIZES, GPTConfig
 from runtime.metrics import (
+    LEAST_NORMS,
+    NORM_WINDOW,
     MetricsLogger,
+    RecentNorms,
     StepTimer,
     flops_per_token,
     format_duration,
     format_step,
+    logged_metrics,
     mfu,
     peak_flops,
     read_metrics,
 )
 
-GPU_NAMES = {  # what the driver calls them, and the dense bfloat16 peak
-    "NVIDIA A100-SXM4-40GB": 312e12,
+PEAKS = {  # the driver's names, and the dense bfloat16 peak
     "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H100 PCIe": 756e12,
@@ -38,19 +42,16 @@ GPU_NAMES = {  # what the driver calls them, and the dense bfloat16 peak
     "NVIDIA GeForce RTX 3090": 71e12,
     "Tesla T4": 65e12,
     "Tesla V100-SXM2-16GB": 125e12,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # unknown ones, never a guess
+    "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA H20": None,
+    "NVIDIA A100X": None,
+    "NVIDIA L40": None,
+    "NVIDIA GB200": None,
+    "AMD Instinct MI300X": None,
+    "": None,
 }
-UNKNOWN_NAMES = [
-    "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 3090 Ti",
-    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-    "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
-    "NVIDIA H20",
-    "NVIDIA A100X",
-    "NVIDIA L40",
-    "NVIDIA GB200",
-    "AMD Instinct MI300X",
-    "",
-]
 
 
 class Clock:
@@ -63,69 +64,49 @@ class Clock:
         return self.now
 
 
-def test_logger_writes_one_json_object_a_line(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def write(path, *records):
     with MetricsLogger(path) as logger:
-        logger.log(step=1, tokens_seen=512, train_loss=3.5)
+        for record in records:
+            logger.log(**record)
+
+
+def test_logger_appends_a_line_per_record_readable_at_once(path):
+    write(path, {"step": 1, "tokens_seen": 512, "train_loss": 3.5})
+    with MetricsLogger(path) as logger:  # another process
         logger.log(step=2, tokens_seen=1024, train_loss=3.25)
-
-    lines = path.read_text().splitlines()
-
+        lines = path.read_text().splitlines()
     assert json.loads(lines[0]) == {"step": 1, "tokens_seen": 512, "train_loss": 3.5}
     assert json.loads(lines[1]) == {"step": 2, "tokens_seen": 1024, "train_loss": 3.25}
 
 
-def test_logger_record_is_readable_at_once_while_the_run_goes_on(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLogger(path) as logger:
-        logger.log(step=1, tokens_seen=512, train_loss=3.5)
-
-        assert read_metrics(path) == [{"step": 1, "tokens_seen": 512, "train_loss": 3.5}]
-
-
-def test_logger_appends_to_what_an_earlier_process_wrote(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2, 3):
-        with MetricsLogger(path) as logger:
-            logger.log(step=step)
-
-    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logger_writes_a_non_finite_float_as_null(tmp_path, value):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLogger(path) as logger:
-        logger.log(step=1, train_loss=value)
-
-    assert path.read_text() == '{"step": 1, "train_loss": null}\n'
+def test_logger_writes_a_non_finite_float_as_null(path):
+    write(path, {"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf})
+    assert path.read_text() == '{"step": 1, "a": null, "b": null, "c": null}\n'
 
 
 def test_logger_without_a_path_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with MetricsLogger(None) as logger:
-        logger.log(step=1, train_loss=3.5)
-
+    write(None, {"step": 1, "train_loss": 3.5})
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("torn_at", [1, 10, 30])
-def test_logger_starts_on_its_own_line_after_a_torn_one(tmp_path, torn_at):
-    path = tmp_path / "metrics.jsonl"
-    whole = b'{"step": 2, "train_loss": 3.25}\n'
-    path.write_bytes(b'{"step": 1}\n' + whole[:torn_at])
+@pytest.mark.parametrize("torn_at", [1, 30])
+def test_logger_starts_on_its_own_line_after_a_torn_one(path, torn_at):
+    path.parent.mkdir()
+    path.write_bytes(b'{"step": 1}\n' + b'{"step": 2, "train_loss": 3.25}\n'[:torn_at])
     before = path.read_bytes()
-
-    with MetricsLogger(path) as logger:
-        logger.log(step=3)
-
+    write(path, {"step": 3})
     assert path.read_bytes().startswith(before)
     assert [record["step"] for record in read_metrics(path)][-1] == 3
     assert {record["step"] for record in read_metrics(path)} >= {1, 3}
 
 
-def test_logger_keeps_every_finished_record_when_the_process_is_killed(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_logger_keeps_every_finished_record_when_the_process_is_killed(path):
     script = (
         "import os, signal, sys; from pathlib import Path\n"
         "from runtime.metrics import MetricsLogger\n"
@@ -133,70 +114,60 @@ def test_logger_keeps_every_finished_record_when_the_process_is_killed(tmp_path)
         "for step in range(100): logger.log(step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
-
-    assert done.returncode != 0
+    assert subprocess.run([sys.executable, "-c", script, path], check=False).returncode != 0
     assert [record["step"] for record in read_metrics(path)] == list(range(100))
+
+
+VALUES = st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 
 
 @settings(deadline=None)
 @given(
     records=st.lists(
-        st.dictionaries(
-            st.sampled_from(["tokens_seen", "train_loss", "note", "mfu"]),
-            st.none()
-            | st.integers()
-            | st.floats(allow_nan=False, allow_infinity=False)
-            | st.text(),
-        ),
-        max_size=5,
+        st.dictionaries(st.sampled_from(["tokens_seen", "train_loss", "note"]), VALUES), max_size=5
     ),
     cut=st.integers(min_value=0, max_value=60),
 )
 def test_read_metrics_gives_back_what_was_logged_up_to_a_torn_end(tmp_path_factory, records, cut):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    with MetricsLogger(path) as logger:
-        for step, record in enumerate(records):
-            logger.log(step=step, **record)
-    whole = path.read_bytes()
-    kept = whole[: max(0, len(whole) - cut)]
-    path.write_bytes(kept)
-
     logged = [{"step": step, **record} for step, record in enumerate(records)]
-
+    write(path, *logged)
+    whole = path.read_bytes()
+    rest = whole[: max(0, len(whole) - cut)]
+    path.write_bytes(rest)
     # A line that lost nothing but its newline still counts.
-    assert read_metrics(path) in (logged[: kept.count(b"\n")], logged[: kept.count(b"\n") + 1])
+    assert read_metrics(path) in (logged[: rest.count(b"\n")], logged[: rest.count(b"\n") + 1])
 
 
-def test_read_metrics_skips_what_is_not_a_record(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_read_metrics_skips_what_is_not_a_record(path):
+    path.parent.mkdir()
     path.write_bytes(b'{"step": 1}\n{"step": 2, "tr\n\n\x00\x00\xff\n[1, 2]\n7\n{"step": 3}\n{"s')
-
     assert read_metrics(path) == [{"step": 1}, {"step": 3}]
 
 
-def test_read_metrics_drops_the_steps_that_a_resumed_run_did_again(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLogger(path) as logger:
-        for step in (1, 2, 3, 4):
-            logger.log(step=step, train_loss=9.0)
-    with MetricsLogger(path) as logger:
-        logger.log(resumed_from=2)
-        logger.log(step=3, train_loss=1.0)
-    with MetricsLogger(path) as logger:
-        logger.log(resumed_from=2)
-        logger.log(step=3, train_loss=0.5)
-
-    assert [(record["step"], record["train_loss"]) for record in read_metrics(path)] == [
-        (1, 9.0),
-        (2, 9.0),
-        (3, 0.5),
-    ]
+def test_read_metrics_drops_the_steps_that_a_resumed_run_did_again(path):
+    write(path, *({"step": step, "train_loss": 9.0} for step in (1, 2, 3, 4)))
+    write(path, {"resumed_from": 2}, {"step": 3, "train_loss": 1.0})
+    write(path, {"resumed_from": 2}, {"step": 3, "train_loss": 0.5})
+    records = [(record["step"], record["train_loss"]) for record in read_metrics(path)]
+    assert records == [(1, 9.0), (2, 9.0), (3, 0.5)]
 
 
-def test_read_metrics_of_a_missing_file_names_it(tmp_path):
+def test_read_metrics_of_a_missing_file_names_it(path):
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
-        read_metrics(tmp_path / "metrics.jsonl")
+        read_metrics(path)
+
+
+def test_logged_metrics_are_those_of_the_step_that_no_resume_undid(path):
+    assert logged_metrics(path, 0) == set()  # no file yet
+    write(path, {"step": 4, "tokens_seen": 40, "train_loss": 3.0}, {"step": 4, "val_loss": 3.1})
+    write(path, {"step": 8, "val_loss": None, "hellaswag_acc": 0.25})
+    assert logged_metrics(path, 4) == {"train_loss", "val_loss"}
+    assert logged_metrics(path, 8) == {"val_loss", "hellaswag_acc"}
+    assert logged_metrics(path, 6) == set()
+    write(path, {"resumed_from": 4}, {"step": 8, "train_loss": 2.0})
+    assert logged_metrics(path, 4) == {"train_loss", "val_loss"}
+    assert logged_metrics(path, 8) == {"train_loss"}
 
 
 def test_flops_per_token_of_gpt2_is_the_published_860_million():
@@ -208,137 +179,86 @@ def test_flops_per_token_is_close_to_three_forward_passes_counted_product_by_pro
     config = GPTConfig(**GPT2_SIZES[size])
     C, T, V = config.n_embd, config.block_size, config.padded_vocab_size
     matrices = config.n_layer * (3 * C * C + C * C + 4 * C * C + 4 * C * C) + V * C
-    scores_and_values = config.n_layer * 2 * C * T
-    by_hand = 3 * 2 * (matrices + scores_and_values)
-
+    by_hand = 3 * 2 * (matrices + config.n_layer * 2 * C * T)
     counted = flops_per_token(config.n_params, config.n_layer, C, T)
-
     assert counted == pytest.approx(by_hand, rel=0.01)  # biases and positions are the rest
 
 
-@pytest.mark.parametrize(("name", "peak"), GPU_NAMES.items())
-def test_peak_flops_of_a_known_gpu_is_its_dense_bfloat16_peak(name, peak):
-    assert peak_flops(name) == peak
-
-
-@pytest.mark.parametrize("name", UNKNOWN_NAMES)
-def test_peak_flops_of_an_unknown_gpu_is_none_not_a_guess(name):
-    assert peak_flops(name) is None
+def test_peak_flops_is_the_dense_bfloat16_peak_of_known_gpus_and_none_of_others():
+    assert {name: peak_flops(name) for name in PEAKS} == PEAKS
 
 
 def test_mfu_of_eight_a100_matches_the_published_60_percent():
-    # facts.md: 8 x A100 at 218k tokens/s each, 60 % MFU.
+    # 8 x A100 at 218k tokens/s each were published as 60 % MFU.
     assert mfu(8 * 218_000, 860_101_632, 312e12, world_size=8) == pytest.approx(0.60, abs=0.005)
-
-
-def test_mfu_without_a_known_peak_is_none():
     assert mfu(1000.0, 860_101_632, None) is None
 
 
-def test_step_timer_measures_steps_and_not_what_is_paused():
-    clock = Clock()
-    timer = StepTimer(step=0, max_steps=10, tokens_per_step=1000, clock=clock)
-    clock.now += 2.0
-    with timer.paused():
-        clock.now += 100.0
-    clock.now += 1.0
-
-    timing = timer.lap(1)
-
-    assert timing.step_time_ms == pytest.approx(3000.0)
-    assert timing.tokens_per_second == pytest.approx(1000 / 3)
-
-
-def test_step_timer_pause_ends_when_the_body_raises():
-    clock = Clock()
-    timer = StepTimer(step=0, max_steps=10, tokens_per_step=1000, clock=clock)
-
-    def evaluation_that_fails():
-        with timer.paused():
-            clock.now += 100.0
-            raise ValueError
-
-    with pytest.raises(ValueError):  # noqa: PT011 - raised two lines up
-        evaluation_that_fails()
-    clock.now += 2.0
-
-    assert timer.lap(1).step_time_ms == pytest.approx(2000.0)
-
-
-def test_step_timer_lap_of_several_steps_gives_their_mean():
+def test_step_timer_measures_the_mean_step_and_not_what_is_paused():
     clock = Clock()
     timer = StepTimer(step=100, max_steps=200, tokens_per_step=1000, clock=clock)
-    clock.now += 5.0
-
+    clock.now += 2.0
+    with suppress(KeyError), timer.paused():
+        clock.now += 100.0
+        raise KeyError
+    clock.now += 3.0
     timing = timer.lap(110)
-
     assert timing.step_time_ms == pytest.approx(500.0)
     assert timing.tokens_per_second == pytest.approx(2000.0)
 
 
-def test_step_timer_eta_leaves_out_the_first_lap_which_compiles():
-    clock = Clock()
-    timer = StepTimer(step=0, max_steps=10, tokens_per_step=1000, clock=clock)
-    clock.now += 60.0
-    first = timer.lap(1)
-    clock.now += 1.0
-    timer.lap(2)
-    clock.now += 3.0
-    third = timer.lap(3)
-
-    assert first.eta_seconds is None
-    assert third.eta_seconds == pytest.approx(7 * 2.0)
-
-
-def test_step_timer_eta_follows_the_recent_steps():
+def test_step_timer_eta_follows_the_recent_steps_after_the_first_which_compiles():
     clock = Clock()
     timer = StepTimer(step=0, max_steps=1000, tokens_per_step=1, clock=clock)
+    etas = {}
     for step in range(1, 501):
-        clock.now += 1.0 if step <= 300 else 5.0
-        timing = timer.lap(step)
+        clock.now += 60.0 if step == 1 else 1.0 if step <= 300 else 5.0
+        etas[step] = timer.lap(step).eta_seconds
+    assert etas[1] is None
+    assert etas[2] == pytest.approx(998 * 1.0)
+    assert etas[500] == pytest.approx(500 * 5.0)
 
-    assert timing.eta_seconds == pytest.approx(500 * 5.0)
 
-
-def test_format_step_shows_every_figure():
+def test_format_step_shows_every_figure_and_na_for_what_is_not_known():
     record = {
-        "step": 250,
-        "train_loss": 3.28123,
-        "lr": 6e-4,
-        "grad_norm": 0.291,
-        "step_time_ms": 330.14,
-        "tokens_per_second": 1_588_000.4,
-        "mfu": 0.523,
-        "peak_memory_gib": 33.21,
+        **{"step": 250, "train_loss": 3.28123, "lr": 6e-4, "grad_norm": 0.291, "mfu": 0.523},
+        **{"step_time_ms": 330.14, "tokens_per_second": 1_588_000.4, "peak_memory_gib": 33.21},
     }
-
     assert format_step(record, max_steps=19073, eta_seconds=6190.0) == (
         "step   250/19073 | loss 3.2812 | lr 6.00e-04 | norm 0.29 | 330.1 ms | 1,588,000 tok/s"
         " | mfu 52.3% | eta 1h43m | peak 33.2 GiB"
     )
-
-
-def test_format_step_shows_na_for_what_is_not_known():
     record = {"step": 1, "train_loss": 10.9, "lr": 8e-7, "mfu": None}
-
     assert format_step(record, max_steps=10, eta_seconds=None) == (
         "step  1/10 | loss 10.9000 | lr 8.00e-07 | norm n/a | n/a | n/a | mfu n/a | eta n/a"
         " | peak n/a"
     )
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0s"),
-        (59.4, "59s"),
-        (59.6, "1m00s"),
-        (307, "5m07s"),
-        (3599.9, "1h00m"),
-        (6190, "1h43m"),
-        (187_200, "2d04h"),
-        (None, "n/a"),
-    ],
-)
-def test_format_duration_uses_the_two_largest_units(seconds, text):
-    assert format_duration(seconds) == text
+def test_format_duration_uses_the_two_largest_units():
+    texts = {0: "0s", 59.4: "59s", 59.6: "1m00s", 307: "5m07s", 3599.9: "1h00m", 6190: "1h43m"}
+    texts |= {187_200: "2d04h", None: "n/a"}
+    assert {seconds: format_duration(seconds) for seconds in texts} == texts
+
+
+def filled(norms, zscore=3.0):
+    recent = RecentNorms(zscore)
+    recent.extend(norms)
+    return recent
+
+
+def test_norm_limit_is_the_mean_and_so_many_standard_deviations():
+    norms = [1.0 + 0.01 * i for i in range(LEAST_NORMS)]
+    expected = statistics.mean(norms) + 3 * statistics.pstdev(norms)
+    assert filled(norms).limit() == pytest.approx(expected)
+    assert filled(norms[1:]).limit() == math.inf  # too few
+    assert filled(norms, zscore=0).limit() == math.inf
+    assert filled([*norms, math.inf, math.nan]).as_list() == norms
+
+
+def test_norm_limit_forgets_norms_before_the_window_and_follows_a_lasting_change():
+    recent = filled([1.0] * NORM_WINDOW)
+    assert recent.limit() < 5
+    recent.extend([5.0] * NORM_WINDOW)
+    assert recent.limit() == 5.0
+    assert recent.as_list() == [5.0] * NORM_WINDOW

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model import GPT, GPTConfig
 from runtime.huggingface import save_pretrained, to_hf_state_dict
-from sample import SampleConfig, draw_token, generate, main, window_start
+from sample import SampleConfig, generate, main, sample_token, window_start
 
 ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
@@ -152,36 +152,38 @@ LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=30)
 
 
 @given(logits=LOGITS, top_k=st.integers(0, 40), seed=st.integers(0, 2**31))
-def test_draw_token_is_among_the_top_k(logits, top_k, seed):
+def test_sample_token_is_among_the_top_k(logits, top_k, seed):
     generator = torch.Generator().manual_seed(seed)
-    token = int(draw_token(torch.tensor([logits]), 1.0, top_k, 1.0, generator))
+    token = int(sample_token(torch.tensor([logits]), 1.0, top_k, 1.0, generator))
     better = sum(logit > logits[token] for logit in logits)
     assert better < (top_k or len(logits))
 
 
 @given(logits=LOGITS, top_p=st.floats(0.01, 1), seed=st.integers(0, 2**31))
-def test_draw_token_is_in_the_nucleus(logits, top_p, seed):
+def test_sample_token_is_in_the_nucleus(logits, top_p, seed):
     generator = torch.Generator().manual_seed(seed)
-    token = int(draw_token(torch.tensor([logits]), 1.0, 0, top_p, generator))
+    token = int(sample_token(torch.tensor([logits]), 1.0, 0, top_p, generator))
     probs = torch.tensor(logits).double().softmax(dim=0)
-    likelier = probs[probs > probs[token]].sum()
-    assert likelier < top_p + 1e-6
+    more_likely = probs[probs > probs[token]].sum()
+    assert more_likely < top_p + 1e-6
 
 
 @settings(max_examples=30)
 @given(logits=LOGITS, temperature=st.sampled_from([0.0, 1e-38, 1e-3]))
-def test_draw_token_is_greedy_at_no_temperature(logits, temperature):
+def test_sample_token_is_greedy_at_no_temperature(logits, temperature):
     logits = [round(logit) for logit in logits]  # no near ties
-    token = int(draw_token(torch.tensor([logits], dtype=torch.float32), temperature, 0, 1.0, None))
+    token = int(
+        sample_token(torch.tensor([logits], dtype=torch.float32), temperature, 0, 1.0, None)
+    )
     assert logits[token] == max(logits)
 
 
-def test_draw_token_follows_the_probabilities_worked_by_hand():
+def test_sample_token_follows_the_probabilities_worked_by_hand():
     """Of 0.5, 0.25, 0.15, 0.1: top-k 3 renormalises by 0.9, and then 0.7 reaches two tokens."""
     logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log().repeat(60_000, 1)
 
     def frequencies(temperature, top_k, top_p):
-        drawn = draw_token(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
+        drawn = sample_token(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
         return torch.bincount(drawn, minlength=4) / len(drawn)
 
     close = {"rtol": 0, "atol": 0.01}

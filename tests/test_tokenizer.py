@@ -1,12 +1,9 @@
-"""Token ids against tiktoken's, whatever the encoder, the workers and the cuts."""
+"""Token ids equal tiktoken's, with any encoder, number of threads, and cuts."""
 
-import itertools
-import multiprocessing
-import os
 import random
-import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -22,31 +19,9 @@ ROOT = Path(tokenizer.__file__).parent
 
 # Any text, and text made of what tokenizers get wrong.
 SPACES = [*" \n\t\x00\x1c\x85\xa0\u2003\u3000\ufeff", "  ", "\r\n"]
-WORDS = [
-    "a",
-    "It's",
-    "'ll",
-    "I'LL",
-    "9",
-    "½",
-    "!?",
-    "日本",
-    "é",
-    "e\u0301",
-    "🦄",
-    "👩\u200d👧",
-    "\u0627",
-]
-OTHERS = [
-    tokenizer.DOCUMENT_MARK,
-    "\ufdd1",
-    "\ud800",
-    "\udcff",
-    "\ud83e\udd84",
-    "<|endoftext|>",
-    "<|",
-    "endoftext",
-]
+WORDS = ["a", "It's", "'ll", "I'LL", "9", "½", "!?", "日本", "é", "e\u0301", "🦄", "👩\u200d👧"]
+OTHERS = [tokenizer.DOCUMENT_MARK, "\ufdd1", "\ud800", "\udcff", "\ud83e\udd84"]
+OTHERS += ["<|endoftext|>", "<|", "endoftext", "\u0627"]
 AWKWARD = st.sampled_from(SPACES + WORDS + OTHERS)
 TEXTS = st.one_of(
     st.text(),
@@ -150,29 +125,37 @@ def test_encode_documents_marks_documents_and_not_their_text():
     assert np.flatnonzero(tokens == END_OF_TEXT).tolist() == [0, len(tokens) - 3, len(tokens) - 2]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_encode_documents_in_processes_keeps_order(method, monkeypatch):
-    without_gigatoken(monkeypatch)
-    default = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method(method, force=True)
-    batches = [[f"document {i} of batch {n}" for i in range(n % 5)] for n in range(12)]
-    try:
-        with pytest.warns(UserWarning, match="gigatoken"):
-            encoded = list(encode_documents(batches, workers=2))
-    finally:
-        multiprocessing.set_start_method(default, force=True)
-    assert [tokens.tolist() for tokens in encoded] == [reference(texts) for texts in batches]
+class Batch(list):
+    """A list that can be referred to weakly."""
+
+    __hash__ = object.__hash__
 
 
-def test_encode_documents_reads_only_as_far_ahead_as_there_are_workers(monkeypatch):
+def encode_and_count(texts, workers):
+    """The ids of each batch, and the most batches that were in memory at a time."""
+    alive = weakref.WeakSet()
+
+    def batches():
+        for documents in texts:
+            batch = Batch(documents)
+            alive.add(batch)
+            yield batch
+            del batch
+
+    ids, counts = zip(
+        *((tokens.tolist(), len(alive)) for tokens in encode_documents(batches(), workers)),
+        strict=True,
+    )
+    return list(ids), max(counts)
+
+
+def test_encode_documents_in_threads_keeps_order_and_holds_only_a_few_batches(monkeypatch):
     without_gigatoken(monkeypatch)
-    read = []
-    batches = (read.append(n) or [f"{n}"] for n in range(100))
-    encoded = encode_documents(batches, workers=2)
-    with pytest.warns(UserWarning, match="gigatoken"):
-        list(itertools.islice(encoded, 4))
-    encoded.close()
-    assert len(read) <= 4 + 2
+    texts = [[f"document {i} of batch {n}" for i in range(n % 5)] for n in range(50)]
+    with pytest.warns(UserWarning, match="gigatoken is not installed"):
+        ids, most = encode_and_count(texts, workers=3)
+    assert ids == [reference(batch) for batch in texts]
+    assert most <= 3 + 2  # three in flight, the one just read, the one just done
 
 
 def test_encode_documents_reencodes_a_batch_that_gigatoken_got_wrong(monkeypatch):
@@ -186,11 +169,12 @@ def test_encode_documents_reencodes_a_batch_that_gigatoken_got_wrong(monkeypatch
             return super().encode(texts)[self.calls >= 3 :]
 
     monkeypatch.setattr(tokenizer, "_Gigatoken", Wrong)
-    batches = [[f"batch {n}", "one two"] for n in range(12)]
+    texts = [[f"batch {n}", "one two"] for n in range(50)]
     with pytest.warns(UserWarning, match="disagrees") as caught:
-        encoded = list(encode_documents(batches))
+        ids, most = encode_and_count(texts, workers=2)
     assert len(caught) == 1
-    assert [tokens.tolist() for tokens in encoded] == [reference(texts) for texts in batches]
+    assert ids == [reference(batch) for batch in texts]
+    assert most <= tokenizer.BATCHES_AHEAD + 4
 
 
 def test_encode_documents_reloads_gigatoken_without_a_seam(monkeypatch):
@@ -198,24 +182,6 @@ def test_encode_documents_reloads_gigatoken_without_a_seam(monkeypatch):
     batches = [[f"The batch of number {n}"] for n in range(4)]
     encoded = [tokens.tolist() for tokens in encode_documents(batches)]
     assert encoded == [reference(texts) for texts in batches]
-
-
-def test_encode_documents_names_a_worker_that_died(monkeypatch):
-    without_gigatoken(monkeypatch)
-
-    def batches():
-        while len(multiprocessing.active_children()) < 2:
-            yield ["enough for both to have work " * 1000]
-        for child in multiprocessing.active_children():
-            os.kill(child.pid, signal.SIGKILL)
-        while True:
-            yield ["next"]
-
-    with (
-        pytest.warns(UserWarning, match="gigatoken"),
-        pytest.raises(ChildProcessError, match="--workers"),
-    ):
-        list(encode_documents(batches(), workers=2))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in Linux's /proc")

@@ -20,6 +20,7 @@ from runtime.checkpoint import (
     quarantine_newer,
     read_state,
     remove_leftovers,
+    verify_checkpoint,
 )
 from runtime.cli import parse_flags
 from runtime.distributed import DistInfo, broadcast_int
@@ -83,10 +84,12 @@ def find_resumable(resume: str, out_dir: Path, run_name: str | None) -> Path | N
 
     Raises:
         FileNotFoundError: `resume` names something that is no checkpoint and has none.
-        ValueError: all checkpoints of the run are damaged.
+        ValueError: the checkpoint, or with `auto` every checkpoint of the run, is damaged.
     """
     if resume != "auto":
-        return find_checkpoint(Path(resume))
+        checkpoint = find_checkpoint(Path(resume))
+        verify_checkpoint(checkpoint)
+        return checkpoint
     return latest_valid_checkpoint(out_dir / run_name, _warn) if run_name else None
 
 
