@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_gpt2", "sample", "export", "fineweb", "plot", "hellaswag")
-SERVER = f"""
+SERVER = """
 import json, os, runpy, signal, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import {", ".join(SCRIPTS)}
+sys.path.insert(0, sys.argv[1])
+for script in sys.argv[2:]:
+    __import__(script)
 import torch._inductor  # what the first settings of a run import
 
 def start(script, args, cwd, environment):
@@ -80,13 +81,13 @@ def free_port():
 class Commands:
     """A context manager; `run` runs one command and waits for it."""
 
-    def __init__(self, folder, **environment):
-        self.folder = folder
+    def __init__(self, folder, root=ROOT, **environment):
+        self.folder, self.root = folder, root
         self.environment = os.environ | environment
 
     def __enter__(self):
         self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
+            [sys.executable, "-c", SERVER, str(self.root), *SCRIPTS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -117,7 +118,7 @@ class Commands:
     def _run(self, script, args, environments, timeout=300):
         for name in ("stdout", "stderr"):
             (self.folder / name).write_bytes(b"")
-        path = str(ROOT / f"{script}.py") if script in SCRIPTS else str(script)
+        path = str(self.root / f"{script}.py") if script in SCRIPTS else str(script)
         encoded = [os.fsencode(str(arg)).hex() for arg in args]
         job = [path, encoded, str(self.folder), environments, timeout]
         print(json.dumps(job), file=self.server.stdin, flush=True)
