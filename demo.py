@@ -4,6 +4,11 @@ Text → shards → a small GPT-2 → samples → HellaSwag's format → Hugging
 Every step is a command of this project, printed before it runs.
 """
 
+if __name__ == "__main__":
+    from runtime.startup import prepare_process
+
+    prepare_process()  # the imports below take seconds
+
 import math
 import shlex
 import shutil

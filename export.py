@@ -1,9 +1,9 @@
 """A trained model for everyone: `python export.py --model runs/NAME --out exported/NAME`."""
 
 if __name__ == "__main__":
-    from runtime.startup import exit_on_ctrl_c
+    from runtime.startup import prepare_process
 
-    exit_on_ctrl_c()  # the imports below take seconds
+    prepare_process()  # the imports below take seconds
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,6 +10,11 @@ The same command resumes a run that was stopped or killed after its last finishe
 source of your own, see `SOURCES` in `corpus/sources.py`.
 """
 
+if __name__ == "__main__":
+    from runtime.startup import prepare_process
+
+    prepare_process()  # the imports below take seconds
+
 import os
 import re
 import sys

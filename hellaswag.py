@@ -16,9 +16,9 @@ predicts nothing, so the row does not have it.
 """
 
 if __name__ == "__main__":
-    from runtime.startup import exit_on_ctrl_c
+    from runtime.startup import prepare_process
 
-    exit_on_ctrl_c()  # the imports below take seconds
+    prepare_process()  # the imports below take seconds
 
 import hashlib
 import http.client
@@ -145,6 +145,16 @@ class HellaSwagResult:
     def acc_norm(self) -> float:
         """The share of `predictions_norm` that are right."""
         return self.correct_norm / self.total
+
+    def metrics(self) -> dict[str, float]:
+        """The names and values that training logs."""
+        left_out = {"hellaswag_left_out": self.left_out} if self.left_out else {}
+        return {
+            "hellaswag_acc": self.acc,
+            "hellaswag_acc_norm": self.acc_norm,
+            "hellaswag_total": self.total,
+            **left_out,
+        }
 
     def __str__(self) -> str:
         line = (

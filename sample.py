@@ -1,9 +1,9 @@
 """Text from a trained model: `python sample.py --model runs/NAME --prompt "Once upon a time"`."""
 
 if __name__ == "__main__":
-    from runtime.startup import exit_on_ctrl_c
+    from runtime.startup import prepare_process
 
-    exit_on_ctrl_c()  # the imports below take seconds
+    prepare_process()  # the imports below take seconds
 
 import math
 from dataclasses import dataclass

@@ -7,21 +7,20 @@ Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073
 """
 
 if __name__ == "__main__":
-    from runtime.startup import exit_on_ctrl_c
+    from runtime.startup import prepare_process
 
-    exit_on_ctrl_c()  # the imports below take seconds
+    prepare_process()  # the imports below take seconds
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
 from torch.compiler import set_stance
 from torch.nn.parallel import DistributedDataParallel
@@ -31,17 +30,17 @@ from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import SCHEDULES
-from model import GPT, GPTConfig
+from model import GPT
 from ops import IGNORE_INDEX
 from runtime import checkpoint, device, distributed, metrics
-from runtime.cli import RunStopped, run_command
+from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
 from runtime.files import append_atomically
 from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import memory, run_dir
-from training.cluster import describe_scaling
+from training.cluster import print_plan
 from training.config import TrainConfig
 from training.preflight import check_parallel_mode, run_preflight
 
@@ -82,12 +81,6 @@ class Trainer:
         own = self.resumed_from.absolute().parent.parent == self.run_dir.absolute()
         return own and self.resumed_from.name == f"step_{step:08d}"
 
-    def mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilisation over all devices; None if the device's peak is not known."""
-        peak = metrics.peak_flops(device.device_name(self.dist_info.device))
-        world_size = self.dist_info.world_size
-        return metrics.mfu(tokens_per_second, self.flops_per_token, peak, world_size)
-
 
 def main(args: Sequence[str] | None = None) -> None:
     """Print the plan, check the machines, or join the other processes and train."""
@@ -104,9 +97,12 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(config: TrainConfig, resume_from: Path | None, dist_info: DistInfo) -> None:
     """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
     folder = run_dir.choose_run_dir(config, resume_from, dist_info)
+    if distributed.broadcast_int(run_dir.is_finished(resume_from, config), dist_info):
+        print0(dist_info, f"{folder} is finished: give a larger --max-steps to train on")
+        return
     if dist_info.device.type == "cpu":
         device.tune_malloc()
-    with explain_failures(folder, dist_info):
+    with run_dir.explain_failures(folder, dist_info):
         trainer = setup(config, resume_from, folder, dist_info)
         start_step = resume(trainer)
         batches = training_loader(trainer, start_step)
@@ -168,7 +164,7 @@ def setup(
             folder / "checkpoints" if dist_info.is_main else None, config.keep_checkpoints
         ),
         norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
-        stop=StopRequest(dist_info),
+        stop=StopRequest(dist_info, config.stop_on_write_error),
         flops_per_token=metrics.flops_per_token(
             model_config.n_params,
             model_config.n_layer,
@@ -229,15 +225,10 @@ def compile_and_wrap(model: GPT, config: TrainConfig, dist_info: DistInfo) -> nn
 def can_compile(dist_info: DistInfo) -> bool:
     """Whether torch.compile works here; if not, a warning says why."""
     print0(dist_info, "compiling: the first validation and the first step take longer")
-    problem = device.compiler_problem(dist_info.device) or device.compile_failure(dist_info.device)
+    problem = device.prepare_compiler(dist_info.device)
     if problem is not None:
         print0(dist_info, f"warning: not compiled, training will be slower: {problem}")
-        return False
-    # Compiled code is cached from run to run; that of our own autograd functions only with this.
-    functorch_config.autograd_cache_allow_custom_autograd_functions = True
-    if dist_info.device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB, not 3.9
-        functorch_config.ban_recompute_materialized_backward = False
-    return True
+    return problem is None
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
@@ -268,7 +259,11 @@ def resume(trainer: Trainer) -> int:
             path, trainer.raw_model.config, trainer.config, trainer.train_shards.fingerprint
         )
         state = checkpoint.load_checkpoint(
-            path, trainer.raw_model, trainer.optimizers, trainer.scaler, verified=True
+            path,
+            trainer.raw_model,
+            trainer.optimizers,
+            trainer.scaler,
+            verified=trainer.config.resume == "auto",  # it was chosen by its hashes
         )
     trainer.norms.extend(state.grad_norms)
     print0(trainer.dist_info, f"resumed from {path}")
@@ -296,13 +291,12 @@ def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
 def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None:
     """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step."""
     config, dist_info, stop = trainer.config, trainer.dist_info, trainer.stop
-    print0(
-        dist_info, memory.describe_plan(config, trainer.raw_model.config, trainer.batch, dist_info)
-    )
+    model_config = trainer.raw_model.config
+    print0(dist_info, memory.describe_plan(config, model_config, trainer.batch, dist_info))
     timer = metrics.StepTimer(start_step, config.max_steps, config.total_batch_size)
     logger = metrics.MetricsLogger(trainer.run_dir / "metrics.jsonl" if dist_info.is_main else None)
     with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
-        if trainer.resumed_from is not None or config.resume is not None:
+        if config.resume is not None:
             log(trainer, logger, resumed_from=start_step)
         for step in range(start_step, config.max_steps + 1):
             with timer.paused():
@@ -315,10 +309,11 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
             lr = learning_rate(config, step)
             result = train_step(trainer, batches, lr)
             log_step(trainer, logger, timer, bar, step + 1, lr, result)
-        with tolerate_write_errors(trainer, at_end=True):
+        with stop.on_write_error(at_end=True):
             trainer.writer.wait()
         stop.sync_stop()
-    finish(trainer, step)
+    is_complete = step == config.max_steps and not pending_evaluations(trainer, step)
+    run_dir.finish_run(trainer.run_dir, step, is_complete, stop, dist_info)
 
 
 class StepResult(NamedTuple):
@@ -393,7 +388,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         step,
         max_lr=config.max_lr,
         min_lr=config.min_lr,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=config.warmup,
         max_steps=config.max_steps,
     )
 
@@ -441,7 +436,6 @@ def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
     """HellaSwag's accuracies; none where its examples could not be had."""
     if not trainer.hellaswag:
         return {}
-
     with uncompiled(trainer.config):
         score = evaluate_hellaswag(
             trainer.raw_model,
@@ -451,13 +445,7 @@ def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
             progress=True,
             between=trainer.stop.interrupt_evaluation,
         )
-    left_out = {"hellaswag_left_out": score.left_out} if score.left_out else {}
-    return {
-        "hellaswag_acc": score.acc,
-        "hellaswag_acc_norm": score.acc_norm,
-        "hellaswag_total": score.total,
-        **left_out,
-    }
+    return score.metrics()
 
 
 def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
@@ -480,7 +468,7 @@ def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
     lines = [f"step {step} | sample: {encoding.decode(sequence)!r}" for sequence in sequences]
     if dist_info.is_main:
         path = trainer.run_dir / "samples.txt"
-        with tolerate_write_errors(trainer), FileIO(path, "a") as file:
+        with trainer.stop.on_write_error(), FileIO(path, "a") as file:
             append_atomically(file, "".join(line + "\n" for line in lines).encode())
     for line in lines:
         print0(dist_info, line)
@@ -568,14 +556,14 @@ def save(trainer: Trainer, step: int) -> None:
         print0(dist_info, f"step {step} | saved {path}")
 
     distributed.reshard(trainer.raw_model)  # after an evaluation
-    with tolerate_write_errors(trainer):
+    with trainer.stop.on_write_error():
         trainer.writer.wait()  # the checkpoint before this one may have failed
     trainer.writer.save(state, trainer.raw_model, trainer.optimizers, on_saved)
 
 
 def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str | None) -> None:
     """Append a record to `metrics.jsonl`."""
-    with tolerate_write_errors(trainer):
+    with trainer.stop.on_write_error():
         logger.log(**values)
 
 
@@ -591,6 +579,8 @@ def log_step(
     """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
     config, dist_info = trainer.config, trainer.dist_info
     timing = timer.lap(step)
+    peak = metrics.peak_flops(device.device_name(dist_info.device))
+    speed, per_token = timing.tokens_per_second, trainer.flops_per_token
     record = {
         "step": step,
         "tokens_seen": step * config.total_batch_size,
@@ -598,111 +588,33 @@ def log_step(
         "lr": lr,
         "grad_norm": result.grad_norm,
         "step_time_ms": timing.step_time_ms,
-        "tokens_per_second": timing.tokens_per_second,
-        "mfu": trainer.mfu(timing.tokens_per_second),
+        "tokens_per_second": speed,
+        "mfu": metrics.mfu(speed, per_token, peak, dist_info.world_size),
         "peak_memory_gib": device.peak_memory_gib(dist_info.device),
     }
     if result.skipped:
         record["update_skipped"] = True
         print0(dist_info, f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
     log(trainer, logger, **record)
+    bar.set_postfix_str(f"eta {metrics.format_duration(timing.eta_seconds)}", refresh=False)
     bar.update()
     if step % config.log_every == 0 or step == config.max_steps:
         print0(dist_info, metrics.format_step(record, config.max_steps, timing.eta_seconds))
-    with tolerate_write_errors(trainer):
+    with trainer.stop.on_write_error():
         trainer.writer.check()  # has a checkpoint failed since the last step?
 
 
 def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
-    """A bar over the run's steps, if rank 0's output is a terminal."""
+    """A bar over the run's steps, if rank 0's output is a terminal.
+
+    tqdm's own estimate of the time left would count evaluations too; `log_step` gives the timer's.
+    """
     return tqdm(
         total=trainer.config.max_steps,
         initial=start_step,
-        unit="step",
+        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
         disable=None if trainer.dist_info.is_main else True,
     )
-
-
-@contextmanager
-def tolerate_write_errors(trainer: Trainer, at_end: bool = False) -> Iterator[None]:
-    """If the body cannot write, warn and go on or, if the flags say so, ask all to stop.
-
-    At the run's end a warning is not enough: what is not written then is lost.
-    """
-    try:
-        yield
-    except OSError as error:
-        if at_end or trainer.config.stop_on_write_error:
-            trainer.stop.fail(error)
-        else:
-            print0(trainer.dist_info, f"warning: {error}")
-
-
-def finish(trainer: Trainer, step: int) -> None:
-    """Say how the run has ended, and mark one that is to be resumed.
-
-    Raises:
-        KeyboardInterrupt: it was stopped by Ctrl-C.
-        OSError: a file could not be written, and the run was to stop for that.
-    """
-    dist_info, folder, reason = trainer.dist_info, trainer.run_dir, trainer.stop.reason
-    if reason != "failure" and step == trainer.config.max_steps:
-        reason = reason if pending_evaluations(trainer, step) else None  # a signal too late
-    if dist_info.is_main:
-        with tolerate_write_errors(trainer):
-            if reason is None:
-                run_dir.clear_preemption(folder)
-            else:
-                run_dir.Preemption(step, reason, True).save(folder)
-    distributed.barrier(dist_info)  # all is written
-    if reason is None:
-        print0(dist_info, f"done: {folder}")
-        return
-    trainer.stop.raise_failure()
-    line = f"after step {step}; {resume_hint(folder)}"
-    if reason == "SIGINT":
-        raise KeyboardInterrupt(line) if dist_info.is_main else SystemExit(130)
-    print0(dist_info, f"{reason}: stopped {line}")
-
-
-# --- TEMPORARY, until the helpers' branches are merged -----------------------------------------
-
-
-@contextmanager
-def explain_failures(folder: Path, dist_info: DistInfo) -> Iterator[None]:
-    try:
-        yield
-    except FloatingPointError as error:
-        distributed.barrier(dist_info)
-        raise FloatingPointError(f"{error}; {resume_hint(folder)}") from None
-    except RuntimeError as error:
-        if device.is_out_of_memory(error):
-            raise ValueError(
-                "the device ran out of memory: give a smaller --micro-batch-size"
-            ) from None
-        if distributed.is_lost_process(error):
-            raise RunStopped(
-                f"another process of this run is gone; {resume_hint(folder)}"
-            ) from None
-        raise
-
-
-def resume_hint(folder: Path) -> str:
-    path = checkpoint.latest_checkpoint(folder)
-    if path is None:
-        return f"no checkpoint yet, begin again with --resume auto --run-name {folder.name}"
-    return f"last checkpoint {path.name}, go on with --resume {folder}"
-
-
-def print_plan(config: TrainConfig, model: GPTConfig) -> None:
-    if config.gpus is not None:
-        print(describe_scaling(config, model))
-        return
-    context = distributed.read_dist_env(config.device)
-    print(memory.describe_plan(config, model, memory.plan_batch(config, model, context), context))
-    print()
-    dtype = device.select_dtype(config.dtype, context.device)
-    print(memory.describe_contexts(config, model, dtype, context))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ Every contestant runs the real `train_step`, each run in a fresh process, all in
 since machines drift; medians are compared. Results go to `bench/<device>.json` and `.png`.
 """
 
+if __name__ == "__main__":
+    from runtime.startup import prepare_process
+
+    prepare_process()  # the imports below take seconds
+
 import importlib.util
 import json
 import os
@@ -33,11 +38,11 @@ from model import GPTConfig
 from runtime.cli import parse_flags, run_command
 from runtime.device import DeviceName, compiler_problem, select_device, select_dtype
 from runtime.distributed import DistInfo
+from runtime.files import write_json
 from runtime.metrics import flops_per_token, mfu
 from tokenizer import VOCAB_SHA256
 from training.config import TrainConfig
 from training.memory import plan_batch
-from training.run_dir import settings_as_args
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATION = 4  # micro-batches of an accumulating step, where the device is no GPU
@@ -322,9 +327,10 @@ def race(contestants: list[Contestant], steps: int, rounds: int, scratch: Path) 
 def run_in_process(contestant: Contestant, steps: int, cache: Path) -> RungResult | str:
     """One run in a fresh process: what it measured, or why it could not."""
     settings = json.dumps(asdict(contestant.settings))
-    flags = settings_as_args(contestant.config.saved())
+    config_path = cache.with_suffix(".json")
+    write_json(config_path, contestant.config.saved())
     child = subprocess.run(
-        [sys.executable, "-m", "bench.run", settings, str(steps), *flags],
+        [sys.executable, "-m", "bench.run", settings, str(steps), f"--config={config_path}"],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

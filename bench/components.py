@@ -36,6 +36,7 @@ from hellaswag import (
 from model import GPT, GPTConfig
 from runtime.device import autocast, synchronize
 from runtime.distributed import DistInfo
+from runtime.files import write_json
 from runtime.metrics import MetricsLogger, StepTimer
 from sample import generate
 from tokenizer import END_OF_TEXT
@@ -49,7 +50,6 @@ from train_gpt2 import (
     training_loader,
 )
 from training.config import TrainConfig
-from training.run_dir import settings_as_args
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADER_SECONDS = 1.0  # of one run of the loader alone
@@ -435,12 +435,13 @@ def measure_startup(setup: Setup) -> list[Figure]:
 
 def _seconds_to_first_update(setup: Setup, cache: Path) -> float:
     """Start training, read its console up to the line of step 1, end it."""
-    settings = settings_as_args(setup.training().saved())
+    config_path = setup.folder / "config.json"
+    write_json(config_path, setup.training().saved())
     start = time.perf_counter()
     with (
         tempfile.TemporaryFile("w+", dir=setup.folder) as errors,
         subprocess.Popen(
-            [sys.executable, ROOT / "train_gpt2.py", *settings],
+            [sys.executable, ROOT / "train_gpt2.py", f"--config={config_path}"],
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -1,10 +1,15 @@
 """One training run with some of the product's speed taken away, for `bench.py` to time.
 
-    python bench_run.py SETTINGS STEPS [flags of train_gpt2.py]
+    python bench_run.py SETTINGS STEPS --config=FILE
 
 SETTINGS is a JSON object of the fields of `Settings`; the result is a JSON line on stdout. A run
 has a process to itself: it changes the process's numerics, and peak memory is never forgotten.
 """
+
+if __name__ == "__main__":
+    from runtime.startup import prepare_process
+
+    prepare_process()  # the imports below take seconds
 
 import contextlib
 import itertools
@@ -21,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model
 from model import GPT, ModelOutput
-from runtime.cli import parse_flags, run_command
+from runtime.cli import run_command
 from runtime.device import (
     DtypeName,
     device_name,
@@ -43,6 +48,7 @@ from train_gpt2 import (
     training_loader,
 )
 from training.config import TrainConfig
+from training.run_dir import parse_config
 
 MATMUL_SIZE, MATMUL_REPEATS = 2048, 10
 PADDED = model.VOCAB_MULTIPLE  # before a run changes it
@@ -252,7 +258,7 @@ def main() -> None:
     if len(sys.argv) < 3:
         raise ValueError("bench.py starts this: run python bench.py")
     settings, steps, *flags = sys.argv[1:]
-    config = parse_flags(TrainConfig, flags)
+    config, _ = parse_config(flags)
     try:
         result = run_rung(Settings(**json.loads(settings)), config, int(steps))
     except Exception as error:  # whatever torch, its compiler or a peer make of this machine

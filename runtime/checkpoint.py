@@ -33,7 +33,14 @@ from torch.optim import Optimizer
 from model import GPT, GPTConfig
 from runtime.distributed import distribute_like, full_tensor
 from runtime.files import check_types, read_json, sha256_of, sync_folder, write_json
-from runtime.huggingface import HF_CONFIG_NAME, build_model, is_local, load_pretrained
+from runtime.huggingface import (
+    HF_CONFIG_NAME,
+    build_model,
+    check_shapes,
+    is_local,
+    load_pretrained,
+    shapes_of,
+)
 
 MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -41,7 +48,7 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-MAX_LAYERS = 1000  # of a model that has fewer tensors than layers; a forged file may claim more
+MAX_LAYERS = 1000  # of a model that has more layers than tensors
 
 
 @dataclass(frozen=True)
@@ -127,12 +134,17 @@ class CheckpointWriter:
                 for tensor in tensors.values():
                     full_tensor(tensor)
             return
-        reused = self._copies
         self._copies = {
-            file: {name: _copy(t, reused.get(file, {}).get(name)) for name, t in tensors.items()}
+            file: {name: self._copy(file, name, tensor) for name, tensor in tensors.items()}
             for file, tensors in tensors_by_file.items()
         }
         self._last = self._thread.submit(self._write, self._checkpoints_dir, state, on_saved)
+
+    def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
+        """A full copy on the CPU, in the memory of the last one."""
+        full = full_tensor(tensor)
+        reused = self._copies.get(file, {}).get(name)
+        return (torch.empty_like(full, device="cpu") if reused is None else reused).copy_(full)
 
     def check(self) -> None:
         """Raise the last checkpoint's error, if it has failed by now."""
@@ -173,8 +185,10 @@ class CheckpointWriter:
         self, checkpoints_dir: Path, state: TrainerState, on_saved: Callable[[Path], None]
     ) -> None:
         on_saved(_write_checkpoint(checkpoints_dir, state, self._copies))
-        if self._keep:
-            _remove_oldest(checkpoints_dir, self._keep)
+        oldest = complete_checkpoints(checkpoints_dir)[self._keep :] if self._keep else []
+        for checkpoint in oldest:
+            # Rename first, so that a half-deleted folder is never taken for a checkpoint.
+            shutil.rmtree(checkpoint.rename(checkpoints_dir / f".{checkpoint.name}.tmp"))
 
 
 def save_checkpoint(
@@ -183,14 +197,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
 ) -> Path:
-    """Write a checkpoint and wait for it; see `CheckpointWriter.save`.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        OSError: the disk is full or cannot be written; older checkpoints are as they were.
-    """
+    """Write a checkpoint, wait for it and return its folder; see `CheckpointWriter.save`."""
     with CheckpointWriter(Path(checkpoints_dir)) as writer:
         writer.save(state, model, optimizers)
     return _folder(Path(checkpoints_dir), state.step)
@@ -233,7 +240,7 @@ def load_checkpoint(
     state = read_state(checkpoint)
     path = checkpoint / MODEL_NAME
     tensors = _read_tensors(path)
-    _check_shapes(path, tensors, dict(model.named_parameters()))
+    _check_fit(path, tensors, dict(model.named_parameters()))
     _load_optimizers(checkpoint, state, model, optimizers)  # may change the parameters
     _copy_parameters(tensors, model)
     try:
@@ -283,21 +290,14 @@ def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path 
     return None
 
 
-def quarantine_newer(checkpoint: Path) -> list[Path]:
-    """Move a run's checkpoints of later steps to `checkpoints/set_aside`; return where they are.
-
-    The run goes on from `checkpoint` and will save these steps again.
-    """
-    folder = checkpoint.parent / "set_aside"
-    moved = []
-    for later in sorted(checkpoint.parent.glob("step_*")):
+def quarantine_newer(checkpoint: Path) -> None:
+    """Move checkpoints of later steps to `checkpoints/set_aside`: the run will save them again."""
+    for later in checkpoint.parent.glob("step_*"):
         if later.name > checkpoint.name:
-            folder.mkdir(exist_ok=True)
-            target = folder / later.name
-            if target.exists():
-                shutil.rmtree(target)
-            moved.append(later.rename(target))
-    return moved
+            target = checkpoint.parent / "set_aside" / later.name
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            later.rename(target)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -347,7 +347,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
     manifest, expected = read_json(path), _manifest(checkpoint)
     listed = manifest.get("files") if isinstance(manifest, dict) else None
     for name, entry in expected["files"].items():
-        if isinstance(listed, dict) and name in listed and listed[name] != entry:
+        if isinstance(listed, dict) and listed.get(name, entry) != entry:
             raise ValueError(
                 f"{checkpoint / name} is damaged: its size or SHA-256 is not the manifest's"
             )
@@ -401,25 +401,18 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     verify_checkpoint(checkpoint)
     path, config = checkpoint / MODEL_NAME, GPTConfig(**read_state(checkpoint).model_config)
     tensors = _read_tensors(path)
-    _check_shapes(path, tensors, _parameters_on_meta(path, config, len(tensors)))
+    # A forged file may claim any dimensions: compare shapes before memory is taken for them.
+    if config.n_layer > max(MAX_LAYERS, len(tensors)):
+        raise ValueError(f"{path} has {len(tensors)} tensors, too few for {config.n_layer} layers")
+    try:
+        with torch.device("meta"):
+            expected = dict(GPT(config).named_parameters())
+    except RuntimeError as error:  # more elements than 64 bits can count
+        raise ValueError(f"{path} is of no possible model: {error}") from None
+    _check_fit(path, tensors, expected)
     model = build_model(config, device)
     _copy_parameters(tensors, model)
     return model
-
-
-def _parameters_on_meta(path: Path, config: GPTConfig, tensor_count: int) -> dict[str, Tensor]:
-    """The parameters that `model.py` gives these dimensions, without memory for their numbers.
-
-    Raises:
-        ValueError: the dimensions are absurd, as a forged file's may be.
-    """
-    if config.n_layer > max(MAX_LAYERS, tensor_count):
-        raise ValueError(f"{path} has {tensor_count} tensors, not {config.n_layer} layers")
-    try:
-        with torch.device("meta"):
-            return dict(GPT(config).named_parameters())
-    except RuntimeError as error:  # more elements than 64 bits can count
-        raise ValueError(f"{path} is of no possible model: {error}") from None
 
 
 def copy_weights(source: GPT, target: GPT) -> None:
@@ -442,7 +435,7 @@ def copy_weights(source: GPT, target: GPT) -> None:
                     f"give --block-size {source_size} or less"
                 )
             tensors[name] = value[:target_size]
-    _check_shapes("the model to start from", tensors, dict(target.named_parameters()))
+    _check_fit("the model to start from", tensors, dict(target.named_parameters()))
     _copy_parameters(tensors, target)
 
 
@@ -487,7 +480,8 @@ def _write_checkpoint(
         temporary.mkdir(parents=True)
         for name, tensors in tensors_by_file.items():
             save_file(tensors, temporary / name)
-            _flush(temporary / name)
+            with (temporary / name).open("r+b") as file:
+                os.fsync(file.fileno())
         write_json(temporary / STATE_NAME, asdict(state))
         write_json(temporary / CHECKPOINT_MANIFEST, _manifest(temporary))
         if final.exists():  # an earlier attempt at the same step
@@ -506,13 +500,6 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
     paths = [checkpoint / name for name in FILE_NAMES]
     files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in paths}
     return {"format": CHECKPOINT_FORMAT, "files": files}
-
-
-def _remove_oldest(checkpoints_dir: Path, keep: int) -> None:
-    """Delete all checkpoints but the `keep` of the highest steps."""
-    for checkpoint in complete_checkpoints(checkpoints_dir)[keep:]:
-        # Rename first, so that a half-deleted folder is never taken for a checkpoint.
-        shutil.rmtree(checkpoint.rename(checkpoints_dir / f".{checkpoint.name}.tmp"))
 
 
 def _collect(
@@ -564,12 +551,6 @@ def _class_names(optimizers: Sequence[Optimizer]) -> list[str]:
     return [type(optimizer).__name__ for optimizer in optimizers]
 
 
-def _copy(tensor: Tensor, reused: Tensor | None) -> Tensor:
-    """A full copy of `tensor` on the CPU, in the memory of an earlier copy if there is one."""
-    full = full_tensor(tensor)
-    return (torch.empty_like(full, device="cpu") if reused is None else reused).copy_(full)
-
-
 def _load_optimizers(
     checkpoint: Path, state: TrainerState, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
@@ -596,7 +577,7 @@ def _load_optimizers(
             own.clear()
     path = checkpoint / OPTIMIZER_NAME
     found_values = _read_tensors(path) | state.optimizer_values
-    _check_shapes(path, found_values, _flatten(by_parameter))
+    _check_fit(path, found_values, _flatten(by_parameter))
     for name, own in by_parameter.items():
         for key, value in own.items():
             if isinstance(value, Tensor):
@@ -622,19 +603,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _check_shapes(
-    source: str | Path, found: Mapping[str, Any], expected: Mapping[str, Any]
-) -> None:
-    """Refuse a source whose names, or the shapes of its tensors, are not the expected ones."""
-    for name in {**expected, **found}:
-        has, needs = (
-            "missing" if name not in values else tuple(getattr(values[name], "shape", ("value",)))
-            for values in (found, expected)
-        )
-        if has != needs:
-            raise ValueError(f"{source} does not fit this model: {name} is {has}, expected {needs}")
-
-
-def _flush(path: Path) -> None:
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
+def _check_fit(source: str | Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuse values whose names or shapes are not the expected ones."""
+    check_shapes(shapes_of(found), shapes_of(expected), f"{source} does not fit this model")

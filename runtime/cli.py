@@ -1,52 +1,100 @@
-"""A command's face: flags from a dataclass, and errors as one line with exit code 2."""
+"""A script's command line: flags from a dataclass, errors as one line with exit code 2."""
 
 import contextlib
+import difflib
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn, TypeVar, cast
 
 import tyro
 
-from runtime.startup import restore_ctrl_c
+from runtime.startup import finish_startup
 
 Config = TypeVar("Config")
 BOX_DRAWING = "╭╮╰╯│─ "
 COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
+RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 
 
-class RunStopped(Exception):  # noqa: N818 - what happened, not what was wrong
-    """A run that nobody did anything wrong with cannot go on; it may be resumed."""
+class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
+    """A run has to stop through nobody's mistake; it can be resumed."""
 
 
-def parse_flags(config_class: type[Config], args: Sequence[str] | None = None) -> Config:
+def parse_flags(
+    config_class: type[Config],
+    args: Sequence[str] | None = None,
+    default: Config | None = None,
+    hints: Mapping[str, str] | None = None,
+) -> Config:
     """Build a configuration dataclass from command-line flags.
 
     Args:
         config_class: a dataclass; each field is a flag and its docstring the help text.
         args: the arguments, by default the process's own.
+        default: has the values of flags that are not given, by default those of the class.
+        hints: by flag that does not exist, what to do instead.
 
     Raises:
-        ValueError: a flag is unknown or its value is refused; the message is one line.
+        ValueError: a flag is unknown or its value is refused; the message is one line. Under
+            torchrun only rank 0 raises it; the other ranks exit with code 2 and print nothing.
     """
     args = sys.argv[1:] if args is None else args
-    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(captured), _lines_unbroken(args):
-            return tyro.cli(config_class, args=args)
+        return _parse(config_class, args, default, hints or {})
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            hint = "" if "--help" in str(error) else " (--help lists the flags)"
+            raise ValueError(f"{error}{hint}") from None
+    time.sleep(RANK_0_SECONDS)
+    raise SystemExit(2)
+
+
+def _parse(
+    config_class: type[Config],
+    args: Sequence[str],
+    default: Config | None,
+    hints: Mapping[str, str],
+) -> Config:
+    captured = io.StringIO()
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
+    shows_help = not {"-h", "--help"}.isdisjoint(args)
+    try:
+        with contextlib.redirect_stderr(captured), _wide_terminal(not shows_help):
+            config, unknown = tyro.cli(
+                config_class, args=args, return_unknown_args=True, **defaults
+            )
     except SystemExit as stop:
         if stop.code in (0, None):  # --help
             raise
-        raise ValueError(_first_sentence(captured.getvalue())) from None
+        raise ValueError(_unboxed(captured.getvalue())) from None
+    if unknown:
+        flags = [arg for arg in unknown if arg.startswith("-")]
+        if not flags:
+            switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
+            raise ValueError(f"{unknown[0]!r} belongs to no flag{switch}")
+        names = [field.name.replace("_", "-") for field in fields(cast(Any, config_class))]
+        raise ValueError("; ".join(_explain_unknown(flag, names, hints) for flag in flags))
+    return config
+
+
+def _explain_unknown(flag: str, names: Sequence[str], hints: Mapping[str, str]) -> str:
+    """That there is no such flag, and which one was probably meant."""
+    flag = flag.split("=")[0].replace("_", "-")
+    similar = difflib.get_close_matches(flag.removeprefix("--"), names, 1, cutoff=0.75)
+    hint = hints.get(flag) or (f"did you mean --{similar[0]}?" if similar else "")
+    return f"there is no flag {flag}" + (f": {hint}" if hint else "")
 
 
 @contextlib.contextmanager
-def _lines_unbroken(args: Sequence[str]) -> Iterator[None]:
-    """Keep tyro from breaking a long path in its message in two; help fits the terminal still."""
+def _wide_terminal(wide: bool) -> Iterator[None]:
+    """Tell tyro of a wide terminal, so that it does not break the path in a message in two."""
     columns = os.environ.get("COLUMNS")
-    if not {"-h", "--help"} & set(args):
+    if wide:
         os.environ["COLUMNS"] = "100000"
     try:
         yield
@@ -56,33 +104,28 @@ def _lines_unbroken(args: Sequence[str]) -> Iterator[None]:
             os.environ["COLUMNS"] = columns
 
 
-def _first_sentence(boxed: str) -> str:
-    """The message inside a box that tyro drew, on one line."""
-    boxed = COLOUR_CODE.sub("", boxed)
-    title, *body = [line.strip(BOX_DRAWING) for line in boxed.splitlines()]
-    lines = []
-    for line in body:
-        if not line:  # the rule between the message and the help text
-            break
-        lines.append(line)
-    message = re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(lines) or title)
-    if suggestion := re.search(r"Perhaps you meant:\W*(--[\w-]+)", boxed):
-        message += f". Perhaps you meant {suggestion[1]}?"
-    return message if "--help" in message else f"{message} (--help lists the flags)"
+def _unboxed(text: str) -> str:
+    """The message inside the box that tyro drew, on one line."""
+    title, *body = [line.strip(BOX_DRAWING) for line in COLOUR_CODE.sub("", text).splitlines()]
+    end = body.index("") if "" in body else len(body)  # a rule; below it is the help text
+    return re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(body[:end]) or title)
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a script's `main`; what a user can cause ends as one line and exit code 2.
+    """Run a script's `main`; an error that a user can cause ends as one line and exit code 2.
 
-    A run that had to stop (RunStopped; FloatingPointError: the numbers went bad) exits 1, Ctrl-C
-    exits 130.
+    A run that had to stop (RunStopped; FloatingPointError: loss or gradient are not finite) exits
+    with code 1, Ctrl-C with 130, and output into a pipe that is closed (`| head`) with 141.
     """
-    restore_ctrl_c()
+    finish_startup()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
             stream.reconfigure(errors="replace")
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _exit(141)
     except (ValueError, OSError) as error:
         print_error(f"error: {error}")
         _exit(2)
@@ -92,7 +135,7 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt as interrupt:
         print_error(" ".join(["interrupted", *interrupt.args]))
         _exit(130)
-    except SystemExit as stop:  # --help, or what another process says the reason of
+    except SystemExit as stop:  # --help, or a rank whose error another rank prints
         _exit(int(stop.code or 0))
 
 
@@ -101,14 +144,16 @@ def print_error(message: str) -> None:
     rank = os.environ.get("RANK", "0")
     origin = "" if rank == "0" else f"[rank {rank}] "
     line = origin + " ".join(message.split()) + "\n"
-    sys.stderr.write(line)  # one write where print makes two: lines of several ranks stay whole
+    sys.stderr.write(line)  # one write, where print makes two: lines of several ranks stay whole
     sys.stderr.flush()
 
 
 def _exit(code: int) -> NoReturn:
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk or a closed pipe; Python would complain at exit once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        with contextlib.suppress(OSError):  # a full disk or a closed pipe
-            sys.stdout.flush()
         os._exit(code)  # gloo's threads can abort an interpreter that exits in order
     raise SystemExit(code)

@@ -91,11 +91,8 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
             f"vocab_size is {config.vocab_size}, and GPT-2's tokenizer has {vocab_size}"
         )
     tensors = to_hf_state_dict(model)
-    _check_shapes(
-        tensors,
-        gpt2_shapes(config),
-        "this model is not a GPT-2, the only one that the Hugging Face format can hold",
-    )
+    refusal = "this model is not a GPT-2, the only one that the Hugging Face format can hold"
+    check_shapes(shapes_of(tensors), gpt2_shapes(config), refusal)
     _check_computes_gpt2(model, tensors)
     _check_replaceable(folder)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
@@ -128,10 +125,14 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
     layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
     if config.n_layer > len(layers):  # before a forged number of layers is listed
         raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(layers)} layers")
-    _check_shapes(tensors, gpt2_shapes(config), "the tensors are not this GPT-2's")
+    expected = gpt2_shapes(config)
+    check_shapes(shapes_of(tensors), expected, "the tensors are not this GPT-2's")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, which is not a float's")
     model = build_model(config)
     targets = dict(_hf_views(model))
-    _check_shapes(targets, gpt2_shapes(config), "model.py's model cannot hold a GPT-2")
+    check_shapes(shapes_of(targets), expected, "a GPT-2 does not fit the model in model.py")
     with torch.no_grad():
         model.get_parameter(WTE).zero_()
         for name, target in targets.items():
@@ -192,23 +193,23 @@ def build_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
 
 @torch.no_grad()
 def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a model whose code computes something else from the tensors of a GPT-2.
+    """Refuse a model whose code computes other logits than GPT-2's from the same tensors.
 
     Shapes do not show another activation, or rotary embeddings next to an unused `wpe`.
-
-    Raises:
-        ValueError: its logits differ from GPT-2's by more than float32 rounds.
     """
     config, training = model.config, model.training
     T = min(config.block_size, MAX_CHECKED_TOKENS)
     idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
-    here = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {name: tensor.cpu() for name, tensor in weights.items()}
     model.eval()
-    logits = functional_call(model, {name: t.cpu() for name, t in here.items()}, idx[None]).logits
+    logits = functional_call(model, weights, idx[None]).logits
     model.train(training)
     expected = gpt2_logits(tensors, config, idx)
     error = (logits[0] - expected).norm() / expected.norm()
-    if not error <= MAX_LOGIT_ERROR:  # also where it is NaN
+    if not error.isfinite():
+        raise ValueError("this model's logits are not finite: take an earlier checkpoint")
+    if error > MAX_LOGIT_ERROR:
         raise ValueError(
             f"this model does not compute what GPT-2 computes from the same weights (its logits "
             f"differ by {error:.1e} of their size): the code in model.py has another activation, "
@@ -217,10 +218,7 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
 
 
 def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -> Tensor:
-    """GPT-2's logits (T, vocab_size) of one sequence (T,), from tensors in Hugging Face's layout.
-
-    An implementation apart from `model.py`, which a reader may change, to compare it with.
-    """
+    """GPT-2's logits (T, vocab_size) of one sequence (T,), without `model.py`'s help."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
@@ -271,21 +269,23 @@ def _normalise_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_shapes(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], refusal: str
-) -> None:
-    """Refuse tensors that do not have exactly the expected names and shapes; name the problems."""
-    problems = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
-    problems += [f"{name} is unexpected" for name in tensors.keys() - expected.keys()]
+def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """The shape of each value, None of one that is not a tensor."""
+    return {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in values.items()}
+
+
+def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal: str) -> None:
+    """Compare names and shapes.
+
+    Raises:
+        ValueError: they differ; the message is the refusal and the first differences.
+    """
+    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
     problems += [
-        f"{name} has shape {tuple(tensors[name].shape)}, not {expected[name]}"
-        for name in expected.keys() & tensors.keys()
-        if tensors[name].shape != expected[name]
-    ]
-    problems += [
-        f"{name} has dtype {tensor.dtype}, which is not a float's"
-        for name, tensor in tensors.items()
-        if tensor.dtype not in FLOAT_DTYPES
+        f"{name} has shape {found[name]}, not {expected[name]}"
+        for name in expected.keys() & found.keys()
+        if found[name] != expected[name]
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:5])

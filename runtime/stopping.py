@@ -6,10 +6,12 @@ process meets are remembered here, until all processes learn of them in `sync_st
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-from runtime.distributed import DistInfo, all_reduce_max
+from runtime.distributed import DistInfo, all_reduce_max, print0
 
 SIGNALS = [  # Windows has no SIGUSR1
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
@@ -29,10 +31,12 @@ class StopRequest:
 
     Args:
         dist_info: this process.
+        stop_on_write_error: whether a file that cannot be written is a reason to stop.
     """
 
-    def __init__(self, dist_info: DistInfo) -> None:
+    def __init__(self, dist_info: DistInfo, stop_on_write_error: bool = False) -> None:
         self.error: Exception | None = None
+        self._stop_on_write_error = stop_on_write_error
         self._dist_info = dist_info
         self._own_code = 0  # what this process was asked: a signal's number, or FAILURE
         self._code = 0  # the largest of all processes
@@ -48,6 +52,21 @@ class StopRequest:
     def fail(self, error: Exception) -> None:
         """Ask all processes to stop for an error that this one met."""
         self.error, self._own_code = self.error or error, FAILURE
+
+    @contextmanager
+    def on_write_error(self, at_end: bool = False) -> Iterator[None]:
+        """If the body cannot write, warn and go on or, if the flags say so, ask all to stop.
+
+        Args:
+            at_end: whether the run ends here: a warning is then not enough.
+        """
+        try:
+            yield
+        except OSError as error:
+            if at_end or self._stop_on_write_error:
+                self.fail(error)
+            else:
+                print0(self._dist_info, f"warning: {error}")
 
     def sync_stop(self) -> bool:
         """Whether any process was asked to stop: an all-reduce, which every process must call."""

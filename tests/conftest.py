@@ -10,11 +10,12 @@ from forked import ROOT, Commands
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `prepare_process` sets it
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
 TINY_RUN = (
     *TINY_MODEL,
-    *("--total-batch-size=256", "--micro-batch-size=4", "--max-steps=8", "--warmup-steps=2"),
+    *("--total-batch-size=256", "--micro-batch-size=4", "--max-steps=8", "--warmup-steps=0"),
     *("--val-every=4", "--val-tokens=256", "--sample-every=0", "--hellaswag-every=0"),
     *("--checkpoint-every=4", "--device=cpu", "--dtype=float32", "--no-compile"),
 )

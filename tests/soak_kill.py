@@ -1,14 +1,11 @@
 """Kill tokenising and training with -9 at random moments, many times, and count what was lost.
 
-    python tests/soak_kill.py --kills 200 --seed 0        # by hand: pytest does not collect it
-
-Needs Linux, whose /proc tells which processes there are.
+python tests/soak_kill.py --kills 200 --seed 0        # by hand: pytest does not collect it
 """
 
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,11 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 from conftest import ROOT, TINY_RUN, torchrun
 
 sys.path.insert(0, str(ROOT))
 
-from corpus.shards import MANIFEST_NAME, verify_shards
+from corpus.shards import SHARD_MANIFEST, Manifest, verify_shards
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint
 from runtime.cli import parse_flags, run_command
 from runtime.metrics import read_metrics
@@ -39,10 +37,9 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 if os.environ["HIDE"] == "1":
     sys.modules["gigatoken"] = None
-if __name__ == "__main__":
-    import fineweb
-    fineweb.BATCH_CHARS = 20_000
-    fineweb.run_command(fineweb.main)
+import fineweb
+fineweb.BATCH_CHARS = 20_000
+fineweb.run_command(fineweb.main)
 """
 
 
@@ -89,43 +86,11 @@ def describe(tally):
     )
 
 
-# Processes
-
-
-def children(pid):
-    """Live processes that `pid` started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        state, parent = _state(stat)
-        if parent == pid and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def outlive(pids, seconds=10.0):
-    """Those of `pids` that still run after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while True:
-        left = [pid for pid in pids if _state(Path(f"/proc/{pid}/stat"))[0] not in ("", "Z")]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.02)
-
-
-def _state(stat):
-    """A process's state, empty once it is gone, and its parent."""
-    try:
-        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return "", 0
-    return state, int(parent)
-
-
 # Tokenising
 
 
 def start_fineweb(folder, *flags, hide=False, **options):
-    """Start fineweb.py with two workers in `folder`, as the leader of a process group."""
+    """Start fineweb.py with two threads in `folder`, as the leader of a process group."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER)
     return subprocess.Popen(
@@ -158,9 +123,9 @@ def faults_of_shards(killed, whole):
         whole: that of an uninterrupted run.
     """
     found = []
-    if (killed / MANIFEST_NAME).exists():
+    if (killed / SHARD_MANIFEST).exists():
         try:
-            verify_shards(killed)
+            verify_shards(killed, Manifest.load(killed))
         except (OSError, ValueError) as error:
             found.append(str(error))
     for path in killed.glob("*.npy"):
@@ -215,10 +180,9 @@ class TokenizeSoak(Soak):
         killed = self.folder / name
         for _ in range(kills):
             process = self.start(name, hide)
-            while process.poll() is None and not (killed / MANIFEST_NAME).exists():
+            while process.poll() is None and not (killed / SHARD_MANIFEST).exists():
                 time.sleep(0.001)
             time.sleep(self.rng.uniform(0, self.seconds / 2))
-            workers = children(process.pid)
             process.kill()
             process.communicate()
             if process.returncode == 0:  # it was faster than the kill
@@ -227,8 +191,6 @@ class TokenizeSoak(Soak):
             self.tally["resumed"] += 1
             for message in faults_of_shards(killed, self.whole):
                 self.fault("shards lost", message)
-            if left := outlive(workers):
-                self.fault("other faults", f"workers {left} outlived fineweb.py")
         self.finish(name, hide)
         for file in differences(killed, self.whole):
             self.fault("shards lost", f"{killed / file} differs")
@@ -317,12 +279,12 @@ class TrainSoak(Soak):
 
     def kill(self, process, ranks):
         """Kill the whole job or, of two ranks, one: then the other must end and torchrun fail."""
-        workers = children(process.pid)
+        workers = psutil.Process(process.pid).children()
         one_rank = ranks > 1 and len(workers) == ranks and self.rng.random() < 0.5
-        for pid in [self.rng.choice(workers)] if one_rank else [process.pid, *workers]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if left := outlive([process.pid, *workers], seconds=60):
+        for victim in [self.rng.choice(workers)] if one_rank else [process, *workers]:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
+        if left := psutil.wait_procs(workers, timeout=60)[1]:
             self.fault("other faults", f"{left} outlived the kill")
         return "one rank of two" if one_rank else f"train_gpt2.py, {ranks} process(es)"
 

@@ -3,7 +3,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -29,12 +28,8 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def test_select_device_auto_is_the_best_that_torch_reports():
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    expected = accelerator.type if accelerator else "cpu"
 
-    assert select_device("auto").type == expected
-
-
-def test_select_device_cpu_is_always_there():
+    assert select_device("auto").type == (accelerator.type if accelerator else "cpu")
     assert select_device("cpu", local_rank=5) == CPU
 
 
@@ -53,18 +48,6 @@ def test_select_device_gives_each_local_rank_its_gpu_and_refuses_one_too_many():
         select_device("cuda", count)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("float32", torch.float32),
-        ("bfloat16", torch.bfloat16),
-        ("float16", torch.float16),
-    ],
-)
-def test_select_dtype_gives_what_is_asked_for(name, dtype):
-    assert select_dtype(name, CPU) == dtype
-
-
 @linux_only
 def test_select_dtype_auto_on_a_cpu_follows_the_hardware():
     with open("/proc/cpuinfo") as file:
@@ -72,6 +55,7 @@ def test_select_dtype_auto_on_a_cpu_follows_the_hardware():
     native = bool(flags & {"avx512_bf16", "amx_bf16"})
 
     assert select_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+    assert select_dtype("float16", CPU) == torch.float16
 
 
 @needs_cuda
@@ -83,7 +67,7 @@ def test_select_dtype_auto_on_a_gpu_follows_its_generation():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_runs_products_in_the_type_and_leaves_parameters_in_float32(dtype):
+def test_autocast_runs_products_in_the_dtype_and_leaves_parameters_in_float32(dtype):
     layer = torch.nn.Linear(4, 4)
 
     with autocast(CPU, dtype):
@@ -91,13 +75,10 @@ def test_autocast_runs_products_in_the_type_and_leaves_parameters_in_float32(dty
     assert layer.weight.dtype == torch.float32
 
 
-def test_device_name_without_a_gpu_is_the_type():
+def test_device_name_is_the_type_or_the_gpus():
     assert device_name(CPU) == "cpu"
-
-
-@needs_cuda
-def test_device_name_of_a_gpu_is_the_drivers():
-    assert device_name(torch.device("cuda")) == torch.cuda.get_device_properties(0).name
+    if HAS_CUDA:
+        assert device_name(torch.device("cuda")) == torch.cuda.get_device_properties(0).name
 
 
 def test_compiler_problem_without_a_compiler_says_so(monkeypatch, tmp_path):
@@ -105,6 +86,7 @@ def test_compiler_problem_without_a_compiler_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
 
     assert "compiler" in compiler_problem(CPU)
+    assert "MPS" in compiler_problem(torch.device("mps"))
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="this machine has no g++")
@@ -119,12 +101,12 @@ def test_compiler_problem_accepts_the_compiler_that_cxx_names(monkeypatch, tmp_p
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a compiler of two lines of shell")
-def test_failure_to_compile_finds_a_compiler_that_is_broken(monkeypatch, tmp_path):
+def test_compile_failure_finds_a_compiler_that_is_broken(tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     code = (
-        "import torch, device; cpu = torch.device('cpu')\n"
+        "import torch\nfrom runtime import device\ncpu = torch.device('cpu')\n"
         "print(device.compiler_problem(cpu), '|', device.compile_failure(cpu))"
     )
     environment = os.environ | {
@@ -132,17 +114,13 @@ def test_failure_to_compile_finds_a_compiler_that_is_broken(monkeypatch, tmp_pat
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
     }
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
+    output = subprocess.check_output(
+        [sys.executable, "-c", code], text=True, cwd=ROOT, env=environment
     )
-    there, works = result.stdout.strip().split(" | ")
-    assert there == "None"
-    assert works != "None"
-    assert "\n" not in works
-
-
-def test_compiler_problem_leaves_mps_alone():
-    assert "MPS" in compiler_problem(torch.device("mps"))
+    problem, failure = output.strip().split(" | ")
+    assert problem == "None"
+    assert failure != "None"
+    assert "\n" not in failure
 
 
 @needs_cuda
@@ -158,14 +136,6 @@ def test_synchronize_waits_for_the_gpu():
 
     assert event.query()
     assert y.isfinite().all()
-
-
-def test_synchronize_on_the_cpu_returns_at_once():
-    start = time.perf_counter()
-
-    synchronize(CPU)
-
-    assert time.perf_counter() - start < 0.1
 
 
 @linux_only
@@ -199,8 +169,9 @@ def test_peak_memory_gib_on_a_gpu_counts_tensors():
 
 
 FAULTS = """
-import resource, sys, torch, device
-if sys.argv[1] == "keep":
+import resource, sys, torch
+from runtime import device
+if sys.argv[1] == "tuned":
     device.tune_malloc()
 def use():
     for _ in range(4):
@@ -215,14 +186,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @linux_only
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
-def test_keep_freed_memory_spares_the_page_faults_of_large_tensors():
-    returned, kept = (
+def test_tune_malloc_spares_the_page_faults_of_large_tensors():
+    default, tuned = (
         int(subprocess.check_output([sys.executable, "-c", FAULTS, how], cwd=ROOT))
-        for how in ("return", "keep")
+        for how in ("default", "tuned")
     )
 
-    assert returned > 1000  # 4 tensors of 16,384 pages
-    assert kept < returned / 10
+    assert default > 1000  # 4 tensors of 16,384 pages
+    assert tuned < default / 10
 
 
 def test_is_out_of_memory_knows_torchs_error_from_others():

@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +14,8 @@ from export import ExportConfig
 from fineweb import FineWebConfig
 from hellaswag import HellaSwagConfig
 from runtime.cli import parse_flags
-from runtime.distributed import DistInfo
 from sample import SampleConfig
-from training.config import ABOVE_ZERO, TrainConfig
-from training.memory import plan_batch
-from training.run_dir import settings_as_args
+from training.config import ABOVE_ZERO, FLAG_HINTS, TrainConfig, config_from_settings
 
 FLAGS = [field.name for field in fields(TrainConfig)]
 NUMBERS = [
@@ -46,7 +42,7 @@ def parse(args, config_class=TrainConfig):
     """A configuration, or the one line that is said instead; anything else fails."""
     with redirect_stderr(io.StringIO()) as errors, redirect_stdout(io.StringIO()):
         try:
-            return parse_flags(config_class, args)
+            return parse_flags(config_class, args, hints=FLAG_HINTS)
         except ValueError as error:
             message = str(error)
     assert message
@@ -72,7 +68,7 @@ def test_train_config_of_any_values_is_valid_or_refused(values):
     assert config.model_config().n_embd % config.model_config().n_head == 0
     # What a run saves is what a resumed one reads.
     saved = config.saved()
-    assert parse(settings_as_args(saved)).saved() == saved
+    assert config_from_settings(saved, Path("config.json")).saved() == saved
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -121,30 +117,13 @@ def test_all_problems_of_a_configuration_come_together():
         assert problem in message
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    world_size=st.integers(1, 64),
-    micro_batch_size=st.integers(1, 64),
-    total_batch_size=st.integers(1, 1 << 20),
-    block_size=st.sampled_from([16, 48, 1024]),
-)
-def test_batch_is_shared_out_whole_or_refused(
-    world_size, micro_batch_size, total_batch_size, block_size
-):
-    config = TrainConfig(
-        micro_batch_size=micro_batch_size,
-        total_batch_size=total_batch_size,
-        block_size=block_size,
-        data_dir=Path("none"),
-    )
-    tokens = micro_batch_size * block_size * world_size
-    dist_info = DistInfo(torch.device("cpu"), world_size=world_size)
+@pytest.mark.parametrize("name", sorted(FLAG_HINTS))
+def test_flag_of_another_trainer_is_told_ours(name):
+    assert name.removeprefix("--").replace("-", "_") not in FLAGS
+    assert parse([f"{name}=1"]).startswith(f"there is no flag {name}: {FLAG_HINTS[name]}")
+    ours = [word.strip(",;:") for word in FLAG_HINTS[name].split() if word.startswith("--")]
+    assert all(word[2:].replace("-", "_") in FLAGS for word in ours)
 
-    def plan():
-        return plan_batch(config, config.model_config(), dist_info)
 
-    if total_batch_size % tokens:
-        with pytest.raises(ValueError, match="--total-batch-size"):
-            plan()
-    else:
-        assert plan().grad_accum_steps * tokens == total_batch_size
+def test_gpus_without_plan_names_torchrun():
+    assert "torchrun --standalone --nproc_per_node=8 train_gpt2.py" in parse(["--gpus=8"])

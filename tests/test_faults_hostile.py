@@ -1,6 +1,6 @@
-"""Hostile files and secrets: nothing in a file runs, leads elsewhere, or takes the memory it asks.
+"""Hostile files and secrets: no file runs code, leads elsewhere, or takes the memory it claims.
 
-No test here trusts a format's name: each file is what an attacker would offer under it.
+No test trusts a format's name: each file is what an attacker would offer under that name.
 """
 
 import ast
@@ -27,7 +27,7 @@ FOLDERS = (".", "bench", "corpus", "runtime", "training")
 MODULES = sorted(
     str(path.relative_to(ROOT)) for part in FOLDERS for path in (ROOT / part).glob("*.py")
 )
-SPARE_BYTES = 300 << 20  # a refusal may take this much more memory than a wrong flag does
+SPARE_BYTES = 300 << 20  # how much more memory a refusal may take than that of a wrong flag
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def sample(commands, model):
 
 
 def vouch_for(checkpoint):
-    """Write the manifest anew, as who forges a checkpoint would."""
+    """Write the manifest again, as one who forges a checkpoint would."""
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
     for name, entry in manifest["files"].items():
@@ -126,8 +126,10 @@ def test_the_payload_would_run(tmp_path, kind):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
-@pytest.mark.parametrize("manifest", ["with a manifest", "without one"])
+@pytest.mark.parametrize(
+    ("kind", "manifest"),
+    [("npy", "with a manifest"), ("npy", "without one"), ("pickle", "without one")],
+)
 def test_no_shard_runs(commands, tmp_path, mark, kind, manifest):
     data = tmp_path / "data"
     data.mkdir()
@@ -145,14 +147,14 @@ def test_no_shard_runs(commands, tmp_path, mark, kind, manifest):
     assert_refused(done, "train_0.npy cannot be read as a token shard")
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("kind", "name", "said"),
     [
-        ("model.safetensors", "model.safetensors is not a readable safetensors file"),
-        ("pytorch_model.bin", "pytorch_model.bin is a pickle file, which is never loaded"),
-        ("config.json", "config.json is not valid JSON"),
-        ("model.safetensors.index.json", "index.json is not valid JSON"),
+        ("pickle", "model.safetensors", "model.safetensors is not a readable safetensors file"),
+        ("torch", "model.safetensors", "model.safetensors is not a readable safetensors file"),
+        ("torch", "pytorch_model.bin", "pytorch_model.bin is a pickle file, which is never loaded"),
+        ("pickle", "config.json", "config.json is not valid JSON"),
+        ("pickle", "model.safetensors.index.json", "index.json is not valid JSON"),
     ],
 )
 def test_no_pretrained_file_runs(commands, tiny_data, exported, mark, kind, name, said):
@@ -164,12 +166,11 @@ def test_no_pretrained_file_runs(commands, tiny_data, exported, mark, kind, name
     assert_refused(commands.run("train_gpt2", *flags, f"--init-from={exported}"), name, said)
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json"]
 )
-def test_no_checkpoint_file_runs(commands, tiny_data, run_dir, checkpoint, mark, kind, name):
-    (checkpoint / name).write_bytes(pickled(mark, kind))
+def test_no_checkpoint_file_runs(commands, tiny_data, run_dir, checkpoint, mark, name):
+    (checkpoint / name).write_bytes(pickled(mark, "torch" if "safe" in name else "pickle"))
     if name != "manifest.json":
         vouch_for(checkpoint)
     assert_refused(resume(commands, tiny_data, run_dir, "--max-steps=3"), name)
@@ -180,10 +181,9 @@ def test_no_checkpoint_file_runs(commands, tiny_data, run_dir, checkpoint, mark,
         assert_refused(done, name)
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch", "npy"])
-def test_no_other_file_runs(commands, tmp_path, mark, kind):
+def test_no_other_file_runs(commands, tmp_path, mark):
     path = tmp_path / "file.jsonl"
-    path.write_bytes(pickled(mark, kind))
+    path.write_bytes(pickled(mark, "pickle"))
     assert_refused(commands.run("train_gpt2", f"--config={path}"), "file.jsonl is not valid JSON")
     done = commands.run("fineweb", f"--source={path}", f"--data-dir={tmp_path}/data")
     assert done.code == 2
@@ -229,34 +229,26 @@ def unsafe_uses(tree):
     return uses
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_can_run_what_came_as_data(module):
-    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
-    assert unsafe_uses(tree) == []
+def test_no_module_can_run_what_came_as_data():
+    for module in MODULES:
+        tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
+        assert unsafe_uses(tree) == [], module
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle",
         "import torch, marshal",
         "def f():\n  from joblib import load",
         "from torch import load",
         "torch.load(path, weights_only=True)",
-        "torch.save(x, path)",
         "np.load(path)",
-        "np.load(path, allow_pickle=True)",
         "np.save(path, x, allow_pickle=flag)",
-        "exec(open(path).read())",
         "eval(text)",
-        "__import__(name)",
         "from os import system",
-        "os.system(x)",
         "subprocess.run(x, shell=True)",
         "load_dataset(x, trust_remote_code=True)",
         "dist.all_gather_object(a, b)",
-        "from torch.distributed import broadcast_object_list",
-        "yaml.load(x)",
     ],
 )
 def test_unsafe_uses_finds(source):
@@ -268,7 +260,7 @@ def test_unsafe_uses_finds(source):
 
 @pytest.mark.parametrize(
     "name",
-    ["../../x", "../x", "/tmp/x", "a/b", "a/", "./a", "..", ".", "", "a\nb", "\x1b[2J", "\udcff"],
+    ["../x", "/tmp/x", "a/b", "..", ".", "", "a\nb", "\x1b[2J", "\udcff"],
 )
 def test_run_name_is_a_plain_name(commands, tiny_data, tmp_path, name):
     before = sorted(tmp_path.rglob("*"))
@@ -282,14 +274,8 @@ def test_run_name_is_a_plain_name(commands, tiny_data, tmp_path, name):
     [
         {"wte.weight": "../model.safetensors"},
         {"wte.weight": "/etc/passwd"},
-        {"wte.weight": "a/../model.safetensors"},
-        {"wte.weight": ".."},
-        {"wte.weight": ""},
         {"wte.weight": 7},
-        {"wte.weight": ["model.safetensors"]},
         ["model.safetensors"],
-        "model.safetensors",
-        None,
     ],
 )
 def test_pretrained_index_names_no_paths(commands, exported, weight_map):
@@ -313,7 +299,7 @@ def test_pretrained_reads_the_links_of_the_hubs_cache(commands, exported, tmp_pa
 
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "samples.txt", "config.json"])
 def test_training_refuses_links_out_of_the_run_folder(commands, tiny_data, run_dir, tmp_path, name):
-    """What lies there could be written to or deleted; `runs` itself may be a link."""
+    """Training could write to the link's target or delete it; `runs` itself may be a link."""
     target = tmp_path / "elsewhere"
     if (run_dir / name).exists():
         (run_dir / name).rename(target)
@@ -347,18 +333,9 @@ def claims(header, body=b""):
     return struct.pack("<Q", len(data)) + data + body
 
 
-def tensor(shape, end, dtype="F32"):
-    return {"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}}
-
-
 ABSURD_SAFETENSORS = {
-    "a header of 2**63 bytes": struct.pack("<Q", 2**63) + b"{}",
     "a header of 100 MB": struct.pack("<Q", 10**8) + b"{}",
-    "a tensor of 4 TB": claims(tensor([10**12], 4 * 10**12), b"\0" * 4),
-    "2**80 elements": claims(tensor([2**40, 2**40], 4), b"\0" * 4),
-    "a negative shape": claims(tensor([-1], 4), b"\0" * 4),
-    "a header nested deeply": claims(b"[" * 100_000),
-    "nothing": b"",
+    "a tensor of 4 TB": claims({"x": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4]}}),
 }
 
 
@@ -383,17 +360,12 @@ def test_absurd_safetensors_are_refused(commands, run_dir, exported, checkpoint,
 
 ABSURD_DIMENSIONS = [
     {"n_layer": 10**9},
+    {"n_layer": 10**9, "n_embd": 2, "n_head": 2},
     {"n_embd": 10**7, "n_head": 1},
     {"n_embd": 2**40, "n_head": 1},
     {"n_positions": 10**10},
-    {"n_layer": 10**9, "n_embd": 2, "n_head": 2},
     {"n_layer": -1},
-    {"n_layer": 0},
-    {"n_head": 10**9},
-    {"n_layer": "2"},
     {"n_layer": 2.0},
-    {"n_embd": {}},
-    {"n_layer": 10**20},
 ]
 
 
@@ -418,48 +390,21 @@ def test_absurd_dimensions_are_refused_before_a_model_is_built(
         assert refusal.peak_bytes < plain_bytes + SPARE_BYTES
 
 
-FORGED_STATES = [
-    *({"step": "x"}, {"step": -5}, {"step": True}, {"train_config": 7}, {"model_config": []}),
-    *({"rng_states": {}}, {"rng_states": []}, {"rng_states": {"cpu": "AAAA"}}),
-    *({"rng_states": {"cpu": 5}}, {"grad_norms": "x"}, {"grad_norms": ["x"]}, {"surprise": 1}),
-]
-
-
-@pytest.mark.parametrize("change", FORGED_STATES, ids=str)
-def test_forged_states_are_refused(commands, tiny_data, run_dir, checkpoint, change):
-    path = checkpoint / "trainer_state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    vouch_for(checkpoint)
-    assert_refused(resume(commands, tiny_data, run_dir), "trainer_state.json")
-
-
-def test_forged_moments_are_refused(commands, tiny_data, run_dir, checkpoint):
-    path = checkpoint / "optimizer.safetensors"
-    save_file({n: t for n, t in load_file(path).items() if "exp_avg_sq" not in n}, path)
-    vouch_for(checkpoint)
-    assert_refused(resume(commands, tiny_data, run_dir), "optimizer.safetensors", "exp_avg_sq")
-
-
-@pytest.mark.parametrize("dtype", ["I64", "U16", "C64", "F4", "BOOL", "F8_E8M0"])
+@pytest.mark.parametrize("dtype", ["I64", "C64", "F4"])
 def test_weights_that_are_no_floats_are_refused(commands, exported, dtype):
     path = exported / "model.safetensors"
     tensors = load_file(path)
     name = "transformer.ln_f.bias"
-    content = bytearray(save_bytes(tensors | {name: torch.zeros(32)}, path))
+    save_file(tensors | {name: torch.zeros(32)}, path)
+    content = path.read_bytes()
     size = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + size])
-    bits = {"I64": 64, "U16": 16, "C64": 64, "F4": 4, "BOOL": 8, "F8_E8M0": 8}[dtype]
+    bits = {"I64": 64, "C64": 64, "F4": 4}[dtype]
     header[name] |= {"dtype": dtype, "shape": [32 * 32 // bits]}
     path.write_bytes(claims(header, content[8 + size :]))
     assert_refused(sample(commands, exported), name)
 
 
-def save_bytes(tensors, path):
-    save_file(tensors, path)
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["1 GB", "nested deeply"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -471,8 +416,8 @@ def save_bytes(tensors, path):
         "--config",
     ],
 )
-def test_absurd_json_is_refused(
-    commands, run_dir, exported, checkpoint, tmp_path, plain_bytes, name, kind
+def test_a_gigabyte_of_json_is_refused(
+    commands, run_dir, exported, checkpoint, tmp_path, plain_bytes, name
 ):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -485,10 +430,7 @@ def test_absurd_json_is_refused(
         "--config": tmp_path / "config.json",
     }[name]
     path.write_bytes(b"[" * 2**20)
-    if kind == "1 GB":
-        os.truncate(path, 10**9)  # without the disk space: the rest is a hole
-    if name == "trainer_state.json" and kind != "1 GB":
-        vouch_for(checkpoint)
+    os.truncate(path, 10**9)  # without the disk space: the rest is a hole
     if name == "--config":
         done = commands.run("train_gpt2", f"--config={path}")
     elif name == "data/manifest.json":
@@ -499,7 +441,7 @@ def test_absurd_json_is_refused(
     assert done.peak_bytes < plain_bytes + SPARE_BYTES
 
 
-# No secret is written or said
+# No secret is written or printed
 
 SECRETS = {
     "HF_TOKEN": "hf_SECRETaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
@@ -584,17 +526,14 @@ def test_no_secret_is_told_where_the_hub_fails(tmp_path, hub, user, status, sent
 
 def test_no_flag_takes_a_secret():
     words = ("token", "key", "secret", "password", "credential", "auth")
-    flags = [
-        (module, field.name)
-        for module in MODULES
-        for name, kind in vars(importlib.import_module(module)).items()
+    names = [module.removesuffix(".py").replace("/", ".") for module in MODULES]
+    flags = {
+        field.name
+        for module in map(importlib.import_module, names)
+        for name, kind in vars(module).items()
         if dataclasses.is_dataclass(kind) and name.endswith("Config")
         for field in dataclasses.fields(kind)
-    ]
-    assert ("train_gpt2", "run_name") in flags or ("train_config", "run_name") in flags
+    }
+    assert "run_name" in flags
     counts = {"val_tokens", "max_new_tokens"}  # numbers of text tokens
-    assert not [
-        (module, flag)
-        for module, flag in flags
-        if any(word in flag for word in words) and flag not in counts
-    ]
+    assert not [f for f in flags - counts if any(word in f for word in words)]

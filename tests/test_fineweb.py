@@ -1,4 +1,4 @@
-"""Text in, shards out: the same bytes from every source, machine, and interrupted run."""
+"""Text to shards: the same bytes from every source, encoder and interrupted run."""
 
 import glob
 import hashlib
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.parse
 from pathlib import Path
 
@@ -31,30 +30,27 @@ from tokenizer import CUT, END_OF_TEXT, gpt2_encoding
 
 ROOT = Path(fineweb.__file__).parent
 
-# Runs fineweb.py in small batches; KILL_AT is the n-th renaming of a finished file before which
-# the process dies as by kill -9.
+# Runs fineweb.py in small batches. Before the KILL_AT-th renaming of a finished file the process
+# kills itself with -9.
 DRIVER = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 if {hide!r}:
     sys.modules["gigatoken"] = None
-if __name__ == "__main__":
-    import multiprocessing
-    multiprocessing.set_start_method({method!r})
-    import fineweb
-    fineweb.BATCH_CHARS = 1000
-    from corpus import sources
-    sources.TABLE_ROWS = 16
-    sources.BLOCK_BYTES = 1000
-    replace, renamed = os.replace, 0
-    def kill_or_replace(*paths):
-        global renamed
-        renamed += 1
-        if renamed == int(os.environ.get("KILL_AT", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(*paths)
-    os.replace = kill_or_replace
-    fineweb.run_command(fineweb.main)
+import fineweb
+from corpus import sources
+fineweb.BATCH_CHARS = 1000
+sources.TABLE_ROWS = 16
+sources.BLOCK_BYTES = 1000
+replace, renamed = os.replace, 0
+def kill_or_replace(*paths):
+    global renamed
+    renamed += 1
+    if renamed == int(os.environ.get("KILL_AT", 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(*paths)
+os.replace = kill_or_replace
+fineweb.run_command(fineweb.main)
 """
 
 
@@ -94,18 +90,31 @@ def tokens_of(folder):
     return np.concatenate([np.load(folder / shard.file) for shard in manifest.shards]).tolist()
 
 
-def run_driver(tmp_path, *flags, kill_at=0, method="spawn", hide=False, **environment):
+def run_driver(tmp_path, *flags, kill_at=0, hide=False, root=ROOT, options=(), **environment):
     """Run fineweb.py in a process of its own."""
     script = tmp_path / "driver.py"
-    script.write_text(DRIVER.format(root=str(ROOT), hide=hide, method=method))
+    script.write_text(DRIVER.format(root=str(root), hide=hide))
     return subprocess.run(
         [sys.executable, str(script), *map(str, flags)],
         env={**os.environ, "KILL_AT": str(kill_at), **environment},
         cwd=tmp_path,
-        capture_output=True,
         text=True,
         timeout=60,
+        **({"capture_output": True} | dict(options)),
     )
+
+
+def assert_killed(done):
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def mtimes(folder):
+    """When each shard of an unfinished run was written; there are more than two."""
+    manifest = Manifest.load(folder)
+    assert not manifest.complete
+    assert len(manifest.shards) > 2
+    paths = [folder / shard.file for shard in manifest.shards]
+    return {path: path.stat().st_mtime_ns for path in paths}
 
 
 @pytest.fixture
@@ -142,7 +151,7 @@ def test_main_writes_the_tokens_of_every_document(make, tmp_path):
     assert [shard.split for shard in manifest.shards] == ["val"] + ["train"] * (len(sizes) - 1)
     assert str(tmp_path) not in (folder / "manifest.json").read_text()
     assert re.fullmatch(
-        rf"data/a: 199 documents \(1 empty ones left out\), {sum(sizes):,} tokens, "
+        rf"data/a: 199 documents \(1 empty left out\), {sum(sizes):,} tokens, "
         rf"{len(sizes)} shards; \d+\.\d s, [\d,]+ tokens/s",
         line,
     )
@@ -162,17 +171,12 @@ def test_main_gives_the_same_shards_for_parquet_and_jsonl(make, tmp_path):
     assert shards[0] == shards[1]
 
 
-@pytest.mark.parametrize(
-    ("workers", "hide", "method"),
-    [(2, False, "spawn"), (1, True, "spawn"), (2, True, "spawn"), (2, True, "forkserver")],
-)
-def test_main_gives_the_same_bytes_however_it_encodes(make, tmp_path, workers, hide, method):
+@pytest.mark.parametrize("hide", [False, True], ids=["gigatoken", "tiktoken"])
+def test_main_gives_the_same_bytes_however_it_encodes(make, tmp_path, hide):
     source = write_parquet(tmp_path / "a.parquet", texts_of(300))
     flags = ["--source", source, "--shard-size", 2000]
     make(*flags, "--data-dir", "one", "--workers", 1)
-    done = run_driver(
-        tmp_path, *flags, "--data-dir", "two", "--workers", workers, hide=hide, method=method
-    )
+    done = run_driver(tmp_path, *flags, "--data-dir", "two", "--workers", 3, hide=hide)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("gigatoken is not installed") == hide
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
@@ -181,7 +185,7 @@ def test_main_gives_the_same_bytes_however_it_encodes(make, tmp_path, workers, h
 def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
     source = tmp_path / "small.txt"
     source.write_text("one two three four five six seven eight nine ten")
-    make("--source", source)
+    assert "data/small: 1 document, 11 tokens, 2 shards; " in make("--source", source)
     val, train = (open_shards(Path("data/small"), split) for split in ("val", "train"))
     assert (val.total_tokens, train.total_tokens) == (1, 10)
 
@@ -223,41 +227,15 @@ def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kin
     flags = ["--source", source, "--shard-size", 1000]
     make(*flags, "--data-dir", "whole")
     # Before the first manifest, the first two shards and their manifest; then further on.
-    for kill_at in (1, 2, 3, 4, 9, 4) if kind == "jsonl" else (4, 9):
-        done = run_driver(tmp_path, *flags, "--data-dir", "killed", kill_at=kill_at)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+    for kill_at in (1, 2, 3, 4, 9, 4) if kind == "jsonl" else (9,):
+        assert_killed(run_driver(tmp_path, *flags, "--data-dir", "killed", kill_at=kill_at))
         assert list((tmp_path / "killed").glob(".*.tmp"))
-    kept = Manifest.load(tmp_path / "killed")
-    assert len(kept.shards) > 2
-    assert not kept.complete
+    finished = mtimes(tmp_path / "killed")
     with pytest.raises(ValueError, match="not finished"):
         open_shards(tmp_path / "killed", "train")
-    before = {
-        shard.file: (tmp_path / "killed" / shard.file).stat().st_mtime_ns for shard in kept.shards
-    }
     make(*flags, "--data-dir", "killed")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    for name, written in before.items():  # finished shards are not made again
-        assert (tmp_path / "killed" / name).stat().st_mtime_ns == written
-
-
-def test_main_killed_by_the_clock_goes_on_to_the_same_bytes(make, tmp_path):
-    flags = ["--source", write_jsonl(tmp_path / "a.jsonl", texts_of(300)), "--shard-size", 1000]
-    make(*flags, "--data-dir", "whole")
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER.format(root=str(ROOT), hide=False, method="spawn"))
-    process = subprocess.Popen(
-        [sys.executable, str(script), *map(str, flags), "--data-dir", "killed"],
-        cwd=tmp_path,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "killed" / "train_000005.npy").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    make(*flags, "--data-dir", "killed")
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not made again
 
 
 def test_main_leaves_a_finished_data_set_as_it_is(make, tmp_path):
@@ -312,45 +290,58 @@ def test_main_refuses_a_second_writer(make, tmp_path):
 # Bad input
 
 
-BAD_ROWS = {
-    "not JSON": (b"{'text': 1}", "not JSON"),
-    "cut off": (b'{"text": "abc', "not JSON"),
-    "no text": (b'{"body": "x", "id": 2}', "no `text`, .* it has body, id"),
-    "not an object": (b'["text"]', "no `text`"),
-    "a number": (b'{"text": 3}', "`text` is int, not a string"),
-    "null": (b'{"text": null}', "`text` is NoneType, not a string"),
-    "invalid UTF-8": (b'{"text": "\xff"}', "invalid UTF-8"),
-    "nested": (b"[" * 100_000, "nested too deeply|not JSON"),
-}
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (b"{'text': 1}", "not JSON"),
+        (b'{"text": "abc', "not JSON"),
+        (b'{"body": "x", "id": 2}', "no `text`, .* it has body, id"),
+        (b'["text"]', "no `text`"),
+        (b'{"text": null}', "`text` is NoneType, not a string"),
+        (
+            b'{"text": "\xff"}',
+            r"invalid UTF-8 .* at byte 53; .* iconv -f latin1 -t utf-8 .*/a\.jsonl",
+        ),
+        (b"[" * 100_000, "nested too deeply|not JSON"),
+    ],
+)
+def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "once upon a time"}\n\n{"text": ""}\n' + row + b"\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 4: .*({message})"):
+        list(sources.read_jsonl(path, 0, 0))
 
 
-@pytest.mark.parametrize("kind", BAD_ROWS)
-def test_main_names_the_bad_line_and_goes_on_once_it_is_mended(make, tmp_path, kind):
-    row, message = BAD_ROWS[kind]
-    texts = texts_of(100)
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
+def test_main_goes_on_once_a_bad_row_is_repaired(make, tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", texts_of(100))
     flags = ["--source", source, "--shard-size", 1000]
     make(*flags, "--data-dir", "whole")
     lines = source.read_bytes().splitlines(keepends=True)
-    source.write_bytes(b"".join([*lines[:80], row + b"\n", *lines[81:]]))
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line 81: .*({message})"):
-        make(*flags, "--data-dir", "mended")
+    source.write_bytes(b"".join([*lines[:80], b'{"text": 3}\n', *lines[81:]]))
+    for _ in range(2):  # a resumed run finds the same line
+        done = run_driver(tmp_path, *flags, "--data-dir", "mended")
+        assert done.returncode == 2
+        # One line: no progress bar is drawn into a pipe.
+        assert done.stderr == f"error: {source}, line 81: `text` is int, not a string\n"
     manifest = Manifest.load(Path("mended"))
-    assert manifest.shards
     assert not manifest.complete
-    assert {path.name for path in Path("mended").iterdir()} == {
-        "manifest.json",
-        *(shard.file for shard in manifest.shards),
-    }
-    with pytest.raises(ValueError, match="line 81"):  # going on, it is still the same line
-        make(*flags, "--data-dir", "mended")
+    shards = [shard.file for shard in manifest.shards]
+    assert {path.name for path in Path("mended").iterdir()} == {"manifest.json", *shards}
     source.write_bytes(b"".join(lines))
     make(*flags, "--data-dir", "mended")
     assert contents(Path("mended")) == contents(Path("whole"))
 
 
-def bad_parquet(path, column):
-    pq.write_table(pa.table(column), path)
+@pytest.mark.skipif(os.name != "posix", reason="opens a terminal")
+def test_main_draws_its_bar_on_a_terminal(tmp_path):
+    import pty
+    import termios
+
+    (tmp_path / "a.txt").write_text("once upon a time")
+    terminal, stderr = pty.openpty()
+    termios.tcsetwinsize(stderr, (24, 80))
+    run_driver(tmp_path, "--source=a.txt", options={"capture_output": False, "stderr": stderr})
+    assert b"tok/s" in os.read(terminal, 1000)
 
 
 @pytest.mark.parametrize(
@@ -365,24 +356,27 @@ def bad_parquet(path, column):
         ),
     ],
 )
-def test_main_names_the_bad_row_of_a_parquet_file(make, tmp_path, column, message):
-    pq.write_table(pa.table(column), tmp_path / "a.parquet")
+def test_read_parquet_names_the_bad_row(tmp_path, column, message):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(column), path)
     with pytest.raises(ValueError, match=rf"a\.parquet, {message}"):
-        make("--source", "a.parquet")
-    assert not Path("data").exists()
-
-
-def test_main_names_an_unreadable_parquet_file(make, tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 no PAR1")
+        list(sources.read_parquet(path, 0))
+    path.write_bytes(b"PAR1 no PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet is not a readable Parquet file"):
-        make("--source", "a.parquet")
+        list(sources.read_parquet(path, 0))
 
 
-def test_main_names_the_bad_line_of_a_plain_text(make, tmp_path, monkeypatch):
+def test_read_plain_names_the_bad_byte_and_a_remedy_that_works(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 16)
-    (tmp_path / "a.txt").write_bytes(b"a line of text\n" * 20 + b"caf\xe9 noir\n" + b"more\n")
-    with pytest.raises(ValueError, match=r"a\.txt, line 21: invalid UTF-8"):
-        make("--source", "a.txt")
+    text = "a line of text\n" * 20 + "café noir\nmore\n"
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="latin-1")
+    message = r"a\.txt, line 21: invalid UTF-8 .* byte 303; .* convert it: (iconv .*\.utf8\.txt)"
+    with pytest.raises(ValueError, match=message) as refusal:
+        list(read_plain(path, 0, 0, "strict"))
+    subprocess.run(re.search(message, str(refusal.value))[1], shell=True, check=True)
+    converted = read_plain(tmp_path / "a.utf8.txt", 0, 0, "strict")
+    assert "".join(block.text for block in converted) == text
 
 
 @pytest.mark.parametrize(
@@ -395,7 +389,6 @@ def test_main_names_the_bad_line_of_a_plain_text(make, tmp_path, monkeypatch):
         (["--source", "."], r"\. is a folder: name its files, as in \./\*\.jsonl"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),
         (["--shard-size", "0"], "--shard-size must be at least 1, not 0"),
-        (["--workers", "-1"], "--workers must be at least 1, not -1"),
     ],
 )
 def test_main_explains_flags_that_cannot_be(make, flags, message):
@@ -404,12 +397,12 @@ def test_main_explains_flags_that_cannot_be(make, flags, message):
     assert not Path("data").exists()
 
 
-def test_main_prints_one_line_for_a_bad_row_and_exits_2(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 5}\n')
-    done = run_driver(tmp_path, "--source", "a.jsonl")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: a.jsonl, line 2: `text` is int, not a string"
-    assert not (tmp_path / "data").exists()
+def test_main_notes_that_standard_input_is_not_read(tmp_path):
+    note = "note: standard input is not read: save the text as a file, --source FILE.txt\n"
+    for text, noted in (("once upon a time", note), ("", "")):
+        done = run_driver(tmp_path, HF_HOME=str(tmp_path), options={"input": text})
+        assert done.returncode == 2  # without network
+        assert done.stderr.startswith(f"{noted}error: the Hugging Face hub cannot be reached")
 
 
 # Plain texts and the standard library
@@ -589,8 +582,7 @@ def hub(tmp_path):
 
 def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     flags = ["--source", "o/n", "--name", "sample-10BT", "--shard-size", "1500"]
-    done = run_driver(tmp_path, *flags, kill_at=8, **hub.environment)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert_killed(run_driver(tmp_path, *flags, kill_at=8, **hub.environment))
     folder = tmp_path / "data" / "n-10BT"
     assert len(Manifest.load(folder).shards) > 2
     hub.head = "b" * 40  # the data set has moved on, the rerun has not
@@ -613,33 +605,22 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     assert f"revision {'a' * 40} instead of {'b' * 40}" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--source", "o/nothing"], "error: --source o/nothing: the hub has no such data set"),
-        (
-            ["--source", "o/n", "--revision", "nowhere"],
-            "error: --revision nowhere: o/n has no such revision",
-        ),
-    ],
-)
-def test_main_names_what_the_hub_does_not_have(hub, tmp_path, flags, message):
-    done = run_driver(tmp_path, *flags, **hub.environment)
-    assert (done.returncode, done.stderr.splitlines()) == (2, [message])
+def test_main_names_what_the_hub_does_not_have(hub, tmp_path):
+    for flags, message in [
+        (["--source=o/nothing"], "--source o/nothing: the hub has no such data set"),
+        (["--source=o/n", "--revision=nowhere"], "--revision nowhere: o/n has no such revision"),
+    ]:
+        done = run_driver(tmp_path, *flags, **hub.environment)
+        assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
-@pytest.mark.parametrize("offline", ["0", "1"])
-def test_main_without_network_says_what_works_without(tmp_path, offline):
-    start = time.monotonic()
-    done = run_driver(
-        tmp_path, HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE=offline, HF_HOME=str(tmp_path)
-    )
-    assert time.monotonic() - start < 15
+def test_main_without_network_says_what_works_without(tmp_path):
+    done = run_driver(tmp_path, HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE="0")
     assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "cannot be reached" in done.stderr
-    assert "--source stdlib" in done.stderr
-    assert ".parquet, .jsonl, .txt" in done.stderr
+    assert re.fullmatch(
+        r"error: .* cannot be reached .*--source stdlib .*\.parquet, \.jsonl, \.txt\)\n",
+        done.stderr,
+    )
     assert not (tmp_path / "data").exists()
 
 
@@ -657,22 +638,18 @@ def test_default_folder_is_named_after_the_source(tmp_path, monkeypatch):
         assert fineweb.default_folder(config) == Path("data") / folder
 
 
-@pytest.mark.parametrize(
-    "cursor",
-    [
-        {},
-        {"file": 0},
-        {"file": "x", "row": 0, "byte": 0},
-        {"file": 99, "row": 0, "byte": 0},
-        {"file": 0, "row": 0, "byte": 10**9},
-        {"file": 0, "row": -1, "byte": 0},
-    ],
-)
-def test_file_source_refuses_a_cursor_that_is_no_place_in_its_files(tmp_path, cursor):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "once upon a time"}\n' * 3)
+def test_file_source_refuses_a_cursor_that_is_no_place_in_its_files(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["once upon a time"] * 3)
     source = sources.FileSource([path])
     places = [document.cursor for document in source.documents(None)]
     assert [len(list(source.documents(place))) for place in places] == [3, 2, 1]
-    with pytest.raises(ValueError, match="no place in these files"):
-        list(source.documents(cursor))
+    wrong = [
+        {},
+        *(
+            {**places[1], **change}
+            for change in ({"file": "x"}, {"file": 99}, {"byte": 10**9}, {"row": -1}, {"more": 0})
+        ),
+    ]
+    for cursor in wrong:
+        with pytest.raises(ValueError, match="no place in this source"):
+            list(source.documents(cursor))

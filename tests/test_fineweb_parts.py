@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from conftest import torchrun
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import (
+    assert_killed,
     contents,
+    mtimes,
     reference,
     run_driver,
     texts_of,
@@ -62,18 +63,18 @@ def part_path(folder, index, count):
 # The same bytes
 
 
-@pytest.mark.parametrize("size", ["700", "100000000"], ids=["small shards", "one shard"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
-def test_merge_gives_the_bytes_of_one_machine(make, tmp_path, kind, size):
-    flags = [*write_files(tmp_path, [kind] * 5), "--shard-size", size]
-    make(*flags, "--data-dir", "whole")
-    for count in (1, 2, 3, 5) if size == "700" else (3,):
-        folder = f"merged {count}"
-        make_parts(make, *flags, "--data-dir", folder, count=count)
-        line = make(*flags, "--data-dir", folder, "--parts", count)
-        assert line.startswith(f"{folder}: ")
-        assert contents(Path(folder)) == contents(Path("whole"))
-        assert "finished earlier" in make(*flags, "--data-dir", folder)
+def test_merge_gives_the_bytes_of_one_machine(make, tmp_path, kind):
+    flags = write_files(tmp_path, [kind] * 5)
+    for size, counts in (700, (1, 2, 5)), (100_000_000, (3,)):
+        common = [*flags, "--shard-size", size, "--data-dir"]
+        make(*common, f"whole {size}")
+        for count in counts:
+            folder = f"merged {count}"
+            make_parts(make, *common, folder, count=count)
+            assert make(*common, folder, "--parts", count).startswith(f"{folder}: ")
+            assert contents(Path(folder)) == contents(Path(f"whole {size}"))
+            assert "finished earlier" in make(*common, folder)
 
 
 def test_merge_takes_files_of_all_kinds_in_parts_of_uneven_tokens(make, flags):
@@ -105,7 +106,7 @@ def test_merge_takes_parts_without_tokens(make, tmp_path):
 
 def test_torchrun_gives_each_process_a_part_and_the_first_merges(flags, tmp_path):
     script = tmp_path / "driver.py"
-    script.write_text(single.DRIVER.format(root=str(single.ROOT), hide=False, method="spawn"))
+    script.write_text(single.DRIVER.format(root=str(single.ROOT), hide=False))
     command = torchrun(script, *flags, "--data-dir=merged")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -115,28 +116,6 @@ def test_torchrun_gives_each_process_a_part_and_the_first_merges(flags, tmp_path
         "merged/parts/part_00000_of_00002",
         "merged/parts/part_00001_of_00002",
     ]
-    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
-
-
-def test_rank_0_waits_for_the_last_part(make, flags, monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("corpus.parts.POLL_SECONDS", 0.01)
-    started = []
-
-    def other_rank(_):  # while the first one sleeps
-        monkeypatch.setattr("time.sleep", lambda _: None)
-        done = run_driver(tmp_path, *flags, "--data-dir", "merged", RANK="1")
-        started.append(done.returncode)
-
-    monkeypatch.setattr("time.sleep", other_rank)
-    monkeypatch.setenv("RANK", "0")
-    make(*flags, "--data-dir", "merged")
-    assert started == [0]
-    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
-    assert "finished earlier" in make(*flags, "--data-dir", "merged")
-    monkeypatch.setenv("RANK", "1")
-    line = make(*flags, "--data-dir", "merged")
-    assert line == "merged is finished: part 1 of 2 has nothing to do"
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
 
 
@@ -179,28 +158,17 @@ def test_files_of_divides_all_files_in_order_and_evenly(tmp_path_factory, sizes,
 # Interrupted runs
 
 
-def finished_shards(folder):
-    """The shards that a killed run finished, with the times when it wrote them."""
-    manifest = Manifest.load(folder)
-    assert not manifest.complete
-    assert len(manifest.shards) > 2
-    paths = [folder / shard.file for shard in manifest.shards]
-    return {path: path.stat().st_mtime_ns for path in paths}
-
-
 def test_a_part_and_the_merge_killed_at_any_moment_go_on_to_the_same_bytes(make, flags, tmp_path):
     merged = [*flags, "--data-dir", "merged"]
     part = part_path("merged", 1, 2)
-    for kill_at in (1, 2, 3, 9):  # before the first manifest, the first shard and its manifest
-        done = run_driver(tmp_path, *merged, "--part=1", "--parts=2", kill_at=kill_at)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-    kept = finished_shards(part)
+    for kill_at in (1, 3, 9):  # before the first manifest and the second; further on
+        assert_killed(run_driver(tmp_path, *merged, "--part=1", "--parts=2", kill_at=kill_at))
+    kept = mtimes(part)
     make_parts(make, *merged, count=2)
     assert kept.items() <= {path: path.stat().st_mtime_ns for path in part.iterdir()}.items()
-    for kill_at in (1, 2, 3, 64):
-        done = run_driver(tmp_path, *merged, "--parts=2", kill_at=kill_at)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-    kept = finished_shards(Path("merged"))
+    for kill_at in (1, 3, 64):
+        assert_killed(run_driver(tmp_path, *merged, "--parts=2", kill_at=kill_at))
+    kept = mtimes(Path("merged"))
     tokens = sum(shard.tokens for shard in Manifest.load(part_path("merged", 0, 2)).shards)
     assert len(kept) * 700 > tokens  # it was in the second part
     make(*merged, "--parts", 2)
@@ -212,9 +180,8 @@ def test_one_machine_and_a_merge_go_on_with_each_others_shards(make, flags, tmp_
     for first, then in (("--parts=2", "--workers=1"), ("--workers=1", "--parts=2")):
         shutil.rmtree("merged", ignore_errors=True)
         make_parts(make, *flags, "--data-dir", "merged", count=2)
-        done = run_driver(tmp_path, *flags, "--data-dir", "merged", first, kill_at=7)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        assert len(Manifest.load(Path("merged")).shards) > 2
+        assert_killed(run_driver(tmp_path, *flags, "--data-dir", "merged", first, kill_at=7))
+        assert len(mtimes(Path("merged"))) > 2
         make(*flags, "--data-dir", "merged", then)
         shutil.rmtree("merged/parts", ignore_errors=True)
         assert contents(Path("merged")) == contents(Path("whole"))
@@ -243,14 +210,13 @@ def test_parts_of_the_hub_are_of_one_revision(hub, make, tmp_path, monkeypatch):
     done = run_driver(tmp_path, *flags, "--part=0", "--revision=main", **hub.environment)
     assert done.returncode == 2
     assert f"part_00001_of_00002 holds other data, revision {'a' * 40} instead of" in done.stderr
-    done = run_driver(tmp_path, *flags, "--part=0", kill_at=4, **hub.environment)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert_killed(run_driver(tmp_path, *flags, "--part=0", kill_at=4, **hub.environment))
     done = run_driver(tmp_path, *flags, "--part=0", **hub.environment)
     assert done.returncode == 0, done.stderr
     path = part_path("merged", 1, 2) / "manifest.json"
     manifest = path.read_text()
     path.write_text(manifest.replace("a" * 40, "b" * 40))  # as if brought from elsewhere
-    monkeypatch.setattr("socket.socket", None)  # the merge asks nobody
+    monkeypatch.setattr("socket.socket", None)  # the merge needs no network
     with pytest.raises(ValueError, match=f"part_00001_of_00002 holds .* revision {'b' * 40}"):
         make(*flags)
     path.write_text(manifest)
@@ -262,15 +228,6 @@ def test_parts_of_the_hub_are_of_one_revision(hub, make, tmp_path, monkeypatch):
         "name": "sample-10BT",
         "revision": "a" * 40,
     }
-
-
-def test_parts_of_the_hub_are_not_more_than_its_files(hub, tmp_path):
-    flags = ["--source=o/n", "--name=sample-10BT", "--part=0", "--parts=3"]
-    done = run_driver(tmp_path, *flags, **hub.environment)
-    assert done.returncode == 2
-    message = "3 parts of 2 files: a part takes whole files, so 2 parts are the most that work"
-    assert done.stderr.splitlines()[-1] == f"error: {message}"
-    assert not (tmp_path / "data").exists()
 
 
 # Bad input
@@ -289,19 +246,16 @@ def test_merge_names_the_parts_that_are_not_finished(make, flags, tmp_path):
     assert {path.name for path in Path("merged").iterdir()} == {"parts"}
 
 
-@pytest.mark.parametrize(
-    ("others", "difference"),
-    [
-        (["--shard-size", "701"], r"part_00000_of_00002 holds .* shard size 700 instead of 701"),
-        (["--parts", "3"], r"part_00000_of_00002 holds other data, parts 2 instead of 3"),
-        (["--source", "stdlib"], r"part_00000_of_00002 holds .* kind files instead of stdlib"),
-    ],
-)
-def test_a_part_of_other_data_is_refused_at_once(make, flags, others, difference):
+def test_a_part_of_other_data_is_refused_at_once(make, flags):
     merged = [*flags, "--data-dir", "merged", "--parts", "2"]
     make(*merged, "--part", 0)
-    with pytest.raises(ValueError, match=difference):
-        make(*merged, *others, "--part", 1)
+    for others, difference in [
+        (["--shard-size=701"], "shard size 700 instead of 701"),
+        (["--parts=3"], "parts 2 instead of 3"),
+        (["--source=stdlib"], "kind files instead of stdlib"),
+    ]:
+        with pytest.raises(ValueError, match=rf"part_00000_of_00002 holds .* {difference}"):
+            make(*merged, *others, "--part", 1)
     assert [path.name for path in Path("merged/parts").iterdir()] == ["part_00000_of_00002"]
 
 
@@ -342,30 +296,20 @@ def test_merge_refuses_a_damaged_part_and_goes_on_once_it_is_made_again(make, fl
 
 
 @pytest.mark.parametrize(
-    ("others", "environment", "message"),
+    ("others", "world_size", "message"),
     [
-        (["--part=0"], {}, "--part 0 of how many. Add --parts"),
-        (["--part=3", "--parts=3"], {}, "--part 3: parts of 3 are 0 to 2"),
-        (["--part=-1", "--parts=3"], {}, "--part -1: parts of 3 are 0 to 2"),
-        (["--parts=0"], {}, "--parts must be at least 1, not 0"),
-        (["--part=0", "--parts=6"], {}, "6 parts of 5 files: .* so 5 parts are the most"),
-        (["--part=0", "--parts=2"], {"WORLD_SIZE": "2"}, "torchrun gives each of its 2 .* leave"),
-        (["--parts=2"], {"WORLD_SIZE": "2"}, "torchrun gives each of its 2 processes a part"),
+        (["--part=0"], 1, "--part 0 of how many. Add --parts"),
+        (["--part=3", "--parts=3"], 1, "--part 3: parts of 3 are 0 to 2"),
+        (["--parts=0"], 1, "--parts must be at least 1, not 0"),
+        (["--part=0", "--parts=6"], 1, "6 parts of 5 files: .* so 5 parts are the most"),
+        (["--parts=2"], 2, "torchrun gives each of its 2 processes a part: leave out"),
     ],
 )
 def test_main_explains_parts_that_cannot_be(
-    make, tmp_path, monkeypatch, others, environment, message
+    make, tmp_path, monkeypatch, others, world_size, message
 ):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
     flags = write_files(tmp_path, ["jsonl"] * 5)
     with pytest.raises(ValueError, match=message):
         make(*flags, "--data-dir=merged", *others)
     assert not Path("merged").exists()
-
-
-def test_main_prints_one_line_for_a_part_without_parts_and_exits_2(tmp_path):
-    done = run_driver(tmp_path, "--source=stdlib", "--part=1")
-    assert done.returncode == 2
-    message = "error: --part 1 of how many? Add --parts (--help lists the flags)"
-    assert done.stderr.splitlines() == [message]

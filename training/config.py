@@ -1,14 +1,16 @@
 """The flags of `train_gpt2.py`: every setting of a run, its default and its limits."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from model import GPT2_SIZES, GPTConfig
-from ops import ActivationCheckpointing as Checkpointing
+from ops import ActivationCheckpointing
 from runtime.device import DeviceName, DtypeName
-from runtime.files import is_plain_name
+from runtime.files import is_plain_name, read_json
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
@@ -18,6 +20,38 @@ NOT_SAVED = (  # flags that name a run, or plan one: not its settings
     *("config", "resume", "plan", "preflight", "run_name"),
     *("gpus", "nodes", "gpu", "mfu", "gpu_hour_price"),
 )
+MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens, in steps of 524,288
+FLAG_HINTS = {  # by flags of other trainers, what to do here
+    flag: hint
+    for flags, hint in (
+        ("--lr --learning-rate", "use --max-lr, the peak of the schedule"),
+        ("--max-iters --num-steps --train-steps", "use --max-steps"),
+        ("--epochs --num-epochs", "use --max-steps: steps of --total-batch-size tokens each"),
+        ("--batch-size", "use --total-batch-size (tokens per step) or --micro-batch-size"),
+        (
+            "--grad-accum-steps --gradient-accumulation-steps",
+            "it follows from --total-batch-size (tokens) and --micro-batch-size (sequences)",
+        ),
+        (
+            "--beta1 --beta2 --eps --optimizer",
+            "AdamW's betas (0.9, 0.95) and eps are set in train_gpt2.build_optimizers",
+        ),
+        ("--dropout", "there is none: pretraining that sees a text about once needs none"),
+        (
+            "--wandb --wandb-project --tensorboard",
+            "there is no tracker: a run writes metrics.jsonl, and plot.py draws it",
+        ),
+        ("--bf16 --fp16 --fp32 --precision", "use --dtype bfloat16, float16 or float32"),
+        ("--data --dataset --data-path", "use --data-dir"),
+        ("--seq-len --context-length --n-ctx", "use --block-size"),
+        ("--model --model-name", "use --size, or --init-from to start from weights"),
+        ("--eval-every --eval-interval", "use --val-every"),
+        ("--save-every --save-interval", "use --checkpoint-every"),
+        ("--ddp --fsdp", "use --parallel ddp or --parallel fsdp"),
+        ("--nproc-per-node --nnodes", "it is torchrun's flag: give it before train_gpt2.py"),
+    )
+    for flag in flags.split()
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +83,8 @@ class TrainConfig:
     micro_batch_size: int | Literal["auto"] = "auto"
     """Sequences that a process takes at once; auto is the most that fit and still bring speed."""
     loss_chunks: int | None = None
-    """Parts in which the vocabulary's logits are computed: more take less memory, not other
-    results. By default 4 on a CPU, where it costs no time, and 1 elsewhere."""
+    """Parts in which the LM head's logits are computed: more parts take less memory, and the
+    results are the same. By default 4 on a CPU, where it costs no time, and 1 elsewhere."""
 
     max_steps: int = 19_073
     """Optimizer steps in all."""
@@ -58,8 +92,8 @@ class TrainConfig:
     """Peak learning rate."""
     min_lr: float = 6e-5
     """Learning rate at the end."""
-    warmup_steps: int = 715
-    """Steps of linear warm-up."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; by default 715 or a tenth of the run, whichever is less."""
     lr_schedule: Literal["cosine", "wsd"] = "cosine"
     """Shape of the decay: half a cosine, or constant and then linear (warm-up, stable, decay)."""
     weight_decay: float = 0.1
@@ -86,7 +120,8 @@ class TrainConfig:
     run_name: str | None = None
     """Name of the run's folder; by default size and time."""
     resume: str | None = None
-    """Go on from a checkpoint: auto (the run's latest, if any), a run folder or a checkpoint."""
+    """Resume from a checkpoint: a run folder, a checkpoint, or auto: the latest of --run-name or,
+    without a name, of the run that was interrupted last; a new run if there is none."""
     config: Path | None = None
     """Take the flags that are not given from this run's config.json."""
     checkpoint_every: int = 1000
@@ -99,15 +134,15 @@ class TrainConfig:
     log_every: int = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 
-    activation_checkpointing: Checkpointing = "none"
-    """What the backward pass computes again instead of keeping it: nothing, all but products and
-    attention (selective), or every block (full). Less memory, more time, the same results."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What the backward pass computes again instead of saving it: nothing, all but matrix products
+    and attention (selective), or every block (full). Less memory, more time, the same results."""
     activation_offload: bool = False
-    """On GPUs: keep in the CPU's memory what the backward pass needs."""
+    """On GPUs: keep the saved activations in the CPU's memory."""
 
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """How several processes share the work: ddp, each has the whole model; fsdp, parameters,
-    gradients and optimizer state are shared out; hsdp, within each machine only."""
+    gradients and optimizer state are sharded; hsdp, they are sharded within each machine only."""
     reshard_after_forward: bool = True
     """With fsdp: gather every block again for the backward pass (ZeRO-3), which takes the least
     memory; without, blocks stay gathered (ZeRO-2), which takes the least time."""
@@ -117,14 +152,14 @@ class TrainConfig:
     device: DeviceName = "auto"
     """Device to train on."""
     dtype: DtypeName = "auto"
-    """Type of matrix products; auto is bfloat16 where the hardware has it."""
+    """Dtype of matrix products; auto is bfloat16 where the hardware has it."""
     compile: bool = True
     """Compile the model with torch.compile, where there is a compiler."""
     plan: bool = False
     """Print what the run would take, and exit."""
     preflight: bool = False
-    """Check on every process that the run can start: network, software, settings, clocks, data
-    and disk, a line each; then exit."""
+    """Check on every process that the run can start (network, software, settings, clocks, data
+    and disk, one line each), and exit."""
     gpus: int | None = None
     """With --plan: plan for this many GPUs in all, rather than for this machine."""
     nodes: int = 1
@@ -162,7 +197,7 @@ class TrainConfig:
         if self.init_from is not None and (
             self.size != "gpt2" or self.n_layer or self.n_head or self.n_embd
         ):
-            problems.append("--init-from brings its own --size, --n-layer, --n-head and --n-embd")
+            problems.append("--init-from has its own --size, --n-layer, --n-head and --n-embd")
         if self.cpu_offload and not self.is_sharded:
             problems.append("--cpu-offload goes with --parallel fsdp or hsdp")
         if self.dtype == "float16" and self.is_sharded:
@@ -189,10 +224,13 @@ class TrainConfig:
             }
             return [f"{flag} goes with --plan --gpus" for flag in given if given[flag]]
         if self.gpus < 1 or self.nodes < 1:
-            return []  # said already
+            return []  # __post_init__ refuses them
         problems = []
         if not self.plan:
-            problems.append("--gpus goes with --plan")
+            problems.append(
+                f"--gpus goes with --plan; to train on {self.gpus}: "
+                f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
+            )
         if self.gpus % self.nodes:
             nearest = self.gpus // self.nodes * self.nodes
             sizes = [size for size in (nearest, nearest + self.nodes) if size]
@@ -209,6 +247,12 @@ class TrainConfig:
         """Whether no process has the whole model."""
         return self.parallel != "ddp"
 
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up: as given, else the default for `max_steps`."""
+        default = min(MAX_DEFAULT_WARMUP_STEPS, self.max_steps // 10)
+        return default if self.warmup_steps is None else self.warmup_steps
+
     def model_config(self) -> GPTConfig:
         """The dimensions that the size and its overrides give."""
         dimensions = dict(GPT2_SIZES[self.size])
@@ -219,8 +263,82 @@ class TrainConfig:
 
     def saved(self) -> dict[str, Any]:
         """The settings as JSON values, for `config.json` and checkpoints."""
-        return {
+        settings = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self).items()
             if name not in NOT_SAVED
         }
+        return settings | {"warmup_steps": self.warmup}
+
+
+def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
+    """The configuration whose `saved()` was `settings`.
+
+    Args:
+        settings: field names and JSON values; fields that are missing have their defaults.
+        source: the file that they are from, for messages.
+
+    Raises:
+        ValueError: a setting is unknown, or its value is refused.
+    """
+    types, values = get_type_hints(TrainConfig), dict[str, Any]()
+    for name, value in settings.items():
+        if name not in types:
+            raise ValueError(
+                f"{source} has the setting {name!r:.60}, which this version does not know: use the "
+                f"version that wrote it, or take the setting out"
+            )
+        if not _fits(value, types[name]):
+            kind = types[name]
+            expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+            raise ValueError(f"{source}: {name} is {repr(value)[:60]}, expected {expected}")
+        is_path = isinstance(value, str) and Path in (types[name], *get_args(types[name]))
+        values[name] = Path(value) if is_path else value
+    try:
+        return TrainConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, a union or a Literal
+    """Whether a JSON value is one of a field's type."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return type(value) in {float: (float, int), Path: (str,)}.get(kind, (kind,))
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The configuration in a run's `config.json`, for a new run.
+
+    A warm-up that the saved run had by default is the default of the new run's length, too.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: the file is not a configuration.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--config {path} is not a file: give a run's config.json")
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise ValueError(f"--config {path} is not a run's config.json")
+    config = config_from_settings(settings, path)
+    by_default = config.warmup == replace(config, warmup_steps=None).warmup
+    # Earlier versions had a default of 715 for every length.
+    if by_default or config.warmup >= config.max_steps:
+        return replace(config, warmup_steps=None)
+    return config
+
+
+def check_warmup(config: TrainConfig) -> None:
+    """Refuse a warm-up that the run would never leave.
+
+    Raises:
+        ValueError: it is not shorter than the run.
+    """
+    if config.warmup >= config.max_steps:
+        raise ValueError(
+            f"--warmup-steps {config.warmup} is not shorter than --max-steps {config.max_steps}: "
+            f"use --warmup-steps {replace(config, warmup_steps=None).warmup}"
+        )

@@ -1,4 +1,4 @@
-"""What must be right before a run on several machines is worth starting: `--preflight`."""
+"""The checks of `--preflight`: can this run start on these machines?"""
 
 import os
 import platform
@@ -32,10 +32,10 @@ from training.config import TrainConfig
 from training.memory import CHECKPOINT_BYTES_PER_PARAMETER
 from training.run_dir import choose_run_dir, is_resumed, model_dimensions, unusable
 
-PATIENCE_SECONDS = 120  # a check that takes longer waits for a process that will not answer
+PATIENCE_SECONDS = 120  # a check that takes longer is waiting for a process that hangs
 REDUCED_BYTES, ROUNDS = 64 << 20, 5
 CLOCK_WARNING_SECONDS, CLOCK_LIMIT_SECONDS = 1.0, 60.0
-CODE_FOLDERS = ("corpus", "runtime", "training")  # beside the scripts of the root
+CODE_FOLDERS = ("corpus", "runtime", "training")  # besides the scripts of the root
 ADVICE = {
     "network": "machines must reach each other on all ports (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
     "software": "install the same Python, torch and scripts everywhere, and give the same flags",
@@ -60,7 +60,7 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
             print0(dist_info, f"software  {check_software(config, dist_info)}")
         with explaining("clocks"):
             print0(dist_info, f"clocks    {check_clocks(dist_info)}")
-        with explaining("data", patient=True):  # to read or hash it all may take long
+        with explaining("data", patient=True):  # reading or hashing it all may take long
             train, val = open_data(
                 config.data_dir, config.block_size, dist_info, config.val_every > 0
             )
@@ -78,9 +78,9 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
 
 @contextmanager
 def explaining(check: str, patient: bool = False) -> Iterator[None]:
-    """Say of a check that fails which it was and what to do; end one that gets no answer.
+    """Name the check that fails in the body and say what to do; end one that waits too long.
 
-    Of a `patient` one only the process group's own timeout is the end.
+    A `patient` check ends only at the process group's own timeout.
     """
 
     def give_up() -> None:
@@ -104,10 +104,10 @@ def explaining(check: str, patient: bool = False) -> Iterator[None]:
 
 
 def check_network(dist_info: DistInfo) -> str:
-    """Sum a tensor over all processes; bandwidth is what each link of a ring then carries."""
+    """Sum a tensor over all processes; the bandwidth is that of each link of a ring."""
     n, device = dist_info.world_size, dist_info.device
     tensor, seconds = torch.empty(REDUCED_BYTES // 4, device=device), []
-    for _ in range(1 + ROUNDS):  # the first makes the connections
+    for _ in range(1 + ROUNDS):  # the first round makes the connections
         tensor.fill_(dist_info.rank + 1)
         barrier(dist_info)
         synchronize(device)
@@ -118,7 +118,7 @@ def check_network(dist_info: DistInfo) -> str:
     with raise_on_all_ranks(dist_info):
         if not torch.all(tensor == n * (n + 1) / 2):
             raise ValueError("an all-reduce gave a wrong sum")
-    place = f"{n} x {device_name(device)}, {dist_info.local_world_size} a machine"
+    place = f"{n} x {device_name(device)}, {dist_info.local_world_size} per machine"
     median, size = statistics.median(seconds[1:]), f"{REDUCED_BYTES >> 20} MiB"
     bandwidth = 2 * (n - 1) / n * REDUCED_BYTES / median / 1e9
     timed = f"all-reduce of {size} in {median * 1e3:.1f} ms, {bandwidth:.2f} GB/s"
@@ -126,7 +126,7 @@ def check_network(dist_info: DistInfo) -> str:
 
 
 def check_software(config: TrainConfig, dist_info: DistInfo) -> str:
-    """Python, torch, the scripts and the flags are the same everywhere."""
+    """Check that Python, torch, the scripts and the flags are the same on all ranks."""
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     versions.append(str(select_dtype(config.dtype, dist_info.device)).removeprefix("torch."))
     root = Path(__file__).parent.parent
@@ -138,8 +138,8 @@ def check_software(config: TrainConfig, dist_info: DistInfo) -> str:
 
 
 def check_clocks(dist_info: DistInfo) -> str:
-    """Clocks agree: `--resume auto` goes by the times of files."""
-    barrier(dist_info)  # all leave it within milliseconds
+    """Check that clocks agree: `--resume auto` compares the times of files."""
+    barrier(dist_info)  # all ranks leave it within milliseconds
     times = [int(each) / 1e9 for each in gather_text(str(time.time_ns()), dist_info)]
     skew, rank = max((abs(each - times[0]), rank) for rank, each in enumerate(times))
     found = f"rank {rank}'s is {skew:.3f} s from rank 0's" if len(times) > 1 else "one"
@@ -152,7 +152,7 @@ def check_clocks(dist_info: DistInfo) -> str:
 def check_disk(
     out_dir: Path, config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo
 ) -> str:
-    """Where runs go is room for a checkpoint, and all see what the main process writes there."""
+    """Check that `out_dir` has room for a checkpoint and is the same folder on all ranks."""
     needed = CHECKPOINT_BYTES_PER_PARAMETER * model_dimensions(config, checkpoint).n_params / 2**30
     name = ""
     with ExitStack() as stack:
@@ -163,7 +163,7 @@ def check_disk(
         name = Path(gather_text(name, dist_info)[0]).name
         with raise_on_all_ranks(dist_info):
             if not (out_dir / name).is_file():
-                raise ValueError(f"rank 0 wrote to {out_dir}, and it is not seen here")
+                raise ValueError(f"rank 0 wrote to {out_dir}, and this rank does not see it")
             free = shutil.disk_usage(out_dir).free / 2**30
             found = f"{out_dir} has {free:.2f} GiB free, a checkpoint takes {needed:.2f} GiB"
             if free < needed:
@@ -172,10 +172,10 @@ def check_disk(
 
 
 def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
-    """Refuse what this device or these processes cannot do.
+    """Refuse a `--parallel` or an offload that this device or these processes cannot do.
 
     Raises:
-        ValueError: naming what they can.
+        ValueError: the message names what they can do.
     """
     for name in ("cpu_offload", "activation_offload"):
         if getattr(config, name) and dist_info.device.type != "cuda":
@@ -192,12 +192,11 @@ def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
             start = "--nnodes=2 --nproc_per_node=8 ... on each of two machines"
         raise ValueError(
             f"--parallel {config.parallel} is for processes that torchrun starts, as in "
-            f"torchrun {start}; alone, use --parallel ddp"
+            f"torchrun {start}; for one process, use --parallel ddp"
         )
     world_size, local = dist_info.world_size, dist_info.local_world_size
     if config.parallel == "hsdp" and (world_size == local or world_size % local):
         raise ValueError(
-            f"--parallel hsdp shards within a machine and replicates over machines, and here "
-            f"{local} of {world_size} processes are on this one: use --parallel fsdp, or several "
-            f"machines with equally many each"
+            f"--parallel hsdp needs several machines with equally many processes, and {local} of "
+            f"{world_size} are on this one: use --parallel fsdp, or several machines"
         )

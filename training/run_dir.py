@@ -1,13 +1,12 @@
-"""A run's folder and configuration: where they come from, and what may be resumed."""
+"""A run's folder: its configuration and lock, what may be resumed, and how it ended."""
 
 import argparse
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -20,46 +19,61 @@ from runtime.checkpoint import (
     quarantine_newer,
     read_state,
     remove_leftovers,
-    verify_checkpoint,
 )
-from runtime.cli import parse_flags
-from runtime.distributed import DistInfo, broadcast_int
+from runtime.cli import RunStopped, parse_flags
+from runtime.device import is_out_of_memory
+from runtime.distributed import DistInfo, barrier, broadcast_int, is_lost_process, print0
 from runtime.files import find_escaping_link, read_json, write_json
-from training.config import TrainConfig
+from runtime.stopping import StopRequest
+from training.config import (
+    FLAG_HINTS,
+    TrainConfig,
+    check_warmup,
+    config_from_settings,
+    read_config,
+)
 
-CONFIG_NAME = "config.json"
+RUN_CONFIG_NAME = "config.json"
 LOCK_NAME = ".lock"
 PREEMPTED_NAME = "PREEMPTED"
-FIXED_SETTINGS = ("total_batch_size", "seed", "shuffle")  # of a run, from its first step on
+DATA_ORDER_SETTINGS = ("total_batch_size", "seed", "shuffle")  # a run keeps them to its end
 
 
 def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
     """The configuration, and the checkpoint to resume from, if any.
 
-    Flags are laid over the settings of the resumed checkpoint or of `--config`.
+    Flags that are not given have the values of the resumed checkpoint or of `--config`. A resumed
+    run keeps its warm-up, whatever `--max-steps` becomes: the schedule so far must not change.
+
+    Raises:
+        FileNotFoundError: `--config` or `--resume` names nothing that is there.
+        ValueError: a flag or a saved setting is refused.
     """
     locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("config", "resume", "out-dir", "run-name"):
         locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?")
     given, _ = locate.parse_known_args(args)
-    saved, checkpoint = read_settings(given.config), None
+    defaults = read_config(Path(given.config)) if given.config else TrainConfig()
+    checkpoint = None
     if given.resume:
-        out_dir = Path(given.out_dir or saved.get("out_dir") or TrainConfig.out_dir)
-        if given.resume == "auto" and given.run_name is None:
-            given.run_name = last_run(out_dir)
-            args = [*args, f"--run-name={given.run_name}"] if given.run_name else args
-        checkpoint = find_resumable(given.resume, out_dir, given.run_name)
-        if checkpoint is None and given.run_name and given.config is None:
-            config_path = out_dir / given.run_name / CONFIG_NAME
-            if config_path.is_file():  # the run was stopped before its first checkpoint
-                saved = read_settings(str(config_path))
-    if checkpoint is not None:
-        saved = read_state(checkpoint).train_config
-    return parse_flags(TrainConfig, [*settings_as_args(saved), *args]), checkpoint
+        out_dir, run_name = Path(given.out_dir or defaults.out_dir), given.run_name
+        if given.resume == "auto" and run_name is None and (run_name := last_run(out_dir)):
+            _print0(f"--resume auto takes {out_dir / run_name}; --run-name chooses another run")
+        checkpoint = find_resumable(given.resume, out_dir, run_name)
+        config_path = out_dir / (run_name or "") / RUN_CONFIG_NAME
+        if checkpoint is not None:
+            defaults = config_from_settings(read_state(checkpoint).train_config, checkpoint)
+        elif run_name and given.config is None and config_path.is_file():
+            defaults = read_config(config_path)  # of a run that ended before its first checkpoint
+        defaults = replace(defaults, run_name=run_name)
+    config = parse_flags(TrainConfig, args, defaults, FLAG_HINTS)
+    if checkpoint is None or config.warmup_steps != defaults.warmup_steps:
+        check_warmup(config)
+    return config, checkpoint
 
 
 def last_run(out_dir: Path) -> str | None:
-    """The name of the run that `--resume auto` means where no name is given; None without one.
+    """The name of the run that `--resume auto` means without `--run-name`; None if none is there.
 
     It is the run that was preempted last or, if none was, the one that saved last.
     """
@@ -74,28 +88,27 @@ def find_resumable(resume: str, out_dir: Path, run_name: str | None) -> Path | N
     """The checkpoint that `--resume` means.
 
     Args:
-        resume: `auto`, a run folder or a checkpoint. `auto` is the run's last checkpoint that is
-            not damaged.
-        out_dir: where the run folders are.
+        resume: a run folder, a checkpoint or `auto`: the run's last checkpoint that is intact.
+        out_dir: the folder of the run folders.
         run_name: the run that `auto` is about, if there is one.
 
     Returns:
-        The checkpoint's folder; None if `auto` finds none, so that the run is to start anew.
+        The checkpoint's folder; None if `auto` finds none, and a new run starts.
 
     Raises:
-        FileNotFoundError: `resume` names something that is no checkpoint and has none.
-        ValueError: the checkpoint, or with `auto` every checkpoint of the run, is damaged.
+        FileNotFoundError: `resume` is no checkpoint and has none.
+        ValueError: all checkpoints of the run are damaged.
     """
     if resume != "auto":
-        checkpoint = find_checkpoint(Path(resume))
-        verify_checkpoint(checkpoint)
-        return checkpoint
-    return latest_valid_checkpoint(out_dir / run_name, _warn) if run_name else None
+        return find_checkpoint(Path(resume))
+    if run_name is None:
+        return None
+    return latest_valid_checkpoint(out_dir / run_name, lambda line: _print0(f"warning: {line}"))
 
 
-def _warn(message: str) -> None:
+def _print0(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":  # there is no process group yet
-        print(f"warning: {message}", flush=True)
+        print(line, flush=True)
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,6 @@ class Preemption:
     """Optimizer updates done."""
     reason: str
     """A signal's name, or `failure`."""
-    evaluated: bool = True
 
     def save(self, run_dir: Path) -> None:
         """Write the run folder's `PREEMPTED`."""
@@ -114,7 +126,7 @@ class Preemption:
 
 
 def read_preemption(run_dir: Path) -> Preemption | None:
-    """The run folder's `PREEMPTED`; None if the run was not preempted, or went on since.
+    """The run folder's `PREEMPTED`; None if the run was not preempted, or was resumed since.
 
     Raises:
         ValueError: the file is something else.
@@ -122,48 +134,107 @@ def read_preemption(run_dir: Path) -> Preemption | None:
     path = run_dir / PREEMPTED_NAME
     if not path.is_file():
         return None
-    try:
-        return Preemption(**read_json(path))
-    except TypeError:
-        raise ValueError(f"{path} is not what this code writes: delete it") from None
+    match read_json(path):
+        case {"step": int(step), "reason": str(reason)}:  # earlier versions have a field more
+            return Preemption(step, reason)
+    raise ValueError(f"{path} is not what this code writes: delete it")
 
 
 def clear_preemption(run_dir: Path) -> None:
-    """Take the mark away: the run goes on."""
+    """Delete `PREEMPTED`: the run was resumed and has saved, or has ended."""
     (run_dir / PREEMPTED_NAME).unlink(missing_ok=True)
 
 
-def settings_as_args(settings: Mapping[str, Any]) -> list[str]:
-    """Saved settings as command-line flags, so that they are parsed and checked as flags are."""
-    args = []
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            args.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            args.append(f"--{flag}={value}")
-    return args
+def is_finished(checkpoint: Path | None, config: TrainConfig) -> bool:
+    """Whether nothing is left to do: the last step is saved, and the run was not preempted there.
 
+    Reads two small files, so it can be asked before anything is built. Processes may see a shared
+    disk at different times: rank 0 has to decide for all.
 
-def read_settings(config_path: str | None) -> dict[str, Any]:
-    """The settings in a run's `config.json`; none without a path.
+    Args:
+        checkpoint: the one to resume from, if any.
+        config: says how many steps the run has.
 
     Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: the file is not a configuration.
+        ValueError: the checkpoint's state or its run's `PREEMPTED` cannot be read.
     """
-    if config_path is None:
-        return {}
-    if not Path(config_path).is_file():
-        raise FileNotFoundError(f"--config {config_path} is not a file: give a run's {CONFIG_NAME}")
-    settings = read_json(Path(config_path))
-    if not isinstance(settings, dict):
-        raise ValueError(f"--config {config_path} is not a run's {CONFIG_NAME}")
-    return settings
+    if checkpoint is None:
+        return False
+    step = read_state(checkpoint).step
+    at_end = step == config.max_steps and read_preemption(checkpoint.parent.parent) is None
+    return at_end or step > config.max_steps
+
+
+def finish_run(
+    run_dir: Path, step: int, is_complete: bool, stop: StopRequest, dist_info: DistInfo
+) -> None:
+    """Say how the run has ended; mark one that is to be resumed by `PREEMPTED`.
+
+    Args:
+        run_dir: the run's folder.
+        step: updates done; they are saved.
+        is_complete: whether nothing is left to do: a signal then came too late to matter.
+        stop: what the processes were asked to stop for, if anything.
+        dist_info: every process must call this.
+
+    Raises:
+        KeyboardInterrupt: the run was stopped by Ctrl-C.
+        OSError: a file could not be written, and the run was to stop for that.
+    """
+    reason = None if is_complete and stop.reason != "failure" else stop.reason
+    if dist_info.is_main:
+        with stop.on_write_error():
+            if reason is None:
+                clear_preemption(run_dir)
+            else:
+                Preemption(step, reason).save(run_dir)
+    barrier(dist_info)  # all is written
+    if reason is None:
+        print0(dist_info, f"done: {run_dir}")
+        return
+    stop.raise_failure()
+    line = f"after step {step}; {resume_hint(run_dir)}"
+    if reason == "SIGINT":
+        raise KeyboardInterrupt(line) if dist_info.is_main else SystemExit(130)
+    print0(dist_info, f"{reason}: stopped {line}")
+
+
+def resume_hint(run_dir: Path) -> str:
+    """The last checkpoint, and the flags that resume from it."""
+    checkpoint = latest_checkpoint(run_dir)
+    if checkpoint is None:
+        return f"no checkpoint yet, begin again with --resume auto --run-name {run_dir.name}"
+    return f"last checkpoint {checkpoint.name}, go on with --resume {run_dir}"
+
+
+@contextmanager
+def explain_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
+    """Add to a failure of the body which checkpoint is left, and what to do.
+
+    Raises:
+        FloatingPointError: the body raised it, on all ranks.
+        RunStopped: another process is gone.
+        ValueError: the device ran out of memory.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        barrier(dist_info)  # all ranks come here, rank 0 when its last save is complete
+        raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise ValueError(
+                "the device ran out of memory: give a smaller --micro-batch-size"
+            ) from None
+        if is_lost_process(error):
+            raise RunStopped(
+                f"another process of this run is gone; {resume_hint(run_dir)}"
+            ) from None
+        raise
 
 
 def choose_run_dir(config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo) -> Path:
-    """Where the run goes: the resumed checkpoint's run, the given name, or size and time.
+    """The run's folder: that of the resumed checkpoint, of the given name, or of size and time.
 
     Raises:
         ValueError: the checkpoint is in no run's folder.
@@ -180,7 +251,7 @@ def choose_run_dir(config: TrainConfig, checkpoint: Path | None, dist_info: Dist
 
 
 def is_resumed(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> bool:
-    """Whether the folder's own run goes on, and not a new one or a fork of another."""
+    """Whether the folder's own run is resumed; False for a new run and for a fork of another."""
     own = checkpoint is None or checkpoint.parent.parent.resolve() == run_dir.resolve()
     return config.resume is not None and own
 
@@ -189,25 +260,23 @@ def is_resumed(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> b
 def open_run(
     run_dir: Path, config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo
 ) -> Iterator[None]:
-    """Hold a run's folder for the length of the body; the main process makes and locks it.
+    """Make and lock a run's folder for the length of the body; rank 0 does it for all.
 
     Args:
         run_dir: the folder. It may hold a run already if `--resume` found its checkpoint, or
-            found none because the run died before its first.
+            found none because the run ended before its first.
         config: the run's settings, for `config.json`.
-        checkpoint: where the run goes on from, if anywhere.
+        checkpoint: the checkpoint to resume from, if any.
         dist_info: rank, world size and device of this process.
 
     Raises:
-        ValueError: the folder holds another run, or another trainer has it.
+        ValueError: the folder holds another run, or another trainer is using it.
     """
     lock = FileLock(run_dir / LOCK_NAME)
-    resuming = is_resumed(run_dir, config, checkpoint)
-    last = checkpoint if resuming else None
-    problem = _take(run_dir, lock, config.saved(), resuming, last) if dist_info.is_main else None
+    problem = _take(run_dir, lock, config, checkpoint) if dist_info.is_main else None
     if not broadcast_int(problem is None, dist_info):
         if problem is None:
-            raise SystemExit(2)  # the main process says why
+            raise SystemExit(2)  # rank 0 prints the reason
         raise ValueError(problem)
     try:
         yield
@@ -216,8 +285,8 @@ def open_run(
 
 
 def unusable(run_dir: Path, resuming: bool) -> str | None:
-    """Why a run cannot go on, or a new one begin, in this folder; None if it can."""
-    if not resuming and (run_dir / CONFIG_NAME).exists():
+    """Why no run can be resumed, or started, in this folder; None if one can."""
+    if not resuming and (run_dir / RUN_CONFIG_NAME).exists():
         return (
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
             f"--resume {run_dir}"
@@ -228,22 +297,19 @@ def unusable(run_dir: Path, resuming: bool) -> str | None:
 
 
 def _take(
-    run_dir: Path,
-    lock: FileLock,
-    settings: Mapping[str, Any],
-    resuming: bool,
-    checkpoint: Path | None,
+    run_dir: Path, lock: FileLock, config: TrainConfig, checkpoint: Path | None
 ) -> str | None:
-    """Make, lock and label the folder; if that cannot be, say why."""
+    """Make, lock and label the folder; returns why it cannot be done, if so."""
+    resuming = is_resumed(run_dir, config, checkpoint)
     if problem := unusable(run_dir, resuming):
         return problem
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
         remove_leftovers(run_dir / "checkpoints")
-        if checkpoint is not None:
+        if resuming and checkpoint is not None:
             quarantine_newer(checkpoint)
-        write_json(run_dir / CONFIG_NAME, dict(settings))
+        write_json(run_dir / RUN_CONFIG_NAME, config.saved())
     except Timeout:
         return f"another trainer is at work in {run_dir}"
     except OSError as error:
@@ -252,27 +318,28 @@ def _take(
 
 
 def check_resume_compatible(
-    checkpoint: Path, model: GPTConfig, config: TrainConfig, data_fingerprint: str
+    checkpoint: Path, model_config: GPTConfig, config: TrainConfig, data_fingerprint: str
 ) -> None:
-    """Refuse to resume with a model, a batch, an order or data that are not the checkpoint's.
+    """Refuse to resume with another model, batch, order or data set than the checkpoint's.
 
     Raises:
         ValueError: values differ; the message lists each.
     """
     state = read_state(checkpoint)
-    saved = {**state.model_config, "data_fingerprint": state.data_fingerprint}
-    wanted = {**asdict(model), "data_fingerprint": data_fingerprint}
-    for name in FIXED_SETTINGS:
-        saved[name], wanted[name] = state.train_config.get(name), getattr(config, name)
+    found = {**asdict(model_config), "data_fingerprint": data_fingerprint}
+    expected = {**state.model_config, "data_fingerprint": state.data_fingerprint}
+    for name in DATA_ORDER_SETTINGS:
+        found[name], expected[name] = getattr(config, name), state.train_config.get(name)
     changes = [
-        f"{name} {saved.get(name)} -> {value}"
-        for name, value in wanted.items()
-        if saved.get(name) != value
+        f"{name} {expected.get(name)} -> {value}"
+        for name, value in found.items()
+        if expected.get(name) != value
     ]
     if changes:
+        choice = ", choose another run by --run-name," if config.resume == "auto" else ""
         raise ValueError(
             f"{checkpoint} is of another run ({', '.join(changes)}): "
-            f"leave these as they were, or start a new run without --resume"
+            f"leave these as they were{choice} or start a new run without --resume"
         )
 
 
@@ -280,6 +347,6 @@ def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
     """The dimensions that the flags give or, with `--init-from`, its model's or the run's."""
     if config.init_from is None:
         return config.model_config()
-    if checkpoint is not None:  # the run has long left its source
+    if checkpoint is not None:  # --init-from may be gone by now
         return GPTConfig(**read_state(checkpoint).model_config)
     return replace(load_model(config.init_from).config, block_size=config.block_size)

@@ -2,14 +2,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from cluster_ranks import MICRO_BATCH, MODEL, SEQUENCES
 from conftest import ROOT
-from scaling_ranks import MICRO_BATCH, MODEL, SEQUENCES
 
 from model import GPTConfig
 from training.cluster import (
     INFINIBAND,
     Cluster,
-    describe_scaling,
+    describe_cluster,
     estimate,
     ring_seconds,
     step_seconds,
@@ -22,17 +22,17 @@ FREE = Cluster(8, 1, within=1e30, between=1e30)
 
 
 def measure(commands, processes):
-    done = commands.run_ranks(processes, ROOT / "tests/scaling_ranks.py")
+    done = commands.run_ranks(processes, ROOT / "tests/cluster_ranks.py")
     assert done.code == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_step_seconds_foretells_two_gloo_ranks_from_one(commands):
+def test_step_seconds_predicts_two_gloo_ranks_from_one(commands):
     # Within a factor of 2.5: on a busy machine the two have no core each.
     one, two = measure(commands, 1), measure(commands, 2)
     micro_step = one["step_seconds"] / (SEQUENCES // MICRO_BATCH)
     rate = two["bytes_per_second"]
-    foretold = step_seconds(
+    predicted = step_seconds(
         TrainConfig(),
         MODEL,
         Cluster(2, 1, within=rate, between=rate),
@@ -40,8 +40,8 @@ def test_step_seconds_foretells_two_gloo_ranks_from_one(commands):
         forward=micro_step / 3,
         backward=micro_step * 2 / 3,
     )
-    print(f"one {one}, two {two}, foretold {foretold}")
-    assert foretold / 2.5 < two["step_seconds"] < foretold * 2.5
+    print(f"one {one}, two {two}, predicted {predicted}")
+    assert predicted / 2.5 < two["step_seconds"] < predicted * 2.5
 
 
 def test_ring_seconds_of_an_all_gather():
@@ -130,14 +130,14 @@ def test_estimate_agrees_with_published_eight_gpu_runs():
         assert run.tokens_per_second / 8 == pytest.approx(published, rel=0.03)
 
 
-def test_describe_scaling_has_every_mode_and_the_price():
-    text = describe_scaling(replace(PLAN, gpus=64, nodes=8, gpu_hour_price=2.0), GPT2)
+def test_describe_cluster_has_every_mode_and_the_price():
+    text = describe_cluster(replace(PLAN, gpus=64, nodes=8, gpu_hour_price=2.0), GPT2)
     ddp = next(line for line in text.splitlines() if line.startswith("ddp ")).split()
     gpu_hours, price = float(ddp[7]), float(ddp[9])
     assert price == pytest.approx(2 * gpu_hours, abs=0.2)
     for word in ("fsdp ", "hsdp ", "--no-reshard-after-forward", "400 Gb/s", "131,072"):
         assert word in text
-    assert "hsdp " not in describe_scaling(PLAN, GPT2).split("batch: ")[0]
+    assert "hsdp " not in describe_cluster(PLAN, GPT2).split("batch: ")[0]
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def median_seconds(action):
 
 def measure(dist_info):
     torch.set_num_threads(1)  # alike, however many processes there are
-    network = wrap_model(GPT(MODEL), dist_info)
-    optimizer = build_optimizer(network, 0.1)
+    model = wrap_model(GPT(MODEL), dist_info)
+    optimizer = build_optimizer(model, 0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     tokens = torch.randint(MODEL.vocab_size, (MICRO_BATCH, MODEL.block_size))
     accum = SEQUENCES // MICRO_BATCH // dist_info.world_size
@@ -41,9 +41,7 @@ def measure(dist_info):
     def step():
         settings = {"grad_accum_steps": accum, "lr": 1e-4, "grad_clip": 1.0, "scaler": scaler}
         batches = iter([(tokens, tokens)] * accum)
-        train_step(
-            network, optimizer, batches, dtype=torch.float32, dist_info=dist_info, **settings
-        )
+        train_step(model, optimizer, batches, dtype=torch.float32, dist_info=dist_info, **settings)
 
     results = {"step_seconds": median_seconds(step)}
     if dist_info.world_size > 1:

@@ -1,0 +1,94 @@
+"""Another document source, as a reader would add it: one function and one line, in a copy."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from test_fineweb import ROOT, assert_killed, contents, mtimes, reference, run_driver, tokens_of
+
+BEFORE = "# What `--source NAME` opens."
+FUNCTION = '''
+def number_texts() -> Iterator[str]:
+    """A document about each number: what divides it."""
+    for number in range(1, 400):
+        divisors = [str(n) for n in range(1, number + 1) if number % n == 0]
+        yield f"{number} can be divided by {', '.join(divisors)}."
+
+
+'''
+LINE = '    "numbers": lambda: TextSource("numbers", number_texts),\n'
+FLAGS = ("--source=numbers", "--shard-size=800")
+
+
+def add_source(root):
+    """The patch: the function before the table, the line as the table's last one."""
+    path = root / "corpus" / "sources.py"
+    code = path.read_text()
+    assert code.count(BEFORE) == 1
+    assert code.endswith("}\n")
+    path.write_text(code.removesuffix("}\n").replace(BEFORE, FUNCTION + BEFORE) + LINE + "}\n")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a patched copy of the repository and, in `whole`, what the source makes."""
+    work = tmp_path_factory.mktemp("numbers")
+    (work / "copy").mkdir()
+    for name in ("fineweb.py", "tokenizer.py"):
+        shutil.copy(ROOT / name, work / "copy")
+    for name in ("assets", "corpus", "runtime"):
+        shutil.copytree(ROOT / name, work / "copy" / name)
+    add_source(work / "copy")
+    finish(work, "whole")
+    return work
+
+
+def run(work, name, *flags, **options):
+    flags = (*FLAGS, f"--data-dir={name}", *flags)
+    return run_driver(work, *flags, root=work / "copy", **options)
+
+
+def finish(work, name, *flags):
+    done = run(work, name, *flags)
+    assert done.returncode == 0, done.stderr
+
+
+def test_source_gives_the_tokens_of_its_texts_by_its_name(work):
+    functions = {}
+    exec("from collections.abc import Iterator\n" + FUNCTION, functions)
+    assert tokens_of(work / "whole") == reference(functions["number_texts"]())
+    assert "finished earlier" in run(work, "whole").stdout
+    done = run_driver(work, "--source=letters", root=work / "copy")
+    assert "--source letters is not fineweb-edu, fineweb, stdlib, numbers, a hub" in done.stderr
+
+
+def test_source_killed_at_any_moment_resumes_to_the_same_bytes(work):
+    for kill_at in (2, 3, 8, 8):
+        assert_killed(run(work, "killed", kill_at=kill_at))
+    finished = mtimes(work / "killed")
+    finish(work, "killed")
+    assert contents(work / "killed") == contents(work / "whole")
+    assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not made again
+
+
+def test_source_in_parts_gives_the_same_bytes(work):
+    assert_killed(run(work, "merged", "--parts=2", "--part=1", kill_at=5))
+    for flags in (["--part=1"], ["--part=0"], []):
+        finish(work, "merged", "--parts=2", *flags)
+    assert contents(work / "merged") == contents(work / "whole")
+    done = run(work, "many", "--parts=400", "--part=0")
+    assert "400 parts of 399 documents: a part takes whole documents" in done.stderr
+
+
+def test_source_that_gives_other_texts_than_before_is_not_resumed(work):
+    assert_killed(run(work, "changed", kill_at=9))
+    path = work / "copy" / "corpus" / "sources.py"
+    code = path.read_text()
+    path.write_text(code.replace("range(1, 400)", "range(2, 400)"))
+    done = run(work, "changed")
+    path.write_text(code)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the manifest resumes at {'document': ")
+    assert not Path(work / "changed" / ".fineweb.lock").exists()
+    finish(work, "changed")
+    assert contents(work / "changed") == contents(work / "whole")
