@@ -1,17 +1,22 @@
-# make demo: text to a trained, scored, exported GPT-2 on this machine, in minutes.
-# make test: lint, types, tests. Both install what they need into .venv first.
+# make demo:     text to a trained, scored, exported GPT-2 on this machine, in minutes.
+# make test:     lint, types and the fast tests, in at most three minutes on two cores.
+# make test-all: all tests: faults, several processes and machines, the bench.
+# Each installs what it needs into .venv first.
 
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO_FLAGS ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: .venv/.installed
 	$(BIN)/python demo.py $(DEMO_FLAGS)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

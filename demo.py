@@ -1,4 +1,4 @@
-"""The whole journey on this machine, offline, in minutes: `make demo`.
+"""All of it once on this machine, offline, in minutes: `make demo`.
 
 Text → shards → a small GPT-2 → samples → HellaSwag's format → Hugging Face's format → figures.
 Every step is a command of this project, printed before it runs.
@@ -28,7 +28,7 @@ DATA_DIR = Path("data/stdlib")
 RUN_DIR = Path("runs/demo")
 EXPORT_DIR = Path("exported/demo")
 HELLASWAG_SAMPLE = Path("assets/hellaswag_sample.jsonl")
-CLEARLY_BELOW = 0.1  # nats a token
+CLEARLY_BELOW = 0.1  # nats per token
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DemoConfig:
     """Take a small GPT-2 from text to samples, scores and figures on this machine."""
 
     short: bool = False
-    """Train half as long, to see that everything works."""
+    """Train half as many steps, only to see that everything works."""
 
 
 def main() -> None:
@@ -79,41 +79,39 @@ def step(title: str, script: str, *flags: str) -> None:
 
 
 def summarise(seconds: float) -> None:
-    """Print where everything is, and what was learnt; fail if that is not clear."""
+    """Print the losses and where everything is.
+
+    Raises:
+        FloatingPointError: the model is not clearly better than token frequencies.
+    """
     losses = [r["val_loss"] for r in read_metrics(RUN_DIR / "metrics.jsonl") if "val_loss" in r]
     baseline = unigram_loss(open_shards(DATA_DIR, "train"), open_shards(DATA_DIR, "val"))
     print(
         f"\n=== done in {format_duration(seconds)}\n"
-        f"validation loss  {losses[-1]:.2f} nats a token, from {losses[0]:.2f} before training\n"
-        f"unigram model    {baseline:.2f}: what knowing only how often each token occurs gives\n"
+        f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
+        f"unigram model    {baseline:.2f}: the loss from token frequencies alone\n"
         f"run, samples     {RUN_DIR}\n"
         f"loss curve       {RUN_DIR / 'figures' / 'loss.png'}\n"
         f"for transformers {EXPORT_DIR}"
     )
     if losses[-1] > baseline - CLEARLY_BELOW:
-        raise FloatingPointError("the model has not learnt more than token frequencies")
+        raise FloatingPointError("the model has learnt no more than token frequencies")
 
 
 def unigram_loss(train: TokenShards, val: TokenShards, vocab_size: int = 50257) -> float:
     """Cross-entropy of the validation split under the training split's token frequencies.
 
-    Every id is counted once more than it occurs (add-one smoothing), so that none is impossible.
+    Add-one smoothing: every id counts once more than it occurs, so that none is impossible.
 
     Returns:
-        Nats a token.
+        Nats per token.
     """
-    counts = count_tokens(train, vocab_size) + 1.0
-    val_counts = count_tokens(val, vocab_size)
-    log_probs = np.log(counts) - math.log(counts.sum())
+    train_counts, val_counts = (
+        np.sum([np.bincount(array, minlength=vocab_size) for array in shards.arrays], axis=0)
+        for shards in (train, val)
+    )  # each (vocab_size,) int64
+    log_probs = np.log(train_counts + 1) - math.log(train_counts.sum() + vocab_size)
     return float(-(val_counts * log_probs).sum() / val_counts.sum())
-
-
-def count_tokens(shards: TokenShards, vocab_size: int) -> np.ndarray:
-    """How often each id occurs: (vocab_size,) float64."""
-    counts = np.zeros(vocab_size)
-    for array in shards.arrays:
-        counts += np.bincount(array, minlength=vocab_size)
-    return counts
 
 
 if __name__ == "__main__":

@@ -92,11 +92,6 @@ class Example:
     context: list[int]
     endings: list[list[int]]
 
-    @property
-    def packed_length(self) -> int:
-        """Tokens of the row that scores it."""
-        return len(self.context) + sum(len(ending) - 1 for ending in self.endings)
-
     def fits(self, block_size: int) -> bool:
         """Whether the context with its longest ending is at most `block_size` tokens."""
         return len(self.context) + max(map(len, self.endings)) <= block_size
@@ -127,24 +122,14 @@ class HellaSwagResult:
         return self.mean.argmin(dim=1)
 
     @property
-    def correct(self) -> int:
-        """How many `predictions` are right."""
-        return int((self.predictions == self.labels).sum())
-
-    @property
-    def correct_norm(self) -> int:
-        """How many `predictions_norm` are right."""
-        return int((self.predictions_norm == self.labels).sum())
-
-    @property
     def acc(self) -> float:
         """The share of `predictions` that are right."""
-        return self.correct / self.total
+        return int((self.predictions == self.labels).sum()) / self.total
 
     @property
     def acc_norm(self) -> float:
         """The share of `predictions_norm` that are right."""
-        return self.correct_norm / self.total
+        return int((self.predictions_norm == self.labels).sum()) / self.total
 
     def metrics(self) -> dict[str, float]:
         """The names and values that training logs."""
@@ -157,13 +142,12 @@ class HellaSwagResult:
         }
 
     def __str__(self) -> str:
-        line = (
-            f"acc {self.correct}/{self.total}={self.acc:.4f} "
-            f"acc_norm {self.correct_norm}/{self.total}={self.acc_norm:.4f}"
+        line = " ".join(
+            f"{name} {round(share * self.total)}/{self.total}={share:.4f}"
+            for name, share in (("acc", self.acc), ("acc_norm", self.acc_norm))
         )
-        if self.left_out:
-            line += f" ({self.left_out} left out: longer than the model's context)"
-        return line
+        left_out = f" ({self.left_out} left out: longer than the model's context)"
+        return line + (left_out if self.left_out else "")
 
 
 def main() -> None:
@@ -286,10 +270,10 @@ def evaluate_hellaswag(
     progress: bool = False,
     between: Callable[[], object] = lambda: None,
 ) -> HellaSwagResult:
-    """Score a data set; with several ranks, every rank must call it.
+    """Score a data set; every rank must call this, and gets the same result.
 
-    The batches are the same at every world size, and so are the losses. Examples that are longer
-    than the model's context are left out and counted.
+    The batches and losses are the same at every world size. Examples that are longer than the
+    model's context are left out and counted.
 
     Args:
         model: the raw model, neither compiled nor wrapped, on the device of `dist_info`.
@@ -305,7 +289,7 @@ def evaluate_hellaswag(
             evaluation, on all ranks alike.
 
     Returns:
-        The losses of the examples that fit, in their order, the same on every rank.
+        The losses of the examples that fit, in their order.
 
     Raises:
         ValueError: no example fits the model's context.
@@ -319,7 +303,7 @@ def evaluate_hellaswag(
     dist_info = dist_info or DistInfo(next(model.parameters()).device)
     dtype = dtype or torch.float32
     # Equal lengths need little padding; the longest come first, so that memory runs out early.
-    order = sorted(range(len(fitting)), key=lambda i: -fitting[i].packed_length)
+    order = sorted(range(len(fitting)), key=lambda i: -len(_pack(fitting[i]).idx))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
     rounds = distributed.rank_batches(
@@ -345,7 +329,7 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     Args:
         model: the raw model; it computes in the caller's autocast dtype.
         examples: B of them.
-        device: where the model computes; its weights may be offloaded to the CPU.
+        device: where the model computes, even if its weights are offloaded to the CPU.
 
     Returns:
         (B, 4) float32: the summed loss of each ending, in nats, on `device`.
@@ -398,13 +382,9 @@ def _pad(rows: list[list[int]], value: int) -> Tensor:
 
 
 def _attention_mask(segments: Tensor) -> Tensor:
-    """Each token attends to earlier tokens of the context and of its own segment.
+    """(B, T) segments to a (B, 1, T, T) bool mask: attend to the past of context and own segment.
 
-    Args:
-        segments: (B, T) int64.
-
-    Returns:
-        (B, 1, T, T) bool. Padding attends to padding, so that no row of the mask is empty.
+    Padding attends to padding, so that no row of the mask is empty.
     """
     T = segments.size(1)
     causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
@@ -444,10 +424,7 @@ def write_predictions(path: Path, examples: Sequence[Example], result: HellaSwag
 
 
 def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = DATA_URL) -> Path:
-    """Download the validation set once, on rank 0; every rank must call this, and waits.
-
-    Returns:
-        `path`.
+    """Download the validation set to `path`, once, on rank 0; every rank must call this.
 
     Raises:
         OSError: rank 0 could not download it.

@@ -5,17 +5,17 @@ max_lr / warmup_steps per update: the first update already learns, and update `w
 is the first at max_lr. After warm-up comes the schedule's own shape, and from `max_steps` on the
 rate stays at `min_lr`, even where warm-up is not shorter than `max_steps`.
 
-To add a schedule, write a function and give it a name in `SCHEDULES`: that is the value of
-`--lr-schedule`.
+To add a schedule, write a function and give it a name in `SCHEDULES`: the flag `--lr-schedule`
+takes that name.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 
 class Schedule(Protocol):
-    """What `--lr-schedule` names: step to learning rate."""
+    """A learning rate for every step."""
 
     def __call__(
         self, step: int, /, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int
@@ -73,3 +73,8 @@ def wsd_lr(
 
 
 SCHEDULES: Mapping[str, Schedule] = {"cosine": cosine_lr, "wsd": wsd_lr}
+
+if TYPE_CHECKING:  # mypy takes no computed Literal
+    ScheduleName = str
+else:
+    ScheduleName = Literal[*SCHEDULES]

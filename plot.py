@@ -15,9 +15,8 @@ if __name__ == "__main__":
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +30,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Values = npt.NDArray[np.float64]
+Records = list[dict[str, Any]]
+Corner = Literal["upper left", "upper right"]
 
 HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
-HELLASWAG_CHANCE = 0.25
 # Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
 HELLASWAG_REFERENCES = {
     "GPT-2 124M": 0.2945,
@@ -45,13 +45,13 @@ HELLASWAG_REFERENCES = {
     "GPT-3 760M": 0.510,
     "GPT-3 1.3B": 0.547,
 }
-ALWAYS_SHOWN = 2  # references that are drawn however low the run is
+NEARLY_EQUAL = ("GPT-2 774M", "GPT-3 350M")  # the labels below and above their lines
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
 FALL_SHARE = 0.02  # the loss's fall over this share of the tokens may begin above the figure
 MARKED_POINTS = 40  # up to this many points are drawn as dots too
+LONGEST_NAME = 40  # characters of a run's name in a figure
 
 BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e4"
-COMPARE_COLOURS = (BLUE, RED, "#e09f3e", "#5b8e7d", "#7b5ea7", GREY)
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,21 @@ def plot_run(run_dir: Path) -> list[Path]:
         run_dir: a folder with a `metrics.jsonl`.
 
     Returns:
-        The PNGs drawn: `loss.png`, and `hellaswag.png` and `throughput.png` where the run has
-        measured such.
+        The PNGs: `loss.png`, and `hellaswag.png` and `throughput.png` where the run has measured
+        these.
 
     Raises:
         FileNotFoundError: there is no such folder, or no metrics in it.
         ValueError: nothing has been measured yet.
     """
     records = _read_run(run_dir)
-    name, figures = run_dir.resolve().name, run_dir / "figures"
-    drawn = [_draw_loss(records, name, figures / "loss.png")]
+    place = f"step {records[-1]['step']:,} · {format_count(records[-1]['tokens_seen'])} tokens"
+    title, figures = f"{_short_name(run_dir)} · {place}", run_dir / "figures"
+    drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
-        drawn.append(_draw_hellaswag(records, name, figures / "hellaswag.png"))
+        drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
     if len(Series.of(records, "tokens_per_second").values):
-        drawn.append(_draw_throughput(records, name, figures / "throughput.png"))
+        drawn.append(_draw_throughput(records, title, figures / "throughput.png"))
     return drawn
 
 
@@ -113,19 +114,21 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
         path: the PNG. It shows validation losses if every run has some, else training losses.
 
     Raises:
-        FileNotFoundError, ValueError: as `plot_run`.
+        FileNotFoundError: as `plot_run`.
+        ValueError: as `plot_run`, or the runs have no kind of loss in common.
     """
     runs = [_read_run(run_dir) for run_dir in run_dirs]
-    lines = [Series.of(records, "val_loss") for records in runs]
-    validated = all(len(line.values) for line in lines)
-    if not validated:
-        lines = [Series.of(records, "train_loss").smoothed() for records in runs]
-    what = "Validation" if validated else "Training"
-    canvas = Canvas(f"{what} loss, nats a token", f"{len(runs)} runs")
-    for run_dir, line, colour in zip(run_dirs, lines, cycle(COMPARE_COLOURS), strict=False):
-        canvas.line(line, colour, f"{run_dir.resolve().name} {{:.3f}}")
-    _fit_loss(canvas.axes, lines)
-    canvas.save(path)
+    kind, lines = "validation", [Series.of(records, "val_loss") for records in runs]
+    if not all(len(line.values) for line in lines):
+        kind, lines = "training", [Series.of(records, "train_loss").smoothed() for records in runs]
+    if not all(len(line.values) for line in lines):
+        raise ValueError("some runs have no training loss yet, others no validation loss: wait")
+    axes = _new_axes(f"{len(lines)} runs", f"{kind} loss (nats per token)")
+    for run_dir, line in zip(run_dirs, lines, strict=True):
+        # The number first: matplotlib leaves labels that begin with "_" out of the legend.
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {_short_name(run_dir)}")
+    _fit_loss(axes, lines)
+    _save(axes, path)
 
 
 class Series(NamedTuple):
@@ -136,7 +139,7 @@ class Series(NamedTuple):
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], name: str) -> Series:
-        """The records that have a value of that name; each step counts once, its last value."""
+        """The records that have a value of that name; of each step, its last value."""
         points = {
             record["tokens_seen"]: record[name]
             for record in records
@@ -146,82 +149,12 @@ class Series(NamedTuple):
         return cls(np.array(tokens, float), np.array([points[token] for token in tokens], float))
 
     def smoothed(self) -> Series:
-        """The running mean over `SMOOTHING` of the records, centred, narrower at the start."""
+        """The running mean over `SMOOTHING` of the records, centred, narrower at the ends."""
         index = np.arange(len(self.values))
         half = np.minimum(len(index) * SMOOTHING / 2, index).astype(int)
         first, last = index - half, np.minimum(index + half, len(index) - 1)
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         return Series(self.tokens, (sums[last + 1] - sums[first]) / (last + 1 - first))
-
-
-class Canvas:
-    """A figure in this project's style: title above, few lines, each labelled at its end."""
-
-    def __init__(self, title: str, subtitle: str) -> None:
-        from matplotlib.figure import Figure
-
-        self.figure = Figure(figsize=(8, 4.5), dpi=120, facecolor="white")
-        self.axes: Axes = self.figure.add_axes((0.075, 0.12, 0.735, 0.72))
-        self._labels: list[tuple[float, str, str]] = []
-        self._ends: list[tuple[Series, str, str]] = []
-        self.figure.text(0.02, 0.935, title, color=INK, fontsize=13, fontweight="bold")
-        self.figure.text(0.02, 0.885, subtitle, color=GREY, fontsize=9.5)
-        self.axes.spines[["top", "right", "left"]].set_visible(False)
-        self.axes.spines["bottom"].set_color(GREY)
-        self.axes.grid(axis="y", color=PALE, linewidth=0.8)
-        self.axes.set_axisbelow(True)
-        self.axes.tick_params(colors=GREY, length=0, labelsize=9, pad=5)
-        self.axes.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
-        self.axes.set_xlabel("training tokens", color=GREY, fontsize=9.5, loc="left")
-        self.axes.margins(x=0)
-
-    def line(self, series: Series, colour: str, label: str) -> None:
-        """Draw a series; `label` stands at its end, its `{}` the last value."""
-        marker = "o" if len(series.values) <= MARKED_POINTS else None
-        self.axes.plot(*series, color=colour, linewidth=1.8, marker=marker, markersize=3.5)
-        self._ends.append((series, label.format(series.values[-1]), colour))
-
-    def label(self, height: float, text: str, colour: str) -> None:
-        """Put a text beside the right edge of the axes, at a height in data units."""
-        self._labels.append((float(height), text, colour))
-
-    def note(self, text: str) -> None:
-        """Put a remark below the axes, at the right."""
-        self.figure.text(0.81, 0.034, text, color=GREY, fontsize=8.5, ha="right")
-
-    def save(self, path: Path) -> Path:
-        """Place the labels so that none at the edge hides another, and write the PNG."""
-        right, (low, high) = self.axes.get_xlim()[1], self.axes.get_ylim()
-        for series, text, colour in self._ends:
-            end = (series.tokens[-1], series.values[-1])
-            if end[0] > 0.9 * right:
-                self.label(end[1], text, colour)
-            else:  # a shorter run
-                self.axes.annotate(
-                    text,
-                    end,
-                    xytext=(6, 2),
-                    textcoords="offset points",
-                    color=colour,
-                    fontsize=9.5,
-                )
-        top = -1.0  # of the label below
-        for height, text, colour in sorted(self._labels):
-            half = 0.026 * (1 + text.count("\n"))
-            middle = max((height - low) / (high - low), top + half)
-            top = middle + half
-            self.axes.text(
-                1.015,
-                middle,
-                text,
-                transform=self.axes.transAxes,
-                color=colour,
-                fontsize=9.5,
-                va="center",
-            )
-        with atomic_write(path) as file:
-            self.figure.savefig(file, format="png")
-        return path
 
 
 def format_count(count: float) -> str:
@@ -233,113 +166,132 @@ def format_count(count: float) -> str:
     return f"{count:g}"
 
 
-def _read_run(run_dir: Path) -> list[dict[str, Any]]:
+def _read_run(run_dir: Path) -> Records:
     """A run's records, at least one of them with a loss."""
     if not run_dir.is_dir():
         raise FileNotFoundError(f"no run folder {run_dir}: python plot.py runs/NAME")
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{run_dir} has no metrics.jsonl, so it is not a run folder")
-    places = ("step", "tokens_seen")
-    records = [
-        record
-        for record in read_metrics(path)
-        if all(isinstance(record.get(place), int) for place in places)
-    ]
+    records = [r for r in read_metrics(path) if isinstance(r.get("tokens_seen"), int)]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
         raise ValueError(f"{path} has no losses yet: wait for the run's first step")
     return records
 
 
-def _draw_loss(records: list[dict[str, Any]], name: str, path: Path) -> Path:
-    train, val = Series.of(records, "train_loss"), Series.of(records, "val_loss")
-    canvas = Canvas("Loss, nats a token", _subtitle(name, records))
-    if len(train.values):
-        canvas.axes.plot(*train, color=BLUE, linewidth=0.6, alpha=0.3)
-        canvas.line(train.smoothed(), BLUE, "train {:.3f}")
-    if len(val.values):
-        canvas.line(val, RED, "validation {:.3f}")
-    _fit_loss(canvas.axes, [series for series in (train.smoothed(), val) if len(series.values)])
-    return canvas.save(path)
+def _short_name(run_dir: Path) -> str:
+    name = run_dir.resolve().name
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+def _new_axes(title: str, quantity: str) -> Axes:
+    """Axes over training tokens in this project's style, in a figure of their own."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(8, 4.5), dpi=120, facecolor="white", layout="constrained").subplots()
+    axes.set_title(title, color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
+    axes.set_xlabel("training tokens", color=GREY)
+    axes.set_ylabel(quantity, color=GREY)
+    axes.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.grid(axis="y", color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.012)
+    axes.locator_params(axis="x", integer=True)
+    axes.tick_params(colors=GREY, length=0, labelsize=9)
+    return axes
+
+
+def _plot_line(axes: Axes, series: Series, label: str, **style: Any) -> None:  # noqa: ANN401
+    """Draw a series in full strength, with dots where there are few points."""
+    marker = "o" if len(series.values) <= MARKED_POINTS else None
+    axes.plot(*series, label=label, linewidth=1.8, marker=marker, markersize=3.5, **style)
 
 
 def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
-    """Set the limits; where the first fall takes a third of the height, let it begin above."""
-    end = max(line.tokens[-1] for line in lines)
+    """Set the limits; where the first fall takes a third of the height, let it begin above.
+
+    The end of every line, however short the run, is inside.
+    """
     whole = np.concatenate([line.values for line in lines])
-    late = np.concatenate([line.values[line.tokens >= FALL_SHARE * end] for line in lines])
+    late = np.concatenate(
+        [line.values[line.tokens >= FALL_SHARE * line.tokens[-1]] for line in lines]
+    )
     shown = late if np.ptp(whole) > 1.5 * np.ptp(late) and len(late) > 1 else whole
     margin = max(0.05 * np.ptp(shown), 0.02)
     axes.set_ylim(shown.min() - margin, shown.max() + margin)
-    _fit_tokens(axes, end)
 
 
-def _fit_tokens(axes: Axes, end: float) -> None:
-    """From no tokens to the last, with room for its dot; a run at step 0 has some room too."""
-    axes.set_xlim(0, 1.012 * end or 1)
+def _save(axes: Axes, path: Path, corner: Corner = "upper right") -> Path:
+    """Add the legend and write the PNG."""
+    axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width of its own
+    axes.legend(loc=corner, fontsize=9, edgecolor="none", framealpha=1)
+    with atomic_write(path) as file:
+        axes.figure.savefig(file, format="png")  # type: ignore[union-attr]
+    return path
 
 
-def _draw_hellaswag(records: list[dict[str, Any]], name: str, path: Path) -> Path:
+def _draw_loss(records: Records, title: str, path: Path) -> Path:
+    axes = _new_axes(title, "loss (nats per token)")
+    train, val = Series.of(records, "train_loss"), Series.of(records, "val_loss")
+    if len(train.values):
+        axes.plot(*train, color=BLUE, linewidth=0.6, alpha=0.3)
+        train = train.smoothed()
+        _plot_line(axes, train, f"training {train.values[-1]:.3f}", color=BLUE)
+    if len(val.values):
+        _plot_line(axes, val, f"validation {val.values[-1]:.3f}", color=RED)
+    _fit_loss(axes, [series for series in (train, val) if len(series.values)])
+    return _save(axes, path)
+
+
+def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     accuracy = Series.of(records, "hellaswag_acc_norm")
     totals = Series.of(records, "hellaswag_total").values
     total = int(totals[-1]) if len(totals) else HELLASWAG_EXAMPLES
-    complete = total == HELLASWAG_EXAMPLES
-    canvas = Canvas(
-        "HellaSwag accuracy (acc_norm)", f"{_subtitle(name, records)} · {total:,} examples"
-    )
-    remark = "" if complete else f"; references need all {HELLASWAG_EXAMPLES:,} examples"
-    canvas.note(f"band: ± 1 standard error{remark}")
-    error = np.sqrt(accuracy.values * (1 - accuracy.values) / total)
-    canvas.axes.fill_between(
-        accuracy.tokens,
-        accuracy.values - error,
-        accuracy.values + error,
-        color=BLUE,
-        alpha=0.15,
-        linewidth=0,
-    )
-    canvas.line(accuracy, BLUE, "this run {:.4f}")
-    references = {"chance": HELLASWAG_CHANCE}
-    if complete:
+    references = {"chance": 1 / 4}
+    if total == HELLASWAG_EXAMPLES:
         references |= _references_for(accuracy.values.max())
-    for reference, height in references.items():
-        canvas.axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        canvas.label(height, f"{reference} {height:g}", GREY)
-    heights = [*references.values(), *(accuracy.values - error), *(accuracy.values + error)]
-    margin = 0.05 * (max(heights) - min(heights))
-    canvas.axes.set_ylim(min(heights) - margin, max(heights) + margin)
-    _fit_tokens(canvas.axes, accuracy.tokens[-1])
-    return canvas.save(path)
+    else:
+        title += f"\n{total:,} examples (reference scores need all {HELLASWAG_EXAMPLES:,})"
+    axes = _new_axes(title, "HellaSwag accuracy (acc_norm)")
+    error = np.sqrt(accuracy.values * (1 - accuracy.values) / total)
+    band = (accuracy.values - error, accuracy.values + error)
+    axes.fill_between(
+        accuracy.tokens, *band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error"
+    )
+    _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", color=BLUE)
+    for height in references.values():
+        axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+    names = axes.secondary_yaxis("right")
+    labels = [f"{name} {height:g}" for name, height in references.items()]
+    names.set_yticks([*references.values()], labels)
+    names.tick_params(colors=GREY, length=0, labelsize=9)
+    names.spines["right"].set_visible(False)
+    for name, label in zip(references, names.get_yticklabels(), strict=True):
+        if name in NEARLY_EQUAL:
+            label.set_verticalalignment("bottom" if name == NEARLY_EQUAL[1] else "top")
+    return _save(axes, path, "upper left")
 
 
 def _references_for(best: float) -> dict[str, float]:
-    """The published models that a run has passed, and the next one above it."""
+    """The published models that a run has passed and the next one above it, at least two."""
     passed = sum(height <= best for height in HELLASWAG_REFERENCES.values())
-    shown = max(ALWAYS_SHOWN, passed + 1)
-    return dict(list(HELLASWAG_REFERENCES.items())[:shown])
+    return dict(list(HELLASWAG_REFERENCES.items())[: max(2, passed + 1)])
 
 
-def _draw_throughput(records: list[dict[str, Any]], name: str, path: Path) -> Path:
+def _draw_throughput(records: Records, title: str, path: Path) -> Path:
     speed = Series.of(records, "tokens_per_second")
     utilisation = Series.of(records, "mfu").values
-    median = float(np.median(speed.values))
-    canvas = Canvas("Throughput, tokens a second", _subtitle(name, records))
-    canvas.axes.plot(*speed, color=BLUE, linewidth=0.6, alpha=0.3)
+    share = f", MFU {np.median(utilisation):.1%}" if len(utilisation) else ""
+    label = f"median {format_count(float(np.median(speed.values)))}{share}"
+    axes = _new_axes(title, "throughput (tokens per second)")
+    axes.plot(*speed, color=BLUE, linewidth=0.6, alpha=0.3)
     settled = Series(speed.tokens[1:], speed.values[1:])  # the first step compiles
-    canvas.axes.plot(*settled.smoothed(), color=BLUE, linewidth=1.8)
-    label = f"median {format_count(median)}"
-    if len(utilisation):
-        label += f"\nMFU {np.median(utilisation):.1%}"
-    canvas.label(median, label, BLUE)
-    canvas.axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
-    canvas.axes.set_ylim(0, 1.15 * np.quantile(speed.values, 0.99))
-    _fit_tokens(canvas.axes, speed.tokens[-1])
-    return canvas.save(path)
-
-
-def _subtitle(name: str, records: list[dict[str, Any]]) -> str:
-    last = records[-1]
-    return f"{name} · step {last['step']:,} · {format_count(last['tokens_seen'])} tokens"
+    axes.plot(*settled.smoothed(), color=BLUE, linewidth=1.8, label=label)
+    axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
+    axes.set_ylim(0, 1.2 * np.quantile(speed.values, 0.99))
+    return _save(axes, path)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ def generate(
     else:
         idx = prompt
     B, T = idx.shape
-    assert T >= 1, "a prompt needs a token to start from"
+    if T == 0:
+        raise ValueError("the prompt has no token: begin with <|endoftext|>, token 50256")
     cache = KVCache(model.config, B, idx.device, dtype) if use_cache else None
     tokens, start = idx, 0
     ended = torch.zeros(B, dtype=torch.bool, device=idx.device)
@@ -175,23 +176,15 @@ def generate(
 
 
 def window_start(n_tokens: int, block_size: int) -> int:
-    """Where the model's window on a sequence begins.
-
-    Returns:
-        The smallest multiple of half a block that leaves at most `block_size` tokens.
-    """
+    """The smallest multiple of half a block that leaves at most `block_size` of the tokens."""
     stride = max(1, block_size // 2)
     return -(-max(0, n_tokens - block_size) // stride) * stride
 
 
 def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits of the token after each row.
+    """Logits of the token after each row of a (B, T) window, T <= block_size.
 
-    Args:
-        model: the raw model.
-        window: (B, T) int64, T <= block_size.
-        cache: keys and values of the window's first tokens, or of none; those of the rest are
-            added.
+    Only the tokens whose keys and values are not in the cache yet are computed.
 
     Returns:
         (B, vocab_size) float32, without the padding ids.

@@ -1,8 +1,8 @@
-"""How the nanoGPT family tokenises: a pool of processes, tiktoken, `.npy` shards.
+"""Tokenize as the nanoGPT family does: a pool of processes, tiktoken, `.npy` shards.
 
-The ordinary way that `bench.py --component tokenize` compares `fineweb.py` with, on the same
-.parquet or .jsonl files: `python tokenize_with_tiktoken.py FOLDER FILE…`. It takes the vocabulary
-from this repository's `tokenizer.py` (on PYTHONPATH), so that it needs no network.
+`python -m bench --component tokenize` compares `fineweb.py` with this script, on the same .parquet
+or .jsonl files: `python tokenize_with_tiktoken.py FOLDER FILE…`. The vocabulary comes from this
+repository's `tokenizer.py` (on PYTHONPATH), so that no network is needed.
 """
 
 import json
@@ -22,12 +22,12 @@ encoding = gpt2_encoding()
 
 
 def tokenize(text: str) -> npt.NDArray[np.uint16]:
-    """One document's tokens."""
+    """The tokens of one document."""
     return np.array([END_OF_TEXT, *encoding.encode_ordinary(text)]).astype(np.uint16)
 
 
 def read(paths: list[str]) -> Iterator[str]:
-    """The documents of all files, but for empty ones."""
+    """The documents of all files, without empty ones."""
     for path in paths:
         if path.endswith(".parquet"):
             with pq.ParquetFile(path) as file:

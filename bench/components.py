@@ -1,360 +1,281 @@
-"""What `python bench.py --component …` measures: the product's parts beside the training step.
+"""What `python -m bench --component …` measures: parts of the product other than training steps.
 
-Each part stands next to the ordinary way of doing the same thing, all taken in turn (A B A B …),
-so that a machine's drift meets them alike. Nothing here changes a part to measure it: loops are
-the product's own, and commands are the ones that users give.
+Each part is compared with the ordinary way of doing the same thing. The loops are the product's
+own, and the commands are those that users give.
 """
 
 import io
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+from tqdm import tqdm
 
-from corpus.sources import stdlib_source
-from dataloader import PREFETCH_BATCHES, Batch
-from hellaswag import (
-    Example,
-    HellaSwagResult,
-    evaluate_hellaswag,
-    load_examples,
+import train_gpt2
+from bench.config import ROOT, BenchConfig, train_config
+from bench.measurement import (
+    Measurement,
+    alternate,
+    busy_loops,
+    last_line,
+    run_python,
+    seconds_of,
+    usable_cores,
 )
-from model import GPT, GPTConfig
-from runtime.device import autocast, synchronize
+from bench.report import Section, format_table
+from bench.run import ALL_OPTIMIZATIONS, run_in_process
+from corpus.sources import stdlib_source
+from dataloader import Batch
+from hellaswag import Example, HellaSwagResult, evaluate_hellaswag, load_examples
+from model import GPT
+from runtime.device import autocast, select_dtype
 from runtime.distributed import DistInfo
 from runtime.files import write_json
 from runtime.metrics import MetricsLogger, StepTimer
 from sample import generate
 from tokenizer import END_OF_TEXT
-from train_gpt2 import (
-    StepResult,
-    Trainer,
-    build_trainer,
-    log_step,
-    save,
-    train_step,
-    training_loader,
-)
-from training.config import TrainConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-LOADER_SECONDS = 1.0  # of one run of the loader alone
-STEADY_COPIES = 5  # the larger input to the tokenisers, in copies of the smaller
+LOADER_BATCHES = 2000  # of one run of the loader alone
+STEADY_COPIES = 5  # of the text, as the tokenizers' larger input
 SAMPLE_COUNT, SAMPLE_TOKENS = 4, 256
 SEED = 1337
-PEER_TOKENIZER = ROOT / "assets" / "tokenize_with_tiktoken.py"
+# How often OpenMP's waiting threads spin before they sleep: as this project's scripts set
+# GOMP_SPINCOUNT, and libgomp's default.
+SPINS, DEFAULT_SPINS = "1000", "300000"
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measured quantity, over several runs."""
+def measure_component(config: BenchConfig, scratch: Path) -> Section:
+    """Measure the config's component and print its table; returns JSON values.
 
-    label: str
-    unit: str
-    runs: list[float]
-    better: Literal["higher", "lower"] = "higher"
-
-    @property
-    def median(self) -> float:
-        """The middle run."""
-        return statistics.median(self.runs)
-
-    @property
-    def spread(self) -> float:
-        """How far the runs lie apart, as a share of the median."""
-        return (max(self.runs) - min(self.runs)) / self.median if self.median else 0.0
+    Temporary files go to the folder `scratch`.
+    """
+    assert config.component is not None
+    measurements = COMPONENTS[config.component](config, scratch)
+    print(component_table(measurements))
+    return {
+        "model": asdict(config.model_config()),
+        "micro_batch_size": config.sequences,
+        "results": [
+            asdict(entry) | {"median": entry.median, "spread": entry.spread}
+            for entry in measurements
+        ],
+    }
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a component is measured with."""
-
-    model: GPTConfig
-    device: torch.device
-    dtype: torch.dtype
-    """Of matrix products."""
-    micro_batch_size: int
-    rounds: int
-    """Runs of each contestant."""
-    steps: int
-    """Training steps in a run."""
-    folder: Path
-    """For scratch files."""
-    data_dir: Path
-    """Token shards to train on."""
-    text: Path | None = None
-    """A .parquet or .jsonl to tokenise; by default Python's standard library."""
-    hellaswag_data: Path = ROOT / "assets" / "hellaswag_sample.jsonl"
-    """The examples to score."""
-    compile: bool = True
-    """Compile the training step, as the product does."""
-
-    def training(self) -> TrainConfig:
-        """A training run of this setup, one micro-batch a step, that only trains."""
-        return TrainConfig(
-            data_dir=self.data_dir,
-            n_layer=self.model.n_layer,
-            n_head=self.model.n_head,
-            n_embd=self.model.n_embd,
-            block_size=self.model.block_size,
-            total_batch_size=self.micro_batch_size * self.model.block_size,
-            micro_batch_size=self.micro_batch_size,
-            max_steps=1,
-            val_every=0,
-            hellaswag_every=0,
-            sample_every=0,
-            out_dir=self.folder / "runs",
-            device=self.device.type,  # type: ignore[arg-type]  # a str, of the same values
-            dtype=str(self.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            compile=self.compile,
-        )
-
-    def trainer(self) -> Trainer:
-        """The product's trainer for that run."""
-        config, dist_info = self.training(), DistInfo(self.device)
-        with redirect_stdout(io.StringIO()):
-            return build_trainer(config, self.folder / "runs" / "bench", None, dist_info)
-
-    def random_model(self) -> GPT:
-        """A model with the weights of a first step, always the same ones."""
-        torch.manual_seed(SEED)
-        with self.device:
-            return GPT(self.model)
+def component_table(measurements: list[Measurement]) -> str:
+    """One line per measurement, with its ratio to the first one of its unit."""
+    rows = [["", "median", "spread", "ratio", ""]]
+    first: dict[str, float] = {}
+    for entry in measurements:
+        base = first.setdefault(entry.unit, entry.median)
+        ratio = f"{entry.median / base:.2f}x" if base else "-"
+        median = f"{entry.median:,.4g}" if entry.median < 1000 else f"{entry.median:,.0f}"
+        rows.append([entry.label, median, f"{entry.spread:.1%}", ratio, entry.unit])
+    return format_table(rows)
 
 
-def in_turn(rounds: int, *measures: Callable[[], float]) -> list[list[float]]:
-    """Take each measure once in every round; returns each one's runs."""
-    runs: list[list[float]] = [[] for _ in measures]
-    for _ in range(rounds):
-        for taken, measure in zip(runs, measures, strict=True):
-            taken.append(measure())
-    return runs
+def new_trainer(config: BenchConfig, scratch: Path) -> train_gpt2.Trainer:
+    """The product's trainer, one micro-batch per step."""
+    dist_info = DistInfo(config.torch_device)
+    with redirect_stdout(io.StringIO()):
+        return train_gpt2.setup(train_config(config), None, scratch / "run", dist_info)
 
 
-def seconds_of(work: Callable[[], object], device: torch.device | None = None) -> float:
-    """The time that `work` takes, the device's share of it included."""
-    start = time.perf_counter()
-    work()
-    if device is not None:
-        synchronize(device)
-    return time.perf_counter() - start
+def new_model(config: BenchConfig) -> GPT:
+    """A model with initial weights, the same in every call."""
+    torch.manual_seed(SEED)
+    with config.torch_device:
+        return GPT(config.model_config())
+
+
+# --- training on a busy machine ---------------------------------------------------------------
+
+
+def measure_busy(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """Training alone, and next to busy loops on all cores; by how long OpenMP threads spin."""
+    loops = usable_cores()
+    cases = {"alone": (0, SPINS)}
+    cases[f"next to {loops} busy loops"] = (loops, SPINS)
+    cases[f"next to {loops} busy loops, OpenMP's default spinning"] = (loops, DEFAULT_SPINS)
+
+    def speed(loops: int, spins: str) -> float:
+        flags, cache = train_config(config), scratch / "compiled"
+        steps = config.timed_steps
+        with busy_loops(loops):
+            result = run_in_process(ALL_OPTIMIZATIONS, flags, steps, cache, GOMP_SPINCOUNT=spins)
+        return result.tokens_per_second
+
+    runs = alternate(config.rounds, *[partial(speed, *case) for case in cases.values()])
+    return [Measurement(label, "tokens/s", each) for label, each in zip(cases, runs, strict=True)]
 
 
 # --- data and logging -------------------------------------------------------------------------
 
 
-class ClockedBatches:
-    """An iterator over another's items that adds up the time spent waiting for them."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches = batches
-        self.seconds = 0.0
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
+def timed(batches: Iterator[Batch], waits: list[float]) -> Iterator[Batch]:
+    """The same batches; adds the seconds of waiting for each to `waits`."""
+    while True:
         start = time.perf_counter()
-        try:
-            return next(self.batches)
-        finally:
-            self.seconds += time.perf_counter() - start
+        batch = next(batches)
+        waits.append(time.perf_counter() - start)
+        yield batch
 
 
-def measure_data(setup: Setup) -> list[Figure]:
-    """The loader's own speed, and what waiting for it and logging take of real training steps."""
-    trainer = setup.trainer()
-    shares = []
+def measure_data(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """The loader's own speed; and the share of training that waits for data and logging take."""
+    trainer = new_trainer(config, scratch)
+    steps, lr = config.timed_steps, trainer.config.max_lr
+    shares: list[float] = []
+    waits: list[float] = []  # for data and for logging
     with (
         MetricsLogger(trainer.run_dir / "metrics.jsonl") as logger,
-        training_loader(trainer, 0) as batches,
-        redirect_stdout(io.StringIO()),  # the console's lines are written, but not to be seen
+        train_gpt2.training_loader(trainer, 0) as loader,
+        redirect_stdout(io.StringIO()),  # the console's lines are formatted, but not shown
+        tqdm(disable=True) as bar,
     ):
-        clocked = ClockedBatches(batches)
-        result = one_step(trainer, clocked)  # compiles
-        timer = StepTimer(0, setup.rounds * setup.steps, trainer.config.total_batch_size)
-        for done in range(0, setup.rounds * setup.steps, setup.steps):
-            clocked.seconds = logging_seconds = 0.0
-            start = time.perf_counter()
-            for step in range(done, done + setup.steps):
-                result = one_step(trainer, clocked)
-                before = time.perf_counter()
-                log_step(trainer, logger, timer, step + 1, 6e-4, result)
-                logging_seconds += time.perf_counter() - before
-            synchronize(setup.device)
-            total = time.perf_counter() - start
-            shares.append((clocked.seconds + logging_seconds) / total)
-    [alone] = in_turn(setup.rounds, lambda: _loader_tokens_per_second(trainer))
+        batches = timed(loader, waits)
+        train_gpt2.train_step(trainer, batches, lr)  # compiles
+        timer = StepTimer(0, config.rounds * steps, trainer.config.total_batch_size)
+        for step in range(config.rounds * steps):
+            if step % steps == 0:
+                waits.clear()
+                start = time.perf_counter()
+            result = train_gpt2.train_step(trainer, batches, lr)
+            log = partial(train_gpt2.log_step, trainer, logger, timer, bar, step + 1, lr, result)
+            waits.append(seconds_of(log))
+            if step % steps == steps - 1:
+                shares.append(sum(waits) / (time.perf_counter() - start))
+    tokens = LOADER_BATCHES * config.sequences * config.block_size
+    with train_gpt2.training_loader(trainer, 0) as loader:
+
+        def read() -> None:
+            for _ in range(LOADER_BATCHES):
+                next(loader)
+
+        speeds = [tokens / seconds_of(read, config.torch_device) for _ in range(config.rounds)]
     return [
-        Figure("the loader alone", "tokens/s", alone),
-        Figure("waiting for data, and logging", "of a training step", shares, "lower"),
+        Measurement("the loader alone", "tokens/s", speeds),
+        Measurement("waiting for data, and logging", "of a training step", shares),
     ]
 
 
-def _loader_tokens_per_second(trainer: Trainer) -> float:
-    taken = 0
-    with training_loader(trainer, 0) as batches:
-        for _ in range(PREFETCH_BATCHES + 1):  # read ahead before the clock starts
-            next(batches)
-        start = time.perf_counter()
-        while time.perf_counter() - start < LOADER_SECONDS:
-            taken += next(batches).inputs.numel()
-        synchronize(trainer.dist_info.device)
-        return taken / (time.perf_counter() - start)
+# --- tokenizing -------------------------------------------------------------------------------
 
 
-def one_step(trainer: Trainer, batches: Iterator[Batch]) -> StepResult:
-    """The product's training step, one micro-batch long."""
-    return train_step(
-        trainer.model,
-        trainer.optimizer,
-        batches,
-        grad_accum_steps=trainer.batch.grad_accum_steps,
-        lr=trainer.config.max_lr,
-        grad_clip=trainer.config.grad_clip,
-        dtype=trainer.dtype,
-        scaler=trainer.scaler,
-        dist_info=trainer.dist_info,
-    )
+def measure_tokenize(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """`fineweb.py` and a multiprocess tiktoken script: whole processes on the same text.
 
-
-# --- tokenising -------------------------------------------------------------------------------
-
-
-def measure_tokenize(setup: Setup) -> list[Figure]:
-    """`fineweb.py` against a multiprocess tiktoken script: whole processes on the same text.
-
-    The steady rate leaves start-up out: what more tokens take more time, of an input that has
-    the text several times.
+    The steady rate excludes start-up: it divides the additional tokens of an input with several
+    copies of the text by the additional time.
 
     Raises:
-        ValueError: a command failed, or the two did not write equally many tokens.
+        ValueError: a command failed, or the two wrote different numbers of tokens.
     """
-    text = setup.text or _stdlib_as_jsonl(setup.folder / "stdlib.jsonl")
-    copies = [setup.folder / f"copy_{i}{text.suffix}" for i in range(STEADY_COPIES)]
+    text = config.text or _stdlib_as_jsonl(scratch / "stdlib.jsonl")
+    copies = [scratch / f"copy_{i}{text.suffix}" for i in range(STEADY_COPIES)]
     for copy in copies:
         shutil.copyfile(text, copy)
-    out = setup.folder / "tokens"
+    out = scratch / "tokens"
     counts: dict[int, int] = {}  # tokens, by copies of the text
 
     def run(command: list[str | Path], sources: list[Path]) -> float:
-        seconds = seconds_of(lambda: _run_script([*command, *sources]))
-        tokens = sum(
-            np.load(path, mmap_mode="r", allow_pickle=False).size for path in out.glob("*.npy")
-        )
+        seconds = seconds_of(lambda: run_python(*command, *sources))
+        tokens = sum(np.load(path, mmap_mode="r").size for path in out.glob("*.npy"))
         shutil.rmtree(out)
-        if counts.setdefault(len(sources), tokens) != tokens:
-            raise ValueError(f"{text}: {command[0]} wrote {tokens} tokens, not {counts}")
+        if (expected := counts.setdefault(len(sources), tokens)) != tokens:
+            raise ValueError(f"{text}: {command[0]} wrote {tokens} tokens, the other {expected}")
         return seconds
 
     commands: dict[str, list[str | Path]] = {
         "fineweb.py": [ROOT / "fineweb.py", "--data-dir", out, "--source"],
-        "multiprocess tiktoken": [PEER_TOKENIZER, out],
+        "multiprocess tiktoken": [ROOT / "assets" / "tokenize_with_tiktoken.py", out],
     }
     inputs = copies[:1], copies
-    runs = in_turn(
-        setup.rounds,
+    runs = alternate(
+        config.rounds,
         *[partial(run, command, files) for command in commands.values() for files in inputs],
     )
-    figures = []
+    measurements = []
     for label, small, large in zip(commands, runs[::2], runs[1::2], strict=True):
         few, many = counts[1], counts[STEADY_COPIES]
         steady = [(many - few) / (long - short) for short, long in zip(small, large, strict=True)]
-        figures += [
-            Figure(label, f"s for {few:,} tokens", small, "lower"),
-            Figure(label, "tokens/s, whole process", [few / seconds for seconds in small]),
-            Figure(label, "tokens/s, steady", steady),
+        measurements += [
+            Measurement(label, f"s for {few:,} tokens", small),
+            Measurement(label, "tokens/s, steady", steady),
         ]
-    return figures
+    return measurements
 
 
 def _stdlib_as_jsonl(path: Path) -> Path:
-    """Write the built-in corpus with one file a line; returns `path`."""
+    """Write the built-in corpus with one document per line; returns `path`."""
     texts = (file.read_text("utf-8", errors="replace") for file in stdlib_source().paths)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 
-def _run_script(command: list[str | Path]) -> None:
-    """Run a Python script that may import this repository's modules."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise ValueError(f"{Path(command[0]).name} failed: {last_line(done.stderr)}")
-
-
-def last_line(text: str) -> str:
-    """Where a program that failed says why."""
-    return (text.strip().splitlines() or ["no message"])[-1]
-
-
 # --- HellaSwag --------------------------------------------------------------------------------
 
 
-def measure_hellaswag(setup: Setup) -> list[Figure]:
-    """The batched scorer against one example at a time, and whether they say the same."""
-    model, dist_info = setup.random_model(), DistInfo(setup.device)
-    examples = load_examples(setup.hellaswag_data)
-    score_one_at_a_time(model, examples[:1], setup.dtype)  # the device's first work is slow
+def measure_hellaswag(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """The batched scorer and one example at a time, and how often their predictions agree."""
+    model, dtype = new_model(config), select_dtype("auto", config.torch_device)
+    examples = load_examples(config.hellaswag_data)
+    score_one_at_a_time(model, examples[:1], dtype)  # the device's first operations are slow
     results: list[HellaSwagResult] = []
 
     def rate(score: Callable[[], HellaSwagResult]) -> float:
         return len(examples) / seconds_of(lambda: results.append(score()))
 
-    ours, theirs = in_turn(
-        setup.rounds,
-        lambda: rate(lambda: evaluate_hellaswag(model, examples, dist_info, setup.dtype)),
-        lambda: rate(lambda: score_one_at_a_time(model, examples, setup.dtype)),
+    dist_info = DistInfo(config.torch_device)
+    ours, theirs = alternate(
+        config.rounds,
+        lambda: rate(lambda: evaluate_hellaswag(model, examples, dist_info, dtype)),
+        lambda: rate(lambda: score_one_at_a_time(model, examples, dtype)),
     )
     batched, single = results[-2:]
     agree = (batched.predictions_norm == single.predictions_norm).float().mean().item()
     return [
-        Figure("batched, context shared", "examples/s", ours),
-        Figure("one example at a time", "examples/s", theirs),
-        Figure("the same acc_norm predictions", "of the examples", [agree]),
+        Measurement("batched, context shared", "examples/s", ours),
+        Measurement("one example at a time", "examples/s", theirs),
+        Measurement("the same acc_norm predictions", "of the examples", [agree]),
     ]
 
 
 @torch.no_grad()
 def score_one_at_a_time(model: GPT, examples: list[Example], dtype: torch.dtype) -> HellaSwagResult:
-    """Score HellaSwag as build-nanogpt does: four padded rows an example, all logits.
+    """Score HellaSwag as build-nanogpt does: four padded rows per example, all logits.
 
     Args:
         model: the raw model.
         examples: N of them.
-        dtype: of matrix products, the vocabulary's included; the losses are float32.
+        dtype: of matrix products, the LM head's included; the losses are float32.
     """
     device = model.transformer.wte.weight.device
     summed, mean = [], []
     for example in examples:
         rows = [torch.tensor(example.context + ending) for ending in example.endings]
         idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (4, T)
-        places = torch.arange(1, idx.size(1), device=device)  # of the targets
+        positions = torch.arange(1, idx.size(1), device=device)  # of the targets
         lengths = torch.tensor([[len(row)] for row in rows], device=device)
-        counts = (places >= len(example.context)) & (places < lengths)  # (4, T - 1)
+        in_ending = (positions >= len(example.context)) & (positions < lengths)  # (4, T - 1)
         with autocast(device, dtype):
             logits, _ = model(idx)
         shifted, targets = logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten()
-        losses = F.cross_entropy(shifted.float(), targets, reduction="none").view(counts.shape)
-        loss = (losses * counts).sum(dim=1)
+        losses = F.cross_entropy(shifted.float(), targets, reduction="none").view(in_ending.shape)
+        loss = (losses * in_ending).sum(dim=1)
         summed.append(loss.cpu())
-        mean.append((loss / counts.sum(dim=1)).cpu())
+        mean.append((loss / in_ending.sum(dim=1)).cpu())
     labels = torch.tensor([example.label for example in examples])
     return HellaSwagResult(labels, torch.stack(summed), torch.stack(mean))
 
@@ -362,107 +283,98 @@ def score_one_at_a_time(model: GPT, examples: list[Example], dtype: torch.dtype)
 # --- sampling, saving, starting ---------------------------------------------------------------
 
 
-def measure_sample(setup: Setup) -> list[Figure]:
+def measure_sample(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """`generate` with its cache of keys and values, and without."""
-    model = setup.random_model()
-    prompt = torch.full((SAMPLE_COUNT, 1), END_OF_TEXT, device=setup.device)
+    model, device = new_model(config), config.torch_device
+    prompt = torch.full((SAMPLE_COUNT, 1), END_OF_TEXT, device=device)
 
     def rate(use_cache: bool, max_new_tokens: int = SAMPLE_TOKENS) -> float:
-        def draw() -> None:
-            generate(
-                model,
-                prompt,
-                max_new_tokens,
-                generator=torch.Generator(setup.device).manual_seed(SEED),
-                use_cache=use_cache,
-                dtype=setup.dtype,
-                stop_token=None,
-            )
+        sample = partial(
+            generate,
+            model,
+            prompt,
+            max_new_tokens,
+            generator=torch.Generator(device).manual_seed(SEED),
+            use_cache=use_cache,
+            dtype=select_dtype("auto", device),
+            stop_token=None,
+        )
+        return SAMPLE_COUNT * max_new_tokens / seconds_of(sample, device)
 
-        return SAMPLE_COUNT * max_new_tokens / seconds_of(draw)
-
-    rate(True, 2)
-    cached, plain = in_turn(setup.rounds, lambda: rate(True), lambda: rate(False))
+    rate(True, 2)  # the device's first operations are slow
+    cached, plain = alternate(config.rounds, partial(rate, True), partial(rate, False))
     return [
-        Figure("with the KV cache", "tokens/s", cached),
-        Figure("without", "tokens/s", plain),
+        Measurement("with the KV cache", "tokens/s", cached),
+        Measurement("without", "tokens/s", plain),
     ]
 
 
-def measure_checkpoint(setup: Setup) -> list[Figure]:
-    """How long a save holds training up, beside a training step, and until it is complete."""
-    trainer = setup.trainer()
-    with redirect_stdout(io.StringIO()), trainer.writer, training_loader(trainer, 0) as batches:
-
-        def step() -> float:
-            return seconds_of(lambda: one_step(trainer, batches), setup.device)
-
+def measure_checkpoint(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """How long a save blocks training, a step during the write, and the time to completion."""
+    trainer, device = new_trainer(config, scratch), config.torch_device
+    with (
+        redirect_stdout(io.StringIO()),
+        trainer.writer,
+        train_gpt2.training_loader(trainer, 0) as batches,
+    ):
+        step = partial(train_gpt2.train_step, trainer, batches, trainer.config.max_lr)
         step()  # compiles
-        blocked, alone, beside, complete = [], [], [], []
-        for _ in range(setup.rounds):
-            alone.append(step())
+        blocked, alone, during, complete = [], [], [], []
+        for _ in range(config.rounds):
+            alone.append(seconds_of(step, device))
             start = time.perf_counter()
-            blocked.append(seconds_of(lambda: save(trainer, 1), setup.device))
-            beside.append(step())
+            blocked.append(seconds_of(lambda: train_gpt2.save(trainer, 1), device))
+            during.append(seconds_of(step, device))
             trainer.writer.wait()
             complete.append(time.perf_counter() - start)
     return [
-        Figure("a save holds training up", "s", blocked, "lower"),
-        Figure("a training step", "s", alone, "lower"),
-        Figure("a training step while it is written", "s", beside, "lower"),
-        Figure("until it is complete", "s, the step beside it included", complete, "lower"),
+        Measurement("a save blocks training", "s", blocked),
+        Measurement("a training step", "s", alone),
+        Measurement("a training step during the write", "s", during),
+        Measurement("until the save is complete", "s, including that step", complete),
     ]
 
 
-def measure_startup(setup: Setup) -> list[Figure]:
-    """From the command `train_gpt2.py` to its first update: nothing compiled before, and again."""
-    cache = setup.folder / "compiled"
+def measure_startup(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """From the command `train_gpt2.py` to its first update, with and without compiled code."""
 
     def cold() -> float:
-        cache.mkdir(exist_ok=True)
-        shutil.rmtree(cache)
+        shutil.rmtree(scratch / "compiled", ignore_errors=True)
         return warm()
 
     def warm() -> float:
-        return _seconds_to_first_update(setup, cache)
+        return _seconds_to_first_update(config, scratch)
 
-    colds, warms = in_turn(setup.rounds, cold, warm)
+    colds, warms = alternate(config.rounds, cold, warm)
     return [
-        Figure("to the first update", "s, nothing compiled before", colds, "lower"),
-        Figure("to the first update", "s, compiled by an earlier run", warms, "lower"),
+        Measurement("to the first update", "s, nothing compiled before", colds),
+        Measurement("to the first update", "s, compiled by an earlier run", warms),
     ]
 
 
-def _seconds_to_first_update(setup: Setup, cache: Path) -> float:
-    """Start training, read its console up to the line of step 1, end it."""
-    config_path = setup.folder / "config.json"
-    write_json(config_path, setup.training().saved())
-    start = time.perf_counter()
-    with (
-        tempfile.TemporaryFile("w+", dir=setup.folder) as errors,
-        subprocess.Popen(
-            [sys.executable, ROOT / "train_gpt2.py", f"--config={config_path}"],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        if any(line.startswith("step 1/1 | loss") for line in process.stdout):
-            seconds = time.perf_counter() - start
-            process.kill()  # what it would save is not wanted
-            return seconds
-        process.wait()
-        errors.seek(0)
-        raise ValueError(f"train_gpt2.py made no update: {last_line(errors.read())}")
+def _seconds_to_first_update(config: BenchConfig, scratch: Path) -> float:
+    """Start training, read its console until the line of the first step, end it."""
+    path = scratch / "config.json"
+    write_json(path, train_config(config, out_dir=scratch / "runs").saved())
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), "--config", str(path)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(scratch / "compiled")}
+    line, start = "", time.perf_counter()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout or ():
+            if line.startswith("step") and "| loss " in line:
+                process.kill()  # its checkpoint is not needed
+                return time.perf_counter() - start
+    raise ValueError(f"train_gpt2.py made no update: {last_line(line)}")
 
 
-COMPONENTS: dict[str, Callable[[Setup], list[Figure]]] = {
+COMPONENTS: dict[str, Callable[[BenchConfig, Path], list[Measurement]]] = {
+    "busy": measure_busy,
+    "checkpoint": measure_checkpoint,
     "data": measure_data,
-    "tokenize": measure_tokenize,
     "hellaswag": measure_hellaswag,
     "sample": measure_sample,
-    "checkpoint": measure_checkpoint,
     "startup": measure_startup,
+    "tokenize": measure_tokenize,
 }

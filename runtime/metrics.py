@@ -137,11 +137,7 @@ def flops_per_token(n_params: int, n_layer: int, n_embd: int, block_size: int) -
 
 
 def peak_flops(device_name: str) -> float | None:
-    """A GPU's dense bfloat16 peak in FLOP/s; None where it is not known, never a guess.
-
-    Args:
-        device_name: as `torch.cuda.get_device_name()` gives it.
-    """
+    """The dense bfloat16 peak, in FLOP/s, of a GPU by the driver's name; None where unknown."""
     if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
         return None
     return next((PEAK_FLOPS[name] for name in PEAK_FLOPS if re.search(name, device_name)), None)
@@ -160,11 +156,8 @@ def mfu(
     Args:
         tokens_per_second: over all devices.
         flops_per_token: see the function of that name.
-        device_peak_flops: of one device, in FLOP/s.
+        device_peak_flops: of one device, in FLOP/s; where it is None, so is the result.
         world_size: number of devices.
-
-    Returns:
-        A fraction; None where the peak is not known.
     """
     if device_peak_flops is None:
         return None
@@ -190,7 +183,7 @@ class StepTimer:
     Args:
         step: updates done when the clock starts, which is now.
         max_steps: updates in the whole run.
-        tokens_per_step: tokens per update over all ranks.
+        tokens_per_step: over all ranks.
         clock: seconds, from any origin.
     """
 
@@ -218,11 +211,7 @@ class StepTimer:
             self._start += self._clock() - pause_start
 
     def lap(self, step: int) -> Timing:
-        """Time the steps since the last lap.
-
-        Args:
-            step: updates done by now, more than at the last lap.
-        """
+        """Time the steps since the last lap; `step` updates are done by now."""
         now = self._clock()
         steps, seconds = step - self._step, now - self._start
         self._step, self._start = step, now

@@ -20,6 +20,18 @@ TINY_RUN = (
     *("--checkpoint-every=4", "--device=cpu", "--dtype=float32", "--no-compile"),
 )
 
+SLOW_FILES = (
+    *("test_bench", "test_change", "test_demo", "test_faults", "test_nodes", "test_parallel"),
+    *("test_preflight", "test_cluster"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark whole files as slow: `make test` leaves them out."""
+    for item in items:
+        if item.path.stem.startswith(SLOW_FILES):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory):

@@ -10,18 +10,14 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from conftest import ROOT, torchrun
 from forked import assert_refused
 
-from corpus.shards import open_shards
-from dataloader import ShardedDataLoader
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint
 from runtime.device import compiler_problem
-from runtime.distributed import DistInfo
 from runtime.metrics import read_metrics
 from train_gpt2 import main
 from training.run_dir import Preemption
@@ -29,7 +25,7 @@ from training.run_dir import Preemption
 CPU = torch.device("cpu")
 SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
 
-# Starts train_gpt2.py with some of its work made slow, so that a signal can fall into it.
+# train_gpt2.py with hooks that make some of its work slow, so that a signal can fall into it.
 SLOWED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
@@ -213,24 +209,29 @@ def test_kill_of_one_rank_ends_the_job_and_leaves_no_process(
 # --- SIGTERM, SIGUSR1, Ctrl-C -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signal_saves_marks_and_resumes_bit_for_bit(slowed, flags, run_dir, whole, number):
     with Job(sys.executable, slowed("step"), *flags, "--checkpoint-every=0") as job:
         job.wait_for("step  2/")
         job.send(number)
-        assert job.end() == (0, "")
+        code, errors = job.end()
     step, reason = mark(run_dir)
     assert reason == number.name
     assert 2 <= step < 24
     assert saved_steps(run_dir) == [step]
-    assert f"{number.name}: stopped after step {step}; last checkpoint step_" in job.output
+    if number == signal.SIGINT:
+        assert code == 130
+        assert interrupted(errors), errors
+    else:
+        assert (code, errors) == (0, "")
+        assert f"{number.name}: stopped after step {step}; last checkpoint step_" in job.output
     main(flags)
     assert losses(run_dir) == whole
     assert not (run_dir / "PREEMPTED").exists()
 
 
 @pytest.mark.parametrize(("slow", "word"), [("validation", "validating"), ("hellaswag", "scoring")])
-def test_signal_breaks_an_evaluation_off_and_it_is_done_again(
+def test_signal_interrupts_an_evaluation_that_the_resumed_run_repeats(
     slowed, flags, run_dir, whole, slow, word
 ):
     flags += ["--block-size=64", "--val-every=6", "--checkpoint-every=0", "--hellaswag-every=0"]
@@ -245,7 +246,7 @@ def test_signal_breaks_an_evaluation_off_and_it_is_done_again(
     assert mark(run_dir) == (6, "SIGTERM")
     assert saved_steps(run_dir) == [6]
     saved = (run_dir / "checkpoints/step_00000006").stat().st_mtime_ns
-    main([*flags, "--max-steps=6"])  # finishes what the last step owes
+    main([*flags, "--max-steps=6"])  # repeats the evaluation that was interrupted
     assert (run_dir / "checkpoints/step_00000006").stat().st_mtime_ns == saved
     assert sorted(evaluations(run_dir)) == [0, 6]
     if slow == "hellaswag":
@@ -264,16 +265,6 @@ def test_signal_while_compiling_stops_after_the_first_step(flags, run_dir):
     step, _ = mark(run_dir)
     assert step in (0, 1)
     assert saved_steps(run_dir) == [1][:step]
-
-
-def test_mark_goes_with_the_next_save(slowed, flags, run_dir):
-    main([*flags, "--max-steps=4"])
-    Preemption(4, "SIGTERM", True).save(run_dir)
-    with Job(sys.executable, slowed("step"), *flags, "--checkpoint-every=2") as job:
-        job.wait_for("step  5/")
-        assert mark(run_dir)[0] == 4
-        job.wait_for("step 6 | saved")
-        assert not (run_dir / "PREEMPTED").exists()
 
 
 def test_signal_before_the_first_step_marks_and_auto_begins_again(slowed, flags, run_dir):
@@ -299,11 +290,11 @@ def test_fork_that_is_stopped_at_once_has_a_checkpoint_of_its_own(slowed, flags,
     assert saved_steps(run_dir.parent / "fork")[-1] == mark(run_dir.parent / "fork")[0]
 
 
-def test_resume_of_a_broken_off_evaluation_with_fewer_steps_is_finished(flags, run_dir, capsys):
+def test_resume_of_an_interrupted_evaluation_with_fewer_steps_is_finished(flags, run_dir, capsys):
     main([*flags, "--max-steps=4"])
-    Preemption(4, "SIGTERM", False).save(run_dir)
+    Preemption(4, "SIGTERM").save(run_dir)
     main([*flags, "--max-steps=3"])
-    assert "is finished: 4 steps are done" in capsys.readouterr().out
+    assert "is finished" in capsys.readouterr().out
 
 
 def test_resume_of_a_checkpoint_in_no_run_asks_for_a_name(flags, run_dir, tmp_path):
@@ -386,7 +377,7 @@ def interrupted(errors):
     return len(errors.splitlines()) == 1 and errors.startswith("interrupted")
 
 
-@pytest.mark.parametrize("seconds", [0.2, 1.0, 1.8])
+@pytest.mark.parametrize("seconds", [0.2, 1.5])
 def test_interrupt_while_starting_says_one_line(flags, run_dir, seconds):
     with Job(*train(*flags, "--max-steps=100000")) as job:
         starting = psutil.Process(job.process.pid)
@@ -396,20 +387,6 @@ def test_interrupt_while_starting_says_one_line(flags, run_dir, seconds):
         code, errors = job.end()
     assert code == 130
     assert interrupted(errors), errors
-
-
-def test_interrupt_in_training_saves_and_says_one_line(slowed, flags, run_dir, whole):
-    with Job(sys.executable, slowed("step"), *flags, "--checkpoint-every=0") as job:
-        job.wait_for("step  2/")
-        job.send(signal.SIGINT)
-        code, errors = job.end()
-    assert code == 130
-    assert interrupted(errors), errors
-    step, reason = mark(run_dir)
-    assert reason == "SIGINT"
-    assert saved_steps(run_dir) == [step]
-    main(flags)
-    assert losses(run_dir) == whole
 
 
 def test_second_interrupt_ends_at_once(slowed, flags, run_dir):
@@ -460,62 +437,7 @@ def test_interrupt_from_a_terminal_to_torchrun_saves(slowed, flags, run_dir):
     verify_checkpoint(latest_checkpoint(run_dir))
 
 
-# --- going on elsewhere -----------------------------------------------------------------------
-
-
-def test_two_ranks_then_one_then_two_see_the_same_windows(commands, flags, run_dir, whole):
-    # The schedule must not change with the number of steps.
-    flags += ["--lr-schedule=wsd", "--min-lr=6e-4", "--max-lr=6e-4"]
-    main([*flags, "--run-name=one"])
-    first = commands.run_ranks(2, "train_gpt2", *flags, "--max-steps=8", "--micro-batch-size=2")
-    main([*flags, "--max-steps=16", "--micro-batch-size=8"])
-    third = commands.run_ranks(2, "train_gpt2", *flags, "--micro-batch-size=1")
-    assert (first.code, third.code) == (0, 0), (first.stderr, third.stderr)
-    one, moved = losses(run_dir.parent / "one"), losses(run_dir)
-    assert one.keys() == moved.keys()
-    assert max(abs(one[step] - moved[step]) for step in one) <= 1e-5
-
-
-@pytest.mark.parametrize("order", ["--shuffle", "--no-shuffle"])
-def test_resume_at_a_shard_edge_and_at_an_epoch_edge(flags, run_dir, tmp_path, order):
-    # 8 steps of 8 windows of 32 tokens are an epoch; the first shard ends with step 4.
-    tokens = np.random.default_rng(0).integers(0, 50257, 8 * 8 * 32 + 1).astype(np.uint16)
-    data = tmp_path / "data"
-    data.mkdir()
-    np.save(data / "train_1.npy", tokens[: 4 * 8 * 32])
-    np.save(data / "train_2.npy", tokens[4 * 8 * 32 :])
-    np.save(data / "val_0.npy", tokens[:500])
-    flags += [f"--data-dir={data}", order, "--val-every=0"]
-    main([*flags, "--run-name=whole"])
-    for steps in (4, 8, 12, 16):
-        main([*flags, f"--max-steps={steps}", "--lr-schedule=cosine", "--max-lr=6e-4"])
-    whole_run = losses(run_dir.parent / "whole")
-    assert sorted(losses(run_dir)) == list(range(1, 17))
-    # The rates differ after the first stop's end; the windows, and so the first losses, do not.
-    assert losses(run_dir)[1] == whole_run[1]
-
-    def windows(start, stop):
-        loader = ShardedDataLoader(
-            open_shards(data, "train"),
-            block_size=32,
-            micro_batch_size=4,
-            grad_accum_steps=2,
-            seed=1337,
-            shuffle=order == "--shuffle",
-            vocab_size=50257,
-            dist_info=DistInfo(CPU),
-            start_step=start,
-        )
-        return [
-            int(window)
-            for step in range(start, stop)
-            for micro_step in range(2)
-            for window in loader.window_indices(step, micro_step)
-        ]
-
-    for edge in (4, 8):
-        assert windows(0, edge) + windows(edge, 16) == windows(0, 16)
-    assert sorted(windows(0, 8)) == sorted(windows(8, 16)) == list(range(64))
+# --- finished ---------------------------------------------------------------------------------
 
 
 def test_resume_of_a_finished_run_changes_nothing(flags, run_dir):
@@ -523,9 +445,7 @@ def test_resume_of_a_finished_run_changes_nothing(flags, run_dir):
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     result = subprocess.run(train(*flags), capture_output=True, text=True)
     assert result.returncode == 0
-    assert result.stdout == f"resumed from {run_dir}/checkpoints/step_00000024\n" + (
-        f"{run_dir} is finished: 24 steps are done\n"
-    )
+    assert result.stdout == f"{run_dir} is finished: give a larger --max-steps to train on\n"
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 

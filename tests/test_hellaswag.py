@@ -1,35 +1,33 @@
 import hashlib
 import json
-import os
-import subprocess
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT
 
 from hellaswag import (
     HellaSwagConfig,
     HellaSwagResult,
-    download_hellaswag,
     evaluate_hellaswag,
-    examples_or_none,
     fetch,
     load_examples,
     render_example,
     score_examples,
 )
 from model import GPT, GPTConfig
-from runtime.distributed import DistInfo
-from runtime.huggingface import save_pretrained, to_hf_state_dict
+from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
+from runtime.metrics import read_metrics
 from tokenizer import gpt2_encoding
 
 SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
-ALONE = DistInfo(torch.device("cpu"))
 TINY = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)
 ROW = {"ind": 7, "ctx": "A man", "label": 2, "endings": ["runs.", "is a cat.", "x", "sat down."]}
+
+TOO_LONG = {**ROW, "ctx": "a" + " a" * 60}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +73,6 @@ def test_render_example_splits_context_and_endings():
     assert decode(example.context) == "A man"
     assert [decode(ending) for ending in example.endings] == [" " + e for e in ROW["endings"]]
     assert (example.ind, example.label) == (7, 2)
-    # 2 of context, and of the endings' 2 + 4 + 1 + 3 tokens all but the last of each.
-    assert example.packed_length == 2 + 1 + 3 + 0 + 2
 
 
 def test_result_worked_by_hand():
@@ -124,8 +120,7 @@ def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples, plain
     assert torch.equal(result.predictions_norm, (plain_losses / lengths).argmin(dim=1))
     labels = [json.loads(line)["label"] for line in SAMPLE.read_text().splitlines()]
     correct = sum(int(plain_losses[i].argmin()) == label for i, label in enumerate(labels))
-    assert (result.correct, result.total) == (correct, 24)
-    assert result.acc == correct / 24
+    assert (result.acc, result.total) == (correct / 24, 24)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 100])
@@ -169,23 +164,13 @@ def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(model, example
 
 def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(model):
     longest = {**ROW, "ctx": "a" + " a" * 59}  # 60 tokens, and " is a cat." has 4: they just fit
-    too_long = {**ROW, "ctx": "a" + " a" * 60}
-    rows = [render_example(row) for row in (too_long, ROW, longest, too_long)]
+    rows = [render_example(row) for row in (TOO_LONG, ROW, longest, TOO_LONG)]
     result = evaluate_hellaswag(model, rows)
     assert torch.equal(result.summed, evaluate_hellaswag(model, rows[1:3]).summed)
     assert (result.total, result.left_out) == (2, 2)
     assert str(result).endswith("(2 left out: longer than the model's context)")
     with pytest.raises(ValueError, match=r"none of the 2 .* of 64 tokens"):
         evaluate_hellaswag(model, rows[::3])
-
-
-def test_examples_or_none_warns_where_none_fits(examples, capsys):
-    assert examples_or_none(SAMPLE, 64, ALONE) == examples
-    assert capsys.readouterr().out == ""
-    assert examples_or_none(SAMPLE, 8, ALONE) == []
-    assert capsys.readouterr().out == (
-        "warning: HellaSwag will not be scored: every example is longer than --block-size 8\n"
-    )
 
 
 def test_load_examples_takes_any_key_order_blank_lines_and_a_limit(tmp_path):
@@ -237,66 +222,51 @@ def test_config_reports_every_bad_flag_at_once():
         HellaSwagConfig(limit=-1, batch_size=0)
 
 
+class Handler(SimpleHTTPRequestHandler):
+    def do_GET(self):
+        self.server.requests.append(self.path)
+        time.sleep(self.server.delay_seconds)
+        super().do_GET()
+
+    def log_message(self, *args):
+        pass
+
+
 @pytest.fixture
-def server():
-    """A loopback server; `bodies` are its files, `requests` what was asked for."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.server.requests.append(self.path)
-            time.sleep(self.server.delay_seconds)
-            body, length = self.server.bodies.get(self.path, (None, 0))
-            if body is None:
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.bodies, server.requests, server.delay_seconds = {}, [], 0
+def server(tmp_path):
+    """A loopback server of the files in `folder`; `requests` are what it was asked for."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
+    server.folder, server.requests, server.delay_seconds = folder, [], 0
+    server.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
 
 
+BODY = b"some rows\n" * 1000
+SIZE, SHA256 = len(BODY), hashlib.sha256(BODY).hexdigest()
+
+
 def test_fetch_downloads_once_and_checks(server, tmp_path):
-    body = b"some rows\n" * 1000
-    size, sha256 = len(body), hashlib.sha256(body).hexdigest()
-    server.bodies["/good"] = (body, size)
-    server.bodies["/altered"] = (b"S" + body[1:], size)
-    server.bodies["/longer"] = (body + b"x", size + 1)
-    server.bodies["/cut"] = (body[:-1], size)
-    url = f"http://127.0.0.1:{server.server_port}"
-    for name in ("/altered", "/longer", "/cut", "/missing"):
-        with pytest.raises(OSError, match=f"cannot download {url}{name} .*--data FILE"):
-            fetch(url + name, tmp_path / "data" / "file", size, sha256)
-        assert not list(tmp_path.rglob("file*"))
-
+    bodies = {"good": BODY, "altered": b"S" + BODY[1:], "longer": BODY + b"x", "cut": BODY[:-1]}
+    for name, body in bodies.items():
+        (server.folder / name).write_bytes(body)
     path = tmp_path / "data" / "file"
-    fetch(f"{url}/good", path, size, sha256)
-    assert path.read_bytes() == body
-    fetch(f"{url}/good", path, size, sha256)
+    for name in ("altered", "longer", "cut", "missing"):
+        with pytest.raises(OSError, match=f"cannot download {server.url}/{name} .*--data FILE"):
+            fetch(f"{server.url}/{name}", path, SIZE, SHA256)
+        assert not list(tmp_path.rglob("*file*"))
+
+    for _ in range(2):
+        fetch(f"{server.url}/good", path, SIZE, SHA256)
+        assert path.read_bytes() == BODY
     assert server.requests.count("/good") == 1
-    path.write_bytes(body[:-5])  # a damaged file is replaced
-    fetch(f"{url}/good", path, size, sha256)
-    assert path.read_bytes() == body
-
-
-def test_download_hellaswag_leaves_it_to_the_main_process(server, tmp_path):
-    path, url = tmp_path / "data.jsonl", f"http://127.0.0.1:{server.server_port}/data"
-    path.write_text("from process 0")
-    other = DistInfo(torch.device("cpu"), rank=1)
-    assert download_hellaswag(other, path, url) == path
-    assert server.requests == []
-    with pytest.raises(OSError, match="--data FILE"):
-        download_hellaswag(ALONE, path, url)
-    assert server.requests == ["/data"]
+    path.write_bytes(BODY[:-5])  # a damaged file is replaced
+    fetch(f"{server.url}/good", path, SIZE, SHA256)
+    assert path.read_bytes() == BODY
 
 
 DOWNLOAD = """
@@ -313,16 +283,23 @@ with setup_distributed("cpu") as dist_info:
 """
 
 
-def test_download_hellaswag_makes_the_other_processes_wait(commands, server, tmp_path):
-    body = b"some rows\n" * 1000
-    server.bodies["/data"], server.delay_seconds = (body, len(body)), 1
-    url = f"http://127.0.0.1:{server.server_port}/data"
+def test_download_hellaswag_makes_the_other_ranks_wait(commands, server, tmp_path):
+    (server.folder / "data").write_bytes(BODY)
+    server.delay_seconds = 1
     (tmp_path / "download.py").write_text(DOWNLOAD)
-    size, digest = len(body), hashlib.sha256(body).hexdigest()
-    done = commands.run_ranks(2, tmp_path / "download.py", url, size, digest)
+    done = commands.run_ranks(2, tmp_path / "download.py", f"{server.url}/data", SIZE, SHA256)
     assert done.code == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {r} has 10000 bytes" for r in range(2)]
     assert server.requests == ["/data"]
+
+
+def test_main_without_network_stops_every_rank_with_one_line(commands):
+    flags = {"https_proxy": "http://127.0.0.1:9"}  # no one listens there
+    done = commands.run_ranks(2, "hellaswag", "--device=cpu", **flags)
+    assert done.code == 2
+    errors = done.stderr.splitlines()
+    assert len(errors) == 2
+    assert all("raw.githubusercontent.com" in e and "pass --data FILE" in e for e in errors)
 
 
 @pytest.fixture(scope="module")
@@ -332,28 +309,25 @@ def folder(model, tmp_path_factory):
     return folder
 
 
-def run(command, cwd, **environment):
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_evaluate_hellaswag_is_one_line_in_a_notebook(model, examples, folder):
+    result = evaluate_hellaswag(load_pretrained(str(folder)), load_examples(str(SAMPLE)))
+    torch.testing.assert_close(result.summed, evaluate_hellaswag(model, examples).summed)
 
 
 def test_main_gives_the_same_with_any_number_of_processes(commands, folder, tmp_path):
-    """Three processes share two batches, so that one of them has nothing to do."""
-    flags = [f"--model={folder}", f"--data={SAMPLE}", "--device=cpu", "--dtype=float32"]
-    flags += ["--batch-size=10", "--limit=20"]
+    """Three ranks share two batches, so that one of them has nothing to do; one row is too long."""
+    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in (TOO_LONG, *rows)))
+    flags = [f"--model={folder}", f"--data={data}", "--device=cpu", "--dtype=float32"]
+    flags += ["--batch-size=10", "--limit=21"]
     alone = commands.run("hellaswag", *flags, f"--output={tmp_path}/1.jsonl")
-    assert alone.code == 0, alone.stderr
+    assert (alone.code, alone.stderr) == (0, "")  # no bar in a file
     together = commands.run_ranks(3, "hellaswag", *flags, f"--output={tmp_path}/n.jsonl")
     assert together.code == 0, together.stderr
     assert together.stdout == alone.stdout
+    assert alone.stdout.endswith("(1 left out: longer than the model's context)\n")
 
-    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
     lines = (tmp_path / "1.jsonl").read_text().splitlines()
     assert lines == (tmp_path / "n.jsonl").read_text().splitlines()
     predictions = [json.loads(line) for line in lines]
@@ -366,31 +340,29 @@ def test_main_gives_the_same_with_any_number_of_processes(commands, folder, tmp_
         assert prediction["prediction_norm"] == mean.index(min(mean))
 
 
-def test_main_without_network_stops_every_process_with_one_line(tmp_path):
-    command = torchrun("hellaswag.py", "--device=cpu", processes=2)
-    stopped = run(command, tmp_path, https_proxy="http://127.0.0.1:9")  # no one listens there
-    assert stopped.returncode != 0
-    errors = [line for line in stopped.stderr.splitlines() if "error: " in line]
-    assert errors  # torchrun may stop either process before it has said its own
-    assert all("raw.githubusercontent.com" in e and "pass --data FILE" in e for e in errors)
-    assert 'hellaswag.py", line' not in stopped.stderr  # no traceback
-    assert not list(tmp_path.rglob("*.jsonl*"))
+def test_training_scores_the_rows_that_fit_and_says_how_many_do_not(commands, tiny_flags, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in (ROW, TOO_LONG, ROW)))
+    flags = [*tiny_flags, "--max-steps=1", "--warmup-steps=0", "--val-every=0"]
+    flags += ["--block-size=64", "--hellaswag-every=1", f"--hellaswag-data={data}"]
+    done = commands.run("train_gpt2", *flags, "--run-name=a")
+    assert (done.code, done.stderr) == (0, "")
+    records = read_metrics(tmp_path / "runs/a/metrics.jsonl")
+    scores = [record for record in records if "hellaswag_acc_norm" in record]
+    assert [score["step"] for score in scores] == [0, 1]
+    assert {(score["hellaswag_total"], score["hellaswag_left_out"]) for score in scores} == {(2, 1)}
+
+    data.write_text(json.dumps(TOO_LONG))
+    done = commands.run("train_gpt2", *flags, "--run-name=b")
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.count("warning: HellaSwag will not be scored: every example is longer") == 1
+    assert not any("hellaswag_acc" in r for r in read_metrics(tmp_path / "runs/b/metrics.jsonl"))
 
 
 def test_sample_file_is_balanced_and_in_the_original_format():
     rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
-    keys = [
-        "ind",
-        "activity_label",
-        "ctx_a",
-        "ctx_b",
-        "ctx",
-        "split",
-        "split_type",
-        "label",
-        "endings",
-        "source_id",
-    ]
+    keys = ["ind", "activity_label", "ctx_a", "ctx_b", "ctx", "split", "split_type", "label"]
+    keys += ["endings", "source_id"]
     assert all(list(row) == keys for row in rows)
     assert all(row["ctx"] == f"{row['ctx_a']} {row['ctx_b']}" for row in rows)
     assert all(row["source_id"].startswith("sample~") for row in rows)

@@ -1,20 +1,19 @@
-import math
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
-from lr_schedule import cosine_lr, wsd_lr
+from lr_schedule import SCHEDULES, cosine_lr, wsd_lr
+from runtime.metrics import read_metrics
 
-RATES = [
-    pytest.param(6e-4, 6e-5, id="decays to a tenth"),
-    pytest.param(1.8e-3, 0.0, id="decays to zero"),
-    pytest.param(3e-4, 3e-4, id="stays"),
-]
-SHAPES = [(10, 50), (1, 20), (7, 8), (2, 100)]  # warmup_steps, max_steps
+RATES = [(6e-4, 6e-5), (1.8e-3, 0.0), (3e-4, 3e-4)]  # max_lr, min_lr
 
 
 def torch_rates(make_schedulers, milestones, max_lr, steps):
@@ -35,20 +34,8 @@ def torch_warmup(optimizer, warmup_steps):
     return LinearLR(optimizer, start_factor=start, total_iters=max(warmup_steps - 1, 1))
 
 
-@st.composite
-def schedules(draw):
-    """Keyword arguments of a schedule, warm-up and end in any order."""
-    max_lr = draw(st.floats(min_value=1e-6, max_value=1.0))
-    return {
-        "max_lr": max_lr,
-        "min_lr": max_lr * draw(st.floats(min_value=0.0, max_value=1.0)),
-        "warmup_steps": draw(st.integers(min_value=0, max_value=60)),
-        "max_steps": draw(st.integers(min_value=1, max_value=60)),
-    }
-
-
 @pytest.mark.parametrize(("max_lr", "min_lr"), RATES)
-@pytest.mark.parametrize(("warmup_steps", "max_steps"), SHAPES)
+@pytest.mark.parametrize(("warmup_steps", "max_steps"), [(10, 50), (1, 20), (7, 8)])
 def test_cosine_lr_equals_torch_linear_then_cosine(max_lr, min_lr, warmup_steps, max_steps):
     expected = torch_rates(
         lambda optimizer: [
@@ -59,14 +46,11 @@ def test_cosine_lr_equals_torch_linear_then_cosine(max_lr, min_lr, warmup_steps,
         max_lr,
         max_steps + 1,
     )
-
+    rates = {"max_lr": max_lr, "min_lr": min_lr}
     ours = [
-        cosine_lr(
-            step, max_lr=max_lr, min_lr=min_lr, warmup_steps=warmup_steps, max_steps=max_steps
-        )
+        cosine_lr(step, **rates, warmup_steps=warmup_steps, max_steps=max_steps)
         for step in range(max_steps + 1)
     ]
-
     assert ours == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
@@ -85,19 +69,11 @@ def test_wsd_lr_equals_torch_linear_constant_linear(
         max_lr,
         max_steps + 10,
     )
-
+    shape = {"warmup_steps": warmup_steps, "max_steps": max_steps}
     ours = [
-        wsd_lr(
-            step,
-            max_lr=max_lr,
-            min_lr=min_lr,
-            warmup_steps=warmup_steps,
-            max_steps=max_steps,
-            decay_fraction=decay_steps / max_steps,
-        )
+        wsd_lr(step, max_lr=max_lr, min_lr=min_lr, **shape, decay_fraction=decay_steps / max_steps)
         for step in range(max_steps + 10)
     ]
-
     assert ours == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
@@ -106,95 +82,82 @@ def test_cosine_lr_of_the_gpt2_reproduction_worked_by_hand():
         step: cosine_lr(step, max_lr=6e-4, min_lr=6e-5, warmup_steps=715, max_steps=19073)
         for step in (0, 714, 715, 715 + 9179, 19073, 1_000_000)
     }
-
     assert rate[0] == pytest.approx(6e-4 / 715)
     assert rate[714] == rate[715] == 6e-4
     assert rate[715 + 9179] == pytest.approx((6e-4 + 6e-5) / 2)  # halfway down the cosine
     assert rate[19073] == rate[1_000_000] == 6e-5
 
 
-def test_wsd_lr_worked_by_hand():
-    rates = [
-        wsd_lr(step, max_lr=8.0, min_lr=0.0, warmup_steps=2, max_steps=10, decay_fraction=0.4)
-        for step in range(12)
-    ]
-
-    assert rates == [4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("schedule", [cosine_lr, wsd_lr])
-def test_schedule_without_warmup_starts_at_the_peak(schedule):
-    assert schedule(0, max_lr=1.0, min_lr=0.1, warmup_steps=0, max_steps=10) == 1.0
-
-
-@pytest.mark.parametrize("schedule", [cosine_lr, wsd_lr])
-@pytest.mark.parametrize("warmup_steps", [10, 15])
-def test_schedule_with_warmup_to_the_end_or_beyond_goes_from_warmup_to_the_minimum(
-    schedule, warmup_steps
-):
-    rates = [
-        schedule(step, max_lr=1.0, min_lr=0.1, warmup_steps=warmup_steps, max_steps=10)
-        for step in range(warmup_steps + 5)
-    ]
-
-    assert rates[:warmup_steps] == pytest.approx(
-        [(s + 1) / warmup_steps for s in range(warmup_steps)]
-    )
-    assert rates[warmup_steps:] == [0.1] * 5
+@pytest.mark.parametrize(
+    ("warmup_steps", "decay_fraction", "expected"),
+    [
+        (2, 0.4, [4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0]),
+        (5, 1.0, [1.6, 3.2, 4.8, 6.4, 8.0, 8.0, 6.4, 4.8, 3.2, 1.6, 0.0, 0.0]),  # no stable part
+        (0, 0.0, [8.0] * 10 + [0.0] * 2),  # no decay
+    ],
+)
+def test_wsd_lr_worked_by_hand(warmup_steps, decay_fraction, expected):
+    shape = {"warmup_steps": warmup_steps, "max_steps": 10, "decay_fraction": decay_fraction}
+    rates = [wsd_lr(step, max_lr=8.0, min_lr=0.0, **shape) for step in range(12)]
+    assert rates == pytest.approx(expected)
 
 
-def test_wsd_lr_decay_gives_way_to_warmup():
-    rates = [
-        wsd_lr(step, max_lr=1.0, min_lr=0.0, warmup_steps=5, max_steps=10, decay_fraction=1.0)
-        for step in range(11)
-    ]
-
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
-
-
-def test_wsd_lr_without_decay_drops_only_at_the_end():
-    rates = [
-        wsd_lr(step, max_lr=1.0, min_lr=0.1, warmup_steps=0, max_steps=5, decay_fraction=0.0)
-        for step in range(7)
-    ]
-
-    assert rates == [1.0] * 5 + [0.1] * 2
+@st.composite
+def settings_of_a_run(draw):
+    """Keyword arguments of a schedule, warm-up and end in any order."""
+    max_lr = draw(st.floats(min_value=1e-6, max_value=1.0))
+    return {
+        "max_lr": max_lr,
+        "min_lr": max_lr * draw(st.floats(min_value=0.0, max_value=1.0)),
+        "warmup_steps": draw(st.integers(min_value=0, max_value=60)),
+        "max_steps": draw(st.integers(min_value=1, max_value=60)),
+    }
 
 
-@pytest.mark.parametrize("schedule", [cosine_lr, wsd_lr])
+@pytest.mark.parametrize("name", SCHEDULES)
 @settings(deadline=None)
-@given(arguments=schedules(), step=st.integers(min_value=0, max_value=200))
-def test_schedule_stays_in_bounds(schedule, arguments, step):
-    rate = schedule(step, **arguments)
-
-    assert 0.0 <= rate <= arguments["max_lr"] * (1 + 1e-12)
-    if step >= arguments["warmup_steps"]:
-        assert rate >= arguments["min_lr"] * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("schedule", [cosine_lr, wsd_lr])
-@settings(deadline=None)
-@given(arguments=schedules())
-def test_schedule_rises_during_warmup_and_never_after(schedule, arguments):
-    warmup_steps = arguments["warmup_steps"]
-    rates = [schedule(step, **arguments) for step in range(130)]
+@given(run=settings_of_a_run())
+def test_every_schedule_rises_to_the_peak_in_warmup_and_then_never(name, run):
+    warmup_steps = run["warmup_steps"]
+    rates = [SCHEDULES[name](step, **run) for step in range(130)]
     rise, rest = rates[:warmup_steps], rates[max(warmup_steps - 1, 0) :]
-
-    assert all(later > earlier for earlier, later in pairwise(rise))
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(rest))
-
-
-@settings(deadline=None)
-@given(arguments=schedules())
-def test_cosine_lr_has_no_jump(arguments):
-    if arguments["warmup_steps"] >= arguments["max_steps"]:
-        return  # there, warm-up is followed by the minimum
-    length = arguments["max_steps"] - arguments["warmup_steps"]
-    steepest = max(
-        arguments["max_lr"] / max(arguments["warmup_steps"], 1),
-        math.pi / 2 * (arguments["max_lr"] - arguments["min_lr"]) / length,
+    assert rise == pytest.approx(
+        [run["max_lr"] * (step + 1) / warmup_steps for step in range(warmup_steps)]
     )
-    rates = [cosine_lr(step, **arguments) for step in range(130)]
+    assert rest[0] == pytest.approx(run["max_lr"])
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(rest))
+    assert set(rates[max(warmup_steps, run["max_steps"]) :]) == {run["min_lr"]}
 
-    for earlier, later in pairwise(rates):
-        assert abs(later - earlier) <= steepest * (1 + 1e-9)
+
+LINEAR = """
+def linear_lr(step, *, max_lr, min_lr, warmup_steps, max_steps):
+    return max_lr + (min_lr - max_lr) * step / max_steps
+
+
+SCHEDULES"""
+
+
+def test_another_schedule_takes_one_function_and_one_line(tiny_flags, tmp_path):
+    copy = tmp_path / "copy"
+    for wing in ("runtime", "corpus", "training", "assets"):
+        shutil.copytree(ROOT / wing, copy / wing)
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, copy)
+    source = (copy / "lr_schedule.py").read_text()
+    source = source.replace("\nSCHEDULES", LINEAR).replace(
+        '{"cosine"', '{"linear": linear_lr, "cosine"'
+    )
+    (copy / "lr_schedule.py").write_text(source)
+
+    flags = [*tiny_flags, "--lr-schedule=linear", "--max-lr=8e-4", "--min-lr=0", "--run-name=a"]
+    done = subprocess.run(
+        [sys.executable, copy / "train_gpt2.py", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    records = read_metrics(tmp_path / "runs/a/metrics.jsonl")
+    rates = [record["lr"] for record in records if "lr" in record]
+    assert rates == pytest.approx([8e-4, 7e-4, 6e-4, 5e-4, 4e-4, 3e-4, 2e-4, 1e-4])

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lr_schedule import ScheduleName
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.device import DeviceName, DtypeName
@@ -94,7 +95,7 @@ class TrainConfig:
     """Learning rate at the end."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; by default 715 or a tenth of the run, whichever is less."""
-    lr_schedule: Literal["cosine", "wsd"] = "cosine"
+    lr_schedule: ScheduleName = "cosine"
     """Shape of the decay: half a cosine, or constant and then linear (warm-up, stable, decay)."""
     weight_decay: float = 0.1
     """AdamW's decay of matrices; biases and LayerNorms have none."""

@@ -35,11 +35,11 @@ SAVED_BYTES: dict[ActivationCheckpointing, tuple[int, int]] = {
     "full": (4, 4),
 }
 GRADIENT_BYTES = (28, 44)  # likewise, of the block whose backward pass runs
-# Resident in a CPU process besides its tensors, measured with torch 2.13: after the imports, and
-# after torch.compile, which leaves its own modules and compiled code in memory.
-PROCESS_GIB, COMPILER_GIB = 0.25, 0.25
+# Resident in a CPU process besides its tensors, measured with torch 2.13: after the imports; more
+# after torch.compile; more with a process group and FSDP.
+PROCESS_GIB, COMPILER_GIB, GROUP_GIB = 0.25, 0.25, 0.2
 # Freed tensors stay with the process (`tune_malloc`). Those of eager passes, of many sizes, leave
-# holes that the next ones do not fit: 2.0 to 3.5 times the tensors were resident in eight runs.
+# holes that the next ones do not fit: 2.0 to 3.5 times their size was resident in eight small runs.
 EAGER_CPU_OVERHEAD = 3.5
 CONTEXTS = [2**power for power in range(10, 18)]  # tokens
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
@@ -249,7 +249,8 @@ class MemoryModel:
         process, state = 0.0, self.state_bytes(accumulates)
         activations: float = tokens * self.activation_bytes_per_token()
         if self.dist_info.device.type == "cpu":
-            process = PROCESS_GIB + (COMPILER_GIB if self.config.compile else 0.0)
+            process = PROCESS_GIB + COMPILER_GIB * self.config.compile
+            process += GROUP_GIB * (self.dist_info.world_size > 1)
             state += CHECKPOINT_BYTES_PER_PARAMETER * self.model_config.n_params
             activations *= 1.0 if self.compiled else EAGER_CPU_OVERHEAD
         return MemoryEstimate(process, state / 2**30, activations / 2**30)
