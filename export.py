@@ -8,8 +8,6 @@ if __name__ == "__main__":
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from runtime.checkpoint import load_model
 from runtime.cli import parse_flags, run_command
 from runtime.huggingface import save_pretrained
@@ -28,7 +26,7 @@ class ExportConfig:
 def main() -> None:
     """Write a model in Hugging Face's format."""
     config = parse_flags(ExportConfig)
-    model = load_model(config.model, torch.device("cpu"))
+    model = load_model(config.model)
     save_pretrained(model, config.out)
     print(f"exported {model.config.n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')

@@ -101,6 +101,8 @@ def main() -> None:
 
 def has_piped_input() -> bool:
     """Whether standard input is a pipe or file that has text. Reads nothing and never waits."""
+    if os.environ.get("RANK", "0") != "0":  # torchrun's processes share one
+        return False
     try:
         import fcntl
         import termios

@@ -230,7 +230,7 @@ def _stdlib_as_jsonl(path: Path) -> Path:
 def measure_hellaswag(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """The batched scorer and one example at a time, and how often their predictions agree."""
     model, dtype = new_model(config), select_dtype("auto", config.torch_device)
-    examples = load_examples(config.hellaswag_data)
+    examples = load_examples(config.hellaswag_data or ROOT / "assets" / "hellaswag_sample.jsonl")
     score_one_at_a_time(model, examples[:1], dtype)  # the device's first operations are slow
     results: list[HellaSwagResult] = []
 

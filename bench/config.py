@@ -55,8 +55,8 @@ class BenchConfig:
     """Folder of token shards to train on; by default Python's standard library, tokenized."""
     text: Path | None = None
     """A .parquet or .jsonl file for --component tokenize; by default the standard library."""
-    hellaswag_data: Path = ROOT / "assets" / "hellaswag_sample.jsonl"
-    """The examples for --component hellaswag, as JSONL."""
+    hellaswag_data: Path | None = None
+    """A HellaSwag JSONL for --component hellaswag; by default the sample in assets/."""
     out_dir: Path = Path("bench/results")
     """Where the results go: DEVICE.json for the default model and batch, a file named after the
     dimensions for others."""

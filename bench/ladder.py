@@ -158,12 +158,9 @@ def measure_training(config: BenchConfig, scratch: Path) -> Section:
     print(training_table(summaries, left_out, steps))
     print("batch: sequences per micro-batch x micro-batches per step")
     if peak_flops:
-        source = (
-            "a bfloat16 or float32 matrix product, measured"
-            if config.torch_device.type == "cpu"
-            else "data sheet"
-        )
-        print(f"MFU: share of the device's peak, {peak_flops / 1e9:,.0f} GFLOP/s ({source})")
+        is_cpu = config.torch_device.type == "cpu"
+        source = "the fastest matrix product measured" if is_cpu else "from its data sheet"
+        print(f"MFU: share of the device's peak, {peak_flops / 1e9:,.0f} GFLOP/s: {source}")
     for measure, ratio in ratios.items():
         print(f"{PRODUCT} / {config.peer}: {ratio:.2f}x {measure}")
     return {

@@ -325,7 +325,7 @@ class TokenShards:
         )
 
 
-def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenShards:
+def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> TokenShards:
     """Open one split of a data folder and check what can be checked quickly.
 
     Every file's dtype, shape and, where there is a manifest, size are checked, and the hash of each
@@ -341,6 +341,7 @@ def open_shards(folder: Path, split: Split, vocab_size: int = 50257) -> TokenSha
         FileNotFoundError: the folder or the split is missing; the message names other data folders.
         ValueError: the data set is unfinished, or a shard is damaged.
     """
+    folder = Path(folder)
     manifest = Manifest.load(folder)
     if manifest is not None and not manifest.complete:
         raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")

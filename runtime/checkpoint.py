@@ -48,7 +48,7 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-MAX_LAYERS = 1000  # of a model that has more layers than tensors
+MAX_LAYERS = 1000  # more are believed only of a file with as many tensors
 
 
 @dataclass(frozen=True)
@@ -564,26 +564,26 @@ def _load_optimizers(
         ValueError: the state is of other optimizers or parameters.
     """
     if (built := _class_names(optimizers)) != state.optimizers:
-        saved = " and ".join(map(str, state.optimizers))
+        trained_by = " and ".join(map(str, state.optimizers))
         raise ValueError(
-            f"{checkpoint} was trained by {saved}, and this run builds {' and '.join(built)}: "
-            f"build {saved}, or start a new run from its weights with --init-from {checkpoint}"
+            f"{checkpoint} was trained by {trained_by}, and this run builds {' and '.join(built)}: "
+            f"build {trained_by}, or start a new run from the weights by --init-from {checkpoint}"
         )
+    path = checkpoint / OPTIMIZER_NAME
+    found = _read_tensors(path) | state.optimizer_values
     for optimizer in optimizers:
         _make_state(optimizer)
     by_parameter = _states_by_name(model, optimizers)
     for name, own in by_parameter.items():
         if name in state.stateless:  # it never had a gradient
             own.clear()
-    path = checkpoint / OPTIMIZER_NAME
-    found_values = _read_tensors(path) | state.optimizer_values
-    _check_fit(path, found_values, _flatten(by_parameter))
+    _check_fit(path, found, _flatten(by_parameter))
     for name, own in by_parameter.items():
         for key, value in own.items():
-            if isinstance(value, Tensor):
-                value.copy_(distribute_like(found_values[f"{key}.{name}"], value))
-            else:
-                own[key] = found_values[f"{key}.{name}"]
+            saved = found[f"{key}.{name}"]
+            own[key] = (
+                value.copy_(distribute_like(saved, value)) if isinstance(value, Tensor) else saved
+            )
 
 
 def _make_state(optimizer: Optimizer) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -62,9 +62,11 @@ def _parse(
 ) -> Config:
     captured = io.StringIO()
     defaults: dict[str, Any] = {} if default is None else {"default": default}
-    shows_help = not {"-h", "--help"}.isdisjoint(args)
+    columns = os.environ.get("COLUMNS")
+    if not {"-h", "--help"} & set(args):
+        os.environ["COLUMNS"] = "100000"  # otherwise tyro breaks the path in a message in two
     try:
-        with contextlib.redirect_stderr(captured), _wide_terminal(not shows_help):
+        with contextlib.redirect_stderr(captured):
             config, unknown = tyro.cli(
                 config_class, args=args, return_unknown_args=True, **defaults
             )
@@ -72,6 +74,10 @@ def _parse(
         if stop.code in (0, None):  # --help
             raise
         raise ValueError(_unboxed(captured.getvalue())) from None
+    finally:
+        os.environ.pop("COLUMNS", None)
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
     if unknown:
         flags = [arg for arg in unknown if arg.startswith("-")]
         if not flags:
@@ -88,20 +94,6 @@ def _explain_unknown(flag: str, names: Sequence[str], hints: Mapping[str, str]) 
     similar = difflib.get_close_matches(flag.removeprefix("--"), names, 1, cutoff=0.75)
     hint = hints.get(flag) or (f"did you mean --{similar[0]}?" if similar else "")
     return f"there is no flag {flag}" + (f": {hint}" if hint else "")
-
-
-@contextlib.contextmanager
-def _wide_terminal(wide: bool) -> Iterator[None]:
-    """Tell tyro of a wide terminal, so that it does not break the path in a message in two."""
-    columns = os.environ.get("COLUMNS")
-    if wide:
-        os.environ["COLUMNS"] = "100000"
-    try:
-        yield
-    finally:
-        os.environ.pop("COLUMNS", None)
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
 
 
 def _unboxed(text: str) -> str:

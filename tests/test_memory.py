@@ -36,7 +36,7 @@ def peak_bytes(checkpointing, chunks, dtype):
     """The most that the tensors of a forward and backward pass of `LONG` take at once."""
     model = GPT(LONG)
     model.loss_chunks = chunks
-    model.set_checkpointing(checkpointing)
+    model.set_activation_checkpointing(checkpointing)
     idx = torch.zeros(1, LONG.block_size, dtype=torch.int64)
     with profile(profile_memory=True) as profiler:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):

@@ -16,7 +16,7 @@ from train_gpt2 import main
 SCRIPT = ROOT / "scripts/slurm_train.sh"
 LOOPBACK = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
 SRUN = """#!/usr/bin/env bash
-# srun --flag=… command …: the command once a node; signals go to all, as Slurm sends them.
+# srun --flag=… command …: the command once per node; signals go to all, as Slurm sends them.
 while [[ $1 == --* ]]; do shift; done
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do "$@" & pids+=($!); done
 echo "${pids[*]}" >> pids
@@ -124,10 +124,10 @@ def job(tmp_path):
         ({}, 0, False),
         ({"STATUS": "1"}, 1, False),
         ({"MARK": "step 9", "STATUS": "1"}, 0, True),  # torchrun that was signalled fails
-        ({"MARK": "step 4", "STATUS": "1"}, 1, False),  # no step further than the time before
+        ({"MARK": "step 4", "STATUS": "1"}, 1, False),  # no progress since the time before
     ],
 )
-def test_slurm_job_is_requeued_where_it_was_preempted_anew(
+def test_slurm_job_is_requeued_where_it_was_preempted_again(
     job, tmp_path, environment, code, requeued
 ):
     mark = tmp_path / "runs/a/PREEMPTED"
@@ -178,7 +178,7 @@ def test_slurm_job_saves_at_usr1_is_requeued_and_goes_on(job, tmp_path, tiny_fla
     stopped = max(r["step"] for r in read_metrics(metrics))
     assert f"SIGUSR1: stopped after step {stopped}; " in output
 
-    # Queued again it goes on; on one rank here, which costs less time.
+    # The queued job resumes; here on one rank, which takes less time.
     main([*flags, f"--out-dir={tmp_path}/runs", "--resume=auto", f"--max-steps={stopped + 2}"])
     steps = [r["step"] for r in read_metrics(metrics) if "lr" in r]
     assert steps == list(range(1, stopped + 3))

@@ -112,7 +112,7 @@ def test_preflight_refuses_other_data(homes, tiny_flags):
 
 def test_preflight_refuses_an_out_dir_that_is_not_shared(homes, tiny_flags):
     (homes[1] / "runs").unlink()
-    seen = "on rank 1: rank 0 wrote to runs, and it is not seen here"
+    seen = "on rank 1: rank 0 wrote to runs, and this rank does not see it"
     assert_refused(preflight(homes, tiny_flags), "disk", seen, "give an --out-dir")
     assert not list((homes[0] / "runs").iterdir())
 

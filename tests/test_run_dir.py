@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from model import GPTConfig
 from runtime.checkpoint import TrainerState
 from runtime.distributed import DistInfo
 from runtime.files import read_json, write_json
 from training.config import TrainConfig
 from training.run_dir import (
     Preemption,
+    check_resume_compatible,
     choose_run_dir,
     clear_preemption,
     find_resumable,
@@ -33,7 +35,7 @@ def fake_checkpoint(run_dir, step, **settings):
     state = TrainerState(
         step=step,
         tokens_seen=0,
-        model_config={},
+        model_config=asdict(GPTConfig()),
         train_config=settings,
         data_fingerprint="",
         rng_states={},
@@ -105,7 +107,7 @@ def test_find_resumable_of_a_path_and_of_auto(tmp_path):
     assert find_resumable("auto", tmp_path, None) is None
     old = fake_checkpoint(tmp_path / "old", 900)
     assert find_resumable(str(tmp_path / "old"), tmp_path, None) == old
-    with pytest.raises(FileNotFoundError, match="nowhere is neither"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         find_resumable("nowhere", tmp_path, None)
 
 
@@ -152,6 +154,20 @@ def test_resume_auto_says_which_run_it_takes(tmp_path, capsys):
     assert (config.run_name, config.max_lr, config.seed, checkpoint) == ("last", 0.2, 3, None)
     hint = f"--resume auto takes {tmp_path}/last; --run-name chooses another run\n"
     assert capsys.readouterr().out == hint
+
+
+def test_other_data_is_refused_and_auto_names_the_flag_of_another_run(tmp_path):
+    checkpoint = fake_checkpoint(tmp_path / "last", 1, **NEW.saved())
+    with pytest.raises(
+        ValueError, match=r"data_fingerprint  -> b\): leave these as they were"
+    ) as one:
+        check_resume_compatible(checkpoint, GPTConfig(), NEW, "b")
+    with pytest.raises(
+        ValueError, match="choose another run by --run-name, or start a new"
+    ) as auto:
+        check_resume_compatible(checkpoint, GPTConfig(), RESUMED, "b")
+    assert "--run-name" not in str(one.value)
+    assert str(checkpoint) in str(auto.value)
 
 
 @pytest.mark.parametrize(

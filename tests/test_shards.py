@@ -91,7 +91,7 @@ def test_open_shards_takes_a_folder_without_manifest(tmp_path):
     np.save(tmp_path / "edufineweb_train_000001.npy", tokens_of(5))
     np.save(tmp_path / "edufineweb_val_000000.npy", tokens_of(3))
     assert open_shards(tmp_path, "train").read(0, 10).tolist() == list(range(10))
-    assert open_shards(tmp_path, "val").total_tokens == 3
+    assert open_shards(str(tmp_path), "val").total_tokens == 3
 
 
 def test_open_shards_names_the_shard_and_offset_of_an_impossible_id(tmp_path):
@@ -236,34 +236,6 @@ def refusal_of(folder):
     except (ValueError, FileNotFoundError) as error:
         return str(error)
     return None
-
-
-HEADER = "{'descr': '<u2', 'fortran_order': False, 'shape': (20,), }"
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    header=st.text(alphabet="{}()[]',:<|uiO0123456789. \n#\\L\"*-", max_size=60)
-    | st.builds(
-        lambda start, end, middle: HEADER[:start] + middle + HEADER[end:],
-        st.integers(0, len(HEADER)),
-        st.integers(0, len(HEADER)),
-        st.text(alphabet="()[]',0123456789L*-\n", max_size=25),
-    ),
-    version=st.integers(0, 4),
-)
-@pytest.mark.filterwarnings("ignore")
-def test_open_shards_takes_any_header_or_names_the_file(tmp_path_factory, header, version):
-    folder = tmp_path_factory.getbasetemp() / "headers"
-    folder.mkdir(exist_ok=True)
-    length = len(header).to_bytes(2 if version < 2 else 4, "little")
-    content = b"\x93NUMPY" + bytes([version, 0]) + length + header.encode("latin-1") + b"\1\0" * 20
-    (folder / "train_000001.npy").write_bytes(content)
-    refusal = refusal_of(folder)
-    if refusal:
-        assert "train_000001.npy" in refusal
-    else:
-        assert 1 <= open_shards(folder, "train").total_tokens <= len(content)
 
 
 json_values = st.recursive(

@@ -229,7 +229,7 @@ def test_main_plan_prints_and_touches_nothing(tmp_path, capsys, monkeypatch):
     main(["--plan", "--device=cpu", "--dtype=float32"])
     plan = capsys.readouterr().out
     assert "124,475,904" in plan
-    assert "860M a token" in plan
+    assert "860M per token" in plan
     assert "9,999,745,024" in plan
     assert "1.39 GiB" in plan
     assert not list(tmp_path.iterdir())
@@ -500,7 +500,9 @@ def test_evaluate_loss_weighs_tokens_not_batches():
 
 
 def test_learning_rate_follows_the_flags(tiny_flags):
-    config, _ = parse_config([*tiny_flags, "--lr-schedule=wsd", "--max-steps=10"])
+    config, _ = parse_config(
+        [*tiny_flags, "--lr-schedule=wsd", "--max-steps=10", "--warmup-steps=2"]
+    )
     rates = [learning_rate(config, step) for step in range(10)]
     assert rates[0] == 3e-4
     assert rates[1:8] == [6e-4] * 7

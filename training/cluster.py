@@ -140,7 +140,7 @@ class Estimate:
 
 
 def estimate(config: TrainConfig, model_config: GPTConfig, between: float) -> Estimate:
-    """Time and memory of a run on the GPUs that the flags name.
+    """Time and memory on the GPUs that the flags name.
 
     Args:
         config: the run's settings; `gpus` is set.
@@ -244,10 +244,6 @@ def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
 
 def describe_cluster(config: TrainConfig, model_config: GPTConfig) -> str:
     """What a run takes on other GPUs with every `--parallel`, and what that assumes.
-
-    Args:
-        config: the run's settings; `gpus` is set.
-        model_config: the model's dimensions.
 
     Raises:
         ValueError: the batch does not divide.

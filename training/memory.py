@@ -119,13 +119,6 @@ def choose_batch(
 
     Elsewhere there is no probe: the system would end a process that runs out of memory. Nor is
     there one of a sharded model: other ranks would wait for the one that runs out.
-
-    Args:
-        config: the run's settings.
-        model_config: the model's dimensions.
-        model: compiled and wrapped.
-        dtype: of matrix products.
-        dist_info: rank, world size and device of this process.
     """
     probed = dist_info.device.type == "cuda" and config.micro_batch_size == "auto"
     if not probed or config.is_sharded:
@@ -313,14 +306,7 @@ def peak_gib(
 def describe_contexts(
     config: TrainConfig, model_config: GPTConfig, dtype: torch.dtype, dist_info: DistInfo
 ) -> str:
-    """Peak memory by context length and activation checkpointing, one sequence at a time.
-
-    Args:
-        config: says what is sharded, and whether it is compiled.
-        model_config: the model's dimensions, but for the context length.
-        dtype: of matrix products.
-        dist_info: rank, world size and device of one process.
-    """
+    """Peak memory by context length and activation checkpointing, one sequence at a time."""
     on_gpu = dist_info.device.type == "cuda"
     modes: dict[str, dict[str, Any]] = {
         name: {"activation_checkpointing": name, "activation_offload": False}
@@ -352,14 +338,7 @@ def describe_contexts(
 def describe_plan(
     config: TrainConfig, model_config: GPTConfig, batch: BatchPlan, dist_info: DistInfo
 ) -> str:
-    """What a run will take, as a table.
-
-    Args:
-        config: the run's settings.
-        model_config: the model's dimensions.
-        batch: how the global batch is split.
-        dist_info: rank, world size and device of one process.
-    """
+    """What a run will take, as a table."""
     device, world_size, n_params = dist_info.device, dist_info.world_size, model_config.n_params
     tokens = config.total_batch_size * config.max_steps
     per_token = flops_per_token(
