@@ -174,7 +174,7 @@ def test_mode_that_cannot_be_is_refused(tiny_flags, flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--parallel=hsdp"], "2 of 2 processes are on this one: use --parallel fsdp"),
+        (["--parallel=hsdp"], "2 of 2 are on this one: use --parallel fsdp"),
         (["--parallel=fsdp", "--cpu-offload"], "--cpu-offload needs GPUs, and this device is cpu"),
     ],
 )
