@@ -118,13 +118,15 @@ def test_loader_step_has_the_same_windows_however_it_is_split(
     assert sorted(np.concatenate(shares).tolist()) == sorted(whole.tolist())
 
 
-def test_loader_starts_where_another_would_be(data_dir):
+@pytest.mark.parametrize("start_step", [3, 15, 16])  # step 15 crosses from epoch to epoch
+def test_loader_starts_where_another_would_be(data_dir, start_step):
     with loader(data_dir) as batches:
-        straight = list(itertools.islice(batches, 8))
-    with loader(data_dir, start_step=3) as batches:
-        resumed = list(itertools.islice(batches, 2))
-    assert torch.equal(resumed[0].inputs, straight[6].inputs)
-    assert torch.equal(resumed[1].targets, straight[7].targets)
+        straight = list(itertools.islice(batches, 2 * start_step + 4))
+    with loader(data_dir, start_step=start_step) as batches:
+        resumed = list(itertools.islice(batches, 4))
+    for ours, theirs in zip(resumed, straight[2 * start_step :], strict=True):
+        assert torch.equal(ours.inputs, theirs.inputs)
+        assert torch.equal(ours.targets, theirs.targets)
 
 
 def test_loader_seed_changes_the_order(data_dir):
