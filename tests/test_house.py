@@ -1,6 +1,7 @@
 """The shape of the house: who may import whom, and what no module may do."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -109,3 +110,19 @@ def test_upward_imports_finds_one(source):
 @pytest.mark.parametrize("source", ["print(1)", "for x in y: pass", "if x: y = 1", "f()"])
 def test_work_at_import_finds_statements_that_run(source):
     assert work_at_import(ast.parse(source)) == [1]
+
+
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_documents_name_tests_and_files_that_exist(path):
+    text = path.read_text(encoding="utf-8")
+    tests = "".join(test.read_text(encoding="utf-8") for test in (ROOT / "tests").glob("*.py"))
+    for name in re.findall(r"`(?:test_\w+\.py::)?(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    links += re.findall(r"`(tests/[\w./]+|test_\w+\.py)(?:::\w+)?`", text)
+    for link in links:
+        places = (path.parent / link, ROOT / link, ROOT / "tests" / link)
+        assert any(place.exists() for place in places), link
