@@ -28,7 +28,6 @@ from bench.measurement import (
     Measurement,
     alternate,
     busy_loops,
-    last_line,
     run_python,
     seconds_of,
     usable_cores,
@@ -56,10 +55,7 @@ SPINS, DEFAULT_SPINS = "1000", "300000"
 
 
 def measure_component(config: BenchConfig, scratch: Path) -> Section:
-    """Measure the config's component and print its table; returns JSON values.
-
-    Temporary files go to the folder `scratch`.
-    """
+    """Measure the config's component, with files in `scratch`; print its table, return JSON."""
     assert config.component is not None
     measurements = COMPONENTS[config.component](config, scratch)
     print(component_table(measurements))
@@ -104,14 +100,13 @@ def new_model(config: BenchConfig) -> GPT:
 
 def measure_busy(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """Training alone, and next to busy loops on all cores; by how long OpenMP threads spin."""
-    loops = usable_cores()
+    cores, flags, cache = usable_cores(), train_config(config), scratch / "compiled"
+    steps = config.timed_steps
     cases = {"alone": (0, SPINS)}
-    cases[f"next to {loops} busy loops"] = (loops, SPINS)
-    cases[f"next to {loops} busy loops, OpenMP's default spinning"] = (loops, DEFAULT_SPINS)
+    cases[f"next to {cores} busy loops"] = (cores, SPINS)
+    cases[f"next to {cores} busy loops, OpenMP's default spinning"] = (cores, DEFAULT_SPINS)
 
     def speed(loops: int, spins: str) -> float:
-        flags, cache = train_config(config), scratch / "compiled"
-        steps = config.timed_steps
         with busy_loops(loops):
             result = run_in_process(ALL_OPTIMIZATIONS, flags, steps, cache, GOMP_SPINCOUNT=spins)
         return result.tokens_per_second
@@ -207,8 +202,8 @@ def measure_tokenize(config: BenchConfig, scratch: Path) -> list[Measurement]:
         *[partial(run, command, files) for command in commands.values() for files in inputs],
     )
     measurements = []
+    few, many = counts[1], counts[STEADY_COPIES]
     for label, small, large in zip(commands, runs[::2], runs[1::2], strict=True):
-        few, many = counts[1], counts[STEADY_COPIES]
         steady = [(many - few) / (long - short) for short, long in zip(small, large, strict=True)]
         measurements += [
             Measurement(label, f"s for {few:,} tokens", small),
@@ -256,13 +251,10 @@ def measure_hellaswag(config: BenchConfig, scratch: Path) -> list[Measurement]:
 def score_one_at_a_time(model: GPT, examples: list[Example], dtype: torch.dtype) -> HellaSwagResult:
     """Score HellaSwag as build-nanogpt does: four padded rows per example, all logits.
 
-    Args:
-        model: the raw model.
-        examples: N of them.
-        dtype: of matrix products, the LM head's included; the losses are float32.
+    The LM head too computes in `dtype`; the losses are float32.
     """
     device = model.transformer.wte.weight.device
-    summed, mean = [], []
+    results = []
     for example in examples:
         rows = [torch.tensor(example.context + ending) for ending in example.endings]
         idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (4, T)
@@ -274,10 +266,9 @@ def score_one_at_a_time(model: GPT, examples: list[Example], dtype: torch.dtype)
         shifted, targets = logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten()
         losses = F.cross_entropy(shifted.float(), targets, reduction="none").view(in_ending.shape)
         loss = (losses * in_ending).sum(dim=1)
-        summed.append(loss.cpu())
-        mean.append((loss / in_ending.sum(dim=1)).cpu())
+        results.append(torch.stack([loss, loss / in_ending.sum(dim=1)]).cpu())  # (2, 4)
     labels = torch.tensor([example.label for example in examples])
-    return HellaSwagResult(labels, torch.stack(summed), torch.stack(mean))
+    return HellaSwagResult(labels, *torch.stack(results, dim=1))
 
 
 # --- sampling, saving, starting ---------------------------------------------------------------
@@ -337,13 +328,11 @@ def measure_checkpoint(config: BenchConfig, scratch: Path) -> list[Measurement]:
 
 def measure_startup(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """From the command `train_gpt2.py` to its first update, with and without compiled code."""
+    warm = partial(_seconds_to_first_update, config, scratch)
 
     def cold() -> float:
         shutil.rmtree(scratch / "compiled", ignore_errors=True)
         return warm()
-
-    def warm() -> float:
-        return _seconds_to_first_update(config, scratch)
 
     colds, warms = alternate(config.rounds, cold, warm)
     return [
@@ -366,7 +355,7 @@ def _seconds_to_first_update(config: BenchConfig, scratch: Path) -> float:
             if line.startswith("step") and "| loss " in line:
                 process.kill()  # its checkpoint is not needed
                 return time.perf_counter() - start
-    raise ValueError(f"train_gpt2.py made no update: {last_line(line)}")
+    raise ValueError(f"train_gpt2.py made no update: {line.strip() or 'no error message'}")
 
 
 COMPONENTS: dict[str, Callable[[BenchConfig, Path], list[Measurement]]] = {
