@@ -1,17 +1,12 @@
-import shutil
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
 import torch
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
 from lr_schedule import SCHEDULES, cosine_lr, wsd_lr
-from runtime.metrics import read_metrics
 
 RATES = [(6e-4, 6e-5), (1.8e-3, 0.0), (3e-4, 3e-4)]  # max_lr, min_lr
 
@@ -77,17 +72,6 @@ def test_wsd_lr_equals_torch_linear_constant_linear(
     assert ours == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-def test_cosine_lr_of_the_gpt2_reproduction_worked_by_hand():
-    rate = {
-        step: cosine_lr(step, max_lr=6e-4, min_lr=6e-5, warmup_steps=715, max_steps=19073)
-        for step in (0, 714, 715, 715 + 9179, 19073, 1_000_000)
-    }
-    assert rate[0] == pytest.approx(6e-4 / 715)
-    assert rate[714] == rate[715] == 6e-4
-    assert rate[715 + 9179] == pytest.approx((6e-4 + 6e-5) / 2)  # halfway down the cosine
-    assert rate[19073] == rate[1_000_000] == 6e-5
-
-
 @pytest.mark.parametrize(
     ("warmup_steps", "decay_fraction", "expected"),
     [
@@ -127,37 +111,3 @@ def test_every_schedule_rises_to_the_peak_in_warmup_and_then_never(name, run):
     assert rest[0] == pytest.approx(run["max_lr"])
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(rest))
     assert set(rates[max(warmup_steps, run["max_steps"]) :]) == {run["min_lr"]}
-
-
-LINEAR = """
-def linear_lr(step, *, max_lr, min_lr, warmup_steps, max_steps):
-    return max_lr + (min_lr - max_lr) * step / max_steps
-
-
-SCHEDULES"""
-
-
-def test_another_schedule_takes_one_function_and_one_line(tiny_flags, tmp_path):
-    copy = tmp_path / "copy"
-    for wing in ("runtime", "corpus", "training", "assets"):
-        shutil.copytree(ROOT / wing, copy / wing)
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, copy)
-    source = (copy / "lr_schedule.py").read_text()
-    source = source.replace("\nSCHEDULES", LINEAR).replace(
-        '{"cosine"', '{"linear": linear_lr, "cosine"'
-    )
-    (copy / "lr_schedule.py").write_text(source)
-
-    flags = [*tiny_flags, "--lr-schedule=linear", "--max-lr=8e-4", "--min-lr=0", "--run-name=a"]
-    done = subprocess.run(
-        [sys.executable, copy / "train_gpt2.py", *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr
-    records = read_metrics(tmp_path / "runs/a/metrics.jsonl")
-    rates = [record["lr"] for record in records if "lr" in record]
-    assert rates == pytest.approx([8e-4, 7e-4, 6e-4, 5e-4, 4e-4, 3e-4, 2e-4, 1e-4])

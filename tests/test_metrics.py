@@ -1,4 +1,3 @@
-import json
 import math
 import statistics
 import subprocess
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import GPT2_SIZES, GPTConfig
 from runtime.metrics import (
     LEAST_NORMS,
     NORM_WINDOW,
@@ -26,39 +24,20 @@ from runtime.metrics import (
 )
 
 PEAKS = {  # the driver's names, and the dense bfloat16 peak
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200 480GB": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA A10G": 70e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-    "NVIDIA GeForce RTX 3090": 71e12,
-    "Tesla T4": 65e12,
-    "Tesla V100-SXM2-16GB": 125e12,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # unknown ones, never a guess
-    "NVIDIA GeForce RTX 3090 Ti": None,
-    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-    "NVIDIA H20": None,
-    "NVIDIA A100X": None,
-    "NVIDIA L40": None,
-    "NVIDIA GB200": None,
-    "AMD Instinct MI300X": None,
-    "": None,
+    **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312e12),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
+    **{"NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12, "NVIDIA A10G": 70e12, "Tesla T4": 65e12},
+    # Unknown ones, never a guess.
+    **dict.fromkeys(("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti")),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A100X")),
+    **dict.fromkeys(("NVIDIA L40", "NVIDIA GB200", "AMD Instinct MI300X", "")),
 }
 
 
 class Clock:
     """A clock that the test moves."""
 
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self):
         return self.now
@@ -73,15 +52,6 @@ def write(path, *records):
     with MetricsLogger(path) as logger:
         for record in records:
             logger.log(**record)
-
-
-def test_logger_appends_a_line_per_record_readable_at_once(path):
-    write(path, {"step": 1, "tokens_seen": 512, "train_loss": 3.5})
-    with MetricsLogger(path) as logger:  # another process
-        logger.log(step=2, tokens_seen=1024, train_loss=3.25)
-        lines = path.read_text().splitlines()
-    assert json.loads(lines[0]) == {"step": 1, "tokens_seen": 512, "train_loss": 3.5}
-    assert json.loads(lines[1]) == {"step": 2, "tokens_seen": 1024, "train_loss": 3.25}
 
 
 def test_logger_writes_a_non_finite_float_as_null(path):
@@ -153,11 +123,6 @@ def test_read_metrics_drops_the_steps_that_a_resumed_run_did_again(path):
     assert records == [(1, 9.0), (2, 9.0), (3, 0.5)]
 
 
-def test_read_metrics_of_a_missing_file_names_it(path):
-    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
-        read_metrics(path)
-
-
 def test_logged_metrics_are_those_of_the_step_that_no_resume_undid(path):
     assert logged_metrics(path, 0) == set()  # no file yet
     write(path, {"step": 4, "tokens_seen": 40, "train_loss": 3.0}, {"step": 4, "val_loss": 3.1})
@@ -172,16 +137,6 @@ def test_logged_metrics_are_those_of_the_step_that_no_resume_undid(path):
 
 def test_flops_per_token_of_gpt2_is_the_published_860_million():
     assert flops_per_token(124_475_904, n_layer=12, n_embd=768, block_size=1024) == 860_101_632
-
-
-@pytest.mark.parametrize("size", GPT2_SIZES)
-def test_flops_per_token_is_close_to_three_forward_passes_counted_product_by_product(size):
-    config = GPTConfig(**GPT2_SIZES[size])
-    C, T, V = config.n_embd, config.block_size, config.padded_vocab_size
-    matrices = config.n_layer * (3 * C * C + C * C + 4 * C * C + 4 * C * C) + V * C
-    by_hand = 3 * 2 * (matrices + config.n_layer * 2 * C * T)
-    counted = flops_per_token(config.n_params, config.n_layer, C, T)
-    assert counted == pytest.approx(by_hand, rel=0.01)  # biases and positions are the rest
 
 
 def test_peak_flops_is_the_dense_bfloat16_peak_of_known_gpus_and_none_of_others():
