@@ -98,10 +98,7 @@ def summarise(seconds: float) -> None:
 def unigram_loss(train: TokenShards, val: TokenShards, vocab_size: int = 50257) -> float:
     """Cross-entropy of the validation split under the training split's token frequencies.
 
-    Add-one smoothing: every id counts once more than it occurs, so that none is impossible.
-
-    Returns:
-        Nats per token.
+    In nats per token. Every id counts once more than it occurs, so that none is impossible.
     """
     train_counts, val_counts = (
         np.sum([np.bincount(array, minlength=vocab_size) for array in shards.arrays], axis=0)

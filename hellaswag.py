@@ -178,8 +178,7 @@ def load_examples(path: str | Path, limit: int = 0) -> list[Example]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row is not a HellaSwag example (the message names its line), or the file
-            has none.
+        ValueError: a row is no HellaSwag example (the message names its line), or there is none.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no HellaSwag file {path}")
@@ -317,15 +316,10 @@ def evaluate_hellaswag(
 
 @torch.no_grad()
 def score_examples(model: GPT, examples: Sequence[Example], device: torch.device) -> Tensor:
-    """The summed loss of each ending of B examples, in nats, from one forward pass.
+    """(B, 4) float32: the summed loss of each ending of B examples, in nats.
 
-    Args:
-        model: the raw model; it computes in the caller's autocast dtype.
-        examples: B of them.
-        device: where the model computes, even if its weights are offloaded to the CPU.
-
-    Returns:
-        (B, 4) float32, on `device`.
+    The model computes on `device`, even if its weights are offloaded to the CPU, in the caller's
+    autocast dtype.
     """
     rows = [_pack(example) for example in examples]
     idx = _pad([row.idx for row in rows], 0).to(device)

@@ -53,7 +53,6 @@ def wsd_lr(
     """Warm-up, stable, decay: linear up, constant `max_lr`, linear down; see `Schedule`.
 
     The last `decay_fraction` of all steps decays, in [0, 1]; less where warm-up takes longer.
-
     Source: MiniCPM (Hu et al. 2024), section 4; the trapezoid of Hägele et al. 2024.
     """
     if step < warmup_steps:

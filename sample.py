@@ -154,9 +154,10 @@ def generate(
             ended |= next_token == stop_token
             if ended.all():
                 break
-    rows = [
-        row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in tokens.tolist()
-    ]
+    rows = []
+    for row in tokens.tolist():
+        end = row.index(stop_token, T) if stop_token in row[T:] else len(row)
+        rows.append(row[:end])
     return decode(rows[0]) if isinstance(prompt, str) else rows
 
 

@@ -142,15 +142,14 @@ def measure_data(config: BenchConfig, scratch: Path) -> list[Measurement]:
         batches = timed(loader, waits)
         train_gpt2.train_step(trainer, batches, lr)  # compiles
         timer = StepTimer(0, config.rounds * steps, trainer.config.total_batch_size)
-        for step in range(config.rounds * steps):
-            if step % steps == 0:
-                waits.clear()
-                start = time.perf_counter()
-            result = train_gpt2.train_step(trainer, batches, lr)
-            log = partial(train_gpt2.log_step, trainer, logger, timer, bar, step + 1, lr, result)
-            waits.append(seconds_of(log))
-            if step % steps == steps - 1:
-                shares.append(sum(waits) / (time.perf_counter() - start))
+        for done in range(0, config.rounds * steps, steps):
+            waits.clear()
+            start = time.perf_counter()
+            for step in range(done + 1, done + steps + 1):
+                result = train_gpt2.train_step(trainer, batches, lr)
+                log = partial(train_gpt2.log_step, trainer, logger, timer, bar, step, lr, result)
+                waits.append(seconds_of(log))
+            shares.append(sum(waits) / (time.perf_counter() - start))
     tokens = LOADER_BATCHES * config.sequences * config.block_size
     with train_gpt2.training_loader(trainer, 0) as loader:
 
@@ -177,7 +176,12 @@ def measure_tokenize(config: BenchConfig, scratch: Path) -> list[Measurement]:
     Raises:
         ValueError: a command failed, or the two wrote different numbers of tokens.
     """
-    text = config.text or _stdlib_as_jsonl(scratch / "stdlib.jsonl")
+    text = config.text or scratch / "stdlib.jsonl"
+    if config.text is None:  # one document per line
+        with text.open("w") as file:
+            for path in stdlib_source().paths:
+                row = {"text": path.read_text("utf-8", errors="replace")}
+                file.write(json.dumps(row) + "\n")
     copies = [scratch / f"copy_{i}{text.suffix}" for i in range(STEADY_COPIES)]
     for copy in copies:
         shutil.copyfile(text, copy)
@@ -210,13 +214,6 @@ def measure_tokenize(config: BenchConfig, scratch: Path) -> list[Measurement]:
             Measurement(label, "tokens/s, steady", steady),
         ]
     return measurements
-
-
-def _stdlib_as_jsonl(path: Path) -> Path:
-    """Write the built-in corpus with one document per line; returns `path`."""
-    texts = (file.read_text("utf-8", errors="replace") for file in stdlib_source().paths)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
 
 
 # --- HellaSwag --------------------------------------------------------------------------------

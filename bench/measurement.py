@@ -57,14 +57,7 @@ def seconds_of(work: Callable[[], object], device: torch.device | None = None) -
 
 
 def run_python(*args: str | Path, **environment: str) -> str:
-    """Run Python in a child process that can import this repository's modules.
-
-    Args:
-        args: a script, or `-m` and a module, and its arguments.
-        environment: variables to add to this process's own.
-
-    Returns:
-        What the child printed on standard output.
+    """Run Python in a child process that can import this repository; returns its output.
 
     Raises:
         ValueError: the child failed; the message is the last line of its standard error.

@@ -57,16 +57,12 @@ def _cpu_name() -> str:
 
 
 def store_section(config: BenchConfig, label: str, name: str, section: Section) -> list[Path]:
-    """Put a section into the device's results, with its provenance, and draw the chart again.
+    """Put a section into the results of the device `label`, and draw the chart again.
 
-    Args:
-        config: gives the folder, and the model and batch for the file's name.
-        label: the device, as `device_label` gives it.
-        name: the section's; an earlier one of this name is replaced.
-        section: JSON values.
+    An earlier section of that name is replaced. The section's date, commit and versions are added.
 
     Returns:
-        The JSON file and, where there are training speeds, the chart.
+        The JSON file and, if there are training speeds, the chart.
 
     Raises:
         ValueError: the existing file has other content.

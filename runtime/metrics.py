@@ -49,9 +49,7 @@ LEAST_NORMS = NORM_WINDOW // 2  # fewer norms give no limit: the first of a run 
 class MetricsLogger:
     """Append records to a JSONL file, each at once and whole; a context manager.
 
-    Args:
-        path: the file; its folder is created if it is missing. None logs nothing, for the ranks
-            that do not write.
+    A missing folder is created. Without a path nothing is logged, for the ranks that do not write.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -149,13 +147,8 @@ def mfu(
 ) -> float | None:
     """Model FLOPs utilisation: the share of the devices' peak that went into the model.
 
-    Source: PaLM (Chowdhery et al. 2022), section 4.1.
-
-    Args:
-        tokens_per_second: over all `world_size` devices.
-        flops_per_token: see the function of that name.
-        device_peak_flops: of one device, in FLOP/s; where it is None, so is the result.
-        world_size: number of devices.
+    `tokens_per_second` is over all `world_size` devices, `device_peak_flops` of one of them in
+    FLOP/s; None if that is not known. Source: PaLM (Chowdhery et al. 2022), section 4.1.
     """
     if device_peak_flops is None:
         return None
@@ -256,8 +249,7 @@ def format_duration(seconds: float | None) -> str:
 class RecentNorms:
     """The last `NORM_WINDOW` gradient norms, with outliers, so that the limit follows a change.
 
-    Args:
-        zscore: standard deviations above the mean from which a norm is an outlier; 0 = never.
+    A norm `zscore` standard deviations above their mean is an outlier; 0 = never.
     """
 
     def __init__(self, zscore: float) -> None:
