@@ -47,11 +47,8 @@ def main() -> None:
     step("Python's standard library → token shards", "fineweb.py", "--source=stdlib")
     step("shards → a GPT-2 of 10M parameters", "train_gpt2.py", *train_flags(config.short))
     step("a sample", "sample.py", f"--model={RUN_DIR}", "--prompt=def read", "--num-samples=2")
-    step(
-        "HellaSwag's format (24 rows of our own: NOT the benchmark)",
-        "hellaswag.py",
-        *(f"--model={RUN_DIR}", f"--data={HELLASWAG_SAMPLE}"),
-    )
+    scored = (f"--model={RUN_DIR}", f"--data={HELLASWAG_SAMPLE}")
+    step("HellaSwag's format (24 rows of our own: NOT the benchmark)", "hellaswag.py", *scored)
     step("export for Hugging Face", "export.py", f"--model={RUN_DIR}", f"--out={EXPORT_DIR}")
     step("figures", "plot.py", str(RUN_DIR))
     summarise(time.perf_counter() - start)
@@ -101,10 +98,7 @@ def summarise(seconds: float) -> None:
 def unigram_loss(train: TokenShards, val: TokenShards, vocab_size: int = 50257) -> float:
     """Cross-entropy of the validation split under the training split's token frequencies.
 
-    Add-one smoothing: every id counts once more than it occurs, so that none is impossible.
-
-    Returns:
-        Nats per token.
+    In nats per token. Every id counts once more than it occurs, so that none is impossible.
     """
     train_counts, val_counts = (
         np.sum([np.bincount(array, minlength=vocab_size) for array in shards.arrays], axis=0)

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import hashlib
 import http.client
+import itertools
 import json
 import math
 import urllib.request
@@ -49,6 +50,7 @@ DATA_BYTES = 12_246_618
 DATA_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 DATA_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 DOWNLOAD_TIMEOUT_SECONDS = 30
+WITHOUT_DOWNLOAD = "pass --data FILE (--hellaswag-data FILE in training)"
 N_ENDINGS = 4
 CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
 TOKENS_PER_PRODUCT = 128  # their float32 logits take 26 MB, which stays in a CPU's cache
@@ -133,13 +135,12 @@ class HellaSwagResult:
 
     def metrics(self) -> dict[str, float]:
         """The names and values that training logs."""
-        left_out = {"hellaswag_left_out": self.left_out} if self.left_out else {}
-        return {
+        metrics = {
             "hellaswag_acc": self.acc,
             "hellaswag_acc_norm": self.acc_norm,
             "hellaswag_total": self.total,
-            **left_out,
         }
+        return metrics | ({"hellaswag_left_out": self.left_out} if self.left_out else {})
 
     def __str__(self) -> str:
         line = " ".join(
@@ -172,23 +173,19 @@ def load_examples(path: str | Path, limit: int = 0) -> list[Example]:
     """Read and tokenise a HellaSwag JSONL file.
 
     Args:
-        path: one JSON object per line; see `render_example`.
+        path: one JSON object per line; see `render_example`. Blank lines are skipped.
         limit: read this many examples, from the first; 0 = all.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a row is not a HellaSwag example (the message names its line), or the file
-            has none.
+        ValueError: a row is no HellaSwag example (the message names its line), or there is none.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no HellaSwag file {path}")
     examples: list[Example] = []
     with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if limit and len(examples) == limit:
-                break
-            if not line.strip():
-                continue
+        rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        for number, line in itertools.islice(rows, limit or None):
             try:
                 examples.append(render_example(json.loads(line.decode("utf-8"))))
             except (ValueError, RecursionError) as error:  # of UTF-8 and JSON too
@@ -228,12 +225,8 @@ def render_example(row: Any) -> Example:  # noqa: ANN401 - any JSON value
 def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) -> list[Example]:
     """The examples that training scores; none, with a warning, where it cannot score any.
 
-    Every rank must call this, and all of them get the same answer.
-
-    Args:
-        path: a HellaSwag JSONL file; by default the validation set, downloaded once.
-        block_size: the model's context in tokens.
-        dist_info: rank, world size and device of this process.
+    Every rank must call this, and all of them get the same answer. Without `path` it takes the
+    validation set, downloaded once.
 
     Raises:
         FileNotFoundError: the given file is missing.
@@ -278,13 +271,12 @@ def evaluate_hellaswag(
     Args:
         model: the raw model, neither compiled nor wrapped, on the device of `dist_info`.
         examples: the same ones on every rank.
-        dist_info: rank, world size and device of this process; by default one process on the
-            model's device.
+        dist_info: by default one process on the model's device.
         dtype: of the matrix products, except the LM head's, which are float32. By default
             float32, so that scores compare between machines: bfloat16 is faster, and changes a
             few predictions between nearly equal endings.
         batch_size: examples in one forward pass.
-        progress: show a bar on the main process, if its stderr is a terminal.
+        progress: show a bar on rank 0, if its stderr is a terminal.
         between: called before each round of batches on all ranks; it may raise to interrupt the
             evaluation, on all ranks alike.
 
@@ -324,15 +316,10 @@ def evaluate_hellaswag(
 
 @torch.no_grad()
 def score_examples(model: GPT, examples: Sequence[Example], device: torch.device) -> Tensor:
-    """The losses of all endings of a batch, in one forward pass.
+    """(B, 4) float32: the summed loss of each ending of B examples, in nats.
 
-    Args:
-        model: the raw model; it computes in the caller's autocast dtype.
-        examples: B of them.
-        device: where the model computes, even if its weights are offloaded to the CPU.
-
-    Returns:
-        (B, 4) float32: the summed loss of each ending, in nats, on `device`.
+    The model computes on `device`, even if its weights are offloaded to the CPU, in the caller's
+    autocast dtype.
     """
     rows = [_pack(example) for example in examples]
     idx = _pad([row.idx for row in rows], 0).to(device)
@@ -342,12 +329,10 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
 
     T = idx.size(1)
     queries = torch.tensor([T * i + query for i, row in enumerate(rows) for query in row.queries])
-    targets = torch.tensor([target for row in rows for target in row.targets])
-    losses = _token_losses(
-        model, hidden.flatten(0, 1)[queries.to(device)], targets.to(device)
-    )  # (N,): the endings of all examples, concatenated
-    lengths = [len(ending) for example in examples for ending in example.endings]
-    by_ending = pad_sequence([*torch.split(losses, lengths)], batch_first=True)
+    endings = [torch.tensor(ending) for example in examples for ending in example.endings]
+    hidden = hidden.flatten(0, 1)[queries.to(device)]  # (N, C): N tokens in all endings
+    losses = _token_losses(model, hidden, torch.cat(endings).to(device))
+    by_ending = pad_sequence([*torch.split(losses, [*map(len, endings)])], batch_first=True)
     return by_ending.sum(dim=1).view(-1, N_ENDINGS)
 
 
@@ -357,14 +342,13 @@ class PackedRow(NamedTuple):
     idx: list[int]
     positions: list[int]
     segments: list[int]  # 0 = context, 1 to 4 = ending
-    queries: list[int]  # indices in the row whose next token is predicted
-    targets: list[int]  # these next tokens: the four endings, concatenated
+    queries: list[int]  # indices in the row that predict the endings' tokens, in their order
 
 
 def _pack(example: Example) -> PackedRow:
     """Lay an example out as the module's docstring shows."""
     n_context = len(example.context)
-    row = PackedRow([*example.context], [*range(n_context)], [CONTEXT] * n_context, [], [])
+    row = PackedRow([*example.context], [*range(n_context)], [CONTEXT] * n_context, [])
     for segment, ending in enumerate(example.endings, start=1):
         n_inputs = len(ending) - 1
         start = len(row.idx)
@@ -372,7 +356,6 @@ def _pack(example: Example) -> PackedRow:
         row.positions.extend(range(n_context, n_context + n_inputs))
         row.segments.extend([segment] * n_inputs)
         row.queries.extend([n_context - 1, *range(start, start + n_inputs)])
-        row.targets.extend(ending)
     return row
 
 
@@ -406,10 +389,7 @@ def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def write_predictions(path: Path, examples: Sequence[Example], result: HellaSwagResult) -> None:
-    """Write one JSON line per scored example, in their order, atomically.
-
-    Examples that were left out have no line; `ind` says which example a line is of.
-    """
+    """Write one JSON line per scored example, in their order, atomically."""
     with atomic_write(path) as file:
         for row, example in enumerate(examples):
             line = {
@@ -430,20 +410,17 @@ def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = D
         OSError: rank 0 could not download it.
         FileNotFoundError: another rank does not find what rank 0 downloaded.
     """
-    failure: OSError | None = None
-    if dist_info.is_main:
-        try:
+    fetched = False
+    try:
+        if dist_info.is_main:
             fetch(url, path, DATA_BYTES, DATA_SHA256)
-        except OSError as error:
-            failure = error
-    fetched = distributed.broadcast_int(failure is None, dist_info)  # after a failure too
-    if failure is not None:
-        raise failure
+            fetched = True
+    finally:  # the other ranks wait for this after a failure too
+        fetched = bool(distributed.broadcast_int(fetched, dist_info))
     if not fetched or not path.is_file():
         raise FileNotFoundError(
             f"rank {dist_info.rank} has no {path}, which rank 0 downloads from {url}; on a machine "
-            "without network, or without rank 0's disk, pass --data FILE (--hellaswag-data FILE "
-            "in training)"
+            f"without network, or without rank 0's disk, {WITHOUT_DOWNLOAD}"
         )
     return path
 
@@ -469,8 +446,7 @@ def fetch(url: str, path: Path, size: int, sha256: str) -> None:
             file.write(content)
     except (OSError, http.client.HTTPException) as error:
         raise OSError(
-            f"cannot download {url} ({error}); on a machine without network pass --data FILE "
-            "(--hellaswag-data FILE in training)"
+            f"cannot download {url} ({error}); on a machine without network {WITHOUT_DOWNLOAD}"
         ) from None
 
 

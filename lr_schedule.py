@@ -20,14 +20,9 @@ class Schedule(Protocol):
     def __call__(
         self, step: int, /, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int
     ) -> float:
-        """The learning rate of the update after `step` updates.
+        """The learning rate of the update after `step` updates, `step` >= 0.
 
-        Args:
-            step: updates done before this one, >= 0.
-            max_lr: the peak rate, reached at the end of warm-up.
-            min_lr: the rate at `max_steps` and after.
-            warmup_steps: updates of warm-up; 0 starts at `max_lr`.
-            max_steps: updates in the whole run.
+        `warmup_steps` = 0 starts at `max_lr`; `max_steps` are the updates of the whole run.
         """
 
 
@@ -58,7 +53,6 @@ def wsd_lr(
     """Warm-up, stable, decay: linear up, constant `max_lr`, linear down; see `Schedule`.
 
     The last `decay_fraction` of all steps decays, in [0, 1]; less where warm-up takes longer.
-
     Source: MiniCPM (Hu et al. 2024), section 4; the trapezoid of Hägele et al. 2024.
     """
     if step < warmup_steps:

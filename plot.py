@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Values = npt.NDArray[np.float64]
 Records = list[dict[str, Any]]
-Corner = Literal["upper left", "upper right"]
 
 HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
 # Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
@@ -84,20 +83,16 @@ def main() -> None:
 def plot_run(run_dir: Path) -> list[Path]:
     """Draw what a run has measured so far into `run_dir/figures/`.
 
-    Args:
-        run_dir: a folder with a `metrics.jsonl`.
-
     Returns:
-        The PNGs: `loss.png`, and `hellaswag.png` and `throughput.png` where the run has measured
-        these.
+        The PNGs: `loss.png`, and `hellaswag.png` and `throughput.png` if the run has measured them.
 
     Raises:
         FileNotFoundError: there is no such folder, or no metrics in it.
         ValueError: nothing has been measured yet.
     """
-    records = _read_run(run_dir)
+    records, figures = _read_run(run_dir), run_dir / "figures"
     place = f"step {records[-1]['step']:,} · {format_count(records[-1]['tokens_seen'])} tokens"
-    title, figures = f"{_short_name(run_dir)} · {place}", run_dir / "figures"
+    title = f"{_short_name(run_dir)} · {place}"
     drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
@@ -107,11 +102,7 @@ def plot_run(run_dir: Path) -> list[Path]:
 
 
 def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
-    """Draw the losses of several runs into one figure.
-
-    Args:
-        run_dirs: folders with a `metrics.jsonl`.
-        path: the PNG. It shows validation losses if every run has some, else training losses.
+    """Draw the losses of several runs into one PNG: of validation if every run has some.
 
     Raises:
         FileNotFoundError: as `plot_run`.
@@ -204,7 +195,7 @@ def _new_axes(title: str, quantity: str) -> Axes:
 
 
 def _plot_line(axes: Axes, series: Series, label: str, **style: Any) -> None:  # noqa: ANN401
-    """Draw a series in full strength, with dots where there are few points."""
+    """Draw a series in full strength, with dots if there are few points."""
     marker = "o" if len(series.values) <= MARKED_POINTS else None
     axes.plot(*series, label=label, linewidth=1.8, marker=marker, markersize=3.5, **style)
 
@@ -223,7 +214,9 @@ def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
     axes.set_ylim(shown.min() - margin, shown.max() + margin)
 
 
-def _save(axes: Axes, path: Path, corner: Corner = "upper right") -> Path:
+def _save(
+    axes: Axes, path: Path, corner: Literal["upper left", "upper right"] = "upper right"
+) -> Path:
     """Add the legend and write the PNG."""
     axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width of its own
     axes.legend(loc=corner, fontsize=9, edgecolor="none", framealpha=1)
@@ -256,10 +249,8 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
         title += f"\n{total:,} examples (reference scores need all {HELLASWAG_EXAMPLES:,})"
     axes = _new_axes(title, "HellaSwag accuracy (acc_norm)")
     error = np.sqrt(accuracy.values * (1 - accuracy.values) / total)
-    band = (accuracy.values - error, accuracy.values + error)
-    axes.fill_between(
-        accuracy.tokens, *band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error"
-    )
+    band = (accuracy.tokens, accuracy.values - error, accuracy.values + error)
+    axes.fill_between(*band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error")
     _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", color=BLUE)
     for height in references.values():
         axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (4, 3)))

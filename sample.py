@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
 import math
 from dataclasses import dataclass
-from typing import TypedDict, Unpack, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -89,26 +89,10 @@ def main() -> None:
         print(f"--- sample {number} of {len(samples)} ---\n{decode(tokens)}\n")
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The keyword arguments of `generate`."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    generator: torch.Generator | None
-    use_cache: bool
-    dtype: torch.dtype
-    stop_token: int | None
-
-
 @overload
-def generate(
-    model: GPT, prompt: str, max_new_tokens: int = ..., **options: Unpack[SamplingOptions]
-) -> str: ...
+def generate(model: GPT, prompt: str, *args: Any, **options: Any) -> str: ...  # noqa: ANN401
 @overload
-def generate(
-    model: GPT, prompt: Tensor, max_new_tokens: int = ..., **options: Unpack[SamplingOptions]
-) -> list[list[int]]: ...
+def generate(model: GPT, prompt: Tensor, *args: Any, **options: Any) -> list[list[int]]: ...  # noqa: ANN401
 @torch.no_grad()
 def generate(
     model: GPT,
@@ -138,8 +122,7 @@ def generate(
         top_p: sample from the smallest set of most likely tokens with this probability (Holtzman
             et al. 2020, section 3.1), after `top_k`; 1 = from all.
         generator: source of randomness, on the model's device; by default torch's global one.
-        use_cache: keep keys and values instead of computing them again for each token. The
-            result is the same, the time is not.
+        use_cache: keep keys and values: the same result in less time.
         dtype: of the matrix products, except the LM head's, which are float32.
         stop_token: a row ends before the first such token that it samples; None = never.
 
@@ -149,17 +132,17 @@ def generate(
     """
     if isinstance(prompt, str):
         ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
-        idx = torch.tensor([ids], device=next(model.parameters()).device)
+        tokens = torch.tensor([ids], device=next(model.parameters()).device)
     else:
-        idx = prompt
-    B, T = idx.shape
+        tokens = prompt
+    B, T = tokens.shape
     if T == 0:
         raise ValueError("the prompt has no token: begin with <|endoftext|>, token 50256")
-    cache = KVCache(model.config, B, idx.device, dtype) if use_cache else None
-    tokens, start = idx, 0
-    ended = torch.zeros(B, dtype=torch.bool, device=idx.device)
+    start, device = 0, tokens.device
+    cache = KVCache(model.config, B, device, dtype) if use_cache else None
+    ended = torch.zeros(B, dtype=torch.bool, device=device)
     # One autocast for all tokens casts the weights once.
-    with lm_head_precision(dtype), autocast(idx.device, dtype):
+    with lm_head_precision(dtype), autocast(device, dtype):
         for _ in range(max_new_tokens):
             previous_start = start
             start = window_start(tokens.size(1), model.config.block_size)
@@ -171,7 +154,10 @@ def generate(
             ended |= next_token == stop_token
             if ended.all():
                 break
-    rows = [_until_stop(row, T, stop_token) for row in tokens.tolist()]
+    rows = []
+    for row in tokens.tolist():
+        end = row.index(stop_token, T) if stop_token in row[T:] else len(row)
+        rows.append(row[:end])
     return decode(rows[0]) if isinstance(prompt, str) else rows
 
 
@@ -210,14 +196,6 @@ def sample_token(
         probs = probs.masked_fill(more_likely >= top_p, 0.0)
     choice = torch.multinomial(probs, 1, generator=generator)
     return ids.gather(-1, choice).squeeze(-1)
-
-
-def _until_stop(tokens: list[int], prompt_length: int, stop_token: int | None) -> list[int]:
-    """Cut a row before the first stop token that follows its prompt."""
-    continuation = tokens[prompt_length:]
-    if stop_token in continuation:
-        return tokens[: prompt_length + continuation.index(stop_token)]
-    return tokens
 
 
 def decode(tokens: list[int]) -> str:

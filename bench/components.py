@@ -28,7 +28,6 @@ from bench.measurement import (
     Measurement,
     alternate,
     busy_loops,
-    last_line,
     run_python,
     seconds_of,
     usable_cores,
@@ -56,10 +55,7 @@ SPINS, DEFAULT_SPINS = "1000", "300000"
 
 
 def measure_component(config: BenchConfig, scratch: Path) -> Section:
-    """Measure the config's component and print its table; returns JSON values.
-
-    Temporary files go to the folder `scratch`.
-    """
+    """Measure the config's component, with files in `scratch`; print its table, return JSON."""
     assert config.component is not None
     measurements = COMPONENTS[config.component](config, scratch)
     print(component_table(measurements))
@@ -104,14 +100,13 @@ def new_model(config: BenchConfig) -> GPT:
 
 def measure_busy(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """Training alone, and next to busy loops on all cores; by how long OpenMP threads spin."""
-    loops = usable_cores()
+    cores, flags, cache = usable_cores(), train_config(config), scratch / "compiled"
+    steps = config.timed_steps
     cases = {"alone": (0, SPINS)}
-    cases[f"next to {loops} busy loops"] = (loops, SPINS)
-    cases[f"next to {loops} busy loops, OpenMP's default spinning"] = (loops, DEFAULT_SPINS)
+    cases[f"next to {cores} busy loops"] = (cores, SPINS)
+    cases[f"next to {cores} busy loops, OpenMP's default spinning"] = (cores, DEFAULT_SPINS)
 
     def speed(loops: int, spins: str) -> float:
-        flags, cache = train_config(config), scratch / "compiled"
-        steps = config.timed_steps
         with busy_loops(loops):
             result = run_in_process(ALL_OPTIMIZATIONS, flags, steps, cache, GOMP_SPINCOUNT=spins)
         return result.tokens_per_second
@@ -147,15 +142,14 @@ def measure_data(config: BenchConfig, scratch: Path) -> list[Measurement]:
         batches = timed(loader, waits)
         train_gpt2.train_step(trainer, batches, lr)  # compiles
         timer = StepTimer(0, config.rounds * steps, trainer.config.total_batch_size)
-        for step in range(config.rounds * steps):
-            if step % steps == 0:
-                waits.clear()
-                start = time.perf_counter()
-            result = train_gpt2.train_step(trainer, batches, lr)
-            log = partial(train_gpt2.log_step, trainer, logger, timer, bar, step + 1, lr, result)
-            waits.append(seconds_of(log))
-            if step % steps == steps - 1:
-                shares.append(sum(waits) / (time.perf_counter() - start))
+        for done in range(0, config.rounds * steps, steps):
+            waits.clear()
+            start = time.perf_counter()
+            for step in range(done + 1, done + steps + 1):
+                result = train_gpt2.train_step(trainer, batches, lr)
+                log = partial(train_gpt2.log_step, trainer, logger, timer, bar, step, lr, result)
+                waits.append(seconds_of(log))
+            shares.append(sum(waits) / (time.perf_counter() - start))
     tokens = LOADER_BATCHES * config.sequences * config.block_size
     with train_gpt2.training_loader(trainer, 0) as loader:
 
@@ -182,7 +176,12 @@ def measure_tokenize(config: BenchConfig, scratch: Path) -> list[Measurement]:
     Raises:
         ValueError: a command failed, or the two wrote different numbers of tokens.
     """
-    text = config.text or _stdlib_as_jsonl(scratch / "stdlib.jsonl")
+    text = config.text or scratch / "stdlib.jsonl"
+    if config.text is None:  # one document per line
+        with text.open("w") as file:
+            for path in stdlib_source().paths:
+                row = {"text": path.read_text("utf-8", errors="replace")}
+                file.write(json.dumps(row) + "\n")
     copies = [scratch / f"copy_{i}{text.suffix}" for i in range(STEADY_COPIES)]
     for copy in copies:
         shutil.copyfile(text, copy)
@@ -207,21 +206,14 @@ def measure_tokenize(config: BenchConfig, scratch: Path) -> list[Measurement]:
         *[partial(run, command, files) for command in commands.values() for files in inputs],
     )
     measurements = []
+    few, many = counts[1], counts[STEADY_COPIES]
     for label, small, large in zip(commands, runs[::2], runs[1::2], strict=True):
-        few, many = counts[1], counts[STEADY_COPIES]
         steady = [(many - few) / (long - short) for short, long in zip(small, large, strict=True)]
         measurements += [
             Measurement(label, f"s for {few:,} tokens", small),
             Measurement(label, "tokens/s, steady", steady),
         ]
     return measurements
-
-
-def _stdlib_as_jsonl(path: Path) -> Path:
-    """Write the built-in corpus with one document per line; returns `path`."""
-    texts = (file.read_text("utf-8", errors="replace") for file in stdlib_source().paths)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
 
 
 # --- HellaSwag --------------------------------------------------------------------------------
@@ -256,13 +248,10 @@ def measure_hellaswag(config: BenchConfig, scratch: Path) -> list[Measurement]:
 def score_one_at_a_time(model: GPT, examples: list[Example], dtype: torch.dtype) -> HellaSwagResult:
     """Score HellaSwag as build-nanogpt does: four padded rows per example, all logits.
 
-    Args:
-        model: the raw model.
-        examples: N of them.
-        dtype: of matrix products, the LM head's included; the losses are float32.
+    The LM head too computes in `dtype`; the losses are float32.
     """
     device = model.transformer.wte.weight.device
-    summed, mean = [], []
+    results = []
     for example in examples:
         rows = [torch.tensor(example.context + ending) for ending in example.endings]
         idx = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (4, T)
@@ -274,10 +263,9 @@ def score_one_at_a_time(model: GPT, examples: list[Example], dtype: torch.dtype)
         shifted, targets = logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten()
         losses = F.cross_entropy(shifted.float(), targets, reduction="none").view(in_ending.shape)
         loss = (losses * in_ending).sum(dim=1)
-        summed.append(loss.cpu())
-        mean.append((loss / in_ending.sum(dim=1)).cpu())
+        results.append(torch.stack([loss, loss / in_ending.sum(dim=1)]).cpu())  # (2, 4)
     labels = torch.tensor([example.label for example in examples])
-    return HellaSwagResult(labels, torch.stack(summed), torch.stack(mean))
+    return HellaSwagResult(labels, *torch.stack(results, dim=1))
 
 
 # --- sampling, saving, starting ---------------------------------------------------------------
@@ -337,13 +325,11 @@ def measure_checkpoint(config: BenchConfig, scratch: Path) -> list[Measurement]:
 
 def measure_startup(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """From the command `train_gpt2.py` to its first update, with and without compiled code."""
+    warm = partial(_seconds_to_first_update, config, scratch)
 
     def cold() -> float:
         shutil.rmtree(scratch / "compiled", ignore_errors=True)
         return warm()
-
-    def warm() -> float:
-        return _seconds_to_first_update(config, scratch)
 
     colds, warms = alternate(config.rounds, cold, warm)
     return [
@@ -366,7 +352,7 @@ def _seconds_to_first_update(config: BenchConfig, scratch: Path) -> float:
             if line.startswith("step") and "| loss " in line:
                 process.kill()  # its checkpoint is not needed
                 return time.perf_counter() - start
-    raise ValueError(f"train_gpt2.py made no update: {last_line(line)}")
+    raise ValueError(f"train_gpt2.py made no update: {line.strip() or 'no error message'}")
 
 
 COMPONENTS: dict[str, Callable[[BenchConfig, Path], list[Measurement]]] = {

@@ -12,6 +12,7 @@ from runtime.device import DeviceName, select_device
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+DIMENSIONS = ("size", "n_layer", "n_head", "n_embd", "block_size")
 WARMUP_STEPS = 10  # short, so that the few steps of a run already learn
 
 
@@ -74,8 +75,7 @@ class BenchConfig:
 
     def model_config(self) -> GPTConfig:
         """The dimensions that the flags give."""
-        dimensions = ("size", "n_layer", "n_head", "n_embd", "block_size")
-        return TrainConfig(**{name: getattr(self, name) for name in dimensions}).model_config()
+        return TrainConfig(**{name: getattr(self, name) for name in DIMENSIONS}).model_config()
 
     @property
     def torch_device(self) -> torch.device:
@@ -93,13 +93,10 @@ class BenchConfig:
         return self.steps or (20 if self.torch_device.type == "cuda" else 4)
 
     def results_name(self, label: str) -> str:
-        """The results file's name without its suffix.
+        """The results file's name without its suffix, from the device's.
 
         Another model or batch than the default gets its own file, so that no file and no chart
         compares different sizes.
-
-        Args:
-            label: the device's name in lower case, for file names.
         """
         model_config = self.model_config()
         if model_config != GPTConfig():
@@ -116,20 +113,14 @@ class BenchConfig:
 
 def train_config(config: BenchConfig, **changes: Any) -> TrainConfig:  # noqa: ANN401 - any setting
     """The flags of a run that only trains, one micro-batch per step; `changes` override them."""
-    model_config = config.model_config()
     assert config.data_dir is not None
-    settings: dict[str, Any] = {
+    settings = {name: getattr(config, name) for name in (*DIMENSIONS, "device")} | {
         "data_dir": config.data_dir.absolute(),
-        "n_layer": model_config.n_layer,
-        "n_head": model_config.n_head,
-        "n_embd": model_config.n_embd,
-        "block_size": model_config.block_size,
         "micro_batch_size": config.sequences,
-        "total_batch_size": config.sequences * model_config.block_size,
+        "total_batch_size": config.sequences * config.block_size,
         "warmup_steps": WARMUP_STEPS,
         "val_every": 0,
         "hellaswag_every": 0,
         "sample_every": 0,
-        "device": config.device,
     }
     return TrainConfig(**settings | changes)

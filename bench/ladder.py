@@ -1,12 +1,11 @@
 """The speed ladder: the same training with one more optimization in each configuration; and peers.
 
-A configuration's runs each have a fresh process. They alternate with the other configurations'
-runs, and medians are compared.
+Each run has a fresh process. The configurations' runs alternate, and medians are compared.
 """
 
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,22 +46,24 @@ PEERS = {
 
 def available_ladder(device: torch.device) -> tuple[dict[str, Settings], dict[str, str]]:
     """The settings of each configuration; and why this device does not have the others."""
-    settings, ladder, left_out = Settings(), {}, {}
+    left_out = {}
+    if device.type != "cuda":
+        left_out["TF32"] = "a number format of NVIDIA GPUs"
+    if select_dtype("auto", device) != torch.bfloat16:
+        left_out["bfloat16"] = "this device has no native bfloat16"
+    if problem := compiler_problem(device):
+        left_out["compile"] = problem
+    settings, ladder = Settings(), {}
     for name, added in LADDER.items():
-        if reason := unavailable(added, device):
-            left_out[name] = reason
-            continue
-        settings = ladder[name] = replace(settings, **added)
+        if name not in left_out:
+            settings = ladder[name] = replace(settings, **added)
     return ladder, left_out
 
 
-def unavailable(added: Mapping[str, Any], device: torch.device) -> str | None:
-    """Why this device cannot run with the added settings, in a few words; None if it can."""
-    if "tf32" in added and device.type != "cuda":
-        return "a number format of NVIDIA GPUs"
-    if "dtype" in added and select_dtype("auto", device) != torch.bfloat16:
-        return "this device has no native bfloat16"
-    return compiler_problem(device) if "compile" in added else None
+def median_or_none(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 @dataclass
@@ -81,14 +82,13 @@ class Configuration:
         if not self.runs:
             return {"name": self.name, "failure": self.failure}
         speed = Measurement(self.name, "tokens/s", [run.tokens_per_second for run in self.runs])
-        memory = [run.peak_memory_gib for run in self.runs if run.peak_memory_gib is not None]
         return {
             "name": self.name,
             "failure": self.failure,
             "tokens_per_second": speed.median,
             "spread": speed.spread,
             "mfu": mfu(speed.median, per_token, peak_flops),
-            "peak_memory_gib": statistics.median(memory) if memory else None,
+            "peak_memory_gib": median_or_none(run.peak_memory_gib for run in self.runs),
             # Later runs use the first one's compiled code.
             "compile_seconds": self.runs[0].compile_seconds if self.settings.compile else None,
             "loss": statistics.median(run.losses[-1] for run in self.runs),
@@ -127,9 +127,7 @@ def configuration_flags(config: BenchConfig, settings: Settings) -> TrainConfig:
         elif config.torch_device.type == "cuda":
             changes["total_batch_size"] = TrainConfig.total_batch_size
         elif config.peer is None:
-            changes["total_batch_size"] = (
-                ACCUMULATION * config.sequences * config.model_config().block_size
-            )
+            changes["total_batch_size"] = ACCUMULATION * config.sequences * config.block_size
     if not settings.product:  # `compile`: others are compiled by the plain torch.compile
         changes |= {"loss_chunks": 1, "dtype": settings.dtype, "compile": False}
     elif not config.peer and not config.micro_batch_size:
@@ -148,8 +146,8 @@ def measure_training(config: BenchConfig, scratch: Path) -> Section:
         flush=True,
     )
     run_alternating(configurations, steps, config.rounds, scratch)
-    peaks = [run.device_flops for entry in configurations for run in entry.runs if run.device_flops]
-    peak_flops = statistics.median(peaks) if peaks else None
+    runs = [run for entry in configurations for run in entry.runs]
+    peak_flops = median_or_none(run.device_flops for run in runs)
     per_token = flops_per_token(
         model_config.n_params, model_config.n_layer, model_config.n_embd, model_config.block_size
     )

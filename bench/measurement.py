@@ -39,11 +39,7 @@ class Measurement:
 
 
 def alternate(rounds: int, *measures: Callable[[], float]) -> list[list[float]]:
-    """Take each measure once per round (A B A B …), so that a machine's drift affects all alike.
-
-    Returns:
-        For each measure, its runs.
-    """
+    """Take each measure once per round (A B A B …), as machines drift; returns each one's runs."""
     runs: list[list[float]] = [[] for _ in measures]
     for _ in range(rounds):
         for values, measure in zip(runs, measures, strict=True):
@@ -61,14 +57,7 @@ def seconds_of(work: Callable[[], object], device: torch.device | None = None) -
 
 
 def run_python(*args: str | Path, **environment: str) -> str:
-    """Run Python in a child process that can import this repository's modules.
-
-    Args:
-        args: a script, or `-m` and a module, and its arguments.
-        environment: variables to add to this process's own.
-
-    Returns:
-        What the child printed on standard output.
+    """Run Python in a child process that can import this repository; returns its output.
 
     Raises:
         ValueError: the child failed; the message is the last line of its standard error.
@@ -83,13 +72,9 @@ def run_python(*args: str | Path, **environment: str) -> str:
     if child.returncode < 0:
         raise ValueError(f"ended by signal {-child.returncode}: out of memory?")
     if child.returncode:
-        raise ValueError(last_line(child.stderr))
+        *_, last_line = "no error message", *child.stderr.strip().splitlines()
+        raise ValueError(last_line.removeprefix("error: "))
     return child.stdout
-
-
-def last_line(stderr: str) -> str:
-    """The line in which a failed command says why."""
-    return (stderr.strip().splitlines() or ["no error message"])[-1].removeprefix("error: ")
 
 
 def usable_cores() -> int:

@@ -11,7 +11,8 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,16 +57,12 @@ def _cpu_name() -> str:
 
 
 def store_section(config: BenchConfig, label: str, name: str, section: Section) -> list[Path]:
-    """Put a section into the device's results, with its provenance, and draw the chart again.
+    """Put a section into the results of the device `label`, and draw the chart again.
 
-    Args:
-        config: the folder, and the model and batch that the file's name tells.
-        label: the device, as `device_label` gives it.
-        name: the section's; an earlier one of this name is replaced.
-        section: JSON values.
+    An earlier section of that name is replaced. The section's date, commit and versions are added.
 
     Returns:
-        The JSON file and, where there are training speeds, the chart.
+        The JSON file and, if there are training speeds, the chart.
 
     Raises:
         ValueError: the existing file has other content.
@@ -84,20 +81,13 @@ def store_section(config: BenchConfig, label: str, name: str, section: Section) 
 
 def provenance() -> Section:
     """The date, the commit and the versions of a measurement."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    commit = _git("rev-parse", "HEAD")
+    versions = {package: version(package) for package in PACKAGES if find_spec(package)}
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", "*.py")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit,
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "*.py"))
-        if commit
-        else None,
-        "versions": versions,
+        "uncommitted_changes": None if changes is None else bool(changes),
+        "versions": {"python": platform.python_version()} | versions,
     }
 
 
@@ -128,26 +118,17 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw_speeds(results: Mapping[str, Any], path: Path) -> Path:
-    """Draw the tokens per second of the ladder and of the peers as bars that start at zero.
-
-    Args:
-        results: a device's, as in its JSON file.
-        path: the PNG.
-    """
+    """Draw a device's tokens per second as bars from zero: the ladder's and the peers'."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     names = [name for name in CHART_SECTIONS if name in results]
     bars = [len(results[name]["results"]) for name in names]
     height = 0.8 + 0.8 * len(names) + 0.3 * sum(bars)
-    figure = Figure(
-        figsize=(8, height), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
-    )
-    figure.suptitle(
-        f"Training speed on {results['device']}: tokens per second · MFU",
-        color=INK,
-        fontweight="bold",
-    )
+    layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
+    figure = Figure(figsize=(8, height), dpi=120, layout=layout)
+    title = f"Training speed on {results['device']}: tokens per second · MFU"
+    figure.suptitle(title, color=INK, fontweight="bold")
     panels = figure.subplots(len(names), height_ratios=bars, sharex=True, squeeze=False).flat
     for name, axes in zip(names, panels, strict=True):
         _draw_section(axes, CHART_SECTIONS[name], results[name])
@@ -161,23 +142,19 @@ def _draw_section(axes: "Axes", title: str, section: Section) -> None:
     """One bar per configuration; the last one, the product, is darker."""
     results, model = section["results"], section["model"]
     speeds = [result.get("tokens_per_second", 0) for result in results]
+    shares = [f" · {result['mfu']:.1%}" if result.get("mfu") else "" for result in results]
     colours = [LIGHT_BLUE] * (len(results) - 1) + [BLUE]
     bars = axes.barh([result["name"] for result in results], speeds, height=0.72, color=colours)
     labels = [
-        (f"{speed:,.0f}" + (f" · {result['mfu']:.1%}" if result["mfu"] else ""))
-        if speed
-        else "failed"
-        for result, speed in zip(results, speeds, strict=True)
+        f"{speed:,.0f}{share}" if speed else "failed"
+        for speed, share in zip(speeds, shares, strict=True)
     ]
     axes.bar_label(bars, labels, padding=5, color=INK)
-    axes.set_title(
-        f"{title}\n{model['n_layer']} layers, width {model['n_embd']}, context "
-        f"{model['block_size']} · {section['date'][:10]} · "
-        f"commit {(section['commit'] or 'unknown')[:7]}",
-        loc="left",
-        fontsize=10,
-        color=GREY,
+    title += (
+        f"\n{model['n_layer']} layers, width {model['n_embd']}, context {model['block_size']} · "
+        f"{section['date'][:10]} · commit {(section['commit'] or 'unknown')[:7]}"
     )
+    axes.set_title(title, loc="left", fontsize=10, color=GREY)
     axes.set_ylim(len(results) - 0.5, -0.5)  # from top to bottom, bars of one height everywhere
     axes.spines[:].set_visible(False)
     axes.tick_params(bottom=False, labelbottom=False, left=False, labelcolor=INK)

@@ -102,14 +102,7 @@ class RunResult:
 def run_in_process(
     settings: Settings, config: TrainConfig, steps: int, cache: Path, **environment: str
 ) -> RunResult:
-    """Run once in a fresh process.
-
-    Args:
-        settings: what is switched on.
-        config: the training flags, which agree with `settings`.
-        steps: optimizer steps to time.
-        cache: folder of compiled code, made if it is missing.
-        environment: variables to add.
+    """Run once in a fresh process, which keeps its compiled code in the folder `cache`.
 
     Raises:
         ValueError: the run failed; the message says why in one line.

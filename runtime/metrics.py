@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -48,9 +49,7 @@ LEAST_NORMS = NORM_WINDOW // 2  # fewer norms give no limit: the first of a run 
 class MetricsLogger:
     """Append records to a JSONL file, each at once and whole; a context manager.
 
-    Args:
-        path: the file; its folder is created if it is missing. None logs nothing, for the ranks
-            that do not write.
+    A missing folder is created. Without a path nothing is logged, for the ranks that do not write.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -58,18 +57,15 @@ class MetricsLogger:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = FileIO(path, "a")
-        if is_torn:  # an earlier process died in the middle of a line
+        if path.read_bytes()[-1:] not in (b"", b"\n"):  # an earlier process died in a line
             append_atomically(self._file, b"\n")
 
     def log(self, **values: float | str | None) -> None:
-        """Append one record.
+        """Append one record; a float that is not finite becomes null, for JSON has no NaN.
 
-        Args:
-            values: the record's fields. A training or evaluation record has `step` and
-                `tokens_seen`. A resumed run logs `resumed_from=step` once, before anything
-                else. A float that is not finite is written as null: JSON has no NaN.
+        A training or evaluation record has `step` and `tokens_seen`. A resumed run logs
+        `resumed_from=step` once, before anything else.
 
         Raises:
             OSError: the disk is full; nothing of the record is in the file.
@@ -151,13 +147,8 @@ def mfu(
 ) -> float | None:
     """Model FLOPs utilisation: the share of the devices' peak that went into the model.
 
-    Source: PaLM (Chowdhery et al. 2022), section 4.1.
-
-    Args:
-        tokens_per_second: over all devices.
-        flops_per_token: see the function of that name.
-        device_peak_flops: of one device, in FLOP/s; where it is None, so is the result.
-        world_size: number of devices.
+    `tokens_per_second` is over all `world_size` devices, `device_peak_flops` of one of them in
+    FLOP/s; None if that is not known. Source: PaLM (Chowdhery et al. 2022), section 4.1.
     """
     if device_peak_flops is None:
         return None
@@ -174,55 +165,48 @@ class Timing(NamedTuple):
     """Training time left; None in the first lap, which compiles."""
 
 
+@dataclass
 class StepTimer:
     """Measure optimizer steps; what happens inside `paused()` is not counted.
 
-    A GPU works on after the call that started it, so wait for it (`synchronize`, or read the
-    loss) before each lap and pause.
-
-    Args:
-        step: updates done when the clock starts, which is now.
-        max_steps: updates in the whole run.
-        tokens_per_step: over all ranks.
-        clock: seconds, from any origin.
+    The clock starts at once. A GPU works on after the call that started it, so wait for it
+    (`synchronize`, or read the loss) before each lap and pause.
     """
 
-    def __init__(
-        self,
-        step: int,
-        max_steps: int,
-        tokens_per_step: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._step = step
-        self._max_steps = max_steps
-        self._tokens_per_step = tokens_per_step
-        self._clock = clock
+    step: int
+    """Updates done so far."""
+    max_steps: int
+    tokens_per_step: int
+    """Over all ranks."""
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds, from any origin."""
+
+    def __post_init__(self) -> None:
         self._recent: deque[tuple[int, float]] | None = None  # steps and seconds of each lap
-        self._start = clock()
+        self._start = self.clock()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock for evaluation, sampling and saving."""
-        pause_start = self._clock()
+        pause_start = self.clock()
         try:
             yield
         finally:
-            self._start += self._clock() - pause_start
+            self._start += self.clock() - pause_start
 
     def lap(self, step: int) -> Timing:
         """Time the steps since the last lap; `step` updates are done by now."""
-        now = self._clock()
-        steps, seconds = step - self._step, now - self._start
-        self._step, self._start = step, now
+        now = self.clock()
+        steps, seconds = step - self.step, now - self._start
+        self.step, self._start = step, now
         eta_seconds = None
         if self._recent is None:  # the first lap compiles and allocates: no measure of the others
             self._recent = deque(maxlen=ETA_WINDOW)
         else:
             self._recent.append((steps, seconds))
             recent_steps, recent_seconds = map(sum, zip(*self._recent, strict=True))
-            eta_seconds = (self._max_steps - step) * recent_seconds / recent_steps
-        tokens_per_second = steps * self._tokens_per_step / seconds
+            eta_seconds = (self.max_steps - step) * recent_seconds / recent_steps
+        tokens_per_second = steps * self.tokens_per_step / seconds
         return Timing(1000 * seconds / steps, tokens_per_second, eta_seconds)
 
 
@@ -265,8 +249,7 @@ def format_duration(seconds: float | None) -> str:
 class RecentNorms:
     """The last `NORM_WINDOW` gradient norms, with outliers, so that the limit follows a change.
 
-    Args:
-        zscore: standard deviations above the mean from which a norm is an outlier; 0 = never.
+    A norm `zscore` standard deviations above their mean is an outlier; 0 = never.
     """
 
     def __init__(self, zscore: float) -> None:

@@ -102,7 +102,7 @@ def test_configuration_flags_leave_the_product_its_defaults():
         name for name, value in asdict(product).items() if value != getattr(TrainConfig, name)
     }
     assert changed == {
-        *("data_dir", "n_layer", "n_head", "n_embd", "total_batch_size", "device"),
+        *("data_dir", "total_batch_size", "device"),
         *("warmup_steps", "val_every", "hellaswag_every", "sample_every"),
     }
     plain = configuration_flags(config, Settings())
@@ -224,10 +224,8 @@ def test_published_results_have_one_model_per_file(path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--peers=eager"], "--peers"),
         (["--peer=eager", "--component=data"], "give one of them"),
         (["--rounds=0"], "--rounds must be at least 1, not 0"),
-        (["--n-head=5"], "n_embd 768 is not a multiple of n_head 5"),
         (["--data-dir=nowhere"], "no data folder nowhere"),
         (["--data-dir=TINY", "--total-batch-size=1000"], "--total-batch-size 1000"),
     ],

@@ -24,12 +24,6 @@ def config(tiny_data, monkeypatch):
     return parse_flags(BenchConfig, [*flags, "--steps=2", "--rounds=2", f"--data-dir={tiny_data}"])
 
 
-def test_measurement_median_and_spread_worked_by_hand():
-    measurement = Measurement("a", "s", [4.0, 1.0, 2.0])
-    assert (measurement.median, measurement.spread) == (2.0, 1.5)
-    assert Measurement("none", "s", [0.0, 0.0]).spread == 0
-
-
 def test_alternate_takes_each_measure_once_per_round():
     calls = iter(range(6))
     assert alternate(3, lambda: next(calls), lambda: next(calls)) == [[0, 2, 4], [1, 3, 5]]
@@ -65,8 +59,6 @@ def test_score_one_at_a_time_equals_the_batched_scorer():
     single = score_one_at_a_time(model, examples, torch.float32)
     torch.testing.assert_close(single.summed, batched.summed, rtol=0, atol=1e-4)
     torch.testing.assert_close(single.mean, batched.mean, rtol=0, atol=1e-4)
-    assert torch.equal(single.predictions, batched.predictions)
-    assert torch.equal(single.predictions_norm, batched.predictions_norm)
     assert torch.equal(single.labels, batched.labels)
 
 

@@ -16,7 +16,6 @@ from hellaswag import (
     fetch,
     load_examples,
     render_example,
-    score_examples,
 )
 from model import GPT, GPTConfig
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
@@ -45,8 +44,7 @@ def examples():
     return load_examples(SAMPLE)
 
 
-@pytest.fixture(scope="module")
-def plain_losses(model, examples):
+def plain_losses(model):
     """Every ending's summed loss by transformers, one whole sequence at a time, unpadded."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_positions=64, n_layer=2, n_head=2, n_embd=16)
@@ -67,14 +65,6 @@ def plain_losses(model, examples):
     return torch.tensor(losses).view(-1, 4)
 
 
-def test_render_example_splits_context_and_endings():
-    example = render_example(ROW)
-    decode = gpt2_encoding().decode
-    assert decode(example.context) == "A man"
-    assert [decode(ending) for ending in example.endings] == [" " + e for e in ROW["endings"]]
-    assert (example.ind, example.label) == (7, 2)
-
-
 def test_result_worked_by_hand():
     """Two examples whose sums and means name different endings.
 
@@ -91,45 +81,15 @@ def test_result_worked_by_hand():
     assert str(result) == "acc 1/2=0.5000 acc_norm 1/2=0.5000"
 
 
-def test_score_examples_worked_by_hand():
-    """A bigram model whose losses can be added up on paper.
-
-    No blocks, width 1: the hidden state is the sign that LayerNorm's bias gives, so that every
-    token has the same distribution, softmax(wte): " x" has weight ln 3, all others 0. Then
-    p(" x") = 3 / 50259 and p(any other) = 1 / 50259.
-    """
-    model = GPT(GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=1))
-    [x] = gpt2_encoding().encode(" x")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.lm_head.weight[x] = torch.tensor(3.0).log()
-        model.transformer.ln_f.bias.fill_(1.0)
-    [losses] = score_examples(model, [render_example(ROW)], torch.device("cpu"))
-    total = torch.tensor(50259.0).log()
-    expected = torch.stack([2 * total, 4 * total, total - torch.tensor(3.0).log(), 3 * total])
-    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)
-
-
-def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples, plain_losses):
+def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
+    expected = plain_losses(model)
     result = evaluate_hellaswag(model, examples, batch_size=5)
-    torch.testing.assert_close(result.summed, plain_losses, rtol=0, atol=1e-4)
+    torch.testing.assert_close(result.summed, expected, rtol=0, atol=1e-4)
     lengths = torch.tensor([[len(ending) for ending in e.endings] for e in examples])
-    torch.testing.assert_close(result.mean, plain_losses / lengths, rtol=0, atol=1e-4)
-    assert torch.equal(result.predictions, plain_losses.argmin(dim=1))
-    assert torch.equal(result.predictions_norm, (plain_losses / lengths).argmin(dim=1))
+    torch.testing.assert_close(result.mean, expected / lengths, rtol=0, atol=1e-4)
     labels = [json.loads(line)["label"] for line in SAMPLE.read_text().splitlines()]
-    correct = sum(int(plain_losses[i].argmin()) == label for i, label in enumerate(labels))
+    correct = sum(int(expected[i].argmin()) == label for i, label in enumerate(labels))
     assert (result.acc, result.total) == (correct / 24, 24)
-
-
-@pytest.mark.parametrize("batch_size", [1, 7, 100])
-def test_evaluate_hellaswag_does_not_depend_on_batch_size_or_order(model, examples, batch_size):
-    expected = evaluate_hellaswag(model, examples).summed
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(batch_size))
-    shuffled = [examples[i] for i in order]
-    summed = evaluate_hellaswag(model, shuffled, batch_size=batch_size).summed
-    torch.testing.assert_close(summed, expected[order], rtol=0, atol=1e-4)
 
 
 def test_evaluate_hellaswag_in_bfloat16_keeps_the_logits_in_float32(model, examples):
@@ -177,7 +137,11 @@ def test_load_examples_takes_any_key_order_blank_lines_and_a_limit(tmp_path):
     path = tmp_path / "data.jsonl"
     backwards = dict(reversed(ROW.items()))
     path.write_text(f"{json.dumps(ROW)}\n\n{json.dumps(backwards)}\nnot read\n")
-    assert load_examples(str(path), limit=2) == [render_example(ROW)] * 2
+    first, second = load_examples(str(path), limit=2)
+    assert first == second
+    decode = gpt2_encoding().decode
+    assert (first.ind, first.label, decode(first.context)) == (7, 2, "A man")
+    assert [decode(ending) for ending in first.endings] == [" " + e for e in ROW["endings"]]
 
 
 def bad(**changes):
@@ -187,12 +151,10 @@ def bad(**changes):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (bad(endings=["a", "b", "c"]), "endings must be a list of 4"),
         (bad(endings="abcd"), "endings must be a list of 4"),
         (bad(endings=["a", "b", "c", 4]), "an ending is empty or not a text"),
         (bad(ctx=""), "ctx or an ending is empty"),
         (bad(label=4), "label is 4"),
-        (bad(label=True), "label is True"),
         (bad(ind="a"), "ind is 'a'"),
         (b'{"ind": 1, "ctx": "a"}', "no endings, label"),
         (b"[1]", "not a JSON object"),
@@ -357,14 +319,3 @@ def test_training_scores_the_rows_that_fit_and_says_how_many_do_not(commands, ti
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout.count("warning: HellaSwag will not be scored: every example is longer") == 1
     assert not any("hellaswag_acc" in r for r in read_metrics(tmp_path / "runs/b/metrics.jsonl"))
-
-
-def test_sample_file_is_balanced_and_in_the_original_format():
-    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
-    keys = ["ind", "activity_label", "ctx_a", "ctx_b", "ctx", "split", "split_type", "label"]
-    keys += ["endings", "source_id"]
-    assert all(list(row) == keys for row in rows)
-    assert all(row["ctx"] == f"{row['ctx_a']} {row['ctx_b']}" for row in rows)
-    assert all(row["source_id"].startswith("sample~") for row in rows)
-    labels = [row["label"] for row in rows]
-    assert [labels.count(label) for label in range(4)] == [6] * 4

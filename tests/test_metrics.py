@@ -1,4 +1,3 @@
-import json
 import math
 import statistics
 import subprocess
@@ -6,10 +5,7 @@ import sys
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from model import GPT2_SIZES, GPTConfig
 from runtime.metrics import (
     LEAST_NORMS,
     NORM_WINDOW,
@@ -26,39 +22,20 @@ from runtime.metrics import (
 )
 
 PEAKS = {  # the driver's names, and the dense bfloat16 peak
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200 480GB": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA A10G": 70e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-    "NVIDIA GeForce RTX 3090": 71e12,
-    "Tesla T4": 65e12,
-    "Tesla V100-SXM2-16GB": 125e12,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # unknown ones, never a guess
-    "NVIDIA GeForce RTX 3090 Ti": None,
-    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-    "NVIDIA H20": None,
-    "NVIDIA A100X": None,
-    "NVIDIA L40": None,
-    "NVIDIA GB200": None,
-    "AMD Instinct MI300X": None,
-    "": None,
+    **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312e12),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
+    **{"NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12, "NVIDIA A10G": 70e12, "Tesla T4": 65e12},
+    # Unknown ones, never a guess.
+    **dict.fromkeys(("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti")),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A100X")),
+    **dict.fromkeys(("NVIDIA L40", "NVIDIA GB200", "AMD Instinct MI300X", "")),
 }
 
 
 class Clock:
     """A clock that the test moves."""
 
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self):
         return self.now
@@ -73,15 +50,6 @@ def write(path, *records):
     with MetricsLogger(path) as logger:
         for record in records:
             logger.log(**record)
-
-
-def test_logger_appends_a_line_per_record_readable_at_once(path):
-    write(path, {"step": 1, "tokens_seen": 512, "train_loss": 3.5})
-    with MetricsLogger(path) as logger:  # another process
-        logger.log(step=2, tokens_seen=1024, train_loss=3.25)
-        lines = path.read_text().splitlines()
-    assert json.loads(lines[0]) == {"step": 1, "tokens_seen": 512, "train_loss": 3.5}
-    assert json.loads(lines[1]) == {"step": 2, "tokens_seen": 1024, "train_loss": 3.25}
 
 
 def test_logger_writes_a_non_finite_float_as_null(path):
@@ -118,27 +86,6 @@ def test_logger_keeps_every_finished_record_when_the_process_is_killed(path):
     assert [record["step"] for record in read_metrics(path)] == list(range(100))
 
 
-VALUES = st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-
-
-@settings(deadline=None)
-@given(
-    records=st.lists(
-        st.dictionaries(st.sampled_from(["tokens_seen", "train_loss", "note"]), VALUES), max_size=5
-    ),
-    cut=st.integers(min_value=0, max_value=60),
-)
-def test_read_metrics_gives_back_what_was_logged_up_to_a_torn_end(tmp_path_factory, records, cut):
-    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    logged = [{"step": step, **record} for step, record in enumerate(records)]
-    write(path, *logged)
-    whole = path.read_bytes()
-    rest = whole[: max(0, len(whole) - cut)]
-    path.write_bytes(rest)
-    # A line that lost nothing but its newline still counts.
-    assert read_metrics(path) in (logged[: rest.count(b"\n")], logged[: rest.count(b"\n") + 1])
-
-
 def test_read_metrics_skips_what_is_not_a_record(path):
     path.parent.mkdir()
     path.write_bytes(b'{"step": 1}\n{"step": 2, "tr\n\n\x00\x00\xff\n[1, 2]\n7\n{"step": 3}\n{"s')
@@ -151,11 +98,6 @@ def test_read_metrics_drops_the_steps_that_a_resumed_run_did_again(path):
     write(path, {"resumed_from": 2}, {"step": 3, "train_loss": 0.5})
     records = [(record["step"], record["train_loss"]) for record in read_metrics(path)]
     assert records == [(1, 9.0), (2, 9.0), (3, 0.5)]
-
-
-def test_read_metrics_of_a_missing_file_names_it(path):
-    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
-        read_metrics(path)
 
 
 def test_logged_metrics_are_those_of_the_step_that_no_resume_undid(path):
@@ -172,16 +114,6 @@ def test_logged_metrics_are_those_of_the_step_that_no_resume_undid(path):
 
 def test_flops_per_token_of_gpt2_is_the_published_860_million():
     assert flops_per_token(124_475_904, n_layer=12, n_embd=768, block_size=1024) == 860_101_632
-
-
-@pytest.mark.parametrize("size", GPT2_SIZES)
-def test_flops_per_token_is_close_to_three_forward_passes_counted_product_by_product(size):
-    config = GPTConfig(**GPT2_SIZES[size])
-    C, T, V = config.n_embd, config.block_size, config.padded_vocab_size
-    matrices = config.n_layer * (3 * C * C + C * C + 4 * C * C + 4 * C * C) + V * C
-    by_hand = 3 * 2 * (matrices + config.n_layer * 2 * C * T)
-    counted = flops_per_token(config.n_params, config.n_layer, C, T)
-    assert counted == pytest.approx(by_hand, rel=0.01)  # biases and positions are the rest
 
 
 def test_peak_flops_is_the_dense_bfloat16_peak_of_known_gpus_and_none_of_others():

@@ -6,14 +6,7 @@ from forked import assert_refused
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from plot import (
-    PlotConfig,
-    Series,
-    _references_for,
-    format_count,
-    plot_comparison,
-    plot_run,
-)
+from plot import Series, _references_for, format_count, plot_comparison, plot_run
 from runtime.metrics import MetricsLogger
 
 BATCH = 8192
@@ -53,34 +46,13 @@ def pixels_of(path):
     return pixels
 
 
-def test_plot_run_of_a_full_length_run_stays_small(tmp_path):
-    run_dir = tmp_path / "run"
-    noise = np.random.default_rng(1).normal(0, 0.05, 19073)
-    with MetricsLogger(run_dir / "metrics.jsonl") as logger:
-        for step, error in enumerate(noise, start=1):
-            logger.log(
-                step=step,
-                tokens_seen=step * 524288,
-                train_loss=3 + 8 / (1 + step / 60) + error,
-                tokens_per_second=1.5e6 * (1 + error),
-            )
-    for path in plot_run(run_dir):
-        pixels_of(path)
-        assert path.stat().st_size < 120_000
-
-
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
         ({"steps": 1, "tokens_per_second": None}, ["loss"]),
-        ({"steps": 1}, ["loss", "throughput"]),
-        ({"steps": 0, "val_every": 1}, ["loss"]),
         ({"steps": 0, "val_every": 1, "hellaswag_every": 1}, ["loss", "hellaswag"]),
         ({"steps": 5, "hellaswag_every": 5, "total": 40}, ["loss", "hellaswag", "throughput"]),
-        (
-            {"steps": 200, "val_every": 50, "hellaswag_every": 100, "mfu": 0.5},
-            ["loss", "hellaswag", "throughput"],
-        ),
+        ({"steps": 19_073, "val_every": 250, "mfu": 0.5}, ["loss", "throughput"]),
     ],
 )
 def test_plot_run_draws_what_there_is(tmp_path, settings, names, recwarn):
@@ -89,6 +61,7 @@ def test_plot_run_draws_what_there_is(tmp_path, settings, names, recwarn):
     assert drawn == [run_dir / "figures" / f"{name}.png" for name in names]
     for path in drawn:
         pixels_of(path)
+        assert path.stat().st_size < 120_000
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -99,13 +72,6 @@ def test_plot_run_in_progress_draws_what_is_whole_and_finite(tmp_path):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 22, "tokens_seen": 180224, "train_l')
     pixels_of(plot_run(run_dir)[0])
-
-
-def test_plot_run_changes_with_the_metrics(tmp_path):
-    first = plot_run(write_run(tmp_path / "a" / "run", steps=20))[0].read_bytes()
-    again = plot_run(write_run(tmp_path / "b" / "run", steps=20))[0].read_bytes()
-    other = plot_run(write_run(tmp_path / "c" / "run", steps=40))[0].read_bytes()
-    assert first == again != other
 
 
 def test_plot_run_of_another_folder_says_what_is_missing(tmp_path):
@@ -175,11 +141,6 @@ def test_format_count_has_three_digits_and_a_unit():
     assert {count: format_count(count) for count in texts} == texts
 
 
-def test_plot_config_refuses_another_format():
-    with pytest.raises(ValueError, match=r"--compare x\.pdf must end in \.png"):
-        PlotConfig(runs=(Path("x"),), compare=Path("x.pdf"))
-
-
 def test_plot_command_draws_several_runs_and_prints_where(commands, tmp_path):
     runs = [write_run(tmp_path / name, steps=10) for name in "ab"]
     no_screen = {"MPLBACKEND": "TkAgg"}  # must not matter: there may be no screen
@@ -190,6 +151,13 @@ def test_plot_command_draws_several_runs_and_prints_where(commands, tmp_path):
     assert all(path.is_file() for path in paths)
 
 
-@pytest.mark.parametrize("args", [[], ["no-such-run"]])
-def test_plot_command_without_a_run_ends_with_one_line_and_code_2(commands, args):
-    assert_refused(commands.run("plot", *args), "python plot.py runs/NAME")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "python plot.py runs/NAME"),
+        (["no-such-run"], "python plot.py runs/NAME"),
+        (["a", "--compare=x.pdf"], "--compare x.pdf must end in .png"),
+    ],
+)
+def test_plot_command_refuses_in_one_line(commands, args, message):
+    assert_refused(commands.run("plot", *args), message)
