@@ -51,7 +51,7 @@ GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a GPT-2 from a folder in Hugging Face's format, or from the hub.
+    """Load a GPT-2, in float32, from a folder in Hugging Face's format or from the hub.
 
     Args:
         source: a folder with `config.json` and `model.safetensors`; or `gpt2`, `gpt2-medium`,
@@ -59,19 +59,16 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
             the hub's cache and needs no network again.
         device: where to put the model.
 
-    Returns:
-        The model, in float32.
-
     Raises:
         FileNotFoundError: there is no such folder or model, or the hub cannot be reached.
         ValueError: it is not a GPT-2 that `model.py` can compute, or a file is damaged.
     """
-    folder = Path(source) if is_local(source) else _download(str(source))
-    config = _read_config(folder / HF_CONFIG_NAME)
-    try:
-        return from_hf(dict(_read_weights(folder)), config).to(device)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    return from_hf(*_open_pretrained(source)).to(device)
+
+
+def read_pretrained_config(source: str | Path) -> GPTConfig:
+    """The dimensions of the model that `load_pretrained` loads; its weights are not read."""
+    return _open_pretrained(source)[1]
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> None:
@@ -112,27 +109,17 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
 
     Args:
         state_dict: tensors of any of `FLOAT_DTYPES`, by name, with or without `transformer.` in
-            front. They are copied.
+            front. They are copied, as float32, to the CPU.
         config: the dimensions.
-
-    Returns:
-        The model, in float32, on the CPU.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of another shape, or `lm_head` is not tied.
     """
-    tensors = _normalise_names(state_dict)
-    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    if config.n_layer > len(layers):  # before a forged number of layers is listed
-        raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(layers)} layers")
-    expected = gpt2_shapes(config)
-    check_shapes(shapes_of(tensors), expected, "the tensors are not this GPT-2's")
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, which is not a float's")
+    tensors = _check_tensors(state_dict, config)
     model = build_model(config)
     targets = dict(_hf_views(model))
-    check_shapes(shapes_of(targets), expected, "a GPT-2 does not fit the model in model.py")
+    refusal = "a GPT-2 does not fit the model in model.py"
+    check_shapes(shapes_of(targets), gpt2_shapes(config), refusal)
     with torch.no_grad():
         model.get_parameter(WTE).zero_()
         for name, target in targets.items():
@@ -143,9 +130,8 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
 def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
     """A model's parameters as Hugging Face's GPT2LMHeadModel names and lays them out.
 
-    Returns:
-        Contiguous tensors on the CPU. Some share memory with the model, none with each other.
-        The tied `lm_head` is left out, as transformers does.
+    Contiguous, on the CPU; some share memory with the model, none with each other. The tied
+    `lm_head` is left out, as transformers does.
     """
     return {name: view.cpu().contiguous() for name, view in _hf_views(model)}
 
@@ -247,20 +233,24 @@ def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
         yield name, view
 
 
-def _normalise_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put `transformer.` before every name; drop mask buffers and a tied `lm_head`.
+def _check_tensors(state_dict: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """A GPT-2's tensors, all named `transformer.…`, without mask buffers and a tied `lm_head`.
 
     Raises:
-        ValueError: `lm_head` has weights of its own.
+        ValueError: they are not those of a GPT-2 of these dimensions.
     """
-    tensors = {}
-    for name, tensor in state_dict.items():
-        full_name = "transformer." + name.removeprefix("transformer.")
-        if not MASK_BUFFER.fullmatch(full_name):
-            tensors[full_name] = tensor
+    named = {"transformer." + n.removeprefix("transformer."): t for n, t in state_dict.items()}
+    tensors = {name: t for name, t in named.items() if not MASK_BUFFER.fullmatch(name)}
     head = tensors.pop("transformer.lm_head.weight", None)
     if head is not None and WTE in tensors and not torch.equal(head, tensors[WTE]):
         raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
+    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
+    if config.n_layer > len(layers):  # before a forged number of layers is listed
+        raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(layers)} layers")
+    check_shapes(shapes_of(tensors), gpt2_shapes(config), "the tensors are not this GPT-2's")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, which is not a float's")
     return tensors
 
 
@@ -286,6 +276,16 @@ def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal:
         shown = "; ".join(sorted(problems)[:5])
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{refusal}: {shown}{more}")
+
+
+def _open_pretrained(source: str | Path) -> tuple[dict[str, Tensor], GPTConfig]:
+    """A model's tensors, not read from the disk yet, and the dimensions that they fit."""
+    folder = Path(source) if is_local(source) else _download(str(source))
+    config = _read_config(folder / HF_CONFIG_NAME)
+    try:
+        return _check_tensors(dict(_read_weights(folder)), config), config
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def _read_config(path: Path) -> GPTConfig:
@@ -394,14 +394,15 @@ def _check_replaceable(folder: Path) -> None:
 
 def _write_tokenizer(folder: Path, block_size: int) -> None:
     """Write GPT-2's tokenizer in the files that every version of transformers reads."""
-    merges = VOCAB_PATH.read_bytes()
+    merges, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
+    # `vocab.bpe` writes a byte as the character of the same number, or as the next one from 256.
+    visible = [chr(byte) for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    characters = visible + [chr(256 + i) for i in range(256 - len(visible))]
+    pieces = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
+    vocab = {token: i for i, token in enumerate([*characters, *pieces, special])}
     with atomic_write(folder / "merges.txt") as file:
         file.write(merges)
-    special = "<|endoftext|>"
-    pieces = ["".join(line.split()) for line in merges.decode().splitlines()[1:]]
-    tokens = [*_byte_characters(), *pieces, special]
     with atomic_write(folder / "vocab.json") as file:
-        vocab = {token: token_id for token_id, token in enumerate(tokens)}
         file.write(json.dumps(vocab, ensure_ascii=False).encode())
     write_json(
         folder / "tokenizer_config.json",
@@ -415,12 +416,3 @@ def _write_tokenizer(folder: Path, block_size: int) -> None:
             "clean_up_tokenization_spaces": False,
         },
     )
-
-
-def _byte_characters() -> list[str]:
-    """The characters that stand for the 256 bytes in `vocab.bpe`, in the order of their ids.
-
-    Printable Latin-1 stands for itself; the other bytes take the characters from 256 on.
-    """
-    printable = [chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))]
-    return printable + [chr(256 + place) for place in range(256 - len(printable))]

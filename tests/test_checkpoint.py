@@ -2,6 +2,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from runtime.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_model,
+    read_model_config,
     rng_states,
-    save_checkpoint,
     verify_checkpoint,
 )
 from runtime.files import read_json, sha256_of, write_json
@@ -60,11 +61,16 @@ OPTIMIZERS = {
 }
 
 
-def trainer_state(step, config=TINY):
+def new_training(config=TINY, kind="AdamW"):
+    model = GPT(config)
+    return model, OPTIMIZERS[kind](model)
+
+
+def trainer_state(step, model):
     return TrainerState(
         step=step,
         tokens_seen=step * 64,
-        model_config=vars(config),
+        model_config=vars(model.config),
         train_config={"seed": 1},
         data_fingerprint="abc",
         rng_states=rng_states(),
@@ -72,9 +78,11 @@ def trainer_state(step, config=TINY):
     )
 
 
-def new_training(config=TINY, kind="AdamW"):
-    model = GPT(config)
-    return model, OPTIMIZERS[kind](model)
+def save(folder, step, model, optimizers):
+    """Save a checkpoint, wait for it and return its folder."""
+    with CheckpointWriter(Path(folder)) as writer:
+        writer.save(trainer_state(step, model), model, optimizers)
+    return Path(folder) / f"step_{step:08d}"
 
 
 def train(model, optimizers, steps, unused=()):
@@ -98,7 +106,7 @@ def saved(tmp_path):
     torch.manual_seed(0)
     model, optimizers = new_training()
     train(model, optimizers, 3)
-    path = save_checkpoint(tmp_path / "run" / "checkpoints", trainer_state(3), model, optimizers)
+    path = save(tmp_path / "run" / "checkpoints", 3, model, optimizers)
     return path, model, optimizers
 
 
@@ -107,7 +115,7 @@ def test_load_checkpoint_continues_bit_for_bit(tmp_path, kind):
     torch.manual_seed(0)
     model, optimizers = new_training(kind=kind)
     train(model, optimizers, 3)
-    path = save_checkpoint(str(tmp_path), trainer_state(3), model, optimizers)
+    path = save(str(tmp_path), 3, model, optimizers)
     train(model, optimizers, 3)
     torch.manual_seed(99)
     other, other_optimizers = new_training(kind=kind)
@@ -121,7 +129,7 @@ def test_load_checkpoint_gives_no_state_to_a_parameter_that_never_had_a_gradient
     unused = ["transformer.wpe.weight"]
     model, optimizers = new_training()
     train(model, optimizers, 3, unused)
-    path = save_checkpoint(tmp_path, trainer_state(3), model, optimizers)
+    path = save(tmp_path, 3, model, optimizers)
     train(model, optimizers, 2)  # now it has one
     other, other_optimizers = new_training()
     assert load_checkpoint(path, other, other_optimizers).stateless == unused
@@ -149,7 +157,7 @@ def check(dist_info):
         train(model, optimizers, 2)
         folder = Path("FOLDER") / kind
         with CheckpointWriter(folder if dist_info.is_main else None) as writer:
-            writer.save(trainer_state(2), model, optimizers)
+            writer.save(trainer_state(2, model), model, optimizers)
         barrier(dist_info)
         train(model, optimizers, 2)
         other, other_optimizers = sharded(kind)
@@ -157,6 +165,11 @@ def check(dist_info):
         train(other, other_optimizers, 2)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
+    # Muon's step communicates: a file that one rank cannot read must end both before that step.
+    path = folder / ("step_00000002" if dist_info.is_main else "nothing")
+    error, message = (ValueError, "rank 1: .*nothing") if dist_info.is_main else (SystemExit, "2")
+    with pytest.raises(error, match=message):
+        load_checkpoint(path, other, other_optimizers, dist_info=dist_info)
     source = GPT(GPTConfig(32, 100, n_layer=2, n_head=2, n_embd=16))  # the same on each rank
     copy_weights(source, model)
     for name, parameter in model.named_parameters():
@@ -165,13 +178,15 @@ def check(dist_info):
 """
 
 
-def test_sharded_models_continue_bit_for_bit_and_load_into_one_process(commands, tmp_path):
+def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_together(
+    commands, tmp_path
+):
     check_on_ranks(commands, SHARDED_CHECK.replace("FOLDER", str(tmp_path)), tmp_path)
     for kind in ("AdamW", "momentum", "Muon"):
         torch.manual_seed(0)
         model, optimizers = new_training(kind=kind)
         train(model, optimizers, 2)
-        path = save_checkpoint(tmp_path, trainer_state(2), model, optimizers)
+        path = save(tmp_path, 2, model, optimizers)
         whole, gathered = (saved_tensors(p) for p in (path, tmp_path / kind / path.name))
         for file, tensors in whole.items():
             assert gathered[file].keys() == tensors.keys()
@@ -228,10 +243,9 @@ def test_load_checkpoint_refuses_state_that_does_not_fit(saved, change, message)
 @pytest.mark.parametrize(
     "change",
     [
-        *({"step": "x"}, {"step": -5}, {"step": True}, {"train_config": 7}, {"model_config": []}),
-        *({"model_config": {"n_layer": 0}}, {"rng_states": {}}, {"rng_states": {"cpu": "AAAA"}}),
-        *({"rng_states": {"cpu": 5}}, {"grad_norms": ["x"]}, {"surprise": 1}, {"format": 99}),
-        *({"optimizers": [{}]}, {"optimizer_values": {"step.x": 1}}),
+        *({"step": -5}, {"step": True}, {"train_config": 7}, {"model_config": {"n_layer": 0}}),
+        *({"rng_states": {}}, {"rng_states": {"cpu": "AAAA"}}, {"grad_norms": ["x"]}),
+        *({"surprise": 1}, {"format": 99}, {"optimizers": [{}]}, {"optimizer_values": {"x": 1}}),
     ],
     ids=str,
 )
@@ -246,7 +260,7 @@ def test_save_checkpoint_refuses_state_that_it_cannot_hold(tmp_path):
     model, [optimizer] = new_training()
     optimizer.state[model.transformer.wte.weight]["history"] = [1]
     with pytest.raises(ValueError, match=r"history\.transformer\.wte\.weight is a list"):
-        save_checkpoint(tmp_path, trainer_state(1), model, [optimizer])
+        save(tmp_path, 1, model, [optimizer])
 
 
 def test_save_checkpoint_writes_no_pickle_and_plain_names(saved):
@@ -264,7 +278,7 @@ def test_save_checkpoint_writes_no_pickle_and_plain_names(saved):
 
 def test_latest_checkpoint_ignores_one_without_a_manifest(saved):
     path, model, optimizers = saved
-    later = save_checkpoint(path.parent, trainer_state(12), model, optimizers)
+    later = save(path.parent, 12, model, optimizers)
     assert latest_checkpoint(path.parent.parent) == later
     (later / "manifest.json").unlink()
     assert latest_checkpoint(path.parent.parent) == path
@@ -286,14 +300,13 @@ def test_load_refuses_a_damaged_file_unless_its_hash_was_checked_before(saved):
 def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     path, model, _ = saved
     idx = torch.arange(16)[None]
+    exported = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
+    save_pretrained(exported, str(tmp_path / "hf"))
     before = torch.get_rng_state()
-    for source in (path, path.parent.parent, str(path)):
-        assert torch.equal(load_model(source)(idx).logits, model(idx).logits)
-    model = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
-    save_pretrained(model, str(tmp_path / "hf"))
-    assert torch.equal(load_model(tmp_path / "hf")(idx).logits, model(idx).logits)
-    torch.set_rng_state(before)
-    load_model(path)
+    sources = {path: model, path.parent.parent: model, str(path): model, tmp_path / "hf": exported}
+    for source, expected in sources.items():
+        assert torch.equal(load_model(source)(idx).logits, expected(idx).logits)
+        assert read_model_config(source) == expected.config
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -325,7 +338,7 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
 def test_save_checkpoint_replaces_an_earlier_attempt_at_the_same_step(saved):
     path, model, optimizers = saved
     train(model, optimizers, 1)
-    assert save_checkpoint(path.parent, trainer_state(3), model, optimizers) == path
+    assert save(path.parent, 3, model, optimizers) == path
     assert_same_parameters(load_model(path), model)
 
 
@@ -358,7 +371,7 @@ def sinusoidal(monkeypatch):
 def test_load_model_builds_what_the_code_says(sinusoidal, tmp_path):
     model, optimizers = new_training()
     train(model, optimizers, 1)
-    path = save_checkpoint(tmp_path, trainer_state(1), model, optimizers)
+    path = save(tmp_path, 1, model, optimizers)
     assert "transformer.wpe.weight" not in saved_tensors(path)["model.safetensors"]
     idx = torch.arange(16)[None]
     assert torch.equal(load_model(path)(idx).logits, model(idx).logits)
@@ -427,7 +440,7 @@ def test_writer_saves_each_step_as_it_was_though_training_goes_on(tmp_path):
         for step in (1, 2):
             train(model, optimizers, 1)
             expected.append(tensors_now(model, optimizers))
-            writer.save(trainer_state(step), model, optimizers)
+            writer.save(trainer_state(step, model), model, optimizers)
             with torch.no_grad():
                 for parameter in model.parameters():
                     optimizers[0].state[parameter]["exp_avg_sq"].add_(1.0)
@@ -448,14 +461,14 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_lets_training_go_
         events.append("written")
 
     with CheckpointWriter(tmp_path) as writer:
-        writer.save(trainer_state(1), model, optimizers, on_saved)
+        writer.save(trainer_state(1, model), model, optimizers, on_saved)
         events.append("training")
         while len(events) < 2:
             time.sleep(0.001)
         writer.check()  # nothing is wrong, and nothing is waited for
         assert sorted(events) == ["step_00000001", "training"]
         threading.Timer(0.2, may_end.set).start()
-        writer.save(trainer_state(2), model, optimizers)
+        writer.save(trainer_state(2, model), model, optimizers)
         events.append("second save")
     assert events[2:] == ["written", "second save"]
 
@@ -485,17 +498,17 @@ def test_writer_that_fails_says_so_and_leaves_the_older_checkpoint(saved, surfac
     surfaces = {
         "check": lambda writer: check_for(writer, seconds=10),
         "wait": lambda writer: writer.wait(),
-        "save": lambda writer: writer.save(trainer_state(5), model, optimizers),
+        "save": lambda writer: writer.save(trainer_state(5, model), model, optimizers),
     }
     with CheckpointWriter(path.parent) as writer:
         with largest_file(10_000):
-            writer.save(trainer_state(4), model, optimizers)
+            writer.save(trainer_state(4, model), model, optimizers)
             with pytest.raises(OSError, match=r"step_00000004 was not saved: .*too large"):
                 surfaces[surface](writer)
         assert os.listdir(path.parent) == [path.name]
         verify_checkpoint(path)
         assert_same(saved_tensors(path), before)
-        writer.save(trainer_state(6), model, optimizers)  # there is room again
+        writer.save(trainer_state(6, model), model, optimizers)  # there is room again
     assert latest_checkpoint(path.parent.parent).name == "step_00000006"
 
 
@@ -504,7 +517,7 @@ def save_and_stop(folder, stop):
     model, optimizers = new_training()
     train(model, optimizers, 1)
     with CheckpointWriter(folder) as writer:
-        writer.save(trainer_state(1), model, optimizers)
+        writer.save(trainer_state(1, model), model, optimizers)
         if stop is not None:
             raise stop
 
