@@ -25,7 +25,7 @@ from typing import Any, Self, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,6 +39,7 @@ from runtime.huggingface import (
     is_local,
     load_pretrained,
     read_pretrained_config,
+    read_tensors,
     shapes_of,
 )
 
@@ -118,7 +119,7 @@ class CheckpointWriter:
         Args:
             state: what to save next to the tensors; its `step` names the folder.
             model: the raw model, neither compiled nor wrapped; the same each time.
-            optimizers: of any kind, over the model's parameters.
+            optimizers: of any class, over the model's parameters.
             on_saved: the thread calls it with the checkpoint's folder once that is complete.
 
         Raises:
@@ -223,10 +224,10 @@ def load_checkpoint(
         if not verified:
             verify_checkpoint(checkpoint)
         state = read_state(checkpoint)
-        parameters = _read_tensors(checkpoint / MODEL_NAME)
+        parameters = read_tensors(checkpoint / MODEL_NAME)
         _check_fit(checkpoint / MODEL_NAME, parameters, dict(model.named_parameters()))
         _check_classes(checkpoint, state, optimizers)
-        optimizer_state = _read_tensors(checkpoint / OPTIMIZER_NAME) | state.optimizer_values
+        optimizer_state = read_tensors(checkpoint / OPTIMIZER_NAME) | state.optimizer_values
     for optimizer in optimizers:
         _make_state(optimizer)  # may communicate: so every rank has read its files before
     with raise_on_all_ranks(dist_info):
@@ -235,7 +236,9 @@ def load_checkpoint(
             if name in state.stateless:  # it never had a gradient
                 own.clear()
         _check_fit(checkpoint / OPTIMIZER_NAME, optimizer_state, _flatten(by_parameter))
-        _copy_state(optimizer_state, by_parameter)
+        for name, own in by_parameter.items():
+            for key in own:
+                own[key] = _filled(own[key], optimizer_state[f"{key}.{name}"])
         _copy_parameters(parameters, model)  # last: that step may have changed them
         try:
             if scaler is not None and state.grad_scaler:
@@ -262,9 +265,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
     """The run's undamaged checkpoint of the highest step; None if the run has no checkpoint.
 
-    Args:
-        run_dir: the run's folder.
-        warn: called with a line about each damaged checkpoint of a higher step.
+    `warn` is called with a line about each damaged one of a higher step.
 
     Raises:
         ValueError: every checkpoint is damaged.
@@ -419,7 +420,7 @@ def _open_model(checkpoint: Path) -> tuple[dict[str, Tensor], GPTConfig]:
     A forged file may claim any dimensions: shapes are compared before memory is taken for them.
     """
     path, config = checkpoint / MODEL_NAME, GPTConfig(**read_state(checkpoint).model_config)
-    tensors = _read_tensors(path)
+    tensors = read_tensors(path)
     if config.n_layer > max(MAX_LAYERS, len(tensors)):
         raise ValueError(f"{path} has {len(tensors)} tensors, too few for {config.n_layer} layers")
     try:
@@ -578,21 +579,9 @@ def _make_state(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _copy_state(found: Mapping[str, Any], by_parameter: Mapping[str, dict[str, Any]]) -> None:
-    """Copy values whose names and shapes were checked into the optimizers' state."""
-    for name, own in by_parameter.items():
-        for key, value in own.items():
-            saved = found[f"{key}.{name}"]
-            own[key] = (
-                value.copy_(distribute_like(saved, value)) if isinstance(value, Tensor) else saved
-            )
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+def _filled(value: Any, saved: Any) -> Any:  # noqa: ANN401 - a tensor or a plain value
+    """An optimizer's value as it was saved: a tensor stays, with the saved content."""
+    return value.copy_(distribute_like(saved, value)) if isinstance(value, Tensor) else saved
 
 
 def _check_fit(source: str | Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

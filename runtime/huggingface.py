@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.files import atomic_write, is_plain_name, read_json, redact_secrets, write_json
-from tokenizer import END_OF_TEXT, VOCAB_PATH
+from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
@@ -40,7 +40,7 @@ MAX_LOGIT_ERROR = 1e-4  # float32 rounding gives about 1e-6, the exact GELU inst
 # The settings of Hugging Face's GPT2Config that `model.py` computes; the first is its default.
 GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
-    "vocab_size": (50257,),
+    "vocab_size": (VOCAB_SIZE,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -82,11 +82,8 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
         ValueError: the folder holds something else, or the model is not exactly a GPT-2.
     """
     folder, config = Path(folder), model.config
-    vocab_size = GPT2_SETTINGS["vocab_size"][0]
-    if config.vocab_size != vocab_size:
-        raise ValueError(
-            f"vocab_size is {config.vocab_size}, and GPT-2's tokenizer has {vocab_size}"
-        )
+    if config.vocab_size != VOCAB_SIZE:
+        raise ValueError(f"vocab_size is {config.vocab_size}; GPT-2's tokenizer has {VOCAB_SIZE}")
     tensors = to_hf_state_dict(model)
     refusal = "this model is not a GPT-2, the only one that the Hugging Face format can hold"
     check_shapes(shapes_of(tensors), gpt2_shapes(config), refusal)
@@ -139,17 +136,14 @@ def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
 def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a GPT-2's tensors in Hugging Face's format, whatever `model.py` says."""
     C = config.n_embd
-    weights: dict[str, tuple[int, ...]] = {"ln_f": (C,)}
-    for block in (f"h.{layer}" for layer in range(config.n_layer)):
-        weights |= {f"{block}.ln_1": (C,), f"{block}.ln_2": (C,)}
-        weights |= {f"{block}.attn.c_attn": (C, 3 * C), f"{block}.attn.c_proj": (C, C)}
-        weights |= {f"{block}.mlp.c_fc": (C, 4 * C), f"{block}.mlp.c_proj": (4 * C, C)}
-    embeddings: dict[str, tuple[int, ...]] = {
-        "wte": (config.vocab_size, C),
-        "wpe": (config.block_size, C),
+    block: dict[str, tuple[int, ...]] = {
+        **{"ln_1": (C,), "attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C)},
+        **{"ln_2": (C,), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)},
     }
-    shapes = {f"{name}.weight": shape for name, shape in {**embeddings, **weights}.items()}
-    shapes |= {f"{name}.bias": shape[-1:] for name, shape in weights.items()}
+    layers = {f"h.{i}.{name}": block[name] for i in range(config.n_layer) for name in block}
+    weights = {**layers, "ln_f": (C,), "wte": (config.vocab_size, C), "wpe": (config.block_size, C)}
+    shapes = {f"{name}.weight": shape for name, shape in weights.items()}
+    shapes |= {f"{name}.bias": weights[name][-1:] for name in (*layers, "ln_f")}
     return {f"transformer.{name}": shape for name, shape in shapes.items()}
 
 
@@ -281,9 +275,9 @@ def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal:
 def _open_pretrained(source: str | Path) -> tuple[dict[str, Tensor], GPTConfig]:
     """A model's tensors, not read from the disk yet, and the dimensions that they fit."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    config = _read_config(folder / HF_CONFIG_NAME)
+    config, tensors = _read_config(folder / HF_CONFIG_NAME), dict(_read_weights(folder))
     try:
-        return _check_tensors(dict(_read_weights(folder)), config), config
+        return _check_tensors(tensors, config), config
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -340,7 +334,9 @@ def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         # The files may be links, as in the hub's cache, but their names must not be paths.
         if not isinstance(weight_map, dict) or not all(map(is_plain_name, weight_map.values())):
-            raise ValueError(f"{HF_INDEX_NAME} does not name the weights' files in its own folder")
+            raise ValueError(
+                f"{folder / HF_INDEX_NAME} does not name the weights' files in its own folder"
+            )
         paths = sorted({folder / name for name in weight_map.values()})
     else:
         paths = [folder / HF_WEIGHTS_NAME]
@@ -349,10 +345,19 @@ def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
             pickled = next(folder.glob("*.bin"), None)
             hint = f"; {pickled.name} is a pickle file, which is never loaded" if pickled else ""
             raise FileNotFoundError(f"{folder} has no {path.name}{hint}")
-        try:
-            yield from load_file(path).items()
-        except SafetensorError as error:
-            raise ValueError(f"{path.name} is not a readable safetensors file: {error}") from None
+        yield from read_tensors(path).items()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """A safetensors file's tensors, mapped into memory: each is read when it is used.
+
+    Raises:
+        ValueError: it is not such a file, or is cut off.
+    """
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 
 def _download(source: str) -> Path:
