@@ -198,7 +198,7 @@ UNSAFE_CODE = re.compile(  # what could run code that came as data
     r"|^\s*from (torch|numpy|os) import .*\b(load|save|system|popen)\b"
     r"|(?<![\w.])(exec|eval|compile|__import__)\("
     r"|\b(torch(\.hub)?\.(load|save)|yaml\.load|pd\.read_pickle|os\.(system|popen))\("
-    r"|(gather_object|object_list)\b"
+    r"|(gather_object|object_list)\("
     r"|\b(np|numpy)\.load\((?!.*allow_pickle=False)"
     r"|\b(trust_remote_code|shell|allow_pickle)=(?!False)",
     re.MULTILINE,
