@@ -246,13 +246,14 @@ def resume(trainer: Trainer) -> int:
         run_dir.check_resume_compatible(
             path, trainer.raw_model.config, trainer.config, trainer.train_shards.fingerprint
         )
-        state = checkpoint.load_checkpoint(
-            path,
-            trainer.raw_model,
-            trainer.optimizers,
-            trainer.scaler,
-            verified=trainer.config.resume == "auto",  # it was chosen by its hashes
-        )
+    state = checkpoint.load_checkpoint(
+        path,
+        trainer.raw_model,
+        trainer.optimizers,
+        trainer.scaler,
+        dist_info=trainer.dist_info,
+        verified=trainer.config.resume == "auto",  # it was chosen by its hashes
+    )
     trainer.norms.extend(state.grad_norms)
     print0(trainer.dist_info, f"resumed from {path}")
     return state.step

@@ -190,7 +190,8 @@ def measure_tokenize(config: BenchConfig, scratch: Path) -> list[Measurement]:
 
     def run(command: list[str | Path], sources: list[Path]) -> float:
         seconds = seconds_of(lambda: run_python(*command, *sources))
-        tokens = sum(np.load(path, mmap_mode="r").size for path in out.glob("*.npy"))
+        shards = out.glob("*.npy")
+        tokens = sum(np.load(path, mmap_mode="r", allow_pickle=False).size for path in shards)
         shutil.rmtree(out)
         if (expected := counts.setdefault(len(sources), tokens)) != tokens:
             raise ValueError(f"{text}: {command[0]} wrote {tokens} tokens, the other {expected}")

@@ -21,17 +21,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from model import GPT, GPTConfig
-from runtime.distributed import distribute_like, full_tensor
+from model import GPT, GPTConfig, build_on_meta
+from runtime.distributed import DistInfo, distribute_like, full_tensor, raise_on_all_ranks
 from runtime.files import check_types, read_json, sha256_of, sync_folder, write_json
 from runtime.huggingface import (
     HF_CONFIG_NAME,
@@ -39,6 +38,8 @@ from runtime.huggingface import (
     check_shapes,
     is_local,
     load_pretrained,
+    read_pretrained_config,
+    read_tensors,
     shapes_of,
 )
 
@@ -88,15 +89,13 @@ class TrainerState:
 class CheckpointWriter:
     """Save checkpoints while training goes on; a context manager that waits for the last one.
 
-    `save` returns once the state is copied to the CPU. A thread then writes the copy (`save_file`
-    and hashing release the interpreter's lock). The next save reuses the copy's memory, because
-    filling new pages takes several times longer than copying.
+    A thread writes the copy that `save` makes (`save_file` and hashing release the interpreter's
+    lock). The next save reuses its memory: filling new pages takes longer than copying.
 
     Args:
         checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
             that write nothing: their `save` only contributes their shards.
-        keep: once a checkpoint is complete, delete all but this many, the oldest first; 0 deletes
-            none.
+        keep: once a checkpoint is complete, delete all but the newest `keep`; 0 deletes none.
     """
 
     def __init__(self, checkpoints_dir: Path | None, keep: int = 0) -> None:
@@ -120,7 +119,7 @@ class CheckpointWriter:
         Args:
             state: what to save next to the tensors; its `step` names the folder.
             model: the raw model, neither compiled nor wrapped; the same each time.
-            optimizers: of any kind, over the model's parameters.
+            optimizers: of any class, over the model's parameters.
             on_saved: the thread calls it with the checkpoint's folder once that is complete.
 
         Raises:
@@ -166,12 +165,7 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.wait()
         except OSError as failure:
@@ -191,18 +185,6 @@ class CheckpointWriter:
             shutil.rmtree(checkpoint.rename(checkpoints_dir / f".{checkpoint.name}.tmp"))
 
 
-def save_checkpoint(
-    checkpoints_dir: str | Path,
-    state: TrainerState,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-) -> Path:
-    """Write a checkpoint, wait for it and return its folder; see `CheckpointWriter.save`."""
-    with CheckpointWriter(Path(checkpoints_dir)) as writer:
-        writer.save(state, model, optimizers)
-    return _folder(Path(checkpoints_dir), state.step)
-
-
 def remove_leftovers(checkpoints_dir: Path) -> None:
     """Delete the unfinished folders of a process that died while it saved or deleted."""
     for leftover in checkpoints_dir.glob(".step_*.tmp"):
@@ -215,9 +197,14 @@ def load_checkpoint(
     optimizers: Sequence[Optimizer],
     scaler: torch.amp.GradScaler | None = None,
     *,
+    dist_info: DistInfo | None = None,
     verified: bool = False,
 ) -> TrainerState:
-    """Restore a model, its optimizers and the random generators.
+    """Restore a model, its optimizers and the random generators; return the rest of the state.
+
+    Each optimizer first makes its own state, by a step with zero gradients. So the state has
+    the names, dtypes, devices and shardings that this optimizer gives it, and the file's values
+    are compared with it and copied into it.
 
     Args:
         checkpoint: a checkpoint's folder.
@@ -225,32 +212,42 @@ def load_checkpoint(
         optimizers: of the same classes, over the same parameters as the saved ones. Their
             settings (`param_groups`) stay as they are.
         scaler: the loss scaler, with float16.
+        dist_info: if other processes load too: an error on one of them then ends all.
         verified: whether this process has checked the files' hashes already.
-
-    Returns:
-        The rest of the state.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or does not fit the model or the optimizers.
     """
-    checkpoint = Path(checkpoint)
-    if not verified:
-        verify_checkpoint(checkpoint)
-    state = read_state(checkpoint)
-    path = checkpoint / MODEL_NAME
-    tensors = _read_tensors(path)
-    _check_fit(path, tensors, dict(model.named_parameters()))
-    _load_optimizers(checkpoint, state, model, optimizers)  # may change the parameters
-    _copy_parameters(tensors, model)
-    try:
-        if scaler is not None and state.grad_scaler:
-            scaler.load_state_dict(state.grad_scaler)
-        restore_rng_states(state.rng_states)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{checkpoint / STATE_NAME} has no valid generator states: {error}"
-        ) from None
+    checkpoint, dist_info = Path(checkpoint), dist_info or DistInfo()
+    with raise_on_all_ranks(dist_info):
+        if not verified:
+            verify_checkpoint(checkpoint)
+        state = read_state(checkpoint)
+        parameters = read_tensors(checkpoint / MODEL_NAME)
+        _check_fit(checkpoint / MODEL_NAME, parameters, dict(model.named_parameters()))
+        _check_classes(checkpoint, state, optimizers)
+        optimizer_state = read_tensors(checkpoint / OPTIMIZER_NAME) | state.optimizer_values
+    for optimizer in optimizers:
+        _make_state(optimizer)  # may communicate: so every rank has read its files before
+    with raise_on_all_ranks(dist_info):
+        by_parameter = _states_by_name(model, optimizers)
+        for name, own in by_parameter.items():
+            if name in state.stateless:  # it never had a gradient
+                own.clear()
+        _check_fit(checkpoint / OPTIMIZER_NAME, optimizer_state, _flatten(by_parameter))
+        for name, own in by_parameter.items():
+            for key in own:
+                own[key] = _filled(own[key], optimizer_state[f"{key}.{name}"])
+        _copy_parameters(parameters, model)  # last: that step may have changed them
+        try:
+            if scaler is not None and state.grad_scaler:
+                scaler.load_state_dict(state.grad_scaler)
+            restore_rng_states(state.rng_states)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{checkpoint / STATE_NAME} has no valid generator states: {error}"
+            ) from None
     return state
 
 
@@ -268,9 +265,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
     """The run's undamaged checkpoint of the highest step; None if the run has no checkpoint.
 
-    Args:
-        run_dir: the run's folder.
-        warn: called with a line about each damaged checkpoint of a higher step.
+    `warn` is called with a line about each damaged one of a higher step.
 
     Raises:
         ValueError: every checkpoint is damaged.
@@ -380,39 +375,60 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a model by a name on this machine or on the hub.
+    """Load a model, raw and in float32, by a name on this machine or on the hub.
 
     Args:
         source: a run folder (its latest checkpoint), a checkpoint, a folder in Hugging Face's
             format, or the name of a GPT-2 on the hub.
         device: where to put it.
 
-    Returns:
-        The raw model, in float32.
-
     Raises:
         FileNotFoundError: there is no such run, checkpoint, folder or model.
         ValueError: it is damaged, or does not fit the model that `model.py` builds.
     """
-    path = Path(source)
-    if not is_local(source) or ((path / HF_CONFIG_NAME).is_file() and not _is_run(path)):
+    if _is_hugging_face(source):
         return load_pretrained(source, device)
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(Path(source))
     verify_checkpoint(checkpoint)
-    path, config = checkpoint / MODEL_NAME, GPTConfig(**read_state(checkpoint).model_config)
-    tensors = _read_tensors(path)
-    # A forged file may claim any dimensions: compare shapes before memory is taken for them.
-    if config.n_layer > max(MAX_LAYERS, len(tensors)):
-        raise ValueError(f"{path} has {len(tensors)} tensors, too few for {config.n_layer} layers")
-    try:
-        with torch.device("meta"):
-            expected = dict(GPT(config).named_parameters())
-    except RuntimeError as error:  # more elements than 64 bits can count
-        raise ValueError(f"{path} is of no possible model: {error}") from None
-    _check_fit(path, tensors, expected)
+    tensors, config = _open_model(checkpoint)
     model = build_model(config, device)
     _copy_parameters(tensors, model)
     return model
+
+
+def read_model_config(source: str | Path) -> GPTConfig:
+    """The dimensions of a model that `load_model` loads, without reading its weights.
+
+    Raises:
+        FileNotFoundError: there is no such run, checkpoint, folder or model.
+        ValueError: the dimensions are not those of its tensors.
+    """
+    if _is_hugging_face(source):
+        return read_pretrained_config(source)
+    return _open_model(find_checkpoint(Path(source)))[1]
+
+
+def _is_hugging_face(source: str | Path) -> bool:
+    """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
+    path = Path(source)
+    return not is_local(source) or ((path / HF_CONFIG_NAME).is_file() and not _is_run(path))
+
+
+def _open_model(checkpoint: Path) -> tuple[dict[str, Tensor], GPTConfig]:
+    """A checkpoint's parameters, not read from the disk yet, and the dimensions that they fit.
+
+    A forged file may claim any dimensions: shapes are compared before memory is taken for them.
+    """
+    path, config = checkpoint / MODEL_NAME, GPTConfig(**read_state(checkpoint).model_config)
+    tensors = read_tensors(path)
+    if config.n_layer > max(MAX_LAYERS, len(tensors)):
+        raise ValueError(f"{path} has {len(tensors)} tensors, too few for {config.n_layer} layers")
+    try:
+        expected = dict(build_on_meta(config).named_parameters())
+    except RuntimeError as error:  # more elements than 64 bits can count
+        raise ValueError(f"{path} is of no possible model: {error}") from None
+    _check_fit(path, tensors, expected)
+    return tensors, config
 
 
 def copy_weights(source: GPT, target: GPT) -> None:
@@ -465,15 +481,11 @@ def _copy_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         parameter.copy_(distribute_like(tensors[name], parameter))
 
 
-def _folder(checkpoints_dir: Path, step: int) -> Path:
-    return checkpoints_dir / f"step_{step:08d}"
-
-
 def _write_checkpoint(
     checkpoints_dir: Path, state: TrainerState, tensors_by_file: dict[str, dict[str, Tensor]]
 ) -> Path:
     """Write a checkpoint that appears under its name once it is complete; return its folder."""
-    final = _folder(checkpoints_dir, state.step)
+    final = checkpoints_dir / f"step_{state.step:08d}"
     temporary = checkpoints_dir / f".{final.name}.tmp"
     try:
         remove_leftovers(checkpoints_dir)
@@ -521,7 +533,7 @@ def _collect(
             )
     state = replace(
         state,
-        optimizers=_class_names(optimizers),
+        optimizers=[type(optimizer).__name__ for optimizer in optimizers],
         optimizer_values=values,
         stateless=[name for name, own in by_parameter.items() if not own],
     )
@@ -547,43 +559,14 @@ def _flatten(by_parameter: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{key}.{name}": own[key] for name, own in by_parameter.items() for key in own}
 
 
-def _class_names(optimizers: Sequence[Optimizer]) -> list[str]:
-    return [type(optimizer).__name__ for optimizer in optimizers]
-
-
-def _load_optimizers(
-    checkpoint: Path, state: TrainerState, model: nn.Module, optimizers: Sequence[Optimizer]
-) -> None:
-    """Restore the optimizers' state; the parameters must be restored after it.
-
-    Each optimizer first makes its own state, by a step with zero gradients. So the state has
-    the names, dtypes, devices and shardings that this optimizer gives it, and the file's values
-    are compared with it and copied into it.
-
-    Raises:
-        ValueError: the state is of other optimizers or parameters.
-    """
-    if (built := _class_names(optimizers)) != state.optimizers:
+def _check_classes(checkpoint: Path, state: TrainerState, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse the state of optimizers of other classes."""
+    if (built := [type(optimizer).__name__ for optimizer in optimizers]) != state.optimizers:
         trained_by = " and ".join(map(str, state.optimizers))
         raise ValueError(
             f"{checkpoint} was trained by {trained_by}, and this run builds {' and '.join(built)}: "
             f"build {trained_by}, or start a new run from the weights by --init-from {checkpoint}"
         )
-    path = checkpoint / OPTIMIZER_NAME
-    found = _read_tensors(path) | state.optimizer_values
-    for optimizer in optimizers:
-        _make_state(optimizer)
-    by_parameter = _states_by_name(model, optimizers)
-    for name, own in by_parameter.items():
-        if name in state.stateless:  # it never had a gradient
-            own.clear()
-    _check_fit(path, found, _flatten(by_parameter))
-    for name, own in by_parameter.items():
-        for key, value in own.items():
-            saved = found[f"{key}.{name}"]
-            own[key] = (
-                value.copy_(distribute_like(saved, value)) if isinstance(value, Tensor) else saved
-            )
 
 
 def _make_state(optimizer: Optimizer) -> None:
@@ -596,11 +579,9 @@ def _make_state(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+def _filled(value: Any, saved: Any) -> Any:  # noqa: ANN401 - a tensor or a plain value
+    """An optimizer's value as it was saved: a tensor stays, with the saved content."""
+    return value.copy_(distribute_like(saved, value)) if isinstance(value, Tensor) else saved
 
 
 def _check_fit(source: str | Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-HASH_BLOCK_BYTES = 1 << 20
 URL_SECRETS = re.compile(r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
 
@@ -21,13 +20,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that appears under its name only once it is complete and on disk.
 
     The bytes go to a temporary sibling, which is flushed to disk and then renamed. If the body
-    raises, or the process dies, `path` stays as it was.
-
-    Args:
-        path: the final name; its folder is created if it is missing.
-
-    Yields:
-        The open temporary file.
+    raises, or the process dies, `path` stays as it was. A missing folder is created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -72,11 +65,8 @@ def sync_folder(folder: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes, as 64 hex digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:  # noqa: ANN401 - any JSON value

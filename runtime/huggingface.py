@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.files import atomic_write, is_plain_name, read_json, redact_secrets, write_json
-from tokenizer import END_OF_TEXT, VOCAB_PATH
+from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
@@ -40,7 +40,7 @@ MAX_LOGIT_ERROR = 1e-4  # float32 rounding gives about 1e-6, the exact GELU inst
 # The settings of Hugging Face's GPT2Config that `model.py` computes; the first is its default.
 GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
-    "vocab_size": (50257,),
+    "vocab_size": (VOCAB_SIZE,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -51,7 +51,7 @@ GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a GPT-2 from a folder in Hugging Face's format, or from the hub.
+    """Load a GPT-2, in float32, from a folder in Hugging Face's format or from the hub.
 
     Args:
         source: a folder with `config.json` and `model.safetensors`; or `gpt2`, `gpt2-medium`,
@@ -59,19 +59,16 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
             the hub's cache and needs no network again.
         device: where to put the model.
 
-    Returns:
-        The model, in float32.
-
     Raises:
         FileNotFoundError: there is no such folder or model, or the hub cannot be reached.
         ValueError: it is not a GPT-2 that `model.py` can compute, or a file is damaged.
     """
-    folder = Path(source) if is_local(source) else _download(str(source))
-    config = _read_config(folder / HF_CONFIG_NAME)
-    try:
-        return from_hf(dict(_read_weights(folder)), config).to(device)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    return from_hf(*_open_pretrained(source)).to(device)
+
+
+def read_pretrained_config(source: str | Path) -> GPTConfig:
+    """The dimensions of the model that `load_pretrained` loads; its weights are not read."""
+    return _open_pretrained(source)[1]
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> None:
@@ -85,11 +82,8 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
         ValueError: the folder holds something else, or the model is not exactly a GPT-2.
     """
     folder, config = Path(folder), model.config
-    vocab_size = GPT2_SETTINGS["vocab_size"][0]
-    if config.vocab_size != vocab_size:
-        raise ValueError(
-            f"vocab_size is {config.vocab_size}, and GPT-2's tokenizer has {vocab_size}"
-        )
+    if config.vocab_size != VOCAB_SIZE:
+        raise ValueError(f"vocab_size is {config.vocab_size}; GPT-2's tokenizer has {VOCAB_SIZE}")
     tensors = to_hf_state_dict(model)
     refusal = "this model is not a GPT-2, the only one that the Hugging Face format can hold"
     check_shapes(shapes_of(tensors), gpt2_shapes(config), refusal)
@@ -112,27 +106,17 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
 
     Args:
         state_dict: tensors of any of `FLOAT_DTYPES`, by name, with or without `transformer.` in
-            front. They are copied.
+            front. They are copied, as float32, to the CPU.
         config: the dimensions.
-
-    Returns:
-        The model, in float32, on the CPU.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of another shape, or `lm_head` is not tied.
     """
-    tensors = _normalise_names(state_dict)
-    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    if config.n_layer > len(layers):  # before a forged number of layers is listed
-        raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(layers)} layers")
-    expected = gpt2_shapes(config)
-    check_shapes(shapes_of(tensors), expected, "the tensors are not this GPT-2's")
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, which is not a float's")
+    tensors = _check_tensors(state_dict, config)
     model = build_model(config)
     targets = dict(_hf_views(model))
-    check_shapes(shapes_of(targets), expected, "a GPT-2 does not fit the model in model.py")
+    refusal = "a GPT-2 does not fit the model in model.py"
+    check_shapes(shapes_of(targets), gpt2_shapes(config), refusal)
     with torch.no_grad():
         model.get_parameter(WTE).zero_()
         for name, target in targets.items():
@@ -143,9 +127,8 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
 def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
     """A model's parameters as Hugging Face's GPT2LMHeadModel names and lays them out.
 
-    Returns:
-        Contiguous tensors on the CPU. Some share memory with the model, none with each other.
-        The tied `lm_head` is left out, as transformers does.
+    Contiguous, on the CPU; some share memory with the model, none with each other. The tied
+    `lm_head` is left out, as transformers does.
     """
     return {name: view.cpu().contiguous() for name, view in _hf_views(model)}
 
@@ -153,17 +136,14 @@ def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
 def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a GPT-2's tensors in Hugging Face's format, whatever `model.py` says."""
     C = config.n_embd
-    weights: dict[str, tuple[int, ...]] = {"ln_f": (C,)}
-    for block in (f"h.{layer}" for layer in range(config.n_layer)):
-        weights |= {f"{block}.ln_1": (C,), f"{block}.ln_2": (C,)}
-        weights |= {f"{block}.attn.c_attn": (C, 3 * C), f"{block}.attn.c_proj": (C, C)}
-        weights |= {f"{block}.mlp.c_fc": (C, 4 * C), f"{block}.mlp.c_proj": (4 * C, C)}
-    embeddings: dict[str, tuple[int, ...]] = {
-        "wte": (config.vocab_size, C),
-        "wpe": (config.block_size, C),
+    block: dict[str, tuple[int, ...]] = {
+        **{"ln_1": (C,), "attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C)},
+        **{"ln_2": (C,), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)},
     }
-    shapes = {f"{name}.weight": shape for name, shape in {**embeddings, **weights}.items()}
-    shapes |= {f"{name}.bias": shape[-1:] for name, shape in weights.items()}
+    layers = {f"h.{i}.{name}": block[name] for i in range(config.n_layer) for name in block}
+    weights = {**layers, "ln_f": (C,), "wte": (config.vocab_size, C), "wpe": (config.block_size, C)}
+    shapes = {f"{name}.weight": shape for name, shape in weights.items()}
+    shapes |= {f"{name}.bias": weights[name][-1:] for name in (*layers, "ln_f")}
     return {f"transformer.{name}": shape for name, shape in shapes.items()}
 
 
@@ -247,20 +227,24 @@ def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
         yield name, view
 
 
-def _normalise_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put `transformer.` before every name; drop mask buffers and a tied `lm_head`.
+def _check_tensors(state_dict: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """A GPT-2's tensors, all named `transformer.…`, without mask buffers and a tied `lm_head`.
 
     Raises:
-        ValueError: `lm_head` has weights of its own.
+        ValueError: they are not those of a GPT-2 of these dimensions.
     """
-    tensors = {}
-    for name, tensor in state_dict.items():
-        full_name = "transformer." + name.removeprefix("transformer.")
-        if not MASK_BUFFER.fullmatch(full_name):
-            tensors[full_name] = tensor
+    named = {"transformer." + n.removeprefix("transformer."): t for n, t in state_dict.items()}
+    tensors = {name: t for name, t in named.items() if not MASK_BUFFER.fullmatch(name)}
     head = tensors.pop("transformer.lm_head.weight", None)
     if head is not None and WTE in tensors and not torch.equal(head, tensors[WTE]):
         raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
+    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
+    if config.n_layer > len(layers):  # before a forged number of layers is listed
+        raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(layers)} layers")
+    check_shapes(shapes_of(tensors), gpt2_shapes(config), "the tensors are not this GPT-2's")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, which is not a float's")
     return tensors
 
 
@@ -286,6 +270,16 @@ def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal:
         shown = "; ".join(sorted(problems)[:5])
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{refusal}: {shown}{more}")
+
+
+def _open_pretrained(source: str | Path) -> tuple[dict[str, Tensor], GPTConfig]:
+    """A model's tensors, not read from the disk yet, and the dimensions that they fit."""
+    folder = Path(source) if is_local(source) else _download(str(source))
+    config, tensors = _read_config(folder / HF_CONFIG_NAME), dict(_read_weights(folder))
+    try:
+        return _check_tensors(tensors, config), config
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def _read_config(path: Path) -> GPTConfig:
@@ -340,7 +334,9 @@ def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         # The files may be links, as in the hub's cache, but their names must not be paths.
         if not isinstance(weight_map, dict) or not all(map(is_plain_name, weight_map.values())):
-            raise ValueError(f"{HF_INDEX_NAME} does not name the weights' files in its own folder")
+            raise ValueError(
+                f"{folder / HF_INDEX_NAME} does not name the weights' files in its own folder"
+            )
         paths = sorted({folder / name for name in weight_map.values()})
     else:
         paths = [folder / HF_WEIGHTS_NAME]
@@ -349,10 +345,19 @@ def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
             pickled = next(folder.glob("*.bin"), None)
             hint = f"; {pickled.name} is a pickle file, which is never loaded" if pickled else ""
             raise FileNotFoundError(f"{folder} has no {path.name}{hint}")
-        try:
-            yield from load_file(path).items()
-        except SafetensorError as error:
-            raise ValueError(f"{path.name} is not a readable safetensors file: {error}") from None
+        yield from read_tensors(path).items()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """A safetensors file's tensors, mapped into memory: each is read when it is used.
+
+    Raises:
+        ValueError: it is not such a file, or is cut off.
+    """
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 
 def _download(source: str) -> Path:
@@ -394,14 +399,15 @@ def _check_replaceable(folder: Path) -> None:
 
 def _write_tokenizer(folder: Path, block_size: int) -> None:
     """Write GPT-2's tokenizer in the files that every version of transformers reads."""
-    merges = VOCAB_PATH.read_bytes()
+    merges, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
+    # `vocab.bpe` writes a byte as the character of the same number, or as the next one from 256.
+    visible = [chr(byte) for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    characters = visible + [chr(256 + i) for i in range(256 - len(visible))]
+    pieces = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
+    vocab = {token: i for i, token in enumerate([*characters, *pieces, special])}
     with atomic_write(folder / "merges.txt") as file:
         file.write(merges)
-    special = "<|endoftext|>"
-    pieces = ["".join(line.split()) for line in merges.decode().splitlines()[1:]]
-    tokens = [*_byte_characters(), *pieces, special]
     with atomic_write(folder / "vocab.json") as file:
-        vocab = {token: token_id for token_id, token in enumerate(tokens)}
         file.write(json.dumps(vocab, ensure_ascii=False).encode())
     write_json(
         folder / "tokenizer_config.json",
@@ -415,12 +421,3 @@ def _write_tokenizer(folder: Path, block_size: int) -> None:
             "clean_up_tokenization_spaces": False,
         },
     )
-
-
-def _byte_characters() -> list[str]:
-    """The characters that stand for the 256 bytes in `vocab.bpe`, in the order of their ids.
-
-    Printable Latin-1 stands for itself; the other bytes take the characters from 256 on.
-    """
-    printable = [chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))]
-    return printable + [chr(256 + place) for place in range(256 - len(printable))]

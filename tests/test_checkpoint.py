@@ -1,15 +1,15 @@
 import os
 import threading
 import time
-from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, check_on_ranks
 from safetensors.torch import load_file
+from test_files import largest_file
 from torch import nn
 
-import model as model_module
 from model import GPT, GPTConfig, Transformer
 from runtime.checkpoint import (
     CheckpointWriter,
@@ -19,8 +19,8 @@ from runtime.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_model,
+    read_model_config,
     rng_states,
-    save_checkpoint,
     verify_checkpoint,
 )
 from runtime.files import read_json, sha256_of, write_json
@@ -60,11 +60,16 @@ OPTIMIZERS = {
 }
 
 
-def trainer_state(step, config=TINY):
+def new_training(config=TINY, kind="AdamW"):
+    model = GPT(config)
+    return model, OPTIMIZERS[kind](model)
+
+
+def trainer_state(step, model):
     return TrainerState(
         step=step,
         tokens_seen=step * 64,
-        model_config=vars(config),
+        model_config=vars(model.config),
         train_config={"seed": 1},
         data_fingerprint="abc",
         rng_states=rng_states(),
@@ -72,16 +77,18 @@ def trainer_state(step, config=TINY):
     )
 
 
-def new_training(config=TINY, kind="AdamW"):
-    model = GPT(config)
-    return model, OPTIMIZERS[kind](model)
+def save(folder, step, model, optimizers):
+    """Save a checkpoint, wait for it and return its folder."""
+    with CheckpointWriter(Path(folder)) as writer:
+        writer.save(trainer_state(step, model), model, optimizers)
+    return Path(folder) / f"step_{step:08d}"
 
 
-def train(model, optimizers, steps, unused=()):
+def train(model, optimizers, steps, without_gradient=()):
     for _ in range(steps):
         tokens = torch.randint(0, 100, (4, 17))  # the global generator's state matters
         model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
-        for name in unused:
+        for name in without_gradient:
             model.get_parameter(name).grad = None
         for optimizer in optimizers:
             optimizer.step()
@@ -98,34 +105,26 @@ def saved(tmp_path):
     torch.manual_seed(0)
     model, optimizers = new_training()
     train(model, optimizers, 3)
-    path = save_checkpoint(tmp_path / "run" / "checkpoints", trainer_state(3), model, optimizers)
+    path = save(tmp_path / "run" / "checkpoints", 3, model, optimizers)
     return path, model, optimizers
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_load_checkpoint_continues_bit_for_bit(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "stateless"),
+    [*((kind, []) for kind in OPTIMIZERS), ("AdamW", ["transformer.wpe.weight"])],
+)
+def test_load_checkpoint_continues_bit_for_bit(tmp_path, kind, stateless):
     torch.manual_seed(0)
     model, optimizers = new_training(kind=kind)
-    train(model, optimizers, 3)
-    path = save_checkpoint(str(tmp_path), trainer_state(3), model, optimizers)
+    train(model, optimizers, 3, without_gradient=stateless)
+    path = save(str(tmp_path), 3, model, optimizers)
     train(model, optimizers, 3)
     torch.manual_seed(99)
     other, other_optimizers = new_training(kind=kind)
     state = load_checkpoint(str(path), other, other_optimizers)
-    train(other, other_optimizers, 3)
     assert (state.step, state.tokens_seen, state.train_config) == (3, 192, {"seed": 1})
-    assert_same_parameters(model, other)
-
-
-def test_load_checkpoint_gives_no_state_to_a_parameter_that_never_had_a_gradient(tmp_path):
-    unused = ["transformer.wpe.weight"]
-    model, optimizers = new_training()
-    train(model, optimizers, 3, unused)
-    path = save_checkpoint(tmp_path, trainer_state(3), model, optimizers)
-    train(model, optimizers, 2)  # now it has one
-    other, other_optimizers = new_training()
-    assert load_checkpoint(path, other, other_optimizers).stateless == unused
-    train(other, other_optimizers, 2)
+    assert kind == "SGD" or state.stateless == stateless
+    train(other, other_optimizers, 3)
     assert_same_parameters(model, other)
 
 
@@ -149,7 +148,7 @@ def check(dist_info):
         train(model, optimizers, 2)
         folder = Path("FOLDER") / kind
         with CheckpointWriter(folder if dist_info.is_main else None) as writer:
-            writer.save(trainer_state(2), model, optimizers)
+            writer.save(trainer_state(2, model), model, optimizers)
         barrier(dist_info)
         train(model, optimizers, 2)
         other, other_optimizers = sharded(kind)
@@ -157,6 +156,11 @@ def check(dist_info):
         train(other, other_optimizers, 2)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
+    # Muon's step communicates: a file that one rank cannot read must end both before that step.
+    path = folder / ("step_00000002" if dist_info.is_main else "nothing")
+    error, message = (ValueError, "rank 1: .*nothing") if dist_info.is_main else (SystemExit, "2")
+    with pytest.raises(error, match=message):
+        load_checkpoint(path, other, other_optimizers, dist_info=dist_info)
     source = GPT(GPTConfig(32, 100, n_layer=2, n_head=2, n_embd=16))  # the same on each rank
     copy_weights(source, model)
     for name, parameter in model.named_parameters():
@@ -165,13 +169,15 @@ def check(dist_info):
 """
 
 
-def test_sharded_models_continue_bit_for_bit_and_load_into_one_process(commands, tmp_path):
+def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_together(
+    commands, tmp_path
+):
     check_on_ranks(commands, SHARDED_CHECK.replace("FOLDER", str(tmp_path)), tmp_path)
     for kind in ("AdamW", "momentum", "Muon"):
         torch.manual_seed(0)
         model, optimizers = new_training(kind=kind)
         train(model, optimizers, 2)
-        path = save_checkpoint(tmp_path, trainer_state(2), model, optimizers)
+        path = save(tmp_path, 2, model, optimizers)
         whole, gathered = (saved_tensors(p) for p in (path, tmp_path / kind / path.name))
         for file, tensors in whole.items():
             assert gathered[file].keys() == tensors.keys()
@@ -185,8 +191,7 @@ def rewrite_state(path, change):
     state = path / "trainer_state.json"
     write_json(state, change(read_json(state)))
     manifest = read_json(path / "manifest.json")
-    entry = {"bytes": state.stat().st_size, "sha256": sha256_of(state)}
-    manifest["files"]["trainer_state.json"] = entry
+    manifest["files"][state.name] = {"bytes": state.stat().st_size, "sha256": sha256_of(state)}
     write_json(path / "manifest.json", manifest)
 
 
@@ -197,30 +202,23 @@ def test_checkpoint_from_before_optimizers_were_named_is_adamws(saved):
     other, optimizers = new_training()
     assert load_checkpoint(path, other, optimizers).optimizers == ["AdamW"]
     assert_same_parameters(model, other)
-    with pytest.raises(
-        ValueError, match=r"was trained by AdamW, and this run builds SGD: .*--init"
-    ):
+    with pytest.raises(ValueError, match=r"trained by AdamW, and this run builds SGD: .*--init"):
         load_checkpoint(path, *new_training(kind="momentum"))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda adamw, _: adamw.param_groups[0]["params"].pop(0), r"exp_avg\..* is unexpected"),
-        (
-            lambda adamw, _: adamw.param_groups[0].update(amsgrad=True),
-            "max_exp_avg_sq.* is missing",
-        ),
-        (lambda _, model: model.ln.append(nn.LayerNorm(4)), r"ln\.0\.weight is missing"),
-        (lambda _, model: model.transformer.h.pop(1), r"h\.1\..* is unexpected"),
-    ],
-)
-def test_load_checkpoint_refuses_state_that_does_not_fit(saved, change, message):
+MISFITS = {  # what is done to the model and the optimizer that are to be filled
+    r"exp_avg\..* is unexpected": lambda _, adamw: adamw.param_groups[0]["params"].pop(0),
+    "max_exp_avg_sq.* is missing": lambda _, adamw: adamw.param_groups[0].update(amsgrad=True),
+    r"ln\.weight is missing": lambda model, _: model.add_module("ln", nn.LayerNorm(4)),
+    r"h\.1\..* is unexpected": lambda model, _: model.transformer.h.pop(1),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_load_checkpoint_refuses_state_that_does_not_fit(saved, message):
     path, _, _ = saved
-    model = GPT(TINY)
-    model.ln = nn.ModuleList()
-    [optimizer] = OPTIMIZERS["AdamW"](model)
-    change(optimizer, model)
+    model, [optimizer] = new_training()
+    MISFITS[message](model, optimizer)
     with pytest.raises(ValueError, match=message):
         load_checkpoint(path, model, [optimizer])
 
@@ -228,10 +226,9 @@ def test_load_checkpoint_refuses_state_that_does_not_fit(saved, change, message)
 @pytest.mark.parametrize(
     "change",
     [
-        *({"step": "x"}, {"step": -5}, {"step": True}, {"train_config": 7}, {"model_config": []}),
-        *({"model_config": {"n_layer": 0}}, {"rng_states": {}}, {"rng_states": {"cpu": "AAAA"}}),
-        *({"rng_states": {"cpu": 5}}, {"grad_norms": ["x"]}, {"surprise": 1}, {"format": 99}),
-        *({"optimizers": [{}]}, {"optimizer_values": {"step.x": 1}}),
+        *({"step": -5}, {"step": True}, {"train_config": 7}, {"model_config": {"n_layer": 0}}),
+        *({"rng_states": {}}, {"rng_states": {"cpu": "AAAA"}}, {"grad_norms": ["x"]}),
+        *({"surprise": 1}, {"format": 99}, {"optimizers": [{}]}, {"optimizer_values": {"x": 1}}),
     ],
     ids=str,
 )
@@ -246,10 +243,10 @@ def test_save_checkpoint_refuses_state_that_it_cannot_hold(tmp_path):
     model, [optimizer] = new_training()
     optimizer.state[model.transformer.wte.weight]["history"] = [1]
     with pytest.raises(ValueError, match=r"history\.transformer\.wte\.weight is a list"):
-        save_checkpoint(tmp_path, trainer_state(1), model, [optimizer])
+        save(tmp_path, 1, model, [optimizer])
 
 
-def test_save_checkpoint_writes_no_pickle_and_plain_names(saved):
+def test_save_writes_no_pickle_and_plain_names(saved):
     path, _, _ = saved
     names = {"manifest.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json"}
     assert {file.name for file in path.iterdir()} == names
@@ -257,14 +254,14 @@ def test_save_checkpoint_writes_no_pickle_and_plain_names(saved):
     tensors = saved_tensors(path)
     assert "transformer.h.1.attn.c_attn.weight" in tensors["model.safetensors"]
     assert "exp_avg.transformer.wte.weight" in tensors["optimizer.safetensors"]
-    assert not any(
-        "_orig_mod" in name or "module." in name for name in tensors["model.safetensors"]
-    )
 
 
-def test_latest_checkpoint_ignores_one_without_a_manifest(saved):
+def test_save_replaces_an_attempt_at_the_same_step_and_one_without_a_manifest_counts_not(saved):
     path, model, optimizers = saved
-    later = save_checkpoint(path.parent, trainer_state(12), model, optimizers)
+    train(model, optimizers, 1)
+    assert save(path.parent, 3, model, optimizers) == path
+    assert_same_parameters(load_model(path), model)
+    later = save(path.parent, 12, model, optimizers)
     assert latest_checkpoint(path.parent.parent) == later
     (later / "manifest.json").unlink()
     assert latest_checkpoint(path.parent.parent) == path
@@ -286,14 +283,13 @@ def test_load_refuses_a_damaged_file_unless_its_hash_was_checked_before(saved):
 def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     path, model, _ = saved
     idx = torch.arange(16)[None]
+    exported = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
+    save_pretrained(exported, str(tmp_path / "hf"))
     before = torch.get_rng_state()
-    for source in (path, path.parent.parent, str(path)):
-        assert torch.equal(load_model(source)(idx).logits, model(idx).logits)
-    model = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
-    save_pretrained(model, str(tmp_path / "hf"))
-    assert torch.equal(load_model(tmp_path / "hf")(idx).logits, model(idx).logits)
-    torch.set_rng_state(before)
-    load_model(path)
+    sources = {path: model, path.parent.parent: model, str(path): model, tmp_path / "hf": exported}
+    for source, expected in sources.items():
+        assert torch.equal(load_model(source)(idx).logits, expected(idx).logits)
+        assert read_model_config(source) == expected.config
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -301,8 +297,7 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
     """By one line, and never by asking the hub."""
     monkeypatch.chdir(tmp_path)
     os.rename("run", "small")
-    for name in ("large", "other"):
-        os.makedirs(f"runs/{name}/checkpoints")
+    os.makedirs("runs/large/checkpoints")
     os.rename("small", "runs/small")
     for source, message in {
         "runs/large": "the run runs/large has no checkpoint yet: .*--resume auto .*-name large",
@@ -316,55 +311,17 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
             load_model(source)
     for name in "abcdefgh":
         os.makedirs(f"runs/{name}/checkpoints")
-    with pytest.raises(
-        FileNotFoundError, match=r"are runs/small, (runs/\w+, ){3}runs/\w+ and 6 more"
-    ):
-        find_checkpoint(type(tmp_path)("runs/smal"))
+    with pytest.raises(FileNotFoundError, match=r"are runs/small, (runs/\w+, ){3}.* and 5 more"):
+        load_model("runs/smal")
 
 
-def test_save_checkpoint_replaces_an_earlier_attempt_at_the_same_step(saved):
-    path, model, optimizers = saved
-    train(model, optimizers, 1)
-    assert save_checkpoint(path.parent, trainer_state(3), model, optimizers) == path
-    assert_same_parameters(load_model(path), model)
-
-
-# --- a model that a reader has changed ----------------------------------------------------------
-
-
-class Sinusoids(nn.Module):
-    """Position embeddings without parameters (Vaswani et al. 2017, section 3.5)."""
-
-    def __init__(self, config):
-        super().__init__()
-        frequencies = 10_000.0 ** -torch.linspace(0, 1, config.n_embd // 2)
-        angles = torch.outer(torch.arange(config.block_size), frequencies)
-        self.register_buffer("table", torch.cat([angles.sin(), angles.cos()], 1), persistent=False)
-
-    def forward(self, positions):
-        return self.table[positions]
-
-
-@pytest.fixture
-def sinusoidal(monkeypatch):
+def test_load_model_refuses_a_checkpoint_of_other_code(saved, monkeypatch):
     class Changed(Transformer):
         def __init__(self, config):
             super().__init__(config)
-            self.wpe = Sinusoids(config)
+            del self.wpe
 
-    monkeypatch.setattr(model_module, "Transformer", Changed)
-
-
-def test_load_model_builds_what_the_code_says(sinusoidal, tmp_path):
-    model, optimizers = new_training()
-    train(model, optimizers, 1)
-    path = save_checkpoint(tmp_path, trainer_state(1), model, optimizers)
-    assert "transformer.wpe.weight" not in saved_tensors(path)["model.safetensors"]
-    idx = torch.arange(16)[None]
-    assert torch.equal(load_model(path)(idx).logits, model(idx).logits)
-
-
-def test_load_model_refuses_a_checkpoint_of_other_code(saved, sinusoidal):
+    monkeypatch.setattr("model.Transformer", Changed)
     with pytest.raises(ValueError, match=r"wpe\.weight is unexpected"):
         load_model(saved[0])
 
@@ -382,15 +339,6 @@ def test_copy_weights_crops_the_position_embeddings():
         copy_weights(source, sized(17))
     with pytest.raises(ValueError, match=r"h\.2\..* is missing"):
         copy_weights(source, GPT(GPTConfig(16, 100, n_layer=3, n_head=2, n_embd=16)))
-
-
-def test_copy_weights_without_position_embeddings_takes_any_block_size(sinusoidal):
-    source = sized(16)
-    idx = torch.randint(0, 100, (2, 8))
-    for block_size in (8, 16, 32):
-        target = sized(block_size)
-        copy_weights(source, target)
-        assert torch.equal(target(idx).logits, source(idx).logits)
 
 
 # --- writing while training goes on -------------------------------------------------------------
@@ -427,7 +375,7 @@ def test_writer_saves_each_step_as_it_was_though_training_goes_on(tmp_path):
         for step in (1, 2):
             train(model, optimizers, 1)
             expected.append(tensors_now(model, optimizers))
-            writer.save(trainer_state(step), model, optimizers)
+            writer.save(trainer_state(step, model), model, optimizers)
             with torch.no_grad():
                 for parameter in model.parameters():
                     optimizers[0].state[parameter]["exp_avg_sq"].add_(1.0)
@@ -448,54 +396,35 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_lets_training_go_
         events.append("written")
 
     with CheckpointWriter(tmp_path) as writer:
-        writer.save(trainer_state(1), model, optimizers, on_saved)
+        writer.save(trainer_state(1, model), model, optimizers, on_saved)
         events.append("training")
         while len(events) < 2:
             time.sleep(0.001)
         writer.check()  # nothing is wrong, and nothing is waited for
         assert sorted(events) == ["step_00000001", "training"]
         threading.Timer(0.2, may_end.set).start()
-        writer.save(trainer_state(2), model, optimizers)
+        writer.save(trainer_state(2, model), model, optimizers)
         events.append("second save")
     assert events[2:] == ["written", "second save"]
 
 
-@contextmanager
-def largest_file(size):
-    """As a full disk: a file of this process may not grow beyond `size` bytes."""
-    resource = pytest.importorskip("resource")  # POSIX has it
-    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
-
-
-def check_for(writer, seconds):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        writer.check()
-
-
-@pytest.mark.parametrize("surface", ["check", "wait", "save"])
+@pytest.mark.parametrize("surface", ["check", "save"])
 def test_writer_that_fails_says_so_and_leaves_the_older_checkpoint(saved, surface):
     path, model, optimizers = saved
     before = saved_tensors(path)
-    surfaces = {
-        "check": lambda writer: check_for(writer, seconds=10),
-        "wait": lambda writer: writer.wait(),
-        "save": lambda writer: writer.save(trainer_state(5), model, optimizers),
-    }
     with CheckpointWriter(path.parent) as writer:
         with largest_file(10_000):
-            writer.save(trainer_state(4), model, optimizers)
-            with pytest.raises(OSError, match=r"step_00000004 was not saved: .*too large"):
-                surfaces[surface](writer)
+            writer.save(trainer_state(4, model), model, optimizers)
+            with pytest.raises(OSError, match=r"step_00000004 was not saved: .*too large"):  # noqa: PT012
+                if surface == "save":
+                    writer.save(trainer_state(5, model), model, optimizers)
+                for _ in range(10_000):
+                    writer.check()
+                    time.sleep(0.001)
         assert os.listdir(path.parent) == [path.name]
         verify_checkpoint(path)
         assert_same(saved_tensors(path), before)
-        writer.save(trainer_state(6), model, optimizers)  # there is room again
+        writer.save(trainer_state(6, model), model, optimizers)  # there is room again
     assert latest_checkpoint(path.parent.parent).name == "step_00000006"
 
 
@@ -504,7 +433,7 @@ def save_and_stop(folder, stop):
     model, optimizers = new_training()
     train(model, optimizers, 1)
     with CheckpointWriter(folder) as writer:
-        writer.save(trainer_state(1), model, optimizers)
+        writer.save(trainer_state(1, model), model, optimizers)
         if stop is not None:
             raise stop
 

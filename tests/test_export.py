@@ -2,36 +2,21 @@ import sys
 
 import pytest
 import torch
+from test_checkpoint import new_training, save, train
 
 import export
-from model import GPT, GPTConfig
-from runtime.checkpoint import TrainerState, load_model, save_checkpoint
-
-TINY = GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)
+from model import GPTConfig
+from runtime.checkpoint import load_model
 
 
 def test_main_exports_a_run_that_transformers_loads(tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = GPT(TINY)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)).loss.backward()
-    optimizer.step()
-    state = TrainerState(
-        step=1,
-        tokens_seen=4,
-        model_config=vars(TINY),
-        train_config={},
-        data_fingerprint="",
-        rng_states={},
-        grad_scaler={},
-    )
-    save_checkpoint(tmp_path / "run" / "checkpoints", state, model, [optimizer])
-
+    model, optimizers = new_training(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
+    train(model, optimizers, 1)
+    save(tmp_path / "run" / "checkpoints", 1, model, optimizers)
     out = tmp_path / "exported"
     monkeypatch.setattr(sys, "argv", ["export.py", f"--model={tmp_path}/run", f"--out={out}"])
     export.main()
-
     last_line = capsys.readouterr().out.splitlines()[-1].strip()
     assert last_line == f'transformers.pipeline("text-generation", "{out.as_posix()}")'
     idx = torch.randint(0, 50257, (1, 8))

@@ -51,22 +51,16 @@ def losses(run_dir):
     return by_step
 
 
-def train(*args, largest_file=None):
-    """Run train_gpt2.py to its end; with `largest_file`, no file can grow beyond it."""
-    return run([sys.executable, ROOT / "train_gpt2.py", *args], largest_file)
+def train(*args, largest_file):
+    """Run train_gpt2.py to its end; no file can grow beyond `largest_file` bytes."""
+    return run([sys.executable, str(ROOT / "train_gpt2.py"), *args], largest_file)
 
 
-def run(command, largest_file=None):
+def run(command, largest_file):
     def fill_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
-    return subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        preexec_fn=fill_disk if largest_file else None,
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, preexec_fn=fill_disk)
 
 
 def names(folder):
@@ -129,19 +123,16 @@ def test_full_disk_at_the_console_log_does_not_end_the_run(flags, run_dir):
 def test_verify_finds_any_flipped_byte_and_names_the_file(two_saved, tmp_path, name):
     checkpoint = shutil.copytree(two_saved / "checkpoints/step_00000008", tmp_path / "copy")
     path, chance = checkpoint / name, random.Random(0)
-    data = bytearray(path.read_bytes())
-    if len(data) < 2000:
-        places = range(len(data))
-    else:  # head, tail and a sample of the bytes between
-        places = [*range(16), *range(len(data) - 16, len(data))]
-        places += [chance.randrange(len(data)) for _ in range(20)]
+    data = path.read_bytes()
+    places = range(len(data))
+    if len(data) >= 2000:  # head, tail and a sample of the bytes between
+        places = [*places[:16], *places[-16:], *chance.sample(places, 20)]
     for place in places:
-        flipped = data.copy()
+        flipped = bytearray(data)
         flipped[place] ^= 1 << chance.randrange(8)
         path.write_bytes(flipped)
-        with pytest.raises(
-            ValueError, match=f"/copy/{name}" if path.suffix != ".json" else "/copy/"
-        ):
+        named = f"/copy/{name}" if path.suffix != ".json" else "/copy/"
+        with pytest.raises(ValueError, match=named):
             verify_checkpoint(checkpoint)
 
 
@@ -235,18 +226,15 @@ def test_second_trainer_in_a_run_folder_is_refused_and_the_first_goes_on(flags, 
 def test_resume_lists_every_difference_and_lets_steps_intervals_and_paths_change(
     flags, run_dir, copied, tiny_data, tmp_path, capsys
 ):
+    flags += ["--resume=auto", "--max-steps=10"]
     with pytest.raises(ValueError, match="is of another run") as refused:
-        main([*flags, "--resume=auto", "--n-layer=3", "--block-size=16", "--seed=5"])
+        main([*flags, "--n-layer=3", "--block-size=16", "--seed=5"])
     for change in ("n_layer 2 -> 3", "block_size 32 -> 16", "seed 1337 -> 5"):
         assert change in str(refused.value)
     moved = shutil.copytree(tiny_data, tmp_path / "moved")
     shutil.move(run_dir, tmp_path / "elsewhere/b")
-    main(
-        [
-            *(f"--resume={tmp_path}/elsewhere/b", f"--data-dir={moved}", "--max-steps=10"),
-            *("--val-every=5", "--checkpoint-every=1", "--log-every=2", "--warmup-steps=1"),
-        ]
-    )
+    changed = ["--max-steps=10", "--val-every=5", "--checkpoint-every=1", "--log-every=2"]
+    main([f"--resume={tmp_path}/elsewhere/b", f"--data-dir={moved}", *changed, "--warmup-steps=1"])
     assert sorted(losses(tmp_path / "elsewhere/b")) == list(range(1, 11))
 
 
@@ -287,8 +275,7 @@ def test_ranks_with_other_files_are_refused_with_the_first_difference(
 def spiky_data(folder):
     """Tokens that are easy to learn, but for those of step 70."""
     tokens = np.tile(np.arange(32, dtype=np.uint16), 2 * 90 + 1)
-    window = slice(69 * 2 * 32, 70 * 2 * 32)
-    tokens[window] = 40_000
+    tokens[69 * 2 * 32 : 70 * 2 * 32] = 40_000
     folder.mkdir()
     np.save(folder / "train_1.npy", tokens)
     np.save(folder / "val_0.npy", tokens[:500])

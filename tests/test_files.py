@@ -1,15 +1,15 @@
-import hashlib
 import os
 import signal
 import stat
 import subprocess
 import sys
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import files
@@ -20,8 +20,6 @@ from runtime.files import (
     is_plain_name,
     read_json,
     redact_secrets,
-    sha256_of,
-    write_json,
 )
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and signals")
@@ -39,24 +37,14 @@ def test_atomic_write_makes_the_folder_and_shows_only_complete_files(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def write_half_and_fail(path):
-    with atomic_write(path) as file:
+@pytest.mark.parametrize("old", [[], [b"old"]])
+def test_atomic_write_that_fails_leaves_everything_as_it_was(tmp_path, old):
+    for content in old:
+        (tmp_path / "file.bin").write_bytes(content)
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "file.bin") as file:  # noqa: PT012
         file.write(b"half")
         raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("old", [None, b"old"])
-def test_atomic_write_that_fails_leaves_everything_as_it_was(tmp_path, old):
-    path = tmp_path / "file.bin"
-    if old is not None:
-        path.write_bytes(old)
-
-    with pytest.raises(KeyboardInterrupt):
-        write_half_and_fail(path)
-
-    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == (
-        [] if old is None else [("file.bin", old)]
-    )
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == old
 
 
 @posix_only
@@ -88,35 +76,6 @@ def test_atomic_write_gives_the_permissions_that_open_would(tmp_path):
     assert stat.S_IMODE((tmp_path / "file.bin").stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize("size", [0, 1 << 20, (1 << 21) + 5])
-def test_sha256_of_equals_hashlib(tmp_path, size):
-    content = os.urandom(size)
-    (tmp_path / "file.bin").write_bytes(content)
-    assert sha256_of(tmp_path / "file.bin") == hashlib.sha256(content).hexdigest()
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.just('é"\n😀'),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner),
-    max_leaves=8,
-)
-
-
-@settings(deadline=None)
-@given(value=json_values)
-def test_json_survives_writing_and_reading(tmp_path_factory, value):
-    path = tmp_path_factory.getbasetemp() / "value.json"
-
-    write_json(path, value)
-
-    assert read_json(path) == value
-
-
-def test_write_json_is_indented_and_ends_its_last_line(tmp_path):
-    write_json(tmp_path / "value.json", {"step": 1})
-    assert (tmp_path / "value.json").read_text() == '{\n  "step": 1\n}\n'
-
-
 @pytest.mark.parametrize("content", [b"", b"{'a': 1}", b"\xff\xfe\x00", b"[" * 100_000])
 def test_read_json_of_something_else_names_the_file(tmp_path, content):
     (tmp_path / "broken.json").write_bytes(content)
@@ -138,17 +97,13 @@ def test_read_json_reads_no_more_than_its_limit(tmp_path, monkeypatch):
             read_json(Path("/dev/zero"))
 
 
-def test_is_plain_name_takes_names_and_refuses_paths_and_other_things():
+@given(st.text())
+def test_is_plain_name_means_an_entry_of_the_folder_itself(name):
+    if is_plain_name(name):
+        assert Path(os.path.normpath(f"/folder/{name}")).parent == Path("/folder")
     assert all(map(is_plain_name, ["a", "a.npy", ".a", "..a", "a b", "é"]))
     paths = ["", ".", "..", "/", "/a", "a/", "a/b", "../a", "./a"]
     assert not any(map(is_plain_name, [*paths, None, 3, []]))
-
-
-@given(st.text(min_size=1))
-def test_is_plain_name_means_an_entry_of_the_folder_itself(name):
-    if is_plain_name(name):
-        assert (Path("/folder") / name).parent == Path("/folder")
-        assert Path(os.path.normpath(f"/folder/{name}")).parent == Path("/folder")
 
 
 @posix_only
@@ -172,9 +127,7 @@ def test_find_escaping_link_finds_links_at_any_depth(tmp_path):
     ("message", "expected"),
     [
         ("no address", "no address"),
-        ("404 for url 'https://a.b/c d'", "404 for url 'https://a.b/c d'"),
         ("at http://me:secret@h:80/x.", "at http://h:80/x."),
-        ("at http://secret@h", "at http://h"),
         ('"https://h/x?X-Signature=secret&a=b" failed', '"https://h/x" failed'),
         ("http://a:s3@cr3t@h/x then https://b:s@i/?t=s end", "http://h/x then https://i/ end"),
         ("mail me@here?", "mail me@here?"),
@@ -184,19 +137,25 @@ def test_redact_secrets_keeps_the_address(message, expected):
     assert redact_secrets(message) == expected
 
 
-def test_append_atomically_appends_all_or_nothing(tmp_path):
+@contextmanager
+def largest_file(size):
+    """As a full disk: a file of this process may not grow beyond `size` bytes."""
     resource = pytest.importorskip("resource")  # POSIX has it
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+def test_append_atomically_appends_all_or_nothing(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(b"old\n")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30, before[1]))  # like a full disk
-    try:
-        with FileIO(path, "a") as file:
-            append_atomically(file, b"fits easily\n")
-            for _ in range(2):
-                with pytest.raises(OSError, match=r"log was not written: .*too large"):
-                    append_atomically(file, b"x" * 20 + b"\n")
-            append_atomically(file, b"fits too\n")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with largest_file(30), FileIO(path, "a") as file:
+        append_atomically(file, b"fits easily\n")
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"log was not written: .*too large"):
+                append_atomically(file, b"x" * 20 + b"\n")
+        append_atomically(file, b"fits too\n")
     assert path.read_bytes() == b"old\nfits easily\nfits too\n"

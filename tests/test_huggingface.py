@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,7 +19,6 @@ from tokenizer import gpt2_encoding
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parent.parent
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 # The four sizes' head counts and ratios of depth, in miniature.
 STAND_INS = {
@@ -30,31 +30,25 @@ STAND_INS = {
 TINY = GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)
 
 
+@torch.no_grad()
+def randomized(model):
+    """Biases start at 0 and gains at 1, which would hide a swap."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
 def hf_model(config):
     torch.manual_seed(0)
-    hf_config = transformers.GPT2Config(
-        n_positions=config.block_size,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        n_embd=config.n_embd,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-    )
-    model = transformers.GPT2LMHeadModel(hf_config)
-    with torch.no_grad():  # biases start at 0 and gains at 1, which would hide a swap
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
+    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
+    no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    hf_config = transformers.GPT2Config(n_positions=config.block_size, **sizes, **no_dropout)
+    return randomized(transformers.GPT2LMHeadModel(hf_config))
 
 
 def random_model(config=TINY):
     torch.manual_seed(1)
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return randomized(GPT(config))
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +75,10 @@ def test_from_hf_gives_transformers_logits_loss_and_gradients(size):
 
     tokens = torch.randint(0, config.vocab_size, (3, config.block_size + 1))
     idx, targets = tokens[:, :-1], tokens[:, 1:]
-
     our_loss = ours(idx, targets).loss
     logits = theirs(idx).logits
     their_loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(our_loss, their_loss, **TOLERANCE)
-
     our_loss.backward()
     their_loss.backward()
     their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
@@ -155,9 +147,8 @@ def test_from_hf_refuses_tensors_that_do_not_fit():
 
 
 def test_save_pretrained_round_trip_is_exact(exported):
-    loaded = load_pretrained(exported)
+    loaded, original = load_pretrained(exported), random_model()
     assert loaded.config == TINY
-    original = random_model()
     original.transformer.wte.weight.data[TINY.vocab_size :] = 0
     for ours, theirs in zip(loaded.parameters(), original.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -180,7 +171,7 @@ def test_save_pretrained_loads_in_transformers_with_equal_logits(exported):
     assert load_file(exported / "model.safetensors")["transformer.wte.weight"].shape == (50257, 8)
 
 
-def test_save_pretrained_tokenizer_is_gpt2s(exported):
+def test_save_pretrained_tokenizer_is_gpt2s_and_a_pipeline_generates(exported):
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     text = "Hello  world's\n\t naïve 日本語 🙂 \x00\xad 12345 don't"
     ids = gpt2_encoding().encode_ordinary(text)
@@ -191,13 +182,9 @@ def test_save_pretrained_tokenizer_is_gpt2s(exported):
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == 50256
     ids_of = read_json(exported / "vocab.json")
     assert sorted(ids_of.values()) == list(range(50257))
-
-
-def test_save_pretrained_works_in_a_text_generation_pipeline(exported):
     pipeline = transformers.pipeline("text-generation", str(exported), device="cpu")
     [result] = pipeline("Hi", max_new_tokens=3, do_sample=False, return_full_text=True)
     assert result["generated_text"].startswith("Hi")
-    assert len(result["generated_text"]) > 2
 
 
 def test_load_pretrained_reads_what_transformers_saves(tmp_path):
@@ -216,8 +203,7 @@ def test_load_pretrained_reads_what_transformers_saves(tmp_path):
     ("name", "value", "message"),
     [
         ("activation_function", "relu", "activation_function is 'relu', not 'gelu_new'"),
-        ("vocab_size", 32000, "vocab_size is 32000, not 50257"),
-        ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx"),
+        ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx is True"),
         ("n_positions", 16, r"wpe.weight has shape \(8, 8\), not \(16, 8\)"),
         ("n_inner", 100, "n_inner is 100"),
         ("n_layer", None, "n_layer is missing"),
@@ -258,37 +244,29 @@ class UnusedEmbedding(nn.Embedding):
         return torch.zeros(positions.size(-1), self.embedding_dim)
 
 
-CHANGES = {
-    "without wpe": (lambda m: delattr(m.transformer, "wpe"), r"wpe\.weight is missing"),
-    "one more layer norm": (
-        lambda m: setattr(m.transformer, "ln_0", nn.LayerNorm(8)),
-        r"ln_0\.bias is unexpected; transformer\.ln_0\.weight is unexpected",
+def change_part(path, part):
+    return lambda model: model.set_submodule(path, part)
+
+
+CHANGES = {  # what the refusal says, and the change of the model
+    r"wpe\.weight is missing": lambda m: delattr(m.transformer, "wpe"),
+    r"ln_0\.bias is unexpected; .*ln_0\.weight is unexpected": lambda m: m.transformer.add_module(
+        "ln_0", nn.LayerNorm(8)
     ),
-    "another width": (
-        lambda m: setattr(m.transformer.h[1].mlp, "c_fc", nn.Linear(8, 16)),
-        r"h\.1\.mlp\.c_fc\.weight has shape \(8, 16\), not \(8, 32\)",
+    r"h\.1\.mlp\.c_fc\.weight has shape \(8, 16\), not \(8, 32\)": change_part(
+        "transformer.h.1.mlp.c_fc", nn.Linear(8, 16)
     ),
-    "an untied head": (
-        lambda m: setattr(m, "lm_head", nn.Linear(8, 50304, bias=False)),
-        r"lm_head\.weight is unexpected",
-    ),
-    "another activation": (
-        lambda m: setattr(m.transformer.h[1], "mlp", ReluMLP(TINY)),
-        "another activation",
-    ),
-    "wpe that is not used": (
-        lambda m: setattr(m.transformer, "wpe", UnusedEmbedding(8, 8)),
-        "another activation, position embedding or attention",
-    ),
-    "not finite": (lambda m: m.transformer.ln_f.bias.data.fill_(torch.nan), "not finite"),
+    r"lm_head\.weight is unexpected": change_part("lm_head", nn.Linear(8, 50304, bias=False)),
+    "another activation": change_part("transformer.h.1.mlp", ReluMLP(TINY)),
+    "position embedding or attention": change_part("transformer.wpe", UnusedEmbedding(8, 8)),
+    "not finite": lambda m: m.transformer.ln_f.bias.data.fill_(torch.nan),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_save_pretrained_refuses_a_model_that_is_no_gpt2(tmp_path, change):
+@pytest.mark.parametrize("message", CHANGES)
+def test_save_pretrained_refuses_a_model_that_is_no_gpt2(tmp_path, message):
     model = random_model()
-    patch, message = CHANGES[change]
-    patch(model)
+    CHANGES[message](model)
     with pytest.raises(ValueError, match=message):
         save_pretrained(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -301,9 +279,7 @@ def test_load_pretrained_refuses_a_changed_model(exported, monkeypatch):
             del self.wpe
 
     monkeypatch.setattr("model.Transformer", Changed)
-    with pytest.raises(
-        ValueError, match=r"does not fit the model in model\.py: .*wpe.* is missing"
-    ):
+    with pytest.raises(ValueError, match=r"not fit the model in model\.py: .*wpe.* is missing"):
         load_pretrained(exported)
 
 
@@ -331,16 +307,9 @@ LOAD = (
 
 
 def load_in_a_process(endpoint, cache, *names):
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache)}
-    environment["HF_HUB_OFFLINE"] = "0"
-    return subprocess.run(
-        [sys.executable, "-c", LOAD, *names],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    hub = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", LOAD, *names]
+    return subprocess.run(command, env=os.environ | hub, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_load_pretrained_downloads_once_then_needs_no_network(exported, tmp_path):

@@ -15,8 +15,8 @@ from runtime.checkpoint import (
     find_checkpoint,
     latest_checkpoint,
     latest_valid_checkpoint,
-    load_model,
     quarantine_newer,
+    read_model_config,
     read_state,
     remove_leftovers,
 )
@@ -349,4 +349,4 @@ def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
         return config.model_config()
     if checkpoint is not None:  # --init-from may be gone by now
         return GPTConfig(**read_state(checkpoint).model_config)
-    return replace(load_model(config.init_from).config, block_size=config.block_size)
+    return replace(read_model_config(config.init_from), block_size=config.block_size)
