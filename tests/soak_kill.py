@@ -125,7 +125,7 @@ def faults_of_shards(killed, whole):
     found = []
     if (killed / SHARD_MANIFEST).exists():
         try:
-            verify_shards(killed, Manifest.load(killed))
+            verify_shards(killed, Manifest.load(killed).shards)
         except (OSError, ValueError) as error:
             found.append(str(error))
     for path in killed.glob("*.npy"):
