@@ -155,7 +155,7 @@ class _Encoder:
         return _encode_with_tiktoken(texts)
 
     def _fall_back(self, reason: str) -> None:
-        warnings.warn(f"{reason}: encoding with tiktoken, which is slower", stacklevel=2)
+        warnings.warn(f"{reason}: encoding with tiktoken, which is slower", stacklevel=1)
         self._uses_gigatoken = False
 
     def _encode_with_gigatoken(self, texts: Sequence[str]) -> TokenIds:
