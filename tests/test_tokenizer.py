@@ -120,11 +120,6 @@ def test_encode_documents_takes_longer_runs_of_space_than_tiktoken(space, monkey
     assert gpt2_encoding().decode(fast[1:].tolist()) == text
 
 
-def test_encode_documents_marks_documents_and_not_their_text():
-    (tokens,) = encode_documents([["<|endoftext|>", "", "x"]])
-    assert np.flatnonzero(tokens == END_OF_TEXT).tolist() == [0, len(tokens) - 3, len(tokens) - 2]
-
-
 class Batch(list):
     """A list that can be referred to weakly."""
 
