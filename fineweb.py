@@ -20,11 +20,11 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import filelock
 from tqdm import tqdm
@@ -36,6 +36,7 @@ from runtime.cli import parse_flags, print_error, run_command
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
+OpenSource = Callable[[Manifest | None], Source]  # the manifest of an earlier run, if there is one
 
 
 def _cpu_count() -> int:
@@ -89,14 +90,15 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     if config.source == FineWebConfig.source and has_piped_input():
         print_error("note: standard input is not read: save the text as a file, --source FILE.txt")
-    folder = config.data_dir or default_folder(config)
+    name, open_source = find_source(config)
+    folder = config.data_dir or Path("data") / name
     part = find_part(config)
     if part is not None:
-        print(make_part(config, folder, part))
+        print(make_part(config, open_source, folder, part))
         if config.part is not None or part.index > 0:
             return
         parts.wait_for_parts(folder, part.count)
-    print(make_whole(config, folder, part.count if part else config.parts or 1))
+    print(make_whole(config, open_source, folder, part.count if part else config.parts or 1))
 
 
 def has_piped_input() -> bool:
@@ -131,11 +133,8 @@ def find_part(config: FineWebConfig) -> Part | None:
     return Part(config.part, config.parts)
 
 
-def make_part(config: FineWebConfig, folder: Path, part: Part) -> str:
-    """Make or resume one part of the data set in `folder`.
-
-    Returns:
-        The line to print.
+def make_part(config: FineWebConfig, open_source: OpenSource, folder: Path, part: Part) -> str:
+    """Make or resume one part of the data set in `folder`, and return the line to print.
 
     Raises:
         ValueError: the folder, or another part in it, holds other data.
@@ -144,7 +143,7 @@ def make_part(config: FineWebConfig, folder: Path, part: Part) -> str:
     own = parts.part_folder(folder, part)
     with folder_lock(own):
         earlier, whole, others = find_earlier(own), find_earlier(folder), parts.find_parts(folder)
-        source = open_source(config, earlier or whole or next(iter(others.values()), None))
+        source = open_source(earlier or whole or next(iter(others.values()), None))
         expected = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
         if whole is not None:
             check_same_dataset(folder, whole, expected)
@@ -157,16 +156,13 @@ def make_part(config: FineWebConfig, folder: Path, part: Part) -> str:
         if earlier is not None:
             manifest = replace(earlier, source=manifest.source)
         if not manifest.complete:  # a finished part is verified when it is merged
-            shards.verify_shards(own, manifest)
+            shards.verify_shards(own, manifest.shards)
             manifest = write_shards(source, manifest, own, config.workers, part)
     return summary(own, manifest, earlier, time.perf_counter() - start)
 
 
-def make_whole(config: FineWebConfig, folder: Path, count: int) -> str:
-    """Make or resume the data set in `folder`, from its source or from its `count` parts.
-
-    Returns:
-        The line to print.
+def make_whole(config: FineWebConfig, open_source: OpenSource, folder: Path, count: int) -> str:
+    """Make or resume a data set from its source or its `count` parts; return the line to print.
 
     Raises:
         ValueError: the folder, or a part, holds other data; or parts are not finished.
@@ -176,13 +172,13 @@ def make_whole(config: FineWebConfig, folder: Path, count: int) -> str:
         earlier = find_earlier(folder)
         merging = count > 1 and not shards.is_complete(folder)
         finished = parts.finished_parts(folder, count) if merging else {}
-        source = open_source(config, earlier or next(iter(finished.values()), None))
+        source = open_source(earlier or next(iter(finished.values()), None))
         manifest = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
         for i, (path, part) in enumerate(finished.items()):
             check_same_dataset(path, part, parts.of_part(manifest, Part(i, count)))
         if earlier is not None:
             check_same_dataset(folder, earlier, manifest)
-            shards.verify_shards(folder, earlier)
+            shards.verify_shards(folder, earlier.shards)
             manifest = replace(earlier, source=source.identity)
         if merging:
             manifest = parts.merge_parts(finished, manifest, folder)
@@ -250,17 +246,9 @@ class Progress(NamedTuple):
 def write_shards(
     source: Source, manifest: Manifest, folder: Path, workers: int, part: Part = WHOLE
 ) -> Manifest:
-    """Write all shards that `manifest` does not have yet.
+    """Write all shards that `manifest` does not have yet, and return the finished manifest.
 
-    Args:
-        source: the documents.
-        manifest: of an unfinished data set, or of a new one.
-        folder: where the shards and the manifest go.
-        workers: as of `encode_documents`.
-        part: what to read; a part has training shards only.
-
-    Returns:
-        The manifest of the finished data set.
+    A part of a data set gets training shards only.
 
     Raises:
         OSError: the disk is full; finished shards stay.
@@ -302,12 +290,8 @@ def tokenize_documents(
 ) -> Iterator[tuple[list[Document], TokenIds]]:
     """Encode documents in batches, each document with `END_OF_TEXT` first.
 
-    Args:
-        documents: read only as far ahead as encoding needs; empty ones have no tokens.
-        workers: as of `encode_documents`.
-
     Yields:
-        Each batch of documents with its (tokens,) uint16.
+        Each batch of documents with its (tokens,) uint16; empty documents have no tokens.
     """
     in_flight: deque[list[Document]] = deque()
 
@@ -353,69 +337,48 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def source_kind(config: FineWebConfig) -> Literal["hub", "named", "files"]:
-    """What `--source` means.
+def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
+    """What `--source` means: the name of its folder in data/, and the function that opens it.
 
     Raises:
-        ValueError: it means nothing, or several things.
+        FileNotFoundError: a file is missing.
+        ValueError: there is no such source, or there are several.
     """
     if not config.source:
         raise ValueError("--source needs a value, such as fineweb-edu or stdlib")
     first = config.source[0]
     if Path(first).suffix in sources.FILE_TYPES:
-        return "files"
+        paths = sources.local_files(config.source)
+        name = paths[0].stem if len(paths) == 1 else paths[0].resolve().parent.name
+        return name, lambda _: sources.FileSource(paths)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: only files may be several")
     if first in sources.SOURCES:
-        return "named"
-    if first in sources.FINEWEB:
-        return "hub"
-    if Path(first).is_dir():
+        return first, lambda _: sources.SOURCES[first]()
+    if first not in sources.FINEWEB and Path(first).is_dir():
         raise ValueError(f"--source {first} is a folder: name its files, as in {first}/*.jsonl")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", first):
-        return "hub"
-    raise ValueError(
-        f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
-        f"a hub data set (OWNER/NAME), or files that end in {', '.join(sources.FILE_TYPES)}"
-    )
+    dataset = sources.FINEWEB.get(first, first)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
+        raise ValueError(
+            f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
+            f"a hub data set (OWNER/NAME), or files that end in {', '.join(sources.FILE_TYPES)}"
+        )
+    subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
+    name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
+    return name, lambda earlier: open_hub(dataset, subset, config.revision, earlier)
 
 
-def hub_name(config: FineWebConfig) -> tuple[str, str | None]:
-    """The hub's names of a data set and of its configuration."""
-    source = config.source[0]
-    default_name = "sample-10BT" if source in sources.FINEWEB else None
-    return sources.FINEWEB.get(source, source), config.name or default_name
-
-
-def default_folder(config: FineWebConfig) -> Path:
-    """`data/fineweb-edu-10BT`, `data/stdlib`, `data/<file stem>`: named after the source."""
-    kind = source_kind(config)
-    if kind == "named":
-        return Path("data") / config.source[0]
-    if kind == "hub":
-        dataset, name = hub_name(config)
-        words = [dataset.split("/")[-1], *([name.removeprefix("sample-")] if name else [])]
-        return Path("data") / "-".join(words)
-    paths = sources.local_files(config.source)
-    return Path("data") / (paths[0].stem if len(paths) == 1 else paths[0].resolve().parent.name)
-
-
-def open_source(config: FineWebConfig, earlier: Manifest | None) -> Source:
-    """The source that the flags name; a hub data set at the revision of the earlier run.
+def open_hub(
+    dataset: str, name: str | None, revision: str | None, earlier: Manifest | None
+) -> Source:
+    """A hub data set at `revision`, by default that of the earlier run, or else the newest.
 
     Raises:
         ConnectionError: the hub cannot be reached.
-        FileNotFoundError: a file is missing.
-        ValueError: there is no such source.
+        ValueError: there is no such data set or revision.
     """
-    kind = source_kind(config)
-    if kind == "named":
-        return sources.SOURCES[config.source[0]]()
-    if kind == "files":
-        return sources.FileSource(sources.local_files(config.source))
-    dataset, name = hub_name(config)
     known = earlier.source.get("revision") if earlier else None
-    revision = config.revision or known
+    revision = revision or known
     if earlier is None or not earlier.complete or revision != known:
         revision = sources.resolve_revision(dataset, revision)
     return sources.HubSource(dataset, name, str(revision))

@@ -7,14 +7,14 @@ runs in a thread; the first ids of every batch are compared with tiktoken's.
 import base64
 import functools
 import hashlib
-import itertools
 import os
 import re
 import sys
 import tempfile
+import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +23,6 @@ import numpy.typing as npt
 import tiktoken
 
 TokenIds = npt.NDArray[np.uint16]
-InFlight = deque[tuple[Sequence[str], Future[TokenIds]]]
 
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257  # 256 bytes, 50,000 merges, <|endoftext|>
@@ -45,7 +44,7 @@ CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 PIECE_CHARS = 1 << 18  # longer texts are cut: tiktoken fails on runs of 1M spaces
 DOCUMENT_MARK = "\ufdd0"  # stands for END_OF_TEXT: Unicode guarantees that it is no character
 RELOAD_TOKENS = 1 << 26  # gigatoken caches every word that it sees, up to 1 GB in so many tokens
-BATCHES_AHEAD = 4  # encoded batches that may wait while a shard is written
+BATCHES_AHEAD = 4  # batches that may wait, encoded, while a shard is written
 CHECK_CHARS = 10_000  # of every batch, compared with tiktoken
 
 
@@ -101,53 +100,16 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     Raises:
         OSError: the disk has no room for a temporary file.
     """
-    try:
-        gigatoken = _Gigatoken(workers)
-    except ImportError:
-        yield from _fall_back("gigatoken is not installed", batches, workers)
-        return
-    batches = iter(batches)
-    in_flight: InFlight = deque()
-    encoded = _encode_in_threads(gigatoken.encode, batches, 1, BATCHES_AHEAD, in_flight)
-    for texts, tokens in encoded:
-        if not _starts_as_tiktoken(tokens, texts):
-            break
-        yield tokens
-    else:
-        return
-    encoded.close()
-    remaining = itertools.chain([texts], [waiting for waiting, _ in in_flight], batches)
-    yield from _fall_back("gigatoken disagrees with tiktoken", remaining, workers)
-
-
-def _fall_back(reason: str, batches: Iterable[Sequence[str]], workers: int) -> Iterator[TokenIds]:
-    warnings.warn(f"{reason}: encoding with tiktoken, which is slower", stacklevel=3)
-    gpt2_encoding()  # cached here, or each thread would build its own
-    for _, tokens in _encode_in_threads(_encode_with_tiktoken, batches, workers, workers, deque()):
-        yield tokens
-
-
-def _encode_in_threads(
-    encode: Callable[[Sequence[str]], TokenIds],
-    batches: Iterable[Sequence[str]],
-    threads: int,
-    max_ahead: int,
-    in_flight: InFlight,
-) -> Generator[tuple[Sequence[str], TokenIds], None, None]:
-    """Encode batches in order, with at most `max_ahead` of them in flight.
-
-    Not `itertools.tee`: it would hold 57 batches.
-    """
-    pool = ThreadPoolExecutor(threads)
+    encoder = _Encoder(workers)
+    in_flight: deque[Future[TokenIds]] = deque()
+    pool = ThreadPoolExecutor(workers)
     try:
         for texts in batches:
-            in_flight.append((texts, pool.submit(encode, texts)))
-            if len(in_flight) > max_ahead:
-                texts, future = in_flight.popleft()
-                yield texts, future.result()
+            in_flight.append(pool.submit(encoder.encode, texts))
+            if len(in_flight) > max(workers, BATCHES_AHEAD):
+                yield in_flight.popleft().result()
         while in_flight:
-            texts, future = in_flight.popleft()
-            yield texts, future.result()
+            yield in_flight.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -155,13 +117,7 @@ def _encode_in_threads(
 def cut_text(text: str, min_chars: int = PIECE_CHARS) -> list[str]:
     """Cut a long text into pieces whose ids, concatenated, are the ids of the text.
 
-    Args:
-        text: any text.
-        min_chars: the least length of a piece except the last. A piece ends at the next `CUT`, so
-            a text without whitespace stays whole.
-
-    Returns:
-        The pieces; joined they are `text`.
+    A piece ends at the first `CUT` after `min_chars`, so a text without whitespace stays whole.
     """
     pieces = []
     start = 0
@@ -171,34 +127,46 @@ def cut_text(text: str, min_chars: int = PIECE_CHARS) -> list[str]:
     return [*pieces, text[start:]]
 
 
-class _Gigatoken:
-    """gigatoken with GPT-2's vocabulary, reloaded before its cache of words fills the memory.
-
-    Args:
-        workers: threads that encode.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+class _Encoder:
+    """gigatoken; tiktoken instead where it is missing, and once the two have disagreed."""
 
     def __init__(self, workers: int) -> None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when its thread pool starts
         # Each call checks for an awkward array, and importing that package takes 0.2 s.
         sys.modules.setdefault("awkward", None)  # type: ignore[arg-type] # None: "not found"
-        import gigatoken
-
-        self._from_tiktoken = gigatoken.Tokenizer.from_tiktoken
+        gpt2_encoding()  # cached here, or each thread would build its own
+        self._lock = threading.Lock()  # gigatoken has threads of its own: one batch at a time
         self._tokens_since_load = RELOAD_TOKENS
+        self._uses_gigatoken = True
+        try:
+            import gigatoken
+
+            self._from_tiktoken = gigatoken.Tokenizer.from_tiktoken
+        except ImportError:
+            self._fall_back("gigatoken is not installed")
 
     def encode(self, texts: Sequence[str]) -> TokenIds:
-        """Encode documents, with `END_OF_TEXT` before each."""
-        if self._tokens_since_load >= RELOAD_TOKENS:
-            self._load()
+        """Encode documents, with `END_OF_TEXT` before each; several threads may call this."""
+        if self._uses_gigatoken:
+            tokens = self._encode_with_gigatoken(texts)
+            if _starts_as_tiktoken(tokens, texts):
+                return tokens
+            self._fall_back("gigatoken disagrees with tiktoken")
+        return _encode_with_tiktoken(texts)
+
+    def _fall_back(self, reason: str) -> None:
+        warnings.warn(f"{reason}: encoding with tiktoken, which is slower", stacklevel=1)
+        self._uses_gigatoken = False
+
+    def _encode_with_gigatoken(self, texts: Sequence[str]) -> TokenIds:
         # One text, so one row: several rows would come back as an awkward array. This call, unlike
         # `Tokenizer.encode`, releases the interpreter's lock for the thread that reads.
         data = b"".join([DOCUMENT_MARK.encode() + _utf8(text) for text in texts])
-        ids, _ = self._tokenizer.encode_batch_padded([data], pad_id=0)
-        self._tokens_since_load += ids.size
+        with self._lock:
+            if self._tokens_since_load >= RELOAD_TOKENS:
+                self._load()
+            ids, _ = self._tokenizer.encode_batch_padded([data], pad_id=0)
+            self._tokens_since_load += ids.size
         if np.count_nonzero(ids == END_OF_TEXT) > len(texts):  # a text contains the mark
             return _encode_with_tiktoken(texts)
         return ids.ravel().astype(np.uint16)

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from corpus.shards import PARTS_FOLDER, Manifest, ShardWriter, is_complete, verify_shard
+from corpus.shards import PARTS_FOLDER, Manifest, ShardWriter, is_complete, verify_shards
 from corpus.sources import Part
 
 POLL_SECONDS = 0.5
@@ -80,10 +80,7 @@ def merge_parts(parts: Mapping[Path, Manifest], manifest: Manifest, folder: Path
     Args:
         parts: folders and manifests of all parts, in order.
         manifest: of an unfinished data set, or of a new one.
-        folder: where the shards and the manifest go.
-
-    Returns:
-        The manifest of the finished data set.
+        folder: gets the shards and the finished manifest, which is also returned.
 
     Raises:
         FileNotFoundError: a part's shard is missing.
@@ -92,16 +89,16 @@ def merge_parts(parts: Mapping[Path, Manifest], manifest: Manifest, folder: Path
     """
     # The finished shards alone say where to resume; a cursor would belong to the source.
     writer = ShardWriter(folder, replace(manifest, documents=0, skipped=0, progress=None))
-    shards = [(path / shard.file, shard) for path, part in parts.items() for shard in part.shards]
+    shards = [(path, shard) for path, part in parts.items() for shard in part.shards]
     written = writer.tokens_written
     total = sum(shard.tokens for _, shard in shards)
     with tqdm(unit="tok", unit_scale=True, total=total, desc="merging", disable=None) as bar:
-        for path, shard in shards:
+        for part_path, shard in shards:
             done = min(written, shard.tokens)  # in finished shards
             written -= done
             if done < shard.tokens:
-                verify_shard(path, shard)
-                writer.add(np.load(path, mmap_mode="r", allow_pickle=False)[done:])
+                verify_shards(part_path, [shard])
+                writer.add(np.load(part_path / shard.file, mmap_mode="r")[done:])
             bar.update(shard.tokens)
     return writer.close(
         documents=sum(part.documents for part in parts.values()),

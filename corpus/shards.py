@@ -12,7 +12,7 @@ A folder of `*train*.npy` and `*val*.npy` files without a manifest opens too.
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -138,13 +138,8 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
 
 
 def _fixed_values(manifest: Manifest, files_read: int | None) -> dict[str, Any]:
-    """The values, by name, that must be the same when a run is resumed.
-
-    Args:
-        manifest: of one of the two runs.
-        files_read: files that an unfinished run has read to their end. Later ones may change in
-            size: the user may have repaired a bad row in them.
-    """
+    """The values, by name, that must be the same when a run is resumed."""
+    # After the first `files_read` files, a size may change: the user may have repaired a bad row.
     values = {key: value for key, value in manifest.source.items() if key != "files"}
     for i, file in enumerate(manifest.source.get("files", [])):
         size = "" if files_read is not None and i >= files_read else f" of {file['bytes']} bytes"
@@ -172,7 +167,7 @@ class ShardWriter:
     training. At most two shards of tokens are in memory.
 
     Args:
-        folder: where the shards and the manifest go.
+        folder: gets the shards and the manifest.
         manifest: of a new data set, or of an unfinished one, whose next tokens are then added.
         splits: False for a part of a data set: all shards are training, and there may be none.
 
@@ -208,7 +203,7 @@ class ShardWriter:
             self._filled += len(taken)
             tokens = tokens[len(taken) :]
             if self._filled == len(self._buffer):
-                self._flush()
+                self._write_buffer()
         if len(self.manifest.shards) > finished:
             self._save(**progress)
 
@@ -218,25 +213,22 @@ class ShardWriter:
         Raises:
             ValueError: there are not two tokens to make two splits of.
         """
-        size = self.manifest.shard_size
-        rest = self._buffer[: self._filled]
-        start = 0
-        if self.splits and not self.manifest.shards:
-            if len(rest) < 2:
-                raise ValueError(f"the corpus has {len(rest)} tokens: too few for two splits")
-            start = max(1, min(size, round(len(rest) * SMALL_VAL_FRACTION)))
-            self._write("val", rest[:start])
-        for begin in range(start, len(rest), size):
-            self._write("train", rest[begin : begin + size])
+        if self.splits and not self.manifest.shards and self._filled < 2:
+            raise ValueError(f"the corpus has {self._filled} tokens: too few for two splits")
+        self._write_buffer()
         self._save(documents=documents, skipped=skipped, complete=True, progress=None)
         return self.manifest
 
-    def _flush(self) -> None:
-        """Write the full buffer: the first two shards together, later ones one at a time."""
+    def _write_buffer(self) -> None:
         size = self.manifest.shard_size
-        for start in range(0, self._filled, size):
-            split: Split = "train" if self.manifest.shards or not self.splits else "val"
-            self._write(split, self._buffer[start : start + size])
+        tokens = self._buffer[: self._filled]
+        if self.splits and not self.manifest.shards:
+            is_full = self._filled == 2 * size
+            count = size if is_full else max(1, round(self._filled * SMALL_VAL_FRACTION))
+            self._write("val", tokens[:count])
+            tokens = tokens[count:]
+        for start in range(0, len(tokens), size):
+            self._write("train", tokens[start : start + size])
         self._buffer = self._buffer[:size]
         self._filled = 0
 
@@ -295,33 +287,20 @@ class TokenShards:
             shard += 1
         return tokens
 
-    def locate(self, position: int) -> str:
-        """The shard and the offset in it of a position in the split, for messages."""
-        shard = int(np.searchsorted(self.offsets, position, side="right")) - 1
-        return f"{self.paths[shard]}, offset {position - int(self.offsets[shard])}"
-
-    def check_ids(self, vocab_size: int) -> None:
-        """Read every token and refuse ids that no tokenizer of `vocab_size` ids makes.
-
-        Raises:
-            ValueError: an id is too large; the message gives its shard and offset.
-        """
-        for start in range(0, self.total_tokens, SCAN_BLOCK_TOKENS):
-            count = min(SCAN_BLOCK_TOKENS, self.total_tokens - start)
-            self.check_tokens(self.read(start, count), start, vocab_size)
-
     def check_tokens(self, tokens: TokenArray, start: int, vocab_size: int) -> None:
         """Refuse ids >= `vocab_size` in `tokens`, which were read from position `start`.
 
         Raises:
-            ValueError: as `check_ids`.
+            ValueError: an id is too large; the message gives its shard and offset.
         """
         if int(tokens.max()) < vocab_size:
             return
         first = int(np.argmax(tokens >= vocab_size))
+        shard = int(np.searchsorted(self.offsets, start + first, side="right")) - 1
         raise ValueError(
-            f"{self.locate(start + first)}: token id {tokens[first]} is not below "
-            f"{vocab_size}; these are not GPT-2 tokens, or the file is damaged"
+            f"{self.paths[shard]}, offset {start + first - int(self.offsets[shard])}: "
+            f"token id {tokens[first]} is not below {vocab_size}; "
+            f"these are not GPT-2 tokens, or the file is damaged"
         )
 
 
@@ -331,11 +310,6 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
     Every file's dtype, shape and, where there is a manifest, size are checked, and the hash of each
     file that is newer than the manifest. Without a manifest, all ids are read and checked. A shard
     may be a link to another disk: its content is checked.
-
-    Args:
-        folder: the data folder.
-        split: `train` or `val`.
-        vocab_size: ids must be below this.
 
     Raises:
         FileNotFoundError: the folder or the split is missing; the message names other data folders.
@@ -353,7 +327,9 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
         raise FileNotFoundError(_explain_missing(folder, split))
     shards = TokenShards(paths, _fingerprint(infos, paths))
     if manifest is None:
-        shards.check_ids(vocab_size)
+        for start in range(0, shards.total_tokens, SCAN_BLOCK_TOKENS):
+            count = min(SCAN_BLOCK_TOKENS, shards.total_tokens - start)
+            shards.check_tokens(shards.read(start, count), start, vocab_size)
         return shards
     finished_ns = (folder / SHARD_MANIFEST).stat().st_mtime_ns
     for info, path, array in zip(infos, paths, shards.arrays, strict=True):
@@ -363,7 +339,7 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
                 f"delete {folder} and run python fineweb.py again"
             )
         if path.stat().st_mtime_ns >= finished_ns:  # copied or changed after the manifest
-            verify_shard(path, info)
+            verify_shards(folder, [info])
     return shards
 
 
@@ -389,29 +365,20 @@ def _explain_missing(folder: Path, split: Split) -> str:
     return f"{missing}{found}; {HOW_TO_MAKE_DATA}"
 
 
-def verify_shards(folder: Path, manifest: Manifest) -> None:
-    """Check every shard of a data folder against its manifest, byte for byte.
+def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
+    """Check shards of a data folder against their entries in the manifest, byte for byte.
 
     Raises:
         FileNotFoundError: a shard is missing.
         ValueError: a shard's hash is not the manifest's.
     """
-    for shard in manifest.shards:
-        verify_shard(folder / shard.file, shard)
-
-
-def verify_shard(path: Path, info: ShardInfo) -> None:
-    """Check one shard against its entry in the manifest, byte for byte.
-
-    Raises:
-        FileNotFoundError: it is missing.
-        ValueError: its hash is not the manifest's.
-    """
-    remedy = f"delete {path.parent} and run python fineweb.py again"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {remedy}")
-    if sha256_of(path) != info.sha256:
-        raise ValueError(f"{path} has changed since it was written: {remedy}")
+    for info in infos:
+        path = folder / info.file
+        remedy = f"delete {folder} and run python fineweb.py again"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: {remedy}")
+        if sha256_of(path) != info.sha256:
+            raise ValueError(f"{path} has changed since it was written: {remedy}")
 
 
 def _open_shard(path: Path) -> TokenArray:

@@ -84,32 +84,27 @@ class FileSource:
         self.paths = paths
         self.sizes = [path.stat().st_size for path in paths]
         self.errors = errors
-        files = zip(paths, self.sizes, strict=True)
-        self.identity = identity or {
-            "kind": "files",
-            "files": [{"name": path.name, "bytes": size} for path, size in files],
-        }
+        files = [{"name": path.name, "bytes": path.stat().st_size} for path in paths]
+        self.identity = identity or {"kind": "files", "files": files}
 
     def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
         """Read a part from `cursor` (file, row and byte in it), or from its start.
 
         Raises:
             ValueError: the cursor does not fit these files, there are fewer files than parts, or a
-                row has no text; the message names file and row.
+                row has no text.
         """
         files = self.files_of(part)
-        place = {"file": files.start, "row": 0, "byte": 0} if cursor is None else cursor
-        if cursor is not None and not self._has(place, files):
-            raise _wrong_cursor(place)
+        if cursor is not None and not self._has(cursor, files):
+            raise _wrong_cursor(cursor)
+        place = cursor or {"file": files.start, "row": 0, "byte": 0}
         total = max(1, sum(self.sizes[files.start : files.stop]))
         for i in range(place["file"], files.stop):
             row, byte = (place["row"], place["byte"]) if i == place["file"] else (0, 0)
             before = sum(self.sizes[files.start : i])
             for document in self._read(self.paths[i], row, byte):
-                read = before + (document.fraction or 0.0) * self.sizes[i]
-                yield document._replace(
-                    cursor={"file": i, **document.cursor}, fraction=read / total
-                )
+                fraction = (before + (document.fraction or 0.0) * self.sizes[i]) / total
+                yield document._replace(cursor={"file": i, **document.cursor}, fraction=fraction)
 
     def files_of(self, part: Part) -> range:
         """The files of a part: those whose middle byte lies in its share of all bytes.
@@ -145,7 +140,7 @@ class TextSource:
 
     Args:
         name: of `--source`, and in the manifest.
-        texts: returns the documents' texts; each call gives the same ones in the same order.
+        texts: called, it gives the documents' texts, always the same ones in the same order.
     """
 
     tokens = None
@@ -167,15 +162,15 @@ class TextSource:
             _check_parts(part, total, "documents")
             start, stop = (total * index // part.count for index in (part.index, part.index + 1))
         digest = hashlib.sha256()  # of all texts before this one
-        reached = cursor is None
         for number, text in enumerate(itertools.islice(self.texts(), stop)):
             data = _string(text, f"{self.name}, document {number + 1}").encode("utf-8", "replace")
             place = {"document": number, "sha256": digest.hexdigest()}
-            reached = reached or place == cursor
-            if reached and number >= start:
+            if cursor == place:
+                cursor = None  # reached
+            if cursor is None and number >= start:
                 yield Document(text, place)
             digest.update(data + b"\xff")  # a byte that UTF-8 has not: it separates documents
-        if not reached:
+        if cursor is not None:
             raise _wrong_cursor(cursor)
 
 
@@ -213,9 +208,9 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     """
     paths = []
     for pattern in patterns:
-        matches = (
-            [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        )
+        matches = sorted(glob.glob(pattern, recursive=True))
+        if Path(pattern).exists():  # a file name may have brackets
+            matches = [pattern]
         if not matches:
             raise FileNotFoundError(f"--source {pattern}: no such file")
         paths += [Path(match) for match in matches]
@@ -303,7 +298,7 @@ def read_plain(path: Path, row: int, byte: int, errors: str) -> Iterator[Documen
             block = block[end:]
 
 
-def _wrong_cursor(cursor: Cursor | None) -> ValueError:
+def _wrong_cursor(cursor: Cursor) -> ValueError:
     return ValueError(
         f"the manifest resumes at {cursor}, which is no place in this source: "
         f"choose another --data-dir, or delete it"
@@ -373,8 +368,7 @@ class HubSource:
 
         Raises:
             ConnectionError: the network is gone.
-            ValueError: there are fewer files than parts, or a row has no text; the message names
-                its number.
+            ValueError: there are fewer files than parts, or a row has no text.
         """
         import datasets
 

@@ -24,9 +24,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    opened = temporary.open("xb")
-    try:
-        with opened as file:
+    try:  # an interrupt may come as soon as the file is there
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
