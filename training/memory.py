@@ -39,7 +39,8 @@ GRADIENT_BYTES = (28, 44)  # likewise, of the block whose backward pass runs
 # after torch.compile; more with a process group and FSDP.
 PROCESS_GIB, COMPILER_GIB, GROUP_GIB = 0.25, 0.25, 0.2
 # Freed tensors stay with the process (`tune_malloc`). Those of eager passes, of many sizes, leave
-# holes that the next ones do not fit: 2.0 to 3.5 times their size was resident in eight small runs.
+# holes that the next ones do not fit: 1.3 to 3.5 times their size was resident in small runs, of
+# which identical ones differed by half.
 EAGER_CPU_OVERHEAD = 3.5
 CONTEXTS = [2**power for power in range(10, 18)]  # tokens
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
