@@ -65,20 +65,12 @@ def step_seconds(
     forward: float,
     backward: float,
 ) -> float:
-    """The time of an optimizer step, communication included.
+    """The seconds of an optimizer step, from those of a micro-batch's passes on one process alone.
 
     Communication that runs while a pass computes costs only the time by which it is longer. DDP's
     all-reduce runs during the last backward pass, except for the tied embedding's gradient, which
     is complete only at its end. FSDP gathers and reduces blocks while others compute; the
     embeddings are gathered before a pass and reduced after it.
-
-    Args:
-        config: says what is sharded, and in which dtype blocks are gathered.
-        model_config: the model's dimensions.
-        cluster: the processes.
-        micro_steps: micro-batches of each process.
-        forward: seconds of a micro-batch's forward pass on one process alone.
-        backward: of its backward pass.
     """
     members, nodes, rate, between = cluster
     per_node, hybrid = members // nodes, config.parallel == "hsdp"
@@ -114,12 +106,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(config: TrainConfig, model_config: GPTConfig, between: float) -> Estimate:
-    """Time and memory on the GPUs that the flags name.
-
-    Args:
-        config: the run's settings; `gpus` is set.
-        model_config: the model's dimensions.
-        between: bytes per second of a machine's link to others, on paper.
+    """Time and memory on the GPUs that the flags name, by a link of `between` bytes per second.
 
     Raises:
         ValueError: the batch does not divide.

@@ -127,11 +127,6 @@ def choose_batch(
 def probe_step(model: nn.Module, idx: Tensor, dtype: torch.dtype) -> None:
     """Take the memory of a training step: gradients of one micro-batch, and AdamW's moments.
 
-    Args:
-        model: its gradients are empty before and after.
-        idx: (micro-batch, context) token ids.
-        dtype: of matrix products.
-
     Raises:
         RuntimeError: there is not enough.
     """
@@ -150,12 +145,8 @@ def fit_batch(batch: BatchPlan, attempt: Callable[[int], None], dist_info: DistI
     """Halve the micro-batch until every process has the memory for it.
 
     The global batch stays the same: half the micro-batch takes twice the micro-steps. Every
-    process must call this.
-
-    Args:
-        batch: what to try first.
-        attempt: computes the gradients of that many sequences, without communication.
-        dist_info: this process.
+    process must call this. `attempt` computes the gradients of so many sequences, without
+    communication.
 
     Raises:
         ValueError: there is not enough memory for one sequence.
