@@ -133,7 +133,7 @@ def test_bad_flag_is_one_line_on_a_terminal_and_told_by_rank_0_only(tmp_path):
 @pytest.mark.parametrize(
     ("body", "code", "line"),
     [
-        ("raise ValueError('a bad\nvalue')", 2, "error: a bad value"),
+        ("raise ValueError('a bad\\nvalue')", 2, "error: a bad value"),
         ("raise FloatingPointError('loss is nan')", 1, "stopped: loss is nan"),
         ("import os; os.kill(os.getpid(), 2)", 130, "interrupted"),
     ],
