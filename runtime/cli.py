@@ -31,11 +31,11 @@ def parse_flags(
     default: Config | None = None,
     hints: Mapping[str, str] | None = None,
 ) -> Config:
-    """Build a configuration dataclass from command-line flags.
+    """Build a dataclass from command-line flags: each field is one, its docstring the help text.
 
     Args:
-        config_class: a dataclass; each field is a flag and its docstring the help text.
-        args: the arguments, by default the process's own.
+        config_class: the dataclass.
+        args: by default the process's own.
         default: has the values of flags that are not given, by default those of the class.
         hints: by flag that does not exist, what to do instead.
 
@@ -75,8 +75,9 @@ def _parse(
             raise
         raise ValueError(_unboxed(captured.getvalue())) from None
     finally:
-        os.environ.pop("COLUMNS", None)
-        if columns is not None:
+        if columns is None:
+            os.environ.pop("COLUMNS", None)
+        else:
             os.environ["COLUMNS"] = columns
     if unknown:
         flags = [arg for arg in unknown if arg.startswith("-")]
@@ -134,8 +135,7 @@ def run_command(main: Callable[[], None]) -> None:
 def print_error(message: str) -> None:
     """Print one line on stderr, with the rank of a process that `torchrun` started."""
     rank = os.environ.get("RANK", "0")
-    origin = "" if rank == "0" else f"[rank {rank}] "
-    line = origin + " ".join(message.split()) + "\n"
+    line = ("" if rank == "0" else f"[rank {rank}] ") + " ".join(message.split()) + "\n"
     sys.stderr.write(line)  # one write, where print makes two: lines of several ranks stay whole
     sys.stderr.flush()
 

@@ -24,9 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
     """The device to run on; `auto` is CUDA, else MPS, else the CPU.
 
-    Args:
-        name: `auto`, or a device type.
-        local_rank: which of the machine's GPUs, where there are several processes.
+    With CUDA, every process of a machine takes the GPU of its local rank.
 
     Raises:
         ValueError: the machine has no such device.
@@ -58,18 +56,12 @@ def select_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
-    if device.type == "cpu" and _cpu_has_bfloat16():
-        return torch.bfloat16
+    if device.type == "cpu":
+        with contextlib.suppress(OSError):  # not Linux
+            flags = Path("/proc/cpuinfo").read_text()
+            if "avx512_bf16" in flags or "amx_bf16" in flags:
+                return torch.bfloat16
     return torch.float32
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX)."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
@@ -96,14 +88,12 @@ def lm_head_precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 def set_numerics(device: torch.device) -> None:
-    """Allow TF32 on CUDA; on the CPU make sums repeatable.
+    """On the CPU, make sums repeatable.
 
     Compiled CPU code would otherwise add up embedding gradients in the order in which its threads
     finish, and no run could be resumed bit for bit.
     """
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    elif device.type == "cpu":
+    if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -152,11 +142,7 @@ def prepare_compiler(device: torch.device) -> str | None:
 
 
 def compile_failure(device: torch.device) -> str | None:
-    """Compile and run one line of code, in seconds: a compiler may be installed and broken.
-
-    Returns:
-        None if that works, else the first line of the error.
-    """
+    """Compile and run one line, as a compiler may be installed and broken; the error, if any."""
     try:
         torch.compile(lambda x: x.sin() + 1, dynamic=False)(torch.ones(64, device=device))
     except Exception as error:  # whatever Dynamo, Inductor, Triton or the compiler make of it

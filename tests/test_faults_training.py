@@ -20,7 +20,6 @@ from runtime.checkpoint import latest_checkpoint, verify_checkpoint
 from runtime.device import compiler_problem
 from runtime.metrics import read_metrics
 from train_gpt2 import main
-from training.run_dir import Preemption
 
 CPU = torch.device("cpu")
 SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
@@ -292,7 +291,7 @@ def test_fork_that_is_stopped_at_once_has_a_checkpoint_of_its_own(slowed, flags,
 
 def test_resume_of_an_interrupted_evaluation_with_fewer_steps_is_finished(flags, run_dir, capsys):
     main([*flags, "--max-steps=4"])
-    Preemption(4, "SIGTERM").save(run_dir)
+    (run_dir / "PREEMPTED").touch()
     main([*flags, "--max-steps=3"])
     assert "is finished" in capsys.readouterr().out
 

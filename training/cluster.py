@@ -1,7 +1,7 @@
 """Time, memory and cost of a run on GPUs that this machine does not have: `--plan --gpus`."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -21,18 +21,13 @@ from training.memory import (
 )
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A kind of GPU, from NVIDIA's data sheets; rates are in bytes per second and direction."""
 
-    name: str
-    """As the driver gives it; see `metrics.peak_flops`."""
-    memory_gib: float
-    """What a program can have."""
-    nvlink: float
-    """To the other GPUs of its machine."""
-    pcie: float
-    """To the CPU's memory."""
+    name: str  # as the driver gives it; see `metrics.peak_flops`
+    memory_gib: float  # what a program can have
+    nvlink: float  # to the other GPUs of its machine
+    pcie: float  # to the CPU's memory
 
 
 GPUS = {
@@ -44,27 +39,13 @@ INFINIBAND, ETHERNET = 400e9 / 8, 100e9 / 8  # of a machine, per direction: NDR;
 LINK_SHARE = 0.7  # of a link's rate, what a collective or a copy reaches
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(NamedTuple):
     """Processes and their links, in bytes per second and direction."""
 
     processes: int
-    nodes: int
-    """Machines with equally many processes each."""
-    within: float
-    """Between a process and the others on its machine."""
-    between: float
-    """Between a machine, all its processes together, and the others."""
-
-    @property
-    def per_node(self) -> int:
-        """Processes on each machine."""
-        return self.processes // self.nodes
-
-    @property
-    def ring(self) -> float:
-        """Around a ring of all processes, which crosses each machine's link once per direction."""
-        return self.within if self.nodes == 1 else min(self.within, self.between)
+    nodes: int  # machines with equally many processes each
+    within: float  # between a process and the others on its machine
+    between: float  # between a machine, all its processes together, and the others
 
 
 def ring_seconds(size: float, members: int, rate: float) -> float:
@@ -83,69 +64,49 @@ def step_seconds(
     micro_steps: int,
     forward: float,
     backward: float,
-    product_bytes: int = 2,
 ) -> float:
-    """The time of an optimizer step, communication included.
+    """The seconds of an optimizer step, from those of a micro-batch's passes on one process alone.
 
     Communication that runs while a pass computes costs only the time by which it is longer. DDP's
     all-reduce runs during the last backward pass, except for the tied embedding's gradient, which
     is complete only at its end. FSDP gathers and reduces blocks while others compute; the
     embeddings are gathered before a pass and reduced after it.
-
-    Args:
-        config: says what is sharded.
-        model_config: the model's dimensions.
-        cluster: the processes.
-        micro_steps: micro-batches of each process.
-        forward: seconds of a micro-batch's forward pass on one process alone.
-        backward: of its backward pass.
-        product_bytes: of a gathered parameter, 2 for bfloat16.
     """
-    blocks = model_config.n_layer * model_config.block_params
-    rest = model_config.n_params - blocks
-    if not config.is_sharded:
-        everything, embeddings = (
-            2 * ring_seconds(4 * size, cluster.processes, cluster.ring)
-            for size in (model_config.n_params, rest)
-        )
-        return micro_steps * (forward + backward) + max(everything - backward, embeddings)
-    members, rate = cluster.processes, cluster.ring
-    if config.parallel == "hsdp":
-        members, rate = cluster.per_node, cluster.within
-    gather = ring_seconds(product_bytes * blocks, members, rate)
-    gather_again = gather if config.reshard_after_forward else 0.0
+    members, nodes, rate, between = cluster
+    per_node, hybrid = members // nodes, config.parallel == "hsdp"
+    if hybrid:
+        members = per_node
+    elif nodes > 1:  # a ring of all processes crosses each machine's link once per direction
+        rate = min(rate, between)
 
     def reduce(size: float) -> float:
         seconds = ring_seconds(4 * size, members, rate)
-        if config.parallel == "hsdp":  # then each shard over the machines, all at once
-            shard, link = 4 * size / members, cluster.between / cluster.per_node
-            seconds += 2 * ring_seconds(shard, cluster.nodes, link)
+        if hybrid:  # then each shard over the machines, all at once
+            seconds += 2 * ring_seconds(4 * size / members, nodes, between / per_node)
         return seconds
 
+    blocks = model_config.n_layer * model_config.block_params
+    rest = model_config.n_params - blocks
+    if not config.is_sharded:
+        exposed = max(2 * reduce(model_config.n_params) - backward, 2 * reduce(rest))
+        return micro_steps * (forward + backward) + exposed
+    gather = ring_seconds(planned_dtype(config).itemsize * blocks, members, rate)
+    gather_again = gather if config.reshard_after_forward else 0.0
     first = ring_seconds(4 * rest, members, rate) + max(forward, gather)
     last = max(backward, gather_again + reduce(blocks)) + reduce(rest)
     return micro_steps * first + (micro_steps - 1) * max(backward, gather_again) + last
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """What a run takes on a cluster."""
 
     batch: BatchPlan
     step_seconds: float
-    tokens_per_second: float
-    hours: float
-    memory_gib: float
-    """Of each GPU, at most about."""
+    memory_gib: float  # of each GPU, at most about
 
 
 def estimate(config: TrainConfig, model_config: GPTConfig, between: float) -> Estimate:
-    """Time and memory on the GPUs that the flags name.
-
-    Args:
-        config: the run's settings; `gpus` is set.
-        model_config: the model's dimensions.
-        between: bytes per second of a machine's link to others, on paper.
+    """Time and memory on the GPUs that the flags name, by a link of `between` bytes per second.
 
     Raises:
         ValueError: the batch does not divide.
@@ -154,23 +115,12 @@ def estimate(config: TrainConfig, model_config: GPTConfig, between: float) -> Es
     gpu, run = GPUS[config.gpu], planned_memory(config, model_config)
     limit = run.largest_micro_batch(gpu.memory_gib)
     batch = split_batch(config, model_config.block_size, config.gpus, limit)
-    forward, backward = pass_seconds(config, model_config, batch.micro_batch_size)
-    seconds = step_seconds(
-        config,
-        model_config,
-        Cluster(config.gpus, config.nodes, LINK_SHARE * gpu.nvlink, LINK_SHARE * between),
-        batch.grad_accum_steps,
-        forward,
-        backward,
-        product_bytes=run.dtype.itemsize,
-    )
-    return Estimate(
-        batch=batch,
-        step_seconds=seconds,
-        tokens_per_second=config.total_batch_size / seconds,
-        hours=config.max_steps * seconds / 3600,
-        memory_gib=sum(run.estimate(batch.micro_batch_size, batch.grad_accum_steps > 1)),
-    )
+    passes = pass_seconds(config, model_config, batch.micro_batch_size)
+    links = LINK_SHARE * gpu.nvlink, LINK_SHARE * between
+    cluster = Cluster(config.gpus, config.nodes, *links)
+    seconds = step_seconds(config, model_config, cluster, batch.grad_accum_steps, *passes)
+    memory = run.estimate(batch.micro_batch_size, batch.grad_accum_steps > 1)
+    return Estimate(batch, seconds, sum(memory))
 
 
 def pass_seconds(
@@ -218,24 +168,29 @@ def planned_peak(config: TrainConfig) -> float:
     return peak / 2 if planned_dtype(config) == torch.float32 else peak
 
 
-def modes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """The flags of every `--parallel` that the configuration can have, and that configuration."""
-    yield "ddp", replace(config, parallel="ddp", cpu_offload=False)
+def modes(config: TrainConfig) -> dict[str, TrainConfig]:
+    """By its flags, every `--parallel` that the configuration can have."""
+    ddp = replace(config, parallel="ddp", cpu_offload=False)
     if config.dtype == "float16":
-        return
-    yield "fsdp", replace(config, parallel="fsdp", reshard_after_forward=True)
-    zero_2 = replace(config, parallel="fsdp", reshard_after_forward=False)
-    yield "fsdp --no-reshard-after-forward", zero_2
-    if config.nodes > 1:
-        yield "hsdp", replace(config, parallel="hsdp")
+        return {"ddp": ddp}
+    fsdp = replace(config, parallel="fsdp", reshard_after_forward=True)
+    zero_2 = replace(fsdp, reshard_after_forward=False)
+    modes = {"ddp": ddp, "fsdp": fsdp, "fsdp --no-reshard-after-forward": zero_2}
+    return modes | ({"hsdp": replace(config, parallel="hsdp")} if config.nodes > 1 else {})
 
 
 def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
-    """Print what a run would take: on this machine or, with `--gpus`, on those."""
-    if config.gpus is not None:
+    """Print on rank 0 what a run would take: on this machine or, with `--gpus`, on those.
+
+    Raises:
+        ValueError: the batch does not divide, or the device is missing.
+    """
+    dist_info = read_dist_env("cpu" if config.gpus else config.device)
+    if not dist_info.is_main:
+        return
+    if config.gpus:
         print(describe_cluster(config, model_config))
         return
-    dist_info = read_dist_env(config.device)
     batch = plan_batch(config, model_config, dist_info)
     dtype = select_dtype(config.dtype, dist_info.device)
     print(describe_plan(config, model_config, batch, dist_info), end="\n\n")
@@ -243,11 +198,7 @@ def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
 
 
 def describe_cluster(config: TrainConfig, model_config: GPTConfig) -> str:
-    """What a run takes on other GPUs with every `--parallel`, and what that assumes.
-
-    Raises:
-        ValueError: the batch does not divide.
-    """
+    """What a run takes on other GPUs with every `--parallel`, and what that assumes."""
     assert config.gpus is not None
     gpu, several = GPUS[config.gpu], config.nodes > 1
     dtype, dist_info = planned_dtype(config), gpus(config.gpus, config.nodes)
@@ -263,22 +214,20 @@ def describe_cluster(config: TrainConfig, model_config: GPTConfig) -> str:
         + (f" {'price':>10}" if config.gpu_hour_price else "")
         + (f" {'by Ethernet, tokens/s':>22}" if several else ""),
     ]
-    for name, mode in modes(config):
-        run = estimate(mode, model_config, INFINIBAND)
-        gpu_hours = run.hours * config.gpus
-        shape = f"{run.batch.micro_batch_size} x {run.batch.grad_accum_steps}"
+    for name, mode in modes(config).items():
+        batch, seconds, gib = estimate(mode, model_config, INFINIBAND)
+        hours = config.max_steps * seconds / 3600
         line = (
-            f"{name:<31} {shape:>7} {1000 * run.step_seconds:>8,.1f} "
-            f"{run.tokens_per_second:>11,.0f} {run.hours:>8,.1f} {gpu_hours:>9,.1f} "
-            f"{run.memory_gib:>6.1f}"
+            f"{name:<31} {f'{batch.micro_batch_size} x {batch.grad_accum_steps}':>7} "
+            f"{1000 * seconds:>8,.1f} {config.total_batch_size / seconds:>11,.0f} {hours:>8,.1f} "
+            f"{hours * config.gpus:>9,.1f} {gib:>6.1f}"
         )
         if config.gpu_hour_price:
-            line += f" {gpu_hours * config.gpu_hour_price:>10,.2f}"
+            line += f" {hours * config.gpus * config.gpu_hour_price:>10,.2f}"
         if several:
-            line += f" {estimate(mode, model_config, ETHERNET).tokens_per_second:>22,.0f}"
-        if run.memory_gib > gpu.memory_gib:
-            line += "  does not fit"
-        lines.append(line)
+            slower = estimate(mode, model_config, ETHERNET).step_seconds
+            line += f" {config.total_batch_size / slower:>22,.0f}"
+        lines.append(line + ("  does not fit" if gib > gpu.memory_gib else ""))
     rates = f"{gpu.nvlink / 1e9:.0f} GB/s NVLink per GPU, {gpu.pcie / 1e9:.0f} GB/s PCIe"
     if several:
         rates += f", {INFINIBAND * 8 / 1e9:.0f} Gb/s InfiniBand per node"

@@ -1,8 +1,8 @@
 """The flags of `train_gpt2.py`: every setting of a run, its default and its limits."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -166,41 +166,7 @@ class TrainConfig:
     """With --gpus: the price of one for an hour; 0 = show no price."""
 
     def __post_init__(self) -> None:
-        problems = []
-        for name in (field.name for field in fields(self)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            flag = f"--{name.replace('_', '-')}"
-            if name in ABOVE_ZERO and not 0 < value < math.inf:
-                problems.append(f"{flag} must be above 0, not {value}")
-            elif not 0 <= value < math.inf:
-                problems.append(f"{flag} must be at least 0, not {value}")
-            elif isinstance(value, int) and value >= 2**63:
-                problems.append(f"{flag} must be below 2**63, not {value}")
-        if self.min_lr > self.max_lr:
-            problems.append(f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}")
-        if self.val_every and 0 < self.val_tokens < self.block_size:
-            problems.append(
-                f"--val-tokens {self.val_tokens} is below --block-size {self.block_size}"
-            )
-        if self.run_name is not None and not (
-            is_plain_name(self.run_name) and self.run_name.isprintable()
-        ):
-            problems.append(f"--run-name {self.run_name!r} must be a plain folder name")
-        if self.init_from is not None and (
-            self.size != "gpt2" or self.n_layer or self.n_head or self.n_embd
-        ):
-            problems.append("--init-from has its own --size, --n-layer, --n-head and --n-embd")
-        if self.cpu_offload and not self.is_sharded:
-            problems.append("--cpu-offload goes with --parallel fsdp or hsdp")
-        if self.dtype == "float16" and self.is_sharded:
-            problems.append(
-                f"--dtype float16 does not go with --parallel {self.parallel}: use bfloat16"
-            )
-        if self.mfu > 1:
-            problems.append(f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say")
-        problems += self._planning_problems()
+        problems = [*self._bad_numbers(), *self._conflicts()]
         try:
             self.model_config()
         except ValueError as error:
@@ -208,33 +174,59 @@ class TrainConfig:
         if problems:
             raise ValueError("; ".join(problems))
 
-    def _planning_problems(self) -> list[str]:
-        """What is wrong with the flags that a plan for other machines takes."""
+    def _bad_numbers(self) -> Iterator[str]:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            if name in ABOVE_ZERO and not 0 < value < math.inf:
+                yield f"{flag} must be above 0, not {value}"
+            elif not 0 <= value < math.inf:
+                yield f"{flag} must be at least 0, not {value}"
+            elif isinstance(value, int) and value >= 2**63:
+                yield f"{flag} must be below 2**63, not {value}"
+
+    def _conflicts(self) -> Iterator[str]:
+        """What is wrong with flags that do not go together."""
+        if self.min_lr > self.max_lr:
+            yield f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}"
+        if self.val_every and 0 < self.val_tokens < self.block_size:
+            yield f"--val-tokens {self.val_tokens} is below --block-size {self.block_size}"
+        name = self.run_name
+        if name is not None and not (is_plain_name(name) and name.isprintable()):
+            yield f"--run-name {name!r} must be a plain folder name"
+        own_size = self.size != "gpt2" or self.n_layer or self.n_head or self.n_embd
+        if self.init_from is not None and own_size:
+            yield "--init-from has its own --size, --n-layer, --n-head and --n-embd"
+        if self.cpu_offload and not self.is_sharded:
+            yield "--cpu-offload goes with --parallel fsdp or hsdp"
+        if self.dtype == "float16" and self.is_sharded:
+            yield f"--dtype float16 does not go with --parallel {self.parallel}: use bfloat16"
+        if self.mfu > 1:
+            yield f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say"
         if self.gpus is None:
-            given = {
-                "--nodes": self.nodes != 1,
-                "--gpu": self.gpu != "H100",
-                "--gpu-hour-price": self.gpu_hour_price,
-            }
-            return [f"{flag} goes with --plan --gpus" for flag in given if given[flag]]
-        if self.gpus < 1 or self.nodes < 1:
-            return []  # __post_init__ refuses them
-        problems = []
+            for flag in ("--nodes", "--gpu", "--gpu-hour-price"):
+                field = flag.removeprefix("--").replace("-", "_")
+                if getattr(self, field) != getattr(TrainConfig, field):
+                    yield f"{flag} goes with --plan --gpus"
+        elif self.gpus > 0 and self.nodes > 0:
+            yield from self._cluster_conflicts(self.gpus)
+
+    def _cluster_conflicts(self, gpus: int) -> Iterator[str]:
         if not self.plan:
-            problems.append(
-                f"--gpus goes with --plan; to train on {self.gpus}: "
-                f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
+            yield (
+                f"--gpus goes with --plan; to train on {gpus}: "
+                f"torchrun --standalone --nproc_per_node={gpus} train_gpt2.py"
             )
-        if self.gpus % self.nodes:
-            nearest = self.gpus // self.nodes * self.nodes
-            sizes = [size for size in (nearest, nearest + self.nodes) if size]
-            problems.append(
-                f"--gpus {self.gpus} is not a multiple of --nodes {self.nodes}: "
-                f"use --gpus {' or '.join(map(str, sizes))}"
+        if gpus % self.nodes:
+            nearest = gpus // self.nodes * self.nodes
+            sizes = [str(size) for size in (nearest, nearest + self.nodes) if size]
+            yield (
+                f"--gpus {gpus} is not a multiple of --nodes {self.nodes}: "
+                f"use --gpus {' or '.join(sizes)}"
             )
         if self.parallel == "hsdp" and self.nodes == 1:
-            problems.append("--parallel hsdp needs --nodes 2 or more: use fsdp on one")
-        return problems
+            yield "--parallel hsdp needs --nodes 2 or more: use fsdp on one"
 
     @property
     def is_sharded(self) -> bool:
@@ -249,11 +241,9 @@ class TrainConfig:
 
     def model_config(self) -> GPTConfig:
         """The dimensions that the size and its overrides give."""
-        dimensions = dict(GPT2_SIZES[self.size])
-        for name in dimensions:
-            if getattr(self, name) is not None:
-                dimensions[name] = getattr(self, name)
-        return GPTConfig(block_size=self.block_size, **dimensions)
+        sizes = GPT2_SIZES[self.size]
+        given = {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
+        return GPTConfig(block_size=self.block_size, **(sizes | given))
 
     def saved(self) -> dict[str, Any]:
         """The settings as JSON values, for `config.json` and checkpoints."""
@@ -266,14 +256,10 @@ class TrainConfig:
 
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
-    """The configuration whose `saved()` was `settings`.
-
-    Args:
-        settings: field names and JSON values; fields that are missing have their defaults.
-        source: the file that they are from, for messages.
+    """The configuration whose `saved()` was `settings`; missing fields have their defaults.
 
     Raises:
-        ValueError: a setting is unknown, or its value is refused.
+        ValueError: a setting is unknown, or its value is refused; the message names `source`.
     """
     types, values = get_type_hints(TrainConfig), dict[str, Any]()
     for name, value in settings.items():
@@ -282,11 +268,11 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
                 f"{source} has the setting {name!r:.60}, which this version does not know: use the "
                 f"version that wrote it, or take the setting out"
             )
-        if not _fits(value, types[name]):
-            kind = types[name]
+        kind = types[name]
+        if not _fits(value, kind):
             expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
             raise ValueError(f"{source}: {name} is {repr(value)[:60]}, expected {expected}")
-        is_path = isinstance(value, str) and Path in (types[name], *get_args(types[name]))
+        is_path = isinstance(value, str) and Path in (kind, *get_args(kind))
         values[name] = Path(value) if is_path else value
     try:
         return TrainConfig(**values)
@@ -318,11 +304,10 @@ def read_config(path: Path) -> TrainConfig:
     if not isinstance(settings, dict):
         raise ValueError(f"--config {path} is not a run's config.json")
     config = config_from_settings(settings, path)
-    by_default = config.warmup == replace(config, warmup_steps=None).warmup
+    by_default = replace(config, warmup_steps=None)
     # Earlier versions had a default of 715 for every length.
-    if by_default or config.warmup >= config.max_steps:
-        return replace(config, warmup_steps=None)
-    return config
+    had_default = config.warmup == by_default.warmup or config.warmup >= config.max_steps
+    return by_default if had_default else config
 
 
 def check_warmup(config: TrainConfig) -> None:

@@ -10,13 +10,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import run_command
 from runtime.device import autocast, device_name, is_out_of_memory, memory_gib, select_dtype
-from runtime.distributed import DistInfo, all_reduce_sum, set_gradient_sync
+from runtime.distributed import DistInfo, all_reduce_max, set_gradient_sync
 from runtime.metrics import flops_per_token, peak_flops
 from training.config import TrainConfig
 
@@ -39,7 +39,8 @@ GRADIENT_BYTES = (28, 44)  # likewise, of the block whose backward pass runs
 # after torch.compile; more with a process group and FSDP.
 PROCESS_GIB, COMPILER_GIB, GROUP_GIB = 0.25, 0.25, 0.2
 # Freed tensors stay with the process (`tune_malloc`). Those of eager passes, of many sizes, leave
-# holes that the next ones do not fit: 2.0 to 3.5 times their size was resident in eight small runs.
+# holes that the next ones do not fit: 1.3 to 3.5 times their size was resident in small runs, of
+# which identical ones differed by half.
 EAGER_CPU_OVERHEAD = 3.5
 CONTEXTS = [2**power for power in range(10, 18)]  # tokens
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
@@ -49,10 +50,8 @@ MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more bring
 class BatchPlan:
     """How a global batch is split over processes and micro-steps."""
 
-    micro_batch_size: int
-    """Sequences that a process takes at once."""
-    grad_accum_steps: int
-    """Micro-batches of each process in an optimizer step."""
+    micro_batch_size: int  # sequences that a process takes at once
+    grad_accum_steps: int  # micro-batches of each process in an optimizer step
 
 
 def plan_batch(
@@ -61,13 +60,7 @@ def plan_batch(
     """Split the global batch over processes and micro-steps.
 
     With `--micro-batch-size auto`, a process takes at once the most sequences that divide its
-    part, should fit its memory, and still bring speed.
-
-    Args:
-        config: the run's settings.
-        model_config: the model's dimensions.
-        dist_info: this process; the others have the same kind of device.
-        overcommit: how many times what should fit may be tried.
+    part, should fit its memory (`overcommit` times: may be tried), and still bring speed.
 
     Raises:
         ValueError: the batch does not divide; the message names the nearest sizes that do.
@@ -123,32 +116,25 @@ def choose_batch(
     probed = dist_info.device.type == "cuda" and config.micro_batch_size == "auto"
     if not probed or config.is_sharded:
         return plan_batch(config, model_config, dist_info)
+    idx = torch.zeros(1, model_config.block_size, dtype=torch.int64, device=dist_info.device)
+    return fit_batch(
+        plan_batch(config, model_config, dist_info, OVERCOMMIT),
+        lambda micro_batch_size: probe_step(model, idx.repeat(micro_batch_size, 1), dtype),
+        dist_info,
+    )
 
-    def attempt(micro_batch_size: int) -> None:
-        probe_step(model, micro_batch_size, model_config.block_size, dtype, dist_info)
 
-    return fit_batch(plan_batch(config, model_config, dist_info, OVERCOMMIT), attempt, dist_info)
-
-
-def probe_step(
-    model: nn.Module,
-    micro_batch_size: int,
-    block_size: int,
-    dtype: torch.dtype,
-    dist_info: DistInfo,
-) -> None:
+def probe_step(model: nn.Module, idx: Tensor, dtype: torch.dtype) -> None:
     """Take the memory of a training step: gradients of one micro-batch, and AdamW's moments.
 
     Raises:
         RuntimeError: there is not enough.
     """
     moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
-    idx = torch.zeros(micro_batch_size, block_size, dtype=torch.int64, device=dist_info.device)
     set_gradient_sync(model, False)
     try:
-        with autocast(dist_info.device, dtype):
-            _, loss = model(idx, idx)
-        loss.backward()
+        with autocast(idx.device, dtype):
+            model(idx, idx).loss.backward()
     finally:
         model.zero_grad(set_to_none=True)
         set_gradient_sync(model, True)
@@ -159,29 +145,23 @@ def fit_batch(batch: BatchPlan, attempt: Callable[[int], None], dist_info: DistI
     """Halve the micro-batch until every process has the memory for it.
 
     The global batch stays the same: half the micro-batch takes twice the micro-steps. Every
-    process must call this.
-
-    Args:
-        batch: what to try first.
-        attempt: computes the gradients of that many sequences, without communication.
-        dist_info: rank, world size and device of this process.
+    process must call this. `attempt` computes the gradients of so many sequences, without
+    communication.
 
     Raises:
         ValueError: there is not enough memory for one sequence.
     """
     while True:
-        fits = True
+        failed = False
         try:
             attempt(batch.micro_batch_size)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            fits = False
+            failed = True
         gc.collect()  # the failed attempt's tensors go only now, with its traceback
-        if dist_info.device.type == "cuda":
-            torch.cuda.empty_cache()
-        ready = all_reduce_sum(torch.tensor(float(fits), device=dist_info.device), dist_info)
-        if int(ready) == dist_info.world_size:
+        torch.cuda.empty_cache()
+        if not all_reduce_max(failed, dist_info):
             return batch
         if batch.micro_batch_size == 1:
             raise ValueError(
@@ -208,13 +188,10 @@ class MemoryModel:
     room for the CUDA context. On a CPU it is the resident memory of the process.
     """
 
-    config: TrainConfig
-    """Says what is sharded, saved and compiled."""
+    config: TrainConfig  # says what is sharded, saved and compiled
     model_config: GPTConfig
-    dtype: torch.dtype
-    """Of matrix products."""
+    dtype: torch.dtype  # of matrix products
     dist_info: DistInfo
-    """Of one process."""
 
     @property
     def compiled(self) -> bool:
@@ -307,27 +284,25 @@ def describe_contexts(
     config: TrainConfig, model_config: GPTConfig, dtype: torch.dtype, dist_info: DistInfo
 ) -> str:
     """Peak memory by context length and activation checkpointing, one sequence at a time."""
-    on_gpu = dist_info.device.type == "cuda"
     modes: dict[str, dict[str, Any]] = {
         name: {"activation_checkpointing": name, "activation_offload": False}
         for name in SAVED_BYTES
     }
-    if on_gpu:
+    hint = "with --activation-checkpointing none, selective, full"
+    if dist_info.device.type == "cuda":
         modes["offload"] = {"activation_checkpointing": "none", "activation_offload": True}
+        hint += ", or with --activation-offload"
     lines = [
         f"peak GiB per device by context length, one {str(dtype).removeprefix('torch.')} "
         f"sequence at a time, {config.parallel} over {dist_info.world_size}",
-        "with --activation-checkpointing none, selective, full"
-        + (", or with --activation-offload" if on_gpu else "")
-        + "; /8: with --loss-chunks 8",
+        f"{hint}; /8: with --loss-chunks 8",
         "context" + "".join(f"{name:>12}{'/8':>8}" for name in modes),
     ]
     for length in CONTEXTS:
         longer, row = replace(model_config, block_size=length), f"{length:>7,}"
-        for settings in modes.values():
-            for width, chunks in ((12, 1), (8, 8)):
-                changed = replace(config, loss_chunks=chunks, **settings)
-                row += f"{peak_gib(changed, longer, dtype, dist_info):>{width}.1f}"
+        for settings, (width, chunks) in product(modes.values(), ((12, 1), (8, 8))):
+            changed = replace(config, loss_chunks=chunks, **settings)
+            row += f"{peak_gib(changed, longer, dtype, dist_info):>{width}.1f}"
         one_micro_step = length * dist_info.world_size  # tokens
         if config.total_batch_size <= one_micro_step:
             row += f"  in one micro-step of --total-batch-size {one_micro_step}"

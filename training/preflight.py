@@ -30,7 +30,7 @@ from runtime.distributed import (
 from runtime.files import sha256_of
 from training.config import TrainConfig
 from training.memory import CHECKPOINT_BYTES_PER_PARAMETER
-from training.run_dir import choose_run_dir, is_resumed, model_dimensions, unusable
+from training.run_dir import check_usable, choose_run_dir, model_dimensions
 
 PATIENCE_SECONDS = 120  # a check that takes longer is waiting for a process that hangs
 REDUCED_BYTES, ROUNDS = 64 << 20, 5
@@ -61,19 +61,16 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
         with explaining("clocks"):
             print0(dist_info, f"clocks    {check_clocks(dist_info)}")
         with explaining("data", patient=True):  # reading or hashing it all may take long
-            train, val = open_data(
-                config.data_dir, config.block_size, dist_info, config.val_every > 0
-            )
+            validates = config.val_every > 0
+            train, val = open_data(config.data_dir, config.block_size, dist_info, validates)
             tokens = f"{train.total_tokens:,} + {val.total_tokens:,} tokens"
             print0(dist_info, f"data      {tokens}, fingerprint {train.fingerprint[:12]}")
         run_dir = choose_run_dir(config, checkpoint, dist_info)
         with raise_on_all_ranks(dist_info):
-            if problem := unusable(run_dir, is_resumed(run_dir, config, checkpoint)):
-                raise ValueError(problem)
+            check_usable(run_dir, config, checkpoint)
         with explaining("disk"):
-            print0(
-                dist_info, f"disk      {check_disk(run_dir.parent, config, checkpoint, dist_info)}"
-            )
+            found = check_disk(run_dir.parent, config, checkpoint, dist_info)
+            print0(dist_info, f"disk      {found}")
 
 
 @contextmanager

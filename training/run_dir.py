@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -22,8 +22,15 @@ from runtime.checkpoint import (
 )
 from runtime.cli import RunStopped, parse_flags
 from runtime.device import is_out_of_memory
-from runtime.distributed import DistInfo, barrier, broadcast_int, is_lost_process, print0
-from runtime.files import find_escaping_link, read_json, write_json
+from runtime.distributed import (
+    DistInfo,
+    barrier,
+    broadcast_int,
+    is_lost_process,
+    print0,
+    raise_on_all_ranks,
+)
+from runtime.files import find_escaping_link, write_json
 from runtime.stopping import StopRequest
 from training.config import (
     FLAG_HINTS,
@@ -59,7 +66,12 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
         out_dir, run_name = Path(given.out_dir or defaults.out_dir), given.run_name
         if given.resume == "auto" and run_name is None and (run_name := last_run(out_dir)):
             _print0(f"--resume auto takes {out_dir / run_name}; --run-name chooses another run")
-        checkpoint = find_resumable(given.resume, out_dir, run_name)
+        if given.resume != "auto":
+            checkpoint = find_checkpoint(Path(given.resume))
+        elif run_name is not None:
+            checkpoint = latest_valid_checkpoint(
+                out_dir / run_name, lambda line: _print0(f"warning: {line}")
+            )
         config_path = out_dir / (run_name or "") / RUN_CONFIG_NAME
         if checkpoint is not None:
             defaults = config_from_settings(read_state(checkpoint).train_config, checkpoint)
@@ -84,60 +96,24 @@ def last_run(out_dir: Path) -> str | None:
     return None if last is None else last.relative_to(out_dir).parts[0]
 
 
-def find_resumable(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
-    """The checkpoint that `--resume` means.
-
-    Args:
-        resume: a run folder, a checkpoint or `auto`: the run's last checkpoint that is intact.
-        out_dir: the folder of the run folders.
-        run_name: the run that `auto` is about, if there is one.
-
-    Returns:
-        The checkpoint's folder; None if `auto` finds none, and a new run starts.
-
-    Raises:
-        FileNotFoundError: `resume` is no checkpoint and has none.
-        ValueError: all checkpoints of the run are damaged.
-    """
-    if resume != "auto":
-        return find_checkpoint(Path(resume))
-    if run_name is None:
-        return None
-    return latest_valid_checkpoint(out_dir / run_name, lambda line: _print0(f"warning: {line}"))
-
-
 def _print0(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":  # there is no process group yet
         print(line, flush=True)
 
 
-@dataclass(frozen=True)
-class Preemption:
-    """Why and where a run was stopped from outside; the content of its `PREEMPTED` file."""
+def is_finished(checkpoint: Path | None, config: TrainConfig) -> bool:
+    """Whether nothing is left to do: the last step is saved, and the run was not preempted there.
 
-    step: int
-    """Optimizer updates done."""
-    reason: str
-    """A signal's name, or `failure`."""
-
-    def save(self, run_dir: Path) -> None:
-        """Write the run folder's `PREEMPTED`."""
-        write_json(run_dir / PREEMPTED_NAME, asdict(self))
-
-
-def read_preemption(run_dir: Path) -> Preemption | None:
-    """The run folder's `PREEMPTED`; None if the run was not preempted, or was resumed since.
+    Reads a small file, so it can be asked before anything is built. Processes may see a shared
+    disk at different times: rank 0 has to decide for all.
 
     Raises:
-        ValueError: the file is something else.
+        ValueError: the state of the checkpoint cannot be read.
     """
-    path = run_dir / PREEMPTED_NAME
-    if not path.is_file():
-        return None
-    match read_json(path):
-        case {"step": int(step), "reason": str(reason)}:  # earlier versions have a field more
-            return Preemption(step, reason)
-    raise ValueError(f"{path} is not what this code writes: delete it")
+    if checkpoint is None:
+        return False
+    step, mark = read_state(checkpoint).step, checkpoint.parent.parent / PREEMPTED_NAME
+    return step > config.max_steps or (step == config.max_steps and not mark.is_file())
 
 
 def clear_preemption(run_dir: Path) -> None:
@@ -145,37 +121,13 @@ def clear_preemption(run_dir: Path) -> None:
     (run_dir / PREEMPTED_NAME).unlink(missing_ok=True)
 
 
-def is_finished(checkpoint: Path | None, config: TrainConfig) -> bool:
-    """Whether nothing is left to do: the last step is saved, and the run was not preempted there.
-
-    Reads two small files, so it can be asked before anything is built. Processes may see a shared
-    disk at different times: rank 0 has to decide for all.
-
-    Args:
-        checkpoint: the one to resume from, if any.
-        config: says how many steps the run has.
-
-    Raises:
-        ValueError: the checkpoint's state or its run's `PREEMPTED` cannot be read.
-    """
-    if checkpoint is None:
-        return False
-    step = read_state(checkpoint).step
-    at_end = step == config.max_steps and read_preemption(checkpoint.parent.parent) is None
-    return at_end or step > config.max_steps
-
-
 def finish_run(
     run_dir: Path, step: int, is_complete: bool, stop: StopRequest, dist_info: DistInfo
 ) -> None:
     """Say how the run has ended; mark one that is to be resumed by `PREEMPTED`.
 
-    Args:
-        run_dir: the run's folder.
-        step: updates done; they are saved.
-        is_complete: whether nothing is left to do: a signal then came too late to matter.
-        stop: what the processes were asked to stop for, if anything.
-        dist_info: every process must call this.
+    Every process must call this, after `step` updates that are saved. If the run `is_complete`, a
+    signal came too late to matter.
 
     Raises:
         KeyboardInterrupt: the run was stopped by Ctrl-C.
@@ -187,7 +139,7 @@ def finish_run(
             if reason is None:
                 clear_preemption(run_dir)
             else:
-                Preemption(step, reason).save(run_dir)
+                write_json(run_dir / PREEMPTED_NAME, {"step": step, "reason": reason})
     barrier(dist_info)  # all is written
     if reason is None:
         print0(dist_info, f"done: {run_dir}")
@@ -250,10 +202,27 @@ def choose_run_dir(config: TrainConfig, checkpoint: Path | None, dist_info: Dist
     return config.out_dir / (config.run_name or f"{config.size}-{stamp}")
 
 
-def is_resumed(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> bool:
+def _is_resumed(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> bool:
     """Whether the folder's own run is resumed; False for a new run and for a fork of another."""
     own = checkpoint is None or checkpoint.parent.parent.resolve() == run_dir.resolve()
     return config.resume is not None and own
+
+
+def check_usable(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> None:
+    """Refuse a folder in which the run can be neither resumed nor started.
+
+    Raises:
+        ValueError: the folder holds another run, or links to outside.
+    """
+    if (run_dir / RUN_CONFIG_NAME).exists() and not _is_resumed(run_dir, config, checkpoint):
+        raise ValueError(
+            f"{run_dir} already holds a run: give another --run-name, or go on with it by "
+            f"--resume {run_dir}"
+        )
+    if link := find_escaping_link(run_dir):
+        raise ValueError(
+            f"{link} is a link out of the run folder, which is not followed: remove it"
+        )
 
 
 @contextmanager
@@ -262,59 +231,36 @@ def open_run(
 ) -> Iterator[None]:
     """Make and lock a run's folder for the length of the body; rank 0 does it for all.
 
-    Args:
-        run_dir: the folder. It may hold a run already if `--resume` found its checkpoint, or
-            found none because the run ended before its first.
-        config: the run's settings, for `config.json`.
-        checkpoint: the checkpoint to resume from, if any.
-        dist_info: rank, world size and device of this process.
+    The folder may hold a run already if `--resume` found its checkpoint, or found none because the
+    run ended before its first.
 
     Raises:
-        ValueError: the folder holds another run, or another trainer is using it.
+        ValueError: the folder holds another run, cannot be written, or another trainer is using it.
     """
     lock = FileLock(run_dir / LOCK_NAME)
-    problem = _take(run_dir, lock, config, checkpoint) if dist_info.is_main else None
-    if not broadcast_int(problem is None, dist_info):
-        if problem is None:
-            raise SystemExit(2)  # rank 0 prints the reason
-        raise ValueError(problem)
     try:
+        with raise_on_all_ranks(dist_info):
+            if dist_info.is_main:
+                check_usable(run_dir, config, checkpoint)
+                _prepare(run_dir, lock, config, checkpoint)
         yield
     finally:
         lock.release()
 
 
-def unusable(run_dir: Path, resuming: bool) -> str | None:
-    """Why no run can be resumed, or started, in this folder; None if one can."""
-    if not resuming and (run_dir / RUN_CONFIG_NAME).exists():
-        return (
-            f"{run_dir} already holds a run: give another --run-name, or go on with it by "
-            f"--resume {run_dir}"
-        )
-    if link := find_escaping_link(run_dir):
-        return f"{link} is a link out of the run folder, which is not followed: remove it"
-    return None
-
-
-def _take(
-    run_dir: Path, lock: FileLock, config: TrainConfig, checkpoint: Path | None
-) -> str | None:
-    """Make, lock and label the folder; returns why it cannot be done, if so."""
-    resuming = is_resumed(run_dir, config, checkpoint)
-    if problem := unusable(run_dir, resuming):
-        return problem
+def _prepare(run_dir: Path, lock: FileLock, config: TrainConfig, checkpoint: Path | None) -> None:
+    """Make, lock, clean and label the folder."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
         remove_leftovers(run_dir / "checkpoints")
-        if resuming and checkpoint is not None:
+        if checkpoint is not None and _is_resumed(run_dir, config, checkpoint):
             quarantine_newer(checkpoint)
         write_json(run_dir / RUN_CONFIG_NAME, config.saved())
     except Timeout:
-        return f"another trainer is at work in {run_dir}"
+        raise ValueError(f"another trainer is at work in {run_dir}") from None
     except OSError as error:
-        return f"the run folder cannot be written: {error}"
-    return None
+        raise ValueError(f"the run folder cannot be written: {error}") from None
 
 
 def check_resume_compatible(
