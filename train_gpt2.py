@@ -121,7 +121,8 @@ def setup(
     distributed.check_same_on_all_ranks("the checkpoints to resume from", described, dist_info)
     if dist_info.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: float32 products on tensor cores
-    device.set_numerics(dist_info.device)
+    elif dist_info.device.type == "cpu":
+        device.make_cpu_deterministic()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
     train_shards, val_shards = open_data(
         config.data_dir, config.block_size, dist_info, validates=config.val_every > 0

@@ -87,15 +87,14 @@ def lm_head_precision(dtype: torch.dtype) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def set_numerics(device: torch.device) -> None:
-    """On the CPU, make sums repeatable.
+def make_cpu_deterministic() -> None:
+    """Make sums on the CPU repeatable, which a resume bit for bit needs.
 
     Compiled CPU code would otherwise add up embedding gradients in the order in which its threads
-    finish, and no run could be resumed bit for bit.
+    finish.
     """
-    if device.type == "cpu":
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def tune_malloc() -> None:
