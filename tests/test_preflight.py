@@ -165,7 +165,7 @@ def test_preflight_refuses_an_out_dir_that_cannot_be_written(tiny_flags):
 
 
 def test_preflight_refuses_a_disk_without_room_for_a_checkpoint(tiny_flags, tmp_path):
-    huge = ["--n-layer=1000000", "--n-embd=8192"]  # 10^16 bytes
+    huge = ["--n-layer=16", f"--n-embd={2**20}"]  # 2 * 10^15 bytes
     with pytest.raises(ValueError, match=r"^disk: .* GiB free, a checkpoint takes \d{7,}"):
         main([*tiny_flags, *huge, "--preflight"])
     assert not list((tmp_path / "runs").iterdir())
