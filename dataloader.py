@@ -224,22 +224,10 @@ def validation_batches(
     dist_info: DistInfo,
     between: Callable[[], object] = lambda: None,
 ) -> Iterator[Batch]:
-    """This process's share of the first windows of the validation split.
+    """This process's batches, (B, T) each, of the first `max_tokens` targets of the split.
 
     Every process gets equally many batches, all of the same shape: windows that only fill a batch
-    up have targets of `IGNORE_INDEX`.
-
-    Args:
-        shards: the validation split.
-        block_size: T.
-        micro_batch_size: B.
-        max_tokens: targets to cover, over all processes; less where the split has less.
-        vocab_size: ids must be below this.
-        dist_info: this process; its device gets the batches.
-        between: called before every batch, see `rank_batches`.
-
-    Yields:
-        Batches of (B, T).
+    up have targets of `IGNORE_INDEX`. `between` is called before each, see `rank_batches`.
     """
     windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
     firsts = range(0, windows, micro_batch_size)
@@ -278,13 +266,7 @@ def to_batch(tokens: Tensor, device: torch.device) -> Batch:
 def open_data(
     data_dir: Path, block_size: int, dist_info: DistInfo, validates: bool = True
 ) -> tuple[TokenShards, TokenShards]:
-    """Open and check both splits of a data folder.
-
-    Args:
-        data_dir: the folder of shards.
-        block_size: T; the validation split must fill one window.
-        dist_info: every process must call this, and must find the same data.
-        validates: False where the validation split will not be read.
+    """Open and check both splits of a data folder; every process must find the same data.
 
     Raises:
         FileNotFoundError: the folder or a split is missing.
