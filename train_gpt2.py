@@ -157,9 +157,7 @@ def setup(
         ),
         norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
         stop=StopRequest(dist_info, config.stop_on_write_error),
-        flops_per_token=metrics.flops_per_token(
-            shape.n_params, shape.n_layer, shape.n_embd, shape.block_size
-        ),
+        flops_per_token=metrics.flops_per_token(shape),
     )
 
 

@@ -148,9 +148,7 @@ def measure_training(config: BenchConfig, scratch: Path) -> Section:
     run_alternating(configurations, steps, config.rounds, scratch)
     runs = [run for entry in configurations for run in entry.runs]
     peak_flops = median_or_none(run.device_flops for run in runs)
-    per_token = flops_per_token(
-        model_config.n_params, model_config.n_layer, model_config.n_embd, model_config.block_size
-    )
+    per_token = flops_per_token(model_config)
     summaries = [entry.summary(per_token, peak_flops) for entry in configurations]
     ratios = compare(summaries) if config.peer else {}
     print(training_table(summaries, left_out, steps))

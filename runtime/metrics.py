@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from runtime.files import append_atomically
+
+if TYPE_CHECKING:  # importing it takes torch, which plot.py does without
+    from model import GPTConfig
 
 # Dense bfloat16 peaks in FLOP/s (float16 on the V100 and T4, which have no bfloat16) with float32
 # accumulation, from NVIDIA's data sheets; where these quote the sparse rate, half of it. The keys
@@ -123,13 +126,14 @@ def logged_metrics(path: Path, step: int) -> set[str]:
     return names - {"step", "tokens_seen"}
 
 
-def flops_per_token(n_params: int, n_layer: int, n_embd: int, block_size: int) -> int:
+def flops_per_token(model_config: "GPTConfig") -> int:
     """Floating-point operations to train on one token, forward and backward.
 
     Six for each parameter; twelve for each product of attention scores and values, whose masked
     half counts too. Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
-    return 6 * n_params + 12 * n_layer * n_embd * block_size
+    attention = 12 * model_config.n_layer * model_config.n_embd * model_config.block_size
+    return 6 * model_config.n_params + attention
 
 
 def peak_flops(device_name: str) -> float | None:

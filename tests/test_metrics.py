@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 
+from model import GPTConfig
 from runtime.metrics import (
     LEAST_NORMS,
     NORM_WINDOW,
@@ -113,7 +114,7 @@ def test_logged_metrics_are_those_of_the_step_that_no_resume_undid(path):
 
 
 def test_flops_per_token_of_gpt2_is_the_published_860_million():
-    assert flops_per_token(124_475_904, n_layer=12, n_embd=768, block_size=1024) == 860_101_632
+    assert flops_per_token(GPTConfig()) == 860_101_632
 
 
 def test_peak_flops_is_the_dense_bfloat16_peak_of_known_gpus_and_none_of_others():

@@ -133,9 +133,7 @@ def pass_seconds(
     activations, and the weights in the dtype of the products, which the backward pass needs too.
     """
     tokens = micro_batch_size * model_config.block_size
-    per_token = flops_per_token(
-        model_config.n_params, model_config.n_layer, model_config.n_embd, model_config.block_size
-    )
+    per_token = flops_per_token(model_config)
     forward = tokens * per_token / (config.mfu * planned_peak(config)) / 3
     backward = forward * (3 if config.activation_checkpointing == "full" else 2)
     if config.activation_offload:

@@ -316,9 +316,7 @@ def describe_plan(
     """What a run will take, as a table."""
     device, world_size, n_params = dist_info.device, dist_info.world_size, model_config.n_params
     tokens = config.total_batch_size * config.max_steps
-    per_token = flops_per_token(
-        n_params, model_config.n_layer, model_config.n_embd, model_config.block_size
-    )
+    per_token = flops_per_token(model_config)
     dtype = select_dtype(config.dtype, device)
     run = MemoryModel(config, model_config, dtype, dist_info)
     memory = run.estimate(batch.micro_batch_size, batch.grad_accum_steps > 1)
