@@ -98,7 +98,9 @@ def merge_parts(parts: Mapping[Path, Manifest], manifest: Manifest, folder: Path
             written -= done
             if done < shard.tokens:
                 verify_shards(part_path, [shard])
-                writer.add(np.load(part_path / shard.file, mmap_mode="r")[done:])
+                path = part_path / shard.file
+                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+                writer.add(tokens[done:])
             bar.update(shard.tokens)
     return writer.close(
         documents=sum(part.documents for part in parts.values()),
