@@ -155,9 +155,9 @@ def main() -> None:
     """Score a model and print its accuracy."""
     config = parse_flags(HellaSwagConfig)
     with distributed.setup_distributed(config.device) as dist_info:
+        model = load_model(config.model, dist_info.device)
         path = config.data or download_hellaswag(dist_info)
         examples = load_examples(path, config.limit)
-        model = load_model(config.model, dist_info.device)
         dtype = select_dtype(config.dtype, dist_info.device)
         result = evaluate_hellaswag(
             model, examples, dist_info, dtype, batch_size=config.batch_size, progress=True

@@ -116,6 +116,22 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def compile_error(error: RuntimeError) -> str | None:
+    """What to do about an error of torch.compile's; None if it is another error.
+
+    A process that is killed while it compiles can leave a torn library in torch's cache.
+    """
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return None
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # is imported by now
+
+    first_line = next(iter(str(error).splitlines()), "")
+    return (
+        f"torch.compile failed ({first_line}): delete its cache {cache_dir()} and start again, "
+        f"or add --no-compile"
+    )
+
+
 def compiler_problem(device: torch.device) -> str | None:
     """Why `torch.compile` cannot work here, in a few words; None if it can."""
     if device.type == "mps":

@@ -1,6 +1,7 @@
 import os
 import signal
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from forked import ROOT, Commands
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `prepare_process` sets it
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of who starts them
+    # A test that kills a compiling process can leave a torn library in the cache.
+    compiled = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled.name
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
 TINY_RUN = (

@@ -266,6 +266,20 @@ def test_signal_while_compiling_stops_after_the_first_step(flags, run_dir):
     assert saved_steps(run_dir) == [1][:step]
 
 
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+def test_torn_library_in_the_compilers_cache_is_one_line_with_a_remedy(flags, tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = train(*flags, "--compile", "--val-every=0", "--block-size=64", "--max-steps=1")
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    libraries = sorted((tmp_path / "cache").rglob("*.so"), key=lambda path: path.stat().st_size)
+    libraries[-1].write_bytes(b"")  # the largest is of the model
+    shutil.rmtree(tmp_path / "runs")
+    torn = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert torn.returncode == 2
+    assert torn.stderr.count("\n") == 1
+    assert f"delete its cache {tmp_path}/cache and start again, or add --no-compile" in torn.stderr
+
+
 def test_signal_before_the_first_step_marks_and_auto_begins_again(slowed, flags, run_dir):
     with Job(sys.executable, slowed("validation"), *flags) as job:
         job.wait_for("validating")

@@ -21,7 +21,7 @@ from runtime.checkpoint import (
     remove_leftovers,
 )
 from runtime.cli import RunStopped, parse_flags
-from runtime.device import is_out_of_memory
+from runtime.device import compile_error, is_out_of_memory
 from runtime.distributed import (
     DistInfo,
     barrier,
@@ -166,7 +166,7 @@ def explain_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
     Raises:
         FloatingPointError: the body raised it, on all ranks.
         RunStopped: another process is gone.
-        ValueError: the device ran out of memory.
+        ValueError: the device ran out of memory, or torch.compile failed.
     """
     try:
         yield
@@ -182,6 +182,8 @@ def explain_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
             raise RunStopped(
                 f"another process of this run is gone; {resume_hint(run_dir)}"
             ) from None
+        if problem := compile_error(error):
+            raise ValueError(problem) from None
         raise
 
 
