@@ -211,7 +211,8 @@ def compile_and_wrap(model: GPT, config: TrainConfig, dist_info: DistInfo) -> nn
 
 def can_compile(dist_info: DistInfo) -> bool:
     """Whether torch.compile works here; if not, a warning says why."""
-    print0(dist_info, "compiling: the first validation and the first step take longer, on a CPU up to a minute")
+    takes = "the first validation and the first step take longer, on a CPU up to a minute"
+    print0(dist_info, f"compiling: {takes}")
     problem = device.prepare_compiler(dist_info.device)
     if problem is not None:
         print0(dist_info, f"warning: not compiled, training will be slower: {problem}")
