@@ -103,6 +103,16 @@ def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path):
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+def test_main_resumed_where_it_had_evaluated_does_not_evaluate_again(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--run-name=a", "--sample-every=4", "--resume=auto"]
+    main([*flags, "--max-steps=4"])
+    main([*flags, "--max-steps=8"])
+    records = read_metrics(tmp_path / "runs/a/metrics.jsonl")
+    assert [r["step"] for r in records if "val_loss" in r] == [0, 4, 8]
+    samples = (tmp_path / "runs/a/samples.txt").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in samples[::4]] == ["step 0", "step 4", "step 8"]
+
+
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
 def test_main_compiled_run_resumes_exactly_and_evaluates(tiny_flags, tmp_path):
     sample = ROOT / "assets" / "hellaswag_sample.jsonl"
