@@ -255,9 +255,9 @@ def test_download_hellaswag_makes_the_other_ranks_wait(commands, server, tmp_pat
     assert server.requests == ["/data"]
 
 
-def test_main_without_network_stops_every_rank_with_one_line(commands):
+def test_main_without_network_stops_every_rank_with_one_line(commands, folder):
     flags = {"https_proxy": "http://127.0.0.1:9"}  # no one listens there
-    done = commands.run_ranks(2, "hellaswag", "--device=cpu", **flags)
+    done = commands.run_ranks(2, "hellaswag", f"--model={folder}", "--device=cpu", **flags)
     assert done.code == 2
     errors = done.stderr.splitlines()
     assert len(errors) == 2
