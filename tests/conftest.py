@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -63,6 +64,16 @@ def commands(tmp_path_factory):
 def tiny_flags(tiny_data, tmp_path):
     """Flags of a run of seconds; later flags override them."""
     return [f"--data-dir={tiny_data}", f"--out-dir={tmp_path}/runs", *TINY_RUN]
+
+
+def copy_code(folder):
+    """A copy of the scripts and what they import, to change."""
+    folder.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    for name in ("assets", "corpus", "runtime", "training"):
+        shutil.copytree(ROOT / name, folder / name)
+    return folder
 
 
 def torchrun(script, *args, processes=2):

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT, TINY_RUN
+from conftest import ROOT, TINY_RUN, copy_code
 from forked import Commands, assert_refused
 
 from runtime.metrics import read_metrics
@@ -18,12 +18,7 @@ def patched(tmp_path):
     opened = []
 
     def start(patch):
-        copy = tmp_path / "copy"
-        copy.mkdir()
-        for path in ROOT.glob("*.py"):
-            shutil.copy(path, copy)
-        for wing in ("assets", "corpus", "runtime", "training"):
-            shutil.copytree(ROOT / wing, copy / wing)
+        copy = copy_code(tmp_path / "copy")
         patch = str(ROOT / "tests/patches" / patch)
         subprocess.run(["git", "apply", "--unidiff-zero", patch], cwd=copy, check=True)
         opened.append(Commands(tmp_path, copy).__enter__())

@@ -1,9 +1,8 @@
 """Another document source, as a reader would add it: one function and one line, in a copy."""
 
-import shutil
-
 import pytest
-from test_fineweb import ROOT, assert_killed, contents, reference, run_driver, tokens_of
+from conftest import copy_code
+from test_fineweb import assert_killed, contents, reference, run_driver, tokens_of
 
 BEFORE = "# What `--source NAME` opens."
 FUNCTION = '''
@@ -32,12 +31,7 @@ def add_source(root):
 def work(tmp_path_factory):
     """A folder with a patched copy of the repository and, in `whole`, what the source makes."""
     work = tmp_path_factory.mktemp("numbers")
-    (work / "copy").mkdir()
-    for name in ("fineweb.py", "tokenizer.py"):
-        shutil.copy(ROOT / name, work / "copy")
-    for name in ("assets", "corpus", "runtime"):
-        shutil.copytree(ROOT / name, work / "copy" / name)
-    add_source(work / "copy")
+    add_source(copy_code(work / "copy"))
     finish(work, "whole")
     return work
 

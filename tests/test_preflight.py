@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, copy_code
 from forked import free_port
 
 from train_gpt2 import main
@@ -88,12 +88,7 @@ def test_preflight_of_two_ranks_measures_bandwidth_and_finds_the_clocks_together
 
 
 def test_preflight_refuses_one_changed_file(homes, tiny_flags, tmp_path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, copy)
-    for folder in ("assets", "corpus", "runtime", "training"):
-        shutil.copytree(ROOT / folder, copy / folder)
+    copy = copy_code(tmp_path / "copy")
     with (copy / "model.py").open("a") as file:
         file.write("# changed\n")
     scripts = (ROOT / "train_gpt2.py", copy / "train_gpt2.py")
