@@ -232,6 +232,7 @@ def test_signal_interrupts_an_evaluation_that_the_resumed_run_repeats(
     slowed, flags, run_dir, whole, slow, word
 ):
     flags += ["--block-size=64", "--val-every=6", "--checkpoint-every=0", "--hellaswag-every=0"]
+    flags += ["--val-tokens=1024"]  # four batches: the signal falls between two
     if slow == "hellaswag":
         flags += ["--hellaswag-every=6", f"--hellaswag-data={SAMPLE}"]
     with Job(sys.executable, slowed(slow), *flags) as job:
@@ -241,6 +242,8 @@ def test_signal_interrupts_an_evaluation_that_the_resumed_run_repeats(
         assert job.end() == (0, "")
         assert job.output.count("step  7/") == 0
     assert mark(run_dir) == (6, "SIGTERM")
+    interrupted_metric = "val_loss" if slow == "validation" else "hellaswag_acc_norm"
+    assert sorted(evaluations(run_dir, interrupted_metric)) == [0]
     assert saved_steps(run_dir) == [6]
     saved = (run_dir / "checkpoints/step_00000006").stat().st_mtime_ns
     main([*flags, "--max-steps=6"])  # repeats the evaluation that was interrupted
