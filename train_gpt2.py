@@ -35,7 +35,7 @@ from ops import IGNORE_INDEX
 from runtime import checkpoint, device, distributed, metrics
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
-from runtime.files import append_atomically
+from runtime.files import LockedFolder, append_atomically
 from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
@@ -54,7 +54,7 @@ class Trainer:
 
     config: TrainConfig
     dist_info: DistInfo
-    run_dir: Path
+    folder: LockedFolder
     resumed_from: Path | None
     batch: memory.BatchPlan
     dtype: torch.dtype
@@ -74,39 +74,43 @@ class Trainer:
         """Whether something that happens `every` so many steps, and at the end, happens now."""
         return every > 0 and (step % every == 0 or step == self.config.max_steps)
 
-    def is_saved(self, step: int) -> bool:
-        """Whether the run's folder had this step's checkpoint when the run was started."""
-        if self.resumed_from is None:
-            return step == 0  # a new run's initial weights follow from its seed
-        own = self.resumed_from.absolute().parent.parent == self.run_dir.absolute()
-        return own and self.resumed_from.name == f"step_{step:08d}"
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, which may be moved while the run trains."""
+        return self.folder.path
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Print the plan, check the machines, or join the other processes and train."""
-    config, resume_from = run_dir.parse_config(sys.argv[1:] if args is None else args)
+    args = sys.argv[1:] if args is None else args
+    config, resume_from = run_dir.parse_config(args)
     if config.plan:
         print_plan(config, run_dir.model_dimensions(config, resume_from))
     elif config.preflight:
         run_preflight(config, resume_from)
     else:
-        with distributed.setup_distributed(config.device, config.cpu_offload) as dist_info:
-            run(config, resume_from, dist_info)
+        with (
+            distributed.setup_distributed(config.device, config.cpu_offload) as dist_info,
+            run_dir.open_run(args, config, resume_from, dist_info) as (folder, config, resume_from),
+        ):
+            run(config, resume_from, folder, dist_info)
 
 
-def run(config: TrainConfig, resume_from: Path | None, dist_info: DistInfo) -> None:
+def run(
+    config: TrainConfig, resume_from: Path | None, folder: LockedFolder, dist_info: DistInfo
+) -> None:
     """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
-    folder = run_dir.choose_run_dir(config, resume_from, dist_info)
     if distributed.broadcast_int(run_dir.is_finished(resume_from, config), dist_info):
-        print0(dist_info, f"{folder} is finished: give a larger --max-steps to train on")
+        print0(dist_info, f"{folder.path} is finished: give a larger --max-steps to train on")
         return
     if dist_info.device.type == "cpu":
         device.tune_malloc()
-    with run_dir.explain_failures(folder, dist_info):
+    with run_dir.explain_failures(folder.path, dist_info):
         trainer = setup(config, resume_from, folder, dist_info)
         start_step = resume(trainer)
         batches = training_loader(trainer, start_step)
-        with run_dir.open_run(folder, config, resume_from, dist_info), trainer.stop:
+        run_dir.label_run(folder.path, config, resume_from, dist_info)
+        with trainer.stop:
             train(trainer, batches, start_step)
 
 
@@ -114,7 +118,7 @@ def run(config: TrainConfig, resume_from: Path | None, dist_info: DistInfo) -> N
 
 
 def setup(
-    config: TrainConfig, resume_from: Path | None, folder: Path, dist_info: DistInfo
+    config: TrainConfig, resume_from: Path | None, folder: LockedFolder, dist_info: DistInfo
 ) -> Trainer:
     """Open the data, build model and optimizers for the run in `folder`; nothing is written yet."""
     described = [checkpoint.describe_checkpoint(resume_from)]
@@ -141,7 +145,7 @@ def setup(
     return Trainer(
         config=config,
         dist_info=dist_info,
-        run_dir=folder,
+        folder=folder,
         resumed_from=resume_from,
         batch=batch,
         dtype=dtype,
@@ -153,7 +157,9 @@ def setup(
         val_shards=val_shards,
         hellaswag=hellaswag,
         writer=checkpoint.CheckpointWriter(
-            folder / "checkpoints" if dist_info.is_main else None, config.keep_checkpoints
+            folder.path / "checkpoints" if dist_info.is_main else None,
+            config.keep_checkpoints,
+            warn=lambda line: print0(dist_info, f"warning: {line}"),
         ),
         norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
         stop=StopRequest(dist_info, config.stop_on_write_error),
@@ -283,16 +289,20 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
     model_config = trainer.raw_model.config
     print0(dist_info, memory.describe_plan(config, model_config, trainer.batch, dist_info))
     timer = metrics.StepTimer(start_step, config.max_steps, config.total_batch_size)
-    logger = metrics.MetricsLogger(trainer.run_dir / "metrics.jsonl" if dist_info.is_main else None)
+    log_path = trainer.run_dir / metrics.METRICS_NAME
+    logger = metrics.MetricsLogger(log_path if dist_info.is_main else None)
     with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
         if config.resume is not None:
             log(trainer, logger, resumed_from=start_step)
+        own = trainer.resumed_from is None or run_dir.is_own(trainer.resumed_from, trainer.run_dir)
+        saved = start_step if own else None
         for step in range(start_step, config.max_steps + 1):
             with timer.paused():
+                follow_run_dir(trainer)
                 evaluate(trainer, step, logger)
                 stopping = stop.sync_stop() or step == config.max_steps
-                if stopping or trainer.is_due(config.checkpoint_every, step):
-                    save(trainer, step)
+                if step != saved and (stopping or trainer.is_due(config.checkpoint_every, step)):
+                    save(trainer, step, logger)
             if stopping:  # the last turn only evaluates and saves
                 break
             lr = learning_rate(config, step)
@@ -511,7 +521,8 @@ def pending_evaluations(trainer: Trainer, step: int) -> list[str]:
         return []
     logged = ""
     if trainer.dist_info.is_main:
-        logged = " ".join(metrics.logged_metrics(trainer.run_dir / "metrics.jsonl", step))
+        path = trainer.run_dir / metrics.METRICS_NAME
+        logged = " ".join(metrics.logged_metrics(path, step))
     done = distributed.gather_text(logged, trainer.dist_info)[0].split()
     return [name for name in due if name not in done]
 
@@ -524,15 +535,23 @@ def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
 # --- saving and logging -----------------------------------------------------------------------
 
 
-def save(trainer: Trainer, step: int) -> None:
-    """Begin this step's checkpoint, unless there is one; training goes on while it is written."""
+def save(trainer: Trainer, step: int, logger: metrics.MetricsLogger) -> None:
+    """Begin this step's checkpoint; training goes on while it is written.
+
+    Raises:
+        FloatingPointError: the weights or the optimizer's state are not finite, on every process.
+    """
     config, dist_info = trainer.config, trainer.dist_info
-    if trainer.is_saved(step):
-        return
+    model, optimizers = trainer.raw_model, trainer.optimizers
+    distributed.reshard(model)  # after an evaluation
+    if name := checkpoint.find_nonfinite(model, optimizers, dist_info):
+        raise FloatingPointError(
+            f"{name} is not finite after step {step}, which is not saved: use a lower --max-lr"
+        )
     state = checkpoint.TrainerState(
         step=step,
         tokens_seen=step * config.total_batch_size,
-        model_config=asdict(trainer.raw_model.config),
+        model_config=asdict(model.config),
         train_config=config.saved(),
         data_fingerprint=trainer.train_shards.fingerprint,
         rng_states=checkpoint.rng_states(),
@@ -541,13 +560,27 @@ def save(trainer: Trainer, step: int) -> None:
     )
 
     def on_saved(path: Path) -> None:
-        run_dir.clear_preemption(trainer.run_dir)
         print0(dist_info, f"step {step} | saved {path}")
+        log(trainer, logger, saved_step=step)
+        with trainer.stop.on_write_error():
+            run_dir.clear_preemption(trainer.run_dir)
 
-    distributed.reshard(trainer.raw_model)  # after an evaluation
     with trainer.stop.on_write_error():
         trainer.writer.wait()  # the checkpoint before this one may have failed
-    trainer.writer.save(state, trainer.raw_model, trainer.optimizers, on_saved)
+    trainer.writer.save(state, model, optimizers, on_saved)
+
+
+def follow_run_dir(trainer: Trainer) -> None:
+    """If the run's folder was moved or deleted, stop, and save into what it is now."""
+    was = trainer.run_dir
+    if trainer.folder.follow():
+        trainer.writer.checkpoints_dir = trainer.run_dir / "checkpoints"
+        trainer.stop.fail(
+            ValueError(
+                f"{was} was moved or deleted while it trained: the run is saved and stopped in "
+                f"{trainer.run_dir}, go on with --resume {trainer.run_dir}"
+            )
+        )
 
 
 def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str | None) -> None:

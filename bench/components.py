@@ -40,7 +40,7 @@ from hellaswag import Example, HellaSwagResult, evaluate_hellaswag, load_example
 from model import GPT
 from runtime.device import autocast, select_dtype
 from runtime.distributed import DistInfo
-from runtime.files import write_json
+from runtime.files import LockedFolder, write_json
 from runtime.metrics import MetricsLogger, StepTimer
 from sample import generate
 from tokenizer import END_OF_TEXT
@@ -85,7 +85,8 @@ def new_trainer(config: BenchConfig, scratch: Path) -> train_gpt2.Trainer:
     """The product's trainer, one micro-batch per step."""
     dist_info = DistInfo(config.torch_device)
     with redirect_stdout(io.StringIO()):
-        return train_gpt2.setup(train_config(config), None, scratch / "run", dist_info)
+        folder = LockedFolder(scratch / "run")
+        return train_gpt2.setup(train_config(config), None, folder, dist_info)
 
 
 def new_model(config: BenchConfig) -> GPT:
@@ -309,10 +310,12 @@ def measure_checkpoint(config: BenchConfig, scratch: Path) -> list[Measurement]:
         step = partial(train_gpt2.train_step, trainer, batches, trainer.config.max_lr)
         step()  # compiles
         blocked, alone, during, complete = [], [], [], []
-        for _ in range(config.rounds):
+        trainer.run_dir.mkdir(exist_ok=True)
+        for number in range(config.rounds):
+            save = partial(train_gpt2.save, trainer, number, MetricsLogger(None))
             alone.append(seconds_of(step, device))
             start = time.perf_counter()
-            blocked.append(seconds_of(lambda: train_gpt2.save(trainer, 1), device))
+            blocked.append(seconds_of(save, device))
             during.append(seconds_of(step, device))
             trainer.writer.wait()
             complete.append(time.perf_counter() - start)

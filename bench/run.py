@@ -35,7 +35,7 @@ from runtime import device as device_module
 from runtime.cli import run_command
 from runtime.device import DtypeName, select_dtype, synchronize
 from runtime.distributed import DistInfo, setup_distributed
-from runtime.files import write_json
+from runtime.files import LockedFolder, write_json
 from runtime.huggingface import save_pretrained
 from runtime.metrics import peak_flops
 from training.config import TrainConfig
@@ -150,7 +150,7 @@ def build_trainer(
     if not settings.product:
         # A block longer than the context: the model then uses torch's own attention.
         ops.QUERY_BLOCKS = 2 * config.block_size
-    trainer = train_gpt2.setup(config, None, Path("unused"), dist_info)
+    trainer = train_gpt2.setup(config, None, LockedFolder(Path("unused")), dist_info)
     if settings.product:
         return trainer
     if not settings.padded_vocabulary:

@@ -13,15 +13,18 @@ the copy is written.
 
 import base64
 import difflib
+import itertools
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +33,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from model import GPT, GPTConfig, build_on_meta
-from runtime.distributed import DistInfo, distribute_like, full_tensor, raise_on_all_ranks
+from runtime.distributed import (
+    DistInfo,
+    distribute_like,
+    full_tensor,
+    gather_text,
+    raise_on_all_ranks,
+)
 from runtime.files import check_types, read_json, sha256_of, sync_folder, write_json
 from runtime.huggingface import (
     HF_CONFIG_NAME,
@@ -49,6 +58,10 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
+CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
+UNFINISHED, DELETED = ".tmp", ".deleted"  # endings of folders that are no checkpoints
+Found = TypeVar("Found", bound=Path | None)
+Result = TypeVar("Result")
 MAX_LAYERS = 1000  # more are believed only of a file with as many tensors
 
 
@@ -95,12 +108,19 @@ class CheckpointWriter:
     Args:
         checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
             that write nothing: their `save` only contributes their shards.
-        keep: once a checkpoint is complete, delete all but the newest `keep`; 0 deletes none.
+        keep: once a checkpoint is complete, delete the oldest but `keep`; 0 deletes none.
+        warn: called with a line about each checkpoint that cannot be deleted.
     """
 
-    def __init__(self, checkpoints_dir: Path | None, keep: int = 0) -> None:
-        self._checkpoints_dir = checkpoints_dir
+    def __init__(
+        self,
+        checkpoints_dir: Path | None,
+        keep: int = 0,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self.checkpoints_dir = checkpoints_dir
         self._keep = keep
+        self._warn = warn
         self._copies: dict[str, dict[str, Tensor]] = {}  # by file, then by tensor
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
@@ -128,7 +148,7 @@ class CheckpointWriter:
         """
         self.wait()
         tensors_by_file, state = _collect(state, model, optimizers)
-        if self._checkpoints_dir is None:
+        if self.checkpoints_dir is None:
             for tensors in tensors_by_file.values():
                 for tensor in tensors.values():
                     full_tensor(tensor)
@@ -137,7 +157,7 @@ class CheckpointWriter:
             file: {name: self._copy(file, name, tensor) for name, tensor in tensors.items()}
             for file, tensors in tensors_by_file.items()
         }
-        self._last = self._thread.submit(self._write, self._checkpoints_dir, state, on_saved)
+        self._last = self._thread.submit(self._write, self.checkpoints_dir, state, on_saved)
 
     def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
         """A full copy on the CPU, in the memory of the last one."""
@@ -178,17 +198,35 @@ class CheckpointWriter:
     def _write(
         self, checkpoints_dir: Path, state: TrainerState, on_saved: Callable[[Path], None]
     ) -> None:
-        on_saved(_write_checkpoint(checkpoints_dir, state, self._copies))
-        oldest = complete_checkpoints(checkpoints_dir)[self._keep :] if self._keep else []
-        for checkpoint in oldest:
-            # Rename first, so that a half-deleted folder is never taken for a checkpoint.
-            shutil.rmtree(checkpoint.rename(checkpoints_dir / f".{checkpoint.name}.tmp"))
+        saved = _write_checkpoint(checkpoints_dir, state, self._copies)
+        on_saved(saved)
+        older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < saved.name]
+        for checkpoint in older[self._keep - 1 :] if self._keep else ():
+            try:
+                _delete(checkpoint)
+            except OSError as error:
+                self._warn(f"{checkpoint} could not be deleted: {error}")
 
 
-def remove_leftovers(checkpoints_dir: Path) -> None:
-    """Delete the unfinished folders of a process that died while it saved or deleted."""
-    for leftover in checkpoints_dir.glob(".step_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)  # never through a link
+def clean_up(checkpoints_dir: Path) -> None:
+    """Finish what a process left behind that died while it saved or deleted a checkpoint."""
+    for leftover in checkpoints_dir.glob(f".step_*{UNFINISHED}"):
+        final = leftover.with_name(leftover.name[1 : -len(UNFINISHED)])
+        try:
+            verify_checkpoint(leftover)
+            leftover.rename(final)  # it was complete, and only its name was missing
+        except (OSError, ValueError):
+            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in checkpoints_dir.glob(f".step_*{DELETED}"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint, or the link to one; renamed first, so that no half is taken for one."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    else:
+        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{DELETED}")))
 
 
 def load_checkpoint(
@@ -251,10 +289,29 @@ def load_checkpoint(
     return state
 
 
-def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
-    """The checkpoints that have a manifest, the highest step first."""
-    manifests = checkpoints_dir.glob(f"step_*/{CHECKPOINT_MANIFEST}")
-    return sorted((manifest.parent for manifest in manifests), reverse=True)
+def complete_checkpoints(
+    checkpoints_dir: Path, warn: Callable[[str], None] = lambda _: None
+) -> list[Path]:
+    """The checkpoints of a run, the highest step first; one whose files are damaged counts, too.
+
+    They are named `step_` and eight digits, and hold the state of that step: a user's copy under
+    another name is none of them. `warn` is called with a line about each that does not count.
+    """
+    found = []
+    for folder in sorted(checkpoints_dir.glob("step_*"), reverse=True):
+        if not (name := CHECKPOINT_NAME.fullmatch(folder.name)):
+            continue
+        try:
+            step = read_state(folder).step
+        except (OSError, ValueError):
+            step = int(name[1])  # loading will say what is wrong
+        if not (folder / CHECKPOINT_MANIFEST).is_file():
+            warn(f"{folder} has no {CHECKPOINT_MANIFEST}, so it is not complete, and is not taken")
+        elif step != int(name[1]):
+            warn(f"{folder} is not taken: it holds the state of step {step}")
+        else:
+            found.append(folder)
+    return found
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -265,16 +322,18 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
     """The run's undamaged checkpoint of the highest step; None if the run has no checkpoint.
 
-    `warn` is called with a line about each damaged one of a higher step.
+    `warn` is called with a line about each of a higher step that is damaged or not complete.
 
     Raises:
         ValueError: every checkpoint is damaged.
     """
-    checkpoints = complete_checkpoints(run_dir / "checkpoints")
+    checkpoints = complete_checkpoints(run_dir / "checkpoints", warn)
     for checkpoint in checkpoints:
         try:
             verify_checkpoint(checkpoint)
         except (OSError, ValueError) as error:
+            if not checkpoint.exists():  # a trainer keeps only newer ones
+                return latest_valid_checkpoint(run_dir, warn)
             warn(f"{error}; going back to the checkpoint before it")
         else:
             return checkpoint
@@ -285,14 +344,22 @@ def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path 
     return None
 
 
-def quarantine_newer(checkpoint: Path) -> None:
-    """Move checkpoints of later steps to `checkpoints/set_aside`: the run will save them again."""
-    for later in checkpoint.parent.glob("step_*"):
-        if later.name > checkpoint.name:
-            target = checkpoint.parent / "set_aside" / later.name
-            target.parent.mkdir(exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)
-            later.rename(target)
+def set_newer_aside(checkpoints_dir: Path, step: int) -> list[Path]:
+    """Move checkpoints of later steps to `set_aside`, and return where they are now."""
+    moved = []
+    for folder in sorted(checkpoints_dir.glob("step_*")):
+        if (name := CHECKPOINT_NAME.fullmatch(folder.name)) and int(name[1]) > step:
+            moved.append(_set_aside(folder))
+    return moved
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    """Move a checkpoint to the folder `set_aside`, under a name that is free there."""
+    folder = checkpoint.with_name("set_aside")
+    folder.mkdir(exist_ok=True)
+    endings = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+    paths = (folder / f"{checkpoint.name}{ending}" for ending in endings)
+    return checkpoint.rename(next(path for path in paths if not os.path.lexists(path)))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -307,6 +374,20 @@ def find_checkpoint(path: Path) -> Path:
     if latest is None:
         raise FileNotFoundError(_explain_missing(path))
     return latest
+
+
+def read_latest(find: Callable[[], Found], read: Callable[[Found], Result]) -> Result:
+    """What `read` makes of the checkpoint that `find` returns, or of None.
+
+    If a trainer, which keeps only newer ones, deletes it meanwhile, both are called again.
+    """
+    while True:
+        checkpoint = find()
+        try:
+            return read(checkpoint)
+        except (OSError, ValueError):
+            if checkpoint is None or checkpoint.exists():
+                raise
 
 
 def _explain_missing(path: Path) -> str:
@@ -388,12 +469,15 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     """
     if _is_hugging_face(source):
         return load_pretrained(source, device)
-    checkpoint = find_checkpoint(Path(source))
-    verify_checkpoint(checkpoint)
-    tensors, config = _open_model(checkpoint)
-    model = build_model(config, device)
-    _copy_parameters(tensors, model)
-    return model
+
+    def read(checkpoint: Path) -> GPT:
+        verify_checkpoint(checkpoint)
+        tensors, config = _open_model(checkpoint)
+        model = build_model(config, device)
+        _copy_parameters(tensors, model)
+        return model
+
+    return read_latest(partial(find_checkpoint, Path(source)), read)
 
 
 def read_model_config(source: str | Path) -> GPTConfig:
@@ -405,7 +489,7 @@ def read_model_config(source: str | Path) -> GPTConfig:
     """
     if _is_hugging_face(source):
         return read_pretrained_config(source)
-    return _open_model(find_checkpoint(Path(source)))[1]
+    return read_latest(partial(find_checkpoint, Path(source)), _open_model)[1]
 
 
 def _is_hugging_face(source: str | Path) -> bool:
@@ -481,23 +565,41 @@ def _copy_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         parameter.copy_(distribute_like(tensors[name], parameter))
 
 
+def find_nonfinite(
+    model: nn.Module, optimizers: Sequence[Optimizer], dist_info: DistInfo
+) -> str | None:
+    """The name of a tensor to be saved that has a NaN or an infinity; None if all are finite.
+
+    Every process must call this, and gets the same name.
+    """
+    state = dict(model.named_parameters()) | _flatten(_states_by_name(model, optimizers))
+    own = ""
+    for name, value in state.items():
+        local = getattr(value, "to_local", lambda value=value: value)()  # of a sharded one
+        if isinstance(local, Tensor) and not torch.isfinite(local).all():
+            own = name
+            break
+    return next(filter(None, gather_text(own, dist_info)), None)
+
+
 def _write_checkpoint(
     checkpoints_dir: Path, state: TrainerState, tensors_by_file: dict[str, dict[str, Tensor]]
 ) -> Path:
     """Write a checkpoint that appears under its name once it is complete; return its folder."""
     final = checkpoints_dir / f"step_{state.step:08d}"
-    temporary = checkpoints_dir / f".{final.name}.tmp"
+    temporary = checkpoints_dir / f".{final.name}{UNFINISHED}"
     try:
-        remove_leftovers(checkpoints_dir)
-        temporary.mkdir(parents=True)
+        checkpoints_dir.mkdir(exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that failed
+        temporary.mkdir()
         for name, tensors in tensors_by_file.items():
             save_file(tensors, temporary / name)
             with (temporary / name).open("r+b") as file:
                 os.fsync(file.fileno())
         write_json(temporary / STATE_NAME, asdict(state))
         write_json(temporary / CHECKPOINT_MANIFEST, _manifest(temporary))
-        if final.exists():  # an earlier attempt at the same step
-            shutil.rmtree(final)
+        if os.path.lexists(final):  # such as a damaged one
+            _set_aside(final)
         temporary.rename(final)
         sync_folder(checkpoints_dir)
     except (OSError, SafetensorError) as error:  # safetensors raises its own on a full disk

@@ -1,15 +1,25 @@
-"""Files that are either complete or absent: atomic writes, hashes, JSON."""
+"""Files that are either complete or absent: atomic writes, locks, hashes, JSON."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 URL_SECRETS = re.compile(r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
@@ -108,13 +118,92 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
 
-def find_escaping_link(folder: Path) -> Path | None:
-    """A link at any depth of a folder that leads out of the folder; None if there is none."""
-    home = os.path.realpath(folder)
-    links = (path for path in folder.rglob("*") if path.is_symlink())
-    return next(
-        (link for link in links if not Path(os.path.realpath(link)).is_relative_to(home)), None
-    )
+@dataclass
+class LockedFolder:
+    """A folder that `lock_folder` keeps for this process."""
+
+    path: Path
+    descriptor: int | None = None
+    """Of the folder itself, wherever it is moved; None where there are no such descriptors."""
+
+    def follow(self) -> bool:
+        """Whether the folder was moved or deleted; `path` is then where it is now.
+
+        Instead of a deleted folder a new one is made, under a name that is free.
+        """
+        if self.descriptor is None or _is_same(self.path, self.descriptor):
+            return False
+        found = _path_of(self.descriptor)
+        if found is None:
+            copies = (self.path.with_name(f"{self.path.name}-{n}") for n in itertools.count(2))
+            found = next(path for path in copies if not path.exists())
+            found.mkdir(parents=True)
+        self.path = found
+        return True
+
+
+@contextmanager
+def lock_folder(path: Path, file_name: str) -> Iterator[LockedFolder]:
+    """Make a folder, and keep other processes out of it for the length of the body.
+
+    A file in it is locked and, where the file system can do that, the folder itself, so that
+    deleting the file admits nobody. If the body writes nothing, what was made here is removed.
+
+    Raises:
+        filelock.Timeout: (an OSError) another process has the folder.
+    """
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path / file_name, timeout=0), _folder_descriptor(path) as descriptor:
+            try:
+                yield LockedFolder(path, descriptor)
+            finally:
+                with suppress(OSError):  # it was moved
+                    if path in made and os.name == "posix" and os.listdir(path) == [file_name]:
+                        (path / file_name).unlink()
+    finally:
+        for folder in made:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+@contextmanager
+def _folder_descriptor(path: Path) -> Iterator[int | None]:
+    """A descriptor of a folder, locked where the file system can lock folders (not on NFS)."""
+    if fcntl is None:
+        yield None
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Timeout(str(path)) from None
+        except OSError:
+            pass
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+    except OSError:  # its disk cannot be reached, which is no move
+        return True
+
+
+def _path_of(descriptor: int) -> Path | None:
+    """The path of an open folder; None if it was deleted, or the system does not tell."""
+    if sys.platform == "darwin":
+        name = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
+        path = Path(os.fsdecode(name))
+    else:
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+    return path if _is_same(path, descriptor) else None
 
 
 def redact_secrets(message: str) -> str:

@@ -8,10 +8,11 @@ import json
 import math
 import re
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -44,6 +45,7 @@ PEAK_FLOPS = {
     r"\bRTX 4090$": 165e12,
     r"\bRTX 3090$": 71e12,
 }
+METRICS_NAME = "metrics.jsonl"
 ETA_WINDOW = 50  # laps that the time left is estimated from
 NORM_WINDOW = 128
 LEAST_NORMS = NORM_WINDOW // 2  # fewer norms give no limit: the first of a run vary too much
@@ -57,6 +59,7 @@ class MetricsLogger:
 
     def __init__(self, path: Path | None) -> None:
         self._file: FileIO | None = None
+        self._lock = threading.Lock()  # the thread that writes checkpoints logs, too
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +71,8 @@ class MetricsLogger:
         """Append one record; a float that is not finite becomes null, for JSON has no NaN.
 
         A training or evaluation record has `step` and `tokens_seen`. A resumed run logs
-        `resumed_from=step` once, before anything else.
+        `resumed_from=step` once, before anything else, and every run `saved_step=step` for each
+        checkpoint that is complete.
 
         Raises:
             OSError: the disk is full; nothing of the record is in the file.
@@ -79,7 +83,9 @@ class MetricsLogger:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
-        append_atomically(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with self._lock:
+            append_atomically(self._file, line.encode())
 
     def __enter__(self) -> Self:
         return self
@@ -102,18 +108,27 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         FileNotFoundError: there is no such file.
     """
     records: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(record, dict):
-            continue
+    for record in _read_lines(path):
         if isinstance(step := record.get("resumed_from"), int):
             records = [earlier for earlier in records if earlier["step"] <= step]
         elif isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a metrics file; torn lines are skipped."""
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError, RecursionError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
+
+
+def last_saved_step(path: Path) -> int:
+    """The last step that a metrics file says was saved; 0 if there is none, or no file."""
+    records = _read_lines(path) if path.exists() else ()
+    steps = (record.get("saved_step", record.get("resumed_from")) for record in records)
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def logged_metrics(path: Path, step: int) -> set[str]:

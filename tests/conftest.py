@@ -99,6 +99,7 @@ def check_on_ranks(commands, source, tmp_path, processes=2, **environment):
 def tiny_trainer(data_dir, model=None, **settings):
     """What `train_gpt2.setup` builds for a tiny run, with another model if one is given."""
     from runtime.distributed import DistInfo
+    from runtime.files import LockedFolder
     from train_gpt2 import build_optimizers, setup
     from training.config import TrainConfig
 
@@ -106,7 +107,7 @@ def tiny_trainer(data_dir, model=None, **settings):
     tiny |= {"total_batch_size": 16, "micro_batch_size": 1, "compile": False, "dtype": "float32"}
     tiny |= {"hellaswag_every": 0, "warmup_steps": 2, "val_tokens": 256, "device": "cpu"}
     config = TrainConfig(data_dir=data_dir, **(tiny | settings))
-    trainer = setup(config, None, Path("unused"), DistInfo())
+    trainer = setup(config, None, LockedFolder(Path("unused")), DistInfo())
     if model is None:
         return trainer
     optimizers = build_optimizers(model, config)

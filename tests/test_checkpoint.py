@@ -105,6 +105,7 @@ def saved(tmp_path):
     torch.manual_seed(0)
     model, optimizers = new_training()
     train(model, optimizers, 3)
+    (tmp_path / "run").mkdir()
     path = save(tmp_path / "run" / "checkpoints", 3, model, optimizers)
     return path, model, optimizers
 
@@ -256,11 +257,16 @@ def test_save_writes_no_pickle_and_plain_names(saved):
     assert "exp_avg.transformer.wte.weight" in tensors["optimizer.safetensors"]
 
 
-def test_save_replaces_an_attempt_at_the_same_step_and_one_without_a_manifest_counts_not(saved):
+def test_save_sets_one_of_the_same_step_aside_and_one_without_a_manifest_counts_not(saved):
     path, model, optimizers = saved
-    train(model, optimizers, 1)
-    assert save(path.parent, 3, model, optimizers) == path
-    assert_same_parameters(load_model(path), model)
+    before = [path.read_bytes() for path in sorted(path.iterdir())]
+    for place in ("step_00000003", "step_00000003.2"):
+        train(model, optimizers, 1)
+        assert save(path.parent, 3, model, optimizers) == path
+        assert_same_parameters(load_model(path), model)
+        aside = path.parent / "set_aside" / place
+        assert [file.read_bytes() for file in sorted(aside.iterdir())] == before
+        before = [file.read_bytes() for file in sorted(path.iterdir())]
     later = save(path.parent, 12, model, optimizers)
     assert latest_checkpoint(path.parent.parent) == later
     (later / "manifest.json").unlink()

@@ -248,19 +248,26 @@ def test_pretrained_reads_the_links_of_the_hubs_cache(commands, exported, tmp_pa
     assert sample(commands, cache / "snapshots" / "abc").code == 0
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "samples.txt", "config.json"])
-def test_training_refuses_links_out_of_the_run_folder(commands, tiny_data, run_dir, tmp_path, name):
-    """Training could write to the link's target or delete it; `runs` itself may be a link."""
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "samples.txt"])
+def test_training_follows_the_users_own_links(commands, tiny_data, run_dir, tmp_path, name):
+    """As where `checkpoints` leads to scratch; a checkpoint that is a link is never deleted."""
     target = tmp_path / "elsewhere"
     if (run_dir / name).exists():
         (run_dir / name).rename(target)
     else:
-        target.write_text("untouched")
+        target.touch()
     (run_dir / name).symlink_to(target)
     before = contents(target)
-    done = resume(commands, tiny_data, run_dir, "--max-steps=4", "--sample-every=1")
-    assert_refused(done, f"{run_dir / name} is a link")
-    assert contents(target) == before
+    if name == "checkpoints":
+        (target / "step_00000002").rename(tmp_path / "archived")
+        (target / "step_00000002").symlink_to(tmp_path / "archived")
+    flags = ("--max-steps=4", "--sample-every=1", "--keep-checkpoints=1")
+    assert resume(commands, tiny_data, run_dir, *flags).code == 0
+    assert (run_dir / name).is_symlink()
+    assert contents(target) != before
+    if name == "checkpoints":
+        assert os.listdir(target) == ["step_00000004"]
+        assert len(os.listdir(tmp_path / "archived")) == 4
 
 
 def test_training_goes_on_where_runs_is_a_link(commands, tiny_data, run_dir, tmp_path):

@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from filelock import Timeout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +18,8 @@ from runtime import files
 from runtime.files import (
     append_atomically,
     atomic_write,
-    find_escaping_link,
     is_plain_name,
+    lock_folder,
     read_json,
     redact_secrets,
 )
@@ -107,20 +109,33 @@ def test_is_plain_name_means_an_entry_of_the_folder_itself(name):
 
 
 @posix_only
-def test_find_escaping_link_finds_links_at_any_depth(tmp_path):
-    folder, outside = tmp_path / "folder", tmp_path / "outside"
-    (folder / "a" / "b").mkdir(parents=True)
-    outside.mkdir()
-    (folder / "a" / "inside").symlink_to(folder / "a" / "b")
-    (folder / "loop").symlink_to(folder / "loop")
-    assert find_escaping_link(folder) is None
-    (tmp_path / "other name").symlink_to(folder)
-    assert find_escaping_link(tmp_path / "other name") is None
-    for target in (outside, "../../../outside", tmp_path / "nothing", "/etc/passwd"):
-        link = folder / "a" / "b" / "out"
-        link.symlink_to(target)
-        assert find_escaping_link(folder) == link
-        link.unlink()
+def test_folder_is_locked_though_its_lock_file_is_deleted(tmp_path):
+    folder = tmp_path / "a" / "b"
+    with lock_folder(folder, ".lock"):
+        (folder / ".lock").unlink()
+        with pytest.raises(Timeout), lock_folder(folder, ".lock"):
+            pass
+    assert os.listdir(tmp_path) == []  # nothing was written
+    with lock_folder(folder, ".lock"):
+        (folder / "file").touch()
+    assert sorted(os.listdir(folder)) == [".lock", "file"]
+
+
+@posix_only
+@pytest.mark.parametrize("way", ["moved", "deleted", "replaced"])
+def test_locked_folder_is_followed_where_it_goes(tmp_path, way):
+    path = tmp_path / "a"
+    with lock_folder(path, ".lock") as folder:
+        assert not folder.follow()
+        if way == "moved":
+            path.rename(tmp_path / "b")
+        else:
+            shutil.rmtree(path)
+        if way == "replaced":
+            path.mkdir()
+        assert folder.follow()
+        assert folder.path == {"moved": tmp_path / "b"}.get(way, tmp_path / "a-2")
+        assert folder.path.is_dir()
 
 
 @pytest.mark.parametrize(

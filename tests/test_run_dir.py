@@ -15,6 +15,7 @@ from training.run_dir import (
     check_resume_compatible,
     choose_run_dir,
     is_finished,
+    label_run,
     last_run,
     open_run,
     parse_config,
@@ -40,57 +41,95 @@ def mark_preempted(run_dir):
     return run_dir / "PREEMPTED"
 
 
-def test_open_run_writes_the_configuration_and_locks(tmp_path):
+def open_named(run_dir, checkpoint=None, **settings):
+    """`open_run` of a configuration whose flags name this folder."""
+    flags = {"out_dir": run_dir.parent, "run_name": run_dir.name} | settings
+    args = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    return open_run(args, TrainConfig(**flags), checkpoint, DIST_INFO)
+
+
+def test_open_run_locks_and_label_run_writes_the_configuration(tmp_path):
     run_dir = tmp_path / "a"
-    with open_run(run_dir, NEW, None, DIST_INFO):
-        assert read_json(run_dir / "config.json") == NEW.saved()
-        checkpoint = fake_checkpoint(run_dir, 1)
+    with open_named(run_dir) as (folder, config, checkpoint):
+        assert (folder.path, checkpoint) == (run_dir, None)
+        label_run(run_dir, config, checkpoint, DIST_INFO)
+        assert read_json(run_dir / "config.json") == config.saved()
+        saved = fake_checkpoint(run_dir, 1)
         with (
             pytest.raises(ValueError, match="another trainer is at work"),
-            open_run(run_dir, RESUMED, checkpoint, DIST_INFO),
+            open_named(run_dir, saved, resume="auto"),
         ):
             pass
-    with open_run(run_dir, RESUMED, checkpoint, DIST_INFO):  # free again
+    with open_named(run_dir, saved, resume=run_dir):  # free again
         pass
 
 
-def test_open_run_refuses_a_folder_with_another_run(tmp_path):
-    with open_run(tmp_path / "a", NEW, None, DIST_INFO):
-        pass
+@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints/step_00000003"])
+def test_open_run_refuses_a_folder_that_has_anything_of_another_run(tmp_path, left):
+    (tmp_path / "a" / left).mkdir(parents=True)
     other = fake_checkpoint(tmp_path / "b", 3)
-    for config, checkpoint in ((NEW, None), (RESUMED, other)):
+    for checkpoint in (None, other):
+        resume = {} if checkpoint is None else {"resume": other}
         with (
             pytest.raises(ValueError, match="already holds a run"),
-            open_run(tmp_path / "a", config, checkpoint, DIST_INFO),
+            open_named(tmp_path / "a", checkpoint, **resume),
         ):
             pass
 
 
-def test_open_run_restarts_a_run_that_died_before_its_first_checkpoint(tmp_path):
-    for config in (NEW, RESUMED):
-        with open_run(tmp_path / "a", config, None, DIST_INFO):
-            assert (tmp_path / "a" / "config.json").is_file()
+def test_open_run_refuses_a_link_whose_disk_is_gone(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoints").symlink_to("/gone/scratch")
+    with pytest.raises(ValueError, match="is a link to /gone/scratch, which is not there: mount"):
+        open_named(tmp_path / "a", resume="auto").__enter__()
+
+
+def test_open_run_that_writes_nothing_leaves_nothing(tmp_path):
+    with open_named(tmp_path / "runs" / "a"):
+        pass
+    assert os.listdir(tmp_path) == []
 
 
 def test_open_run_cleans_up_after_a_killed_save(tmp_path):
     checkpoint = fake_checkpoint(tmp_path, 3)
-    leftover = tmp_path / "checkpoints" / ".step_00000004.tmp"
-    leftover.mkdir()
-    (leftover / "model.safetensors").write_text("half")
-    with open_run(tmp_path, RESUMED, checkpoint, DIST_INFO):
+    for name in (".step_00000004.tmp", ".step_00000002.deleted"):
+        leftover = tmp_path / "checkpoints" / name
+        leftover.mkdir()
+        (leftover / "model.safetensors").write_text("half")
+    with open_named(tmp_path, checkpoint, resume=tmp_path):
         assert list((tmp_path / "checkpoints").iterdir()) == [checkpoint]
 
 
-def test_last_run_was_preempted_or_else_saved_last(tmp_path):
+def test_last_run_is_the_one_where_something_happened_last(tmp_path):
     assert last_run(tmp_path) is None
-    old = fake_checkpoint(tmp_path / "old", 900)
-    fake_checkpoint(tmp_path / "new", 5)
-    os.utime(old, (1000, 1000))
-    assert last_run(tmp_path) == "new"
-    os.utime(mark_preempted(tmp_path / "old"), (1000, 1000))
-    assert last_run(tmp_path) == "old"
-    mark_preempted(tmp_path / "newest")  # before its first checkpoint
-    assert last_run(tmp_path) == "newest"
+    events = {
+        "preempted": mark_preempted(tmp_path / "preempted"),
+        "saved": fake_checkpoint(tmp_path / "saved", 5),
+        "crashed": tmp_path / "crashed/metrics.jsonl",
+    }
+    events["crashed"].parent.mkdir()
+    events["crashed"].touch()
+    whats = {"preempted": "was stopped", "saved": "saved step_00000005", "crashed": "logged a step"}
+    for seconds, name in enumerate([*events, *reversed(events)]):
+        os.utime(events[name], (2e9 + seconds, 2e9 + seconds))
+        found, what = last_run(tmp_path)
+        assert (found, what.split(" on 2033-05-1")[0]) == (name, whats[name])
+
+
+def test_last_run_passes_over_a_folder_that_it_may_not_read(tmp_path, monkeypatch):
+    mark_preempted(tmp_path / "mine")
+    mark_preempted(tmp_path / "private").parent.chmod(0)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # the folders above it are closed to other users
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may read everything
+    try:
+        name, _ = last_run(Path())
+    finally:
+        os.seteuid(user)
+        (tmp_path / "private").chmod(0o755)
+    assert name == "mine"
 
 
 def test_run_is_finished_when_its_last_step_is_saved_and_it_was_not_preempted(tmp_path):
@@ -104,14 +143,17 @@ def test_run_is_finished_when_its_last_step_is_saved_and_it_was_not_preempted(tm
 def test_choose_run_dir(tmp_path):
     old = fake_checkpoint(tmp_path / "old", 1)
     here = TrainConfig(out_dir=tmp_path)
-    assert choose_run_dir(here, old, DIST_INFO) == tmp_path / "old"
-    assert choose_run_dir(replace(here, run_name="x"), None, DIST_INFO) == tmp_path / "x"
-    assert choose_run_dir(here, None, DIST_INFO).name.startswith("gpt2-20")
+    assert choose_run_dir(here, old) == tmp_path / "old"
+    assert choose_run_dir(replace(here, run_name="x"), None) == tmp_path / "x"
+    first = choose_run_dir(here, None)
+    assert first.name.startswith("gpt2-20")
+    first.mkdir()
+    assert choose_run_dir(here, None) != first  # in the same second
     # The run may have been moved since its configuration was saved.
     moved = TrainConfig(out_dir=tmp_path / "elsewhere", run_name="old", resume="auto")
-    assert choose_run_dir(moved, old, DIST_INFO) == tmp_path / "old"
+    assert choose_run_dir(moved, old) == tmp_path / "old"
     fork = replace(moved, resume=str(old), run_name="fork")
-    assert choose_run_dir(fork, old, DIST_INFO) == tmp_path / "elsewhere/fork"
+    assert choose_run_dir(fork, old) == tmp_path / "elsewhere/fork"
 
 
 def test_resume_auto_says_which_run_it_takes(tmp_path, capsys):
@@ -120,8 +162,10 @@ def test_resume_auto_says_which_run_it_takes(tmp_path, capsys):
     write_json(tmp_path / "last/config.json", {"max_lr": 0.2})
     config, checkpoint = parse_config(["--resume=auto", f"--out-dir={tmp_path}", "--seed=3"])
     assert (config.run_name, config.max_lr, config.seed, checkpoint) == ("last", 0.2, 3, None)
-    hint = f"--resume auto takes {tmp_path}/last; --run-name chooses another run\n"
-    assert capsys.readouterr().out == hint
+    output = capsys.readouterr().out
+    expected = f"--resume auto takes {tmp_path}/last, the last run that was at work: it was stopped"
+    assert output.startswith(expected)
+    assert output.endswith("; --run-name chooses another run\n")
 
 
 def test_resume_of_a_path_and_of_runs_that_are_not_there(tmp_path):

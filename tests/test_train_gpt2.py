@@ -211,11 +211,15 @@ def test_resume_refuses_other_data(tiny_flags, tiny_data, tmp_path):
 def test_main_restarts_a_run_that_died_before_its_first_checkpoint(tiny_flags, tmp_path):
     flags = [*tiny_flags, "--run-name=a", "--max-steps=2", "--resume=auto"]
     main(flags)
-    for file in (tmp_path / "runs/a/checkpoints/step_00000002").iterdir():
-        file.unlink()
-    first = losses(tmp_path / "runs/a")
+    path = tmp_path / "runs/a/metrics.jsonl"
+    shutil.rmtree(tmp_path / "runs/a/checkpoints")
+    first, log = losses(tmp_path / "runs/a"), path.read_text()
+    with pytest.raises(ValueError, match="had saved step 2 and has no checkpoint any more: mount"):
+        main(flags)
+    assert path.read_text() == log  # as it was
+    path.write_text(log.replace('{"saved_step": 2}\n', ""))  # as if it had not come so far
     main(flags)
-    records = [r for r in read_metrics(tmp_path / "runs/a/metrics.jsonl") if "lr" in r]
+    records = [r for r in read_metrics(path) if "lr" in r]
     assert [r["step"] for r in records] == [1, 2]
     assert losses(tmp_path / "runs/a") == first
 
@@ -387,12 +391,24 @@ def test_main_says_saved_of_complete_checkpoints_and_done_after_the_last(
 
 def test_main_that_stops_finishes_the_save_under_way(tiny_flags, tmp_path):
     # A first update so large that the second step's loss is not finite.
-    flags = ["--max-lr=1e38", "--min-lr=0", "--warmup-steps=0", "--checkpoint-every=1"]
+    flags = ["--max-lr=1e20", "--min-lr=0", "--warmup-steps=0", "--checkpoint-every=1"]
     with pytest.raises(FloatingPointError, match=r"last checkpoint step_00000001, go on .*/a$"):
         main([*tiny_flags, *flags, "--run-name=a", "--val-every=0"])
     folder = tmp_path / "runs/a/checkpoints"
     assert os.listdir(folder) == ["step_00000001"]
     verify_checkpoint(folder / "step_00000001")
+
+
+def test_main_never_saves_weights_that_are_not_finite(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--run-name=a", "--val-every=0", "--checkpoint-every=1"]
+    main([*flags, "--max-steps=2"])
+    saved = tmp_path / "runs/a/checkpoints/step_00000002"
+    flags += ["--resume=auto", "--keep-checkpoints=1", "--max-lr=1e38", "--min-lr=1e38"]
+    stopped = r"\.weight is not finite after step 3, .*last checkpoint step_00000002, go on with"
+    with pytest.raises(FloatingPointError, match=stopped):
+        main(flags)
+    assert latest_checkpoint(tmp_path / "runs/a") == saved
+    verify_checkpoint(saved)
 
 
 def test_main_stops_soon_after_a_save_that_failed(tiny_flags, tmp_path):

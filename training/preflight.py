@@ -65,7 +65,7 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
             train, val = open_data(config.data_dir, config.block_size, dist_info, validates)
             tokens = f"{train.total_tokens:,} + {val.total_tokens:,} tokens"
             print0(dist_info, f"data      {tokens}, fingerprint {train.fingerprint[:12]}")
-        run_dir = choose_run_dir(config, checkpoint, dist_info)
+        run_dir = choose_run_dir(config, checkpoint)
         with raise_on_all_ranks(dist_info):
             check_usable(run_dir, config, checkpoint)
         with explaining("disk"):

@@ -1,24 +1,27 @@
 """A run's folder: its configuration and lock, what may be resumed, and how it ended."""
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from model import GPTConfig
 from runtime.checkpoint import (
+    clean_up,
     find_checkpoint,
     latest_checkpoint,
     latest_valid_checkpoint,
-    quarantine_newer,
+    read_latest,
     read_model_config,
     read_state,
-    remove_leftovers,
+    set_newer_aside,
 )
 from runtime.cli import RunStopped, parse_flags
 from runtime.device import compile_error, is_out_of_memory
@@ -26,11 +29,13 @@ from runtime.distributed import (
     DistInfo,
     barrier,
     broadcast_int,
+    gather_text,
     is_lost_process,
     print0,
     raise_on_all_ranks,
 )
-from runtime.files import find_escaping_link, write_json
+from runtime.files import LockedFolder, lock_folder, write_json
+from runtime.metrics import METRICS_NAME, last_saved_step
 from runtime.stopping import StopRequest
 from training.config import (
     FLAG_HINTS,
@@ -64,17 +69,18 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
     checkpoint = None
     if given.resume:
         out_dir, run_name = Path(given.out_dir or defaults.out_dir), given.run_name
-        if given.resume == "auto" and run_name is None and (run_name := last_run(out_dir)):
-            _print0(f"--resume auto takes {out_dir / run_name}; --run-name chooses another run")
-        if given.resume != "auto":
-            checkpoint = find_checkpoint(Path(given.resume))
-        elif run_name is not None:
-            checkpoint = latest_valid_checkpoint(
-                out_dir / run_name, lambda line: _print0(f"warning: {line}")
+        if given.resume == "auto" and run_name is None and (last := last_run(out_dir)):
+            run_name, event = last
+            _print0(
+                f"--resume auto takes {out_dir / run_name}, the last run that was at work: it "
+                f"{event}; --run-name chooses another run"
             )
+        run_dir = out_dir / run_name if run_name else None
+        find = partial(_find_to_resume, given.resume, run_dir)
+        checkpoint, settings = read_latest(find, _with_settings)
         config_path = out_dir / (run_name or "") / RUN_CONFIG_NAME
-        if checkpoint is not None:
-            defaults = config_from_settings(read_state(checkpoint).train_config, checkpoint)
+        if settings is not None:
+            defaults = settings
         elif run_name and given.config is None and config_path.is_file():
             defaults = read_config(config_path)  # of a run that ended before its first checkpoint
         defaults = replace(defaults, run_name=run_name)
@@ -84,16 +90,51 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
     return config, checkpoint
 
 
-def last_run(out_dir: Path) -> str | None:
-    """The name of the run that `--resume auto` means without `--run-name`; None if none is there.
+def _find_to_resume(resume: str, run_dir: Path | None) -> Path | None:
+    """What `--resume` means; None if it is auto and the run, if there is one, has to begin.
 
-    It is the run that was preempted last or, if none was, the one that saved last.
+    Raises:
+        FileNotFoundError: it names nothing that is there.
+        ValueError: the run has saved checkpoints, and none is left.
     """
-    runs = list(out_dir.glob("*"))
-    preempted = [mark for run in runs if (mark := run / PREEMPTED_NAME).is_file()]
-    saved = [checkpoint for run in runs if (checkpoint := latest_checkpoint(run))]
-    last = max(preempted or saved, key=lambda path: path.stat().st_mtime, default=None)
-    return None if last is None else last.relative_to(out_dir).parts[0]
+    if resume != "auto":
+        return find_checkpoint(Path(resume))
+    if run_dir is None:
+        return None
+    checkpoint = latest_valid_checkpoint(run_dir, lambda line: _print0(f"warning: {line}"))
+    if checkpoint is None and (step := last_saved_step(run_dir / METRICS_NAME)):
+        raise ValueError(
+            f"{run_dir} had saved step {step} and has no checkpoint any more: mount or restore "
+            f"{run_dir / 'checkpoints'}, or begin again with another --run-name"
+        )
+    return checkpoint
+
+
+def _with_settings(checkpoint: Path | None) -> tuple[Path | None, TrainConfig | None]:
+    """A checkpoint and the settings of its run."""
+    if checkpoint is None:
+        return None, None
+    return checkpoint, config_from_settings(read_state(checkpoint).train_config, checkpoint)
+
+
+def last_run(out_dir: Path) -> tuple[str, str] | None:
+    """The run that `--resume auto` means without `--run-name`: the one that was at work last.
+
+    Returns:
+        Its name, and what it did last and when; None if there is no run.
+    """
+    events = []
+    for run in out_dir.glob("*"):
+        with suppress(OSError):  # another user's
+            saved = latest_checkpoint(run)
+            marks = {"was stopped": run / PREEMPTED_NAME, "logged a step": run / METRICS_NAME}
+            for what, path in (marks | ({f"saved {saved.name}": saved} if saved else {})).items():
+                if path.exists():
+                    events.append((path.stat().st_mtime, run.name, what))
+    if not events:
+        return None
+    seconds, name, what = max(events)
+    return name, f"{what} on {time.strftime('%Y-%m-%d at %H:%M:%S', time.localtime(seconds))}"
 
 
 def _print0(line: str) -> None:
@@ -187,82 +228,119 @@ def explain_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
         raise
 
 
-def choose_run_dir(config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo) -> Path:
+def choose_run_dir(config: TrainConfig, checkpoint: Path | None) -> Path:
     """The run's folder: that of the resumed checkpoint, of the given name, or of size and time.
 
     Raises:
         ValueError: the checkpoint is in no run's folder.
     """
-    started = broadcast_int(int(time.time()), dist_info)  # one name, though clocks differ
     if checkpoint is not None and (config.run_name is None or config.resume == "auto"):
         if checkpoint.absolute().parent.name != "checkpoints":
             raise ValueError(
                 f"{checkpoint} is not in a run's checkpoints folder: give a --run-name"
             )
         return checkpoint.absolute().parent.parent
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
-    return config.out_dir / (config.run_name or f"{config.size}-{stamp}")
+    if config.run_name is not None:
+        return config.out_dir / config.run_name
+    for seconds in itertools.count(int(time.time())):  # another run may have begun in this one
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
+        if not (run_dir := config.out_dir / f"{config.size}-{stamp}").exists():
+            break
+    return run_dir
 
 
-def _is_resumed(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> bool:
-    """Whether the folder's own run is resumed; False for a new run and for a fork of another."""
-    own = checkpoint is None or checkpoint.parent.parent.resolve() == run_dir.resolve()
-    return config.resume is not None and own
+def is_own(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint is of this run, under whatever path they are given."""
+    parents = (checkpoint.parent.resolve(), checkpoint.resolve().parent)
+    return (run_dir / "checkpoints").resolve() in parents
 
 
 def check_usable(run_dir: Path, config: TrainConfig, checkpoint: Path | None) -> None:
     """Refuse a folder in which the run can be neither resumed nor started.
 
     Raises:
-        ValueError: the folder holds another run, or links to outside.
+        ValueError: the folder holds another run, or its checkpoints are not there.
     """
-    if (run_dir / RUN_CONFIG_NAME).exists() and not _is_resumed(run_dir, config, checkpoint):
+    checkpoints = run_dir / "checkpoints"
+    if checkpoints.is_symlink() and not checkpoints.exists():
+        raise ValueError(
+            f"{checkpoints} is a link to {checkpoints.readlink()}, which is not there: mount its "
+            f"disk, make that folder, or remove the link"
+        )
+    is_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
+    is_resumed = config.resume is not None and (checkpoint is None or is_own(checkpoint, run_dir))
+    if (is_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
             f"--resume {run_dir}"
-        )
-    if link := find_escaping_link(run_dir):
-        raise ValueError(
-            f"{link} is a link out of the run folder, which is not followed: remove it"
         )
 
 
 @contextmanager
 def open_run(
-    run_dir: Path, config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo
-) -> Iterator[None]:
-    """Make and lock a run's folder for the length of the body; rank 0 does it for all.
+    args: Sequence[str], config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo
+) -> Iterator[tuple[LockedFolder, TrainConfig, Path | None]]:
+    """Lock the run's folder for the length of the body; rank 0 does it for all.
 
     The folder may hold a run already if `--resume` found its checkpoint, or found none because the
     run ended before its first.
 
+    Yields:
+        The folder; the configuration, and the checkpoint to resume from. These were chosen by
+        `parse_config` when another trainer may still have been saving, and are chosen again if so.
+
     Raises:
         ValueError: the folder holds another run, cannot be written, or another trainer is using it.
     """
-    lock = FileLock(run_dir / LOCK_NAME)
-    try:
+    with ExitStack() as stack:
+        folder = LockedFolder(choose_run_dir(config, checkpoint))
         with raise_on_all_ranks(dist_info):
             if dist_info.is_main:
-                check_usable(run_dir, config, checkpoint)
-                _prepare(run_dir, lock, config, checkpoint)
-        yield
-    finally:
-        lock.release()
+                folder = _lock(stack, config, checkpoint)
+        folder.path = Path(gather_text(str(folder.path), dist_info)[0])
+        if config.resume and broadcast_int(latest_checkpoint(folder.path) != checkpoint, dist_info):
+            name = ("--run-name", folder.path.name) if config.resume == "auto" else ()
+            with raise_on_all_ranks(dist_info):
+                config, checkpoint = parse_config([*args, *name])
+        yield folder, config, checkpoint
 
 
-def _prepare(run_dir: Path, lock: FileLock, config: TrainConfig, checkpoint: Path | None) -> None:
-    """Make, lock, clean and label the folder."""
+def _lock(stack: ExitStack, config: TrainConfig, checkpoint: Path | None) -> LockedFolder:
+    """Make and lock the run's folder, and clean up what a killed process has left there."""
+    run_dir = choose_run_dir(config, checkpoint)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-        remove_leftovers(run_dir / "checkpoints")
-        if checkpoint is not None and _is_resumed(run_dir, config, checkpoint):
-            quarantine_newer(checkpoint)
-        write_json(run_dir / RUN_CONFIG_NAME, config.saved())
+        folder = stack.enter_context(lock_folder(run_dir, LOCK_NAME))
+        check_usable(run_dir, config, checkpoint)
+        clean_up(run_dir / "checkpoints")
     except Timeout:
+        if config.run_name is None and checkpoint is None:  # one that began in the same second
+            return _lock(stack, config, checkpoint)
         raise ValueError(f"another trainer is at work in {run_dir}") from None
     except OSError as error:
         raise ValueError(f"the run folder cannot be written: {error}") from None
+    return folder
+
+
+def label_run(
+    run_dir: Path, config: TrainConfig, checkpoint: Path | None, dist_info: DistInfo
+) -> None:
+    """Write `config.json`; set checkpoints of later steps aside, which the run will save again.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    with raise_on_all_ranks(dist_info):
+        if not dist_info.is_main:
+            return
+        try:
+            if checkpoint is not None and is_own(checkpoint, run_dir):
+                step = read_state(checkpoint).step
+                if moved := set_newer_aside(run_dir / "checkpoints", step):
+                    names = ", ".join(path.name for path in moved)
+                    print0(dist_info, f"set aside in {moved[0].parent}: {names}")
+            write_json(run_dir / RUN_CONFIG_NAME, config.saved())
+        except OSError as error:
+            raise ValueError(f"the run folder cannot be written: {error}") from None
 
 
 def check_resume_compatible(
