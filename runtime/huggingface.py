@@ -356,7 +356,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError) as error:  # the latter if it is deleted meanwhile
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 

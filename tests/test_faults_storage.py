@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 
 import numpy as np
@@ -13,9 +14,16 @@ import pytest
 from conftest import ROOT, TINY_RUN, torchrun
 from forked import assert_refused
 
-from runtime.checkpoint import latest_checkpoint, verify_checkpoint
+from runtime.checkpoint import (
+    latest_checkpoint,
+    load_model,
+    read_model_config,
+    verify_checkpoint,
+)
+from runtime.files import lock_folder
 from runtime.metrics import read_metrics
 from train_gpt2 import main
+from training.run_dir import parse_config
 
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json")
 
@@ -168,6 +176,70 @@ def test_resume_auto_hashes_each_file_once(flags, run_dir, copied):
     assert opened[str(latest / "optimizer.safetensors")] == 1
 
 
+def test_checkpoint_without_its_manifest_is_passed_over_with_a_line(flags, run_dir, copied, capsys):
+    latest = run_dir / "checkpoints/step_00000008"
+    (latest / "manifest.json").unlink()
+    main([*flags, "--resume=auto"])
+    output = capsys.readouterr().out
+    assert f"warning: {latest} has no manifest.json, so it is not complete" in output
+    assert f"resumed from {run_dir}/checkpoints/step_00000004\n" in output
+
+
+def test_users_copies_of_checkpoints_are_neither_resumed_from_nor_rotated(
+    flags, run_dir, copied, capsys
+):
+    folder = run_dir / "checkpoints"
+    copies = ("step_best", "step_00000004_keep", "step_4", "step_00000099")
+    for name in copies:
+        shutil.copytree(folder / "step_00000004", folder / name)
+    main([*flags, "--resume=auto", "--max-steps=10", "--keep-checkpoints=1"])
+    output = capsys.readouterr().out
+    assert f"warning: {folder}/step_00000099 is not taken: it holds the state of step 4" in output
+    assert f"resumed from {folder}/step_00000008\n" in output
+    assert names(folder) == sorted(["set_aside", "step_00000010", *copies[:3]])
+    assert names(folder / "set_aside") == ["step_00000099"]
+    main([f"--resume={folder}/step_best", "--max-steps=6"])  # if it is asked for
+    assert losses(run_dir).keys() == {1, 2, 3, 4, 5, 6}
+
+
+def test_folder_with_checkpoints_is_a_run_whatever_else_is_missing(flags, run_dir, copied):
+    (run_dir / "config.json").unlink()
+    (run_dir / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=f"{run_dir} already holds a run: give another --run-name"):
+        main([*flags, "--keep-checkpoints=1"])
+    assert names(run_dir / "checkpoints") == ["step_00000004", "step_00000008"]
+
+
+def test_checkpoints_that_are_set_aside_are_never_overwritten(flags, run_dir, copied, capsys):
+    folder = run_dir / "checkpoints"
+    for _ in range(2):
+        main([f"--resume={folder}/step_00000004", "--max-steps=8"])
+        assert f"set aside in {folder}/set_aside: step_00000008" in capsys.readouterr().out
+    assert names(folder / "set_aside") == ["step_00000008", "step_00000008.2"]
+    for checkpoint in (folder / "set_aside").iterdir():
+        verify_checkpoint(checkpoint)
+
+
+def test_resume_through_an_alias_is_of_the_same_run_and_saves_nothing_twice(
+    flags, run_dir, copied, tmp_path
+):
+    (tmp_path / "alias").symlink_to(run_dir)
+    shutil.rmtree(run_dir / "checkpoints/step_00000004")
+    saved = os.stat(run_dir / "checkpoints/step_00000008")
+    main([f"--resume={tmp_path}/alias", "--max-steps=9", "--checkpoint-every=0"])
+    assert names(run_dir / "checkpoints") == ["step_00000008", "step_00000009"]
+    assert os.stat(run_dir / "checkpoints/step_00000008") == saved
+
+
+def test_complete_checkpoint_that_only_lacks_its_name_gets_it(flags, run_dir, copied, capsys):
+    """As after a kill just before the rename, when the step's older checkpoint is moved away."""
+    folder = run_dir / "checkpoints"
+    (folder / "step_00000008").rename(folder / ".step_00000008.tmp")
+    shutil.rmtree(folder / "step_00000004")
+    main([*flags, "--resume=auto", "--max-steps=9"])
+    assert f"resumed from {folder}/step_00000008\n" in capsys.readouterr().out
+
+
 def test_auto_refuses_a_run_whose_checkpoints_are_all_damaged(flags, run_dir, copied):
     for checkpoint in (run_dir / "checkpoints").iterdir():
         (checkpoint / "model.safetensors").write_bytes(b"")
@@ -221,6 +293,48 @@ def test_second_trainer_in_a_run_folder_is_refused_and_the_first_goes_on(flags, 
         first.communicate()
     assert first.returncode == 0
     verify_checkpoint(latest_checkpoint(run_dir))
+
+
+def test_second_trainer_is_refused_though_the_lock_was_deleted(flags, run_dir):
+    with lock_folder(run_dir, ".lock"):
+        (run_dir / ".lock").unlink()
+        with pytest.raises(ValueError, match="another trainer is at work in"):
+            main(flags)
+
+
+def test_readers_find_a_checkpoint_however_fast_they_rotate(flags, run_dir):
+    flags += ["--checkpoint-every=1", "--keep-checkpoints=1", "--val-every=0", "--max-steps=150"]
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *flags]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        for line in trainer.stdout:
+            if " | saved " in line:
+                break
+        drain = threading.Thread(target=trainer.stdout.read)
+        drain.start()
+        loads = 0
+        while trainer.poll() is None:
+            load_model(run_dir)
+            read_model_config(run_dir)
+            parse_config(["--resume=auto", f"--out-dir={run_dir.parent}", "--run-name=a"])
+            loads += 1
+        drain.join()
+    finally:
+        trainer.kill()
+        trainer.communicate()
+    assert loads > 10
+    assert trainer.returncode == 0
+
+
+@pytest.mark.parametrize("garbage", ["", "garbage", None])
+def test_any_preempted_mark_lets_the_run_go_on(flags, run_dir, copied, capsys, garbage):
+    if garbage is None:
+        (run_dir / "PREEMPTED").mkdir()
+    else:
+        (run_dir / "PREEMPTED").write_text(garbage)
+    main([*flags, "--resume=auto", "--max-steps=9"])
+    assert f"done: {run_dir}" in capsys.readouterr().out
+    assert (run_dir / "PREEMPTED").exists() == (garbage is None)
 
 
 def test_resume_lists_every_difference_and_lets_steps_intervals_and_paths_change(

@@ -304,6 +304,69 @@ def test_fork_that_is_stopped_at_once_has_a_checkpoint_of_its_own(slowed, flags,
     assert saved_steps(run_dir.parent / "fork")[-1] == mark(run_dir.parent / "fork")[0]
 
 
+def test_checkpoint_is_chosen_again_once_no_other_trainer_can_save(
+    slowed, flags, run_dir, tmp_path
+):
+    """The successor has chosen step 4 when its predecessor, still at work, saves step 8."""
+    hook = """
+import pathlib
+from training import run_dir
+open_run = run_dir.open_run
+def open_late(*args):
+    print("chosen", flush=True)
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+    return open_run(*args)
+run_dir.open_run = open_late
+"""
+    main([*flags, "--max-steps=4"])
+    with Job(sys.executable, slowed(more=hook), *flags, cwd=tmp_path) as job:
+        job.wait_for("chosen")
+        main([*flags, "--max-steps=8"])
+        (tmp_path / "go").touch()
+        assert job.end() == (0, "")
+    assert f"resumed from {run_dir}/checkpoints/step_00000008\n" in job.output
+    assert "set aside" not in job.output
+    assert losses(run_dir).keys() == set(range(1, 25))
+
+
+def test_run_folder_that_is_moved_stops_the_run_and_gets_its_last_step(
+    slowed, flags, run_dir, whole
+):
+    moved = run_dir.parent / "moved"
+    with Job(sys.executable, slowed("step"), *flags, "--checkpoint-every=100") as job:
+        job.wait_for("step  3/")
+        run_dir.rename(moved)
+        code, errors = job.end()
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert f"{run_dir} was moved or deleted while it trained" in errors
+    assert f"go on with --resume {moved}" in errors
+    assert not run_dir.exists()
+    step, reason = mark(moved)
+    assert (saved_steps(moved), reason) == ([step], "failure")
+    main([f"--resume={moved}"])
+    assert losses(moved) == whole
+
+
+def test_checkpoint_that_cannot_be_deleted_is_a_warning(slowed, flags, run_dir):
+    hook = """
+remove = os.rmdir
+def refuse(path, **kwargs):  # as NFS does, where a reader has a deleted file open
+    if ".step_00000004" in str(path):
+        raise OSError(39, "Directory not empty", path)
+    remove(path, **kwargs)
+os.rmdir = refuse
+"""
+    flags += ["--keep-checkpoints=1"]
+    with Job(sys.executable, slowed(more=hook), *flags) as job:
+        assert job.end() == (0, "")
+    warnings = [line for line in job.output.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert f"{run_dir}/checkpoints/step_00000004 could not be deleted: " in warnings[0]
+    assert saved_steps(run_dir) == [24]
+
+
 def test_resume_of_an_interrupted_evaluation_with_fewer_steps_is_finished(flags, run_dir, capsys):
     main([*flags, "--max-steps=4"])
     (run_dir / "PREEMPTED").touch()

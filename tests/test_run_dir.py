@@ -90,6 +90,16 @@ def test_open_run_that_writes_nothing_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
+    config = TrainConfig(out_dir=tmp_path)
+    with (
+        open_run([], config, None, DIST_INFO) as (first, _, _),
+        open_run([], config, None, DIST_INFO) as (second, _, _),
+    ):
+        assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path])
+        assert first.path != second.path
+
+
 def test_open_run_cleans_up_after_a_killed_save(tmp_path):
     checkpoint = fake_checkpoint(tmp_path, 3)
     for name in (".step_00000004.tmp", ".step_00000002.deleted"):

@@ -91,23 +91,12 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
 
 
 def _find_to_resume(resume: str, run_dir: Path | None) -> Path | None:
-    """What `--resume` means; None if it is auto and the run, if there is one, has to begin.
-
-    Raises:
-        FileNotFoundError: it names nothing that is there.
-        ValueError: the run has saved checkpoints, and none is left.
-    """
+    """What `--resume` means; None if it is auto and the run, if there is one, has to begin."""
     if resume != "auto":
         return find_checkpoint(Path(resume))
     if run_dir is None:
         return None
-    checkpoint = latest_valid_checkpoint(run_dir, lambda line: _print0(f"warning: {line}"))
-    if checkpoint is None and (step := last_saved_step(run_dir / METRICS_NAME)):
-        raise ValueError(
-            f"{run_dir} had saved step {step} and has no checkpoint any more: mount or restore "
-            f"{run_dir / 'checkpoints'}, or begin again with another --run-name"
-        )
-    return checkpoint
+    return latest_valid_checkpoint(run_dir, lambda line: _print0(f"warning: {line}"))
 
 
 def _with_settings(checkpoint: Path | None) -> tuple[Path | None, TrainConfig | None]:
@@ -302,7 +291,23 @@ def open_run(
             name = ("--run-name", folder.path.name) if config.resume == "auto" else ()
             with raise_on_all_ranks(dist_info):
                 config, checkpoint = parse_config([*args, *name])
+        with raise_on_all_ranks(dist_info):
+            if dist_info.is_main and checkpoint is None:
+                check_nothing_lost(folder.path)
         yield folder, config, checkpoint
+
+
+def check_nothing_lost(run_dir: Path) -> None:
+    """Refuse to begin again a run that had saved checkpoints.
+
+    Raises:
+        ValueError: `metrics.jsonl` says that it had.
+    """
+    if step := last_saved_step(run_dir / METRICS_NAME):
+        raise ValueError(
+            f"{run_dir} had saved step {step} and has no checkpoint any more: mount or restore "
+            f"{run_dir / 'checkpoints'}, or begin again with another --run-name"
+        )
 
 
 def _lock(stack: ExitStack, config: TrainConfig, checkpoint: Path | None) -> LockedFolder:
