@@ -16,11 +16,6 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 URL_SECRETS = re.compile(r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
 
@@ -171,9 +166,11 @@ def lock_folder(path: Path, file_name: str) -> Iterator[LockedFolder]:
 @contextmanager
 def _folder_descriptor(path: Path) -> Iterator[int | None]:
     """A descriptor of a folder, locked where the file system can lock folders (not on NFS)."""
-    if fcntl is None:
+    if os.name != "posix":
         yield None
         return
+    import fcntl
+
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -199,6 +196,8 @@ def _is_same(path: Path, descriptor: int) -> bool:
 def _path_of(descriptor: int) -> Path | None:
     """The path of an open folder; None if it was deleted, or the system does not tell."""
     if sys.platform == "darwin":
+        import fcntl
+
         name = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
         path = Path(os.fsdecode(name))
     else:

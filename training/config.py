@@ -115,7 +115,7 @@ class TrainConfig:
     """Name of the run's folder; by default size and time."""
     resume: str | None = None
     """Resume from a checkpoint: a run folder, a checkpoint, or auto: the latest of --run-name or,
-    without a name, of the run that was interrupted last; a new run if there is none."""
+    without a name, of the run that was at work last; a new run if there is none."""
     config: Path | None = None
     """Take the flags that are not given from this run's config.json."""
     checkpoint_every: int = 1000
