@@ -409,7 +409,8 @@ def _explain_missing(path: Path) -> str:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()
+    # Not Path.is_dir, which raises an error in another user's folder.
+    return os.path.isdir(path / "checkpoints") or os.path.isfile(path / "metrics.jsonl")
 
 
 def verify_checkpoint(checkpoint: Path) -> None:

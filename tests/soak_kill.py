@@ -4,9 +4,11 @@ python tests/soak_kill.py --kills 200 --seed 0        # by hand: pytest does not
 """
 
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -23,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from test_fineweb import contents, start_fineweb, texts_of, write_jsonl
 
 from corpus.shards import SHARD_MANIFEST, Manifest, verify_shards
-from runtime.checkpoint import latest_checkpoint, verify_checkpoint
+from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
 from runtime.cli import parse_flags, run_command
 from runtime.metrics import read_metrics
 
@@ -69,8 +71,8 @@ def describe(tally):
     kinds = [f"{kind[8:]} {n}" for kind, n in sorted(tally.items()) if kind.startswith("kill of ")]
     return (
         f"{kills_of(tally)} kills ({', '.join(kinds)}) in {tally['runs']} runs | "
-        f"resumed {tally['resumed']} times | steps lost beyond the last saved one: "
-        f"{tally['steps lost']} | shards lost or changed, so documents lost or repeated: "
+        f"resumed {tally['resumed']} times, beside {tally['loads']} loads | "
+        f"steps lost beyond the last saved one: {tally['steps lost']} | shards lost or changed, so documents lost or repeated: "
         f"{tally['shards lost']} | other faults: {tally['other faults']}"
     )
 
@@ -152,7 +154,11 @@ class TokenizeSoak(Soak):
 
 
 class TrainSoak(Soak):
-    """Kill train_gpt2.py: one process or, every third run, two ranks, both or only one of them."""
+    """Kill train_gpt2.py: one process or, every third run, two ranks under torchrun.
+
+    Half of the runs keep one checkpoint only. They go on by `--resume auto`, by their path or
+    through a link, while a thread loads their latest model over and over.
+    """
 
     def prepare(self):
         (self.folder / "data").mkdir()
@@ -161,13 +167,26 @@ class TrainSoak(Soak):
         np.save(self.folder / "data" / "val_000000.npy", tokens[:2000])
         np.save(self.folder / "data" / "train_000001.npy", tokens[2000:])
         self.references = {}
+        begun = time.monotonic()
+        first = self.start("first", 1)
+        first.stdout.readline()
+        self.start_seconds = time.monotonic() - begun
+        first.kill()
+        first.communicate()
 
-    def start(self, name, ranks):
+    def start(self, name, ranks, keep=0):
+        run_dir, alias = self.folder / "runs" / name, self.folder / "alias" / name
+        alias.parent.mkdir(exist_ok=True)
+        if not alias.is_symlink():
+            alias.symlink_to(run_dir)
+        way = self.rng.choice([run_dir, alias]) if latest_checkpoint(run_dir) else "auto"
+        way = self.rng.choice(["auto", way])
         flags = [f"--data-dir={self.folder}/data", f"--out-dir={self.folder}/runs", *TINY_RUN]
         flags += [f"--max-steps={TRAIN_STEPS}", "--checkpoint-every=3"]
-        flags += [f"--run-name={name}", "--resume=auto"]
+        flags += [f"--keep-checkpoints={keep}", f"--resume={way}"]
+        flags += [f"--run-name={name}"] * (way == "auto")
         one = [sys.executable, str(ROOT / "train_gpt2.py"), *flags]
-        with (self.folder / "errors.txt").open("w") as errors:
+        with (self.folder / "errors.txt").open("a") as errors:
             return subprocess.Popen(
                 one if ranks == 1 else torchrun("train_gpt2.py", *flags, processes=ranks),
                 stdout=subprocess.PIPE,
@@ -175,8 +194,8 @@ class TrainSoak(Soak):
                 text=True,
             )
 
-    def finish(self, name, ranks):
-        process = self.start(name, ranks)
+    def finish(self, name, ranks, keep=0):
+        process = self.start(name, ranks, keep)
         process.communicate(timeout=TIMEOUT_S)
         if process.returncode:
             errors = (self.folder / "errors.txt").read_text()[-500:]
@@ -197,25 +216,53 @@ class TrainSoak(Soak):
     def one_run(self, kills):
         """Kill a run up to `kills` times, finish it, compare it with the uninterrupted one."""
         self.runs += 1
-        ranks, name = 2 if self.runs % 3 == 0 else 1, f"run{self.runs}"
+        ranks, name, keep = 2 if self.runs % 3 == 0 else 1, f"run{self.runs}", self.runs % 2
         reference, run_dir = self.reference(ranks), self.folder / "runs" / name
-        saved, may_resume = 0, 0  # steps that it said it had saved; checkpoints to go on from
-        for _ in range(kills):
-            process = self.start(name, ranks)
-            lines = self.read_until_the_moment(process)
-            kind = self.kill(process, ranks)
-            lines += process.communicate(timeout=TIMEOUT_S)[0].splitlines()
-            saved = max([saved, *map(saved_step, lines)])
-            if process.returncode == 0:
-                break
-            self.tally[f"kill of {kind}"] += 1
-            may_resume += self.check(run_dir, saved)
-        self.finish(name, ranks)
+        saved = 0  # the last step that a run said it had saved
+        with Reader(self, run_dir):
+            for _ in range(kills):
+                process = self.start(name, ranks, keep)
+                lines = self.read_until_the_moment(process)
+                if ranks == 1 and self.rng.random() < 0.3:
+                    kind = "a run with a successor"
+                    process, more = self.succeed(process, name, keep)
+                    lines += more + self.read_until_the_moment(process)
+                    process.kill()
+                else:
+                    kind = self.kill(process, ranks)
+                lines += process.communicate(timeout=TIMEOUT_S)[0].splitlines()
+                saved = max([saved, *map(saved_step, lines)])
+                if process.returncode == 0:
+                    break
+                self.tally[f"kill of {kind}"] += 1
+                self.tally["resumed"] += self.check(run_dir, saved)
+        self.finish(name, ranks, keep)
         if self.losses(name) != reference:
             self.fault("steps lost", f"{name}: the losses are not the uninterrupted run's")
-        if leftovers := list((run_dir / "checkpoints").glob(".*")):
+        if leftovers := [*run_dir.glob("checkpoints/.*"), *run_dir.glob("checkpoints/set_aside")]:
             self.fault("other faults", f"left over: {leftovers}")
-        self.tally["resumed"] += may_resume
+
+    def succeed(self, first, name, keep):
+        """Stop a run at the moment when its successor looks for a checkpoint.
+
+        Returns:
+            The successor, or another one if it was refused, and the lines of the first.
+        """
+        first.send_signal(signal.SIGSTOP)
+        successor = self.start(name, 1, keep)
+        time.sleep(self.start_seconds * self.rng.uniform(0.5, 1.1))
+        first.terminate()
+        first.send_signal(signal.SIGCONT)
+        time.sleep(self.rng.choice([0.0, self.rng.uniform(0, 0.3)]))
+        if self.rng.random() < 0.5:
+            first.kill()
+        lines = first.communicate(timeout=TIMEOUT_S)[0].splitlines()
+        with suppress(subprocess.TimeoutExpired):
+            if successor.wait(self.start_seconds * 0.5) == 2:  # another trainer was at work
+                successor.communicate()
+                self.tally["successors refused"] += 1
+                successor = self.start(name, 1, keep)
+        return successor, lines
 
     def read_until_the_moment(self, process):
         """Follow the console up to a random step or save, and wait a little longer."""
@@ -230,15 +277,18 @@ class TrainSoak(Soak):
         return lines
 
     def kill(self, process, ranks):
-        """Kill the whole job or, of two ranks, one: then the other must end and torchrun fail."""
+        """Kill the whole job or, of two ranks, one or only torchrun: then all must end."""
         workers = psutil.Process(process.pid).children()
-        one_rank = ranks > 1 and len(workers) == ranks and self.rng.random() < 0.5
-        for victim in [self.rng.choice(workers)] if one_rank else [process, *workers]:
+        kind, victims = f"train_gpt2.py, {ranks} process(es)", [process, *workers]
+        if ranks > 1 and len(workers) == ranks:
+            kinds = [(kind, victims), ("torchrun alone", [process])]
+            kind, victims = self.rng.choice([*kinds, ("one rank of two", workers[:1])])
+        for victim in victims:
             with suppress(psutil.NoSuchProcess):
                 victim.kill()
         if left := psutil.wait_procs(workers, timeout=60)[1]:
             self.fault("other faults", f"{left} outlived the kill")
-        return "one rank of two" if one_rank else f"train_gpt2.py, {ranks} process(es)"
+        return kind
 
     def check(self, run_dir, saved):
         """The newest checkpoint is whole, and no older than the last that was said to be saved."""
@@ -252,6 +302,31 @@ class TrainSoak(Soak):
             except (OSError, ValueError) as error:
                 self.fault("steps lost", str(error))
         return checkpoint is not None
+
+
+class Reader(threading.Thread):
+    """Load a run's latest model over and over, beside its trainer; a context manager."""
+
+    def __init__(self, soak, run_dir):
+        super().__init__()
+        self.soak, self.run_dir, self.ended = soak, run_dir, threading.Event()
+
+    def run(self):
+        while not self.ended.wait(0.05):
+            if latest_checkpoint(self.run_dir) is None:
+                continue
+            try:
+                load_model(self.run_dir)
+                self.soak.tally["loads"] += 1
+            except (OSError, ValueError) as error:
+                self.soak.fault("other faults", f"a reader failed: {error}")
+
+    def __enter__(self):
+        self.start()
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.join()
 
 
 def saved_step(line):
