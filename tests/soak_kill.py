@@ -72,8 +72,9 @@ def describe(tally):
     return (
         f"{kills_of(tally)} kills ({', '.join(kinds)}) in {tally['runs']} runs | "
         f"resumed {tally['resumed']} times, beside {tally['loads']} loads | "
-        f"steps lost beyond the last saved one: {tally['steps lost']} | shards lost or changed, so documents lost or repeated: "
-        f"{tally['shards lost']} | other faults: {tally['other faults']}"
+        f"steps lost beyond the last saved one: {tally['steps lost']} | "
+        f"shards lost or changed, so documents lost or repeated: {tally['shards lost']} | "
+        f"other faults: {tally['other faults']}"
     )
 
 

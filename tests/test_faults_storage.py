@@ -162,7 +162,10 @@ def test_auto_passes_a_damaged_checkpoint_over_and_a_path_refuses_it(
     verify_checkpoint(latest)  # the run has saved it again
 
 
-def test_resume_auto_hashes_each_file_once(flags, run_dir, copied):
+def test_resume_auto_hashes_each_file_once(flags, run_dir, copied, monkeypatch):
+    monkeypatch.chdir(run_dir.parent.parent)
+    flags = [*flags, "--out-dir=runs"]  # relative, as by default
+    run_dir = run_dir.relative_to(run_dir.parent.parent)
     latest, opened, counting = run_dir / "checkpoints/step_00000008", Counter(), [True]
 
     def count(event, args):  # Python's reads; safetensors reads the tensors by itself

@@ -282,12 +282,14 @@ def open_run(
         ValueError: the folder holds another run, cannot be written, or another trainer is using it.
     """
     with ExitStack() as stack:
-        folder = LockedFolder(choose_run_dir(config, checkpoint))
+        folder = LockedFolder(Path())  # of rank 0, as soon as that has it
         with raise_on_all_ranks(dist_info):
             if dist_info.is_main:
                 folder = _lock(stack, config, checkpoint)
         folder.path = Path(gather_text(str(folder.path), dist_info)[0])
-        if config.resume and broadcast_int(latest_checkpoint(folder.path) != checkpoint, dist_info):
+        latest = latest_checkpoint(folder.path)
+        has_changed = (latest and latest.name) != (checkpoint and checkpoint.name)
+        if config.resume is not None and broadcast_int(has_changed, dist_info):
             name = ("--run-name", folder.path.name) if config.resume == "auto" else ()
             with raise_on_all_ranks(dist_info):
                 config, checkpoint = parse_config([*args, *name])
