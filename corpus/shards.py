@@ -13,8 +13,9 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ PARTS_FOLDER = "parts"  # in a data folder: the parts that several machines have
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # starts the 1024-byte header of llm.c's .bin files
 SCAN_BLOCK_TOKENS = 1 << 24
+OPEN_FILES = 1 << 14  # asked of the system; sample-350BT has 3,620 shards
 HOW_TO_MAKE_DATA = (
     "python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no network), "
     "python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
@@ -251,19 +253,35 @@ class ShardWriter:
 class TokenShards:
     """All shards of one split, memory-mapped, read as one long array of tokens.
 
+    A mapped file keeps a descriptor, of which a process may have few: of more shards than that,
+    those that were read last stay mapped. Threads may share the object.
+
     Args:
         paths: the shard files, in order; each must be a 1-D uint16 `.npy` array.
         fingerprint: a hash that changes when the tokens do.
 
     Raises:
-        ValueError: a file is not such an array; the message names it.
+        ValueError: (of every method) a file is not such an array, or no longer the one that it
+            was; the message names it.
     """
 
     def __init__(self, paths: list[Path], fingerprint: str) -> None:
         self.paths = paths
         self.fingerprint = fingerprint
-        self.arrays = [_open_shard(path) for path in paths]
-        self.offsets = np.cumsum([0] + [len(array) for array in self.arrays])
+        sizes: dict[Path, int] = {}
+
+        @lru_cache(_max_open_shards())
+        def open_shard(path: Path) -> TokenArray:
+            array = _open_shard(path)
+            if len(array) != sizes.setdefault(path, len(array)):
+                raise ValueError(
+                    f"{path} has changed since the run began: put it back, then resume the run"
+                )
+            return array
+
+        self._open_shard = open_shard
+        self.lengths = [len(open_shard(path)) for path in paths]
+        self.offsets = np.cumsum([0, *self.lengths])
 
     @property
     def total_tokens(self) -> int:
@@ -281,7 +299,7 @@ class TokenShards:
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while filled < count:
             begin = start + filled - int(self.offsets[shard])
-            piece = self.arrays[shard][begin : begin + count - filled]
+            piece = self._open_shard(self.paths[shard])[begin : begin + count - filled]
             tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
             shard += 1
@@ -332,10 +350,10 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
             shards.check_tokens(shards.read(start, count), start, vocab_size)
         return shards
     finished_ns = (folder / SHARD_MANIFEST).stat().st_mtime_ns
-    for info, path, array in zip(infos, paths, shards.arrays, strict=True):
-        if len(array) != info.tokens:
+    for info, path, length in zip(infos, paths, shards.lengths, strict=True):
+        if length != info.tokens:
             raise ValueError(
-                f"{path} has {len(array):,} tokens, the manifest says {info.tokens:,}: "
+                f"{path} has {length:,} tokens, the manifest says {info.tokens:,}: "
                 f"delete {folder} and run python fineweb.py again"
             )
         if path.stat().st_mtime_ns >= finished_ns:  # copied or changed after the manifest
@@ -379,6 +397,21 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
             raise FileNotFoundError(f"{path} is missing: {remedy}")
         if sha256_of(path) != info.sha256:
             raise ValueError(f"{path} has changed since it was written: {remedy}")
+
+
+def _max_open_shards() -> int:
+    """How many files one split may keep open: a quarter of the process's limit, which is raised."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return OPEN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if 0 <= soft < most:  # -1: unlimited
+        with suppress(OSError, ValueError):  # macOS has one more limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return (soft if 0 <= soft < OPEN_FILES else OPEN_FILES) // 4
 
 
 def _open_shard(path: Path) -> TokenArray:
