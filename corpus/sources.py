@@ -13,6 +13,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runtime.files import redact_secrets
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import IterableDataset
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -29,6 +31,7 @@ NO_NETWORK = (
     "or --source FILES (.parquet, .jsonl, .txt)"
 )
 HUB_TIMEOUT_S = 10.0
+STREAM_CURSOR = ("state", "first", "row")  # see `stream_documents`
 
 TABLE_ROWS = 256  # rows that are read together
 BLOCK_BYTES = 1 << 20  # of a plain text, read together
@@ -367,12 +370,12 @@ class HubSource:
         """Read a part from `cursor`, or from its start.
 
         Raises:
-            ConnectionError: the network is gone.
+            OSError: the hub, the network or a file there fails.
             ValueError: there are fewer files than parts, or a row has no text.
         """
         import datasets
 
-        try:
+        with _naming_remedy(self.dataset):
             stream = datasets.load_dataset(
                 self.dataset,
                 self.identity["name"],
@@ -380,19 +383,26 @@ class HubSource:
                 streaming=True,
                 revision=self.identity["revision"],
             )
-            origin = self.dataset
-            if part != WHOLE:
-                _check_parts(part, stream.num_shards, "files")
-                stream = stream.shard(part.count, part.index, contiguous=True)
-                origin += f" (part {part.index} of {part.count})"
-            yield from stream_documents(stream, cursor, origin)
-        except (ValueError, OSError):
-            raise
-        except Exception as error:  # of whichever HTTP library the hub's client uses
-            raise ConnectionError(
-                f"reading {self.dataset} failed ({type(error).__name__}: "
-                f"{redact_secrets(str(error))}): give the same command again to resume"
-            ) from None
+        origin = self.dataset
+        if part != WHOLE:
+            _check_parts(part, stream.num_shards, "files")
+            stream = stream.shard(part.count, part.index, contiguous=True)
+            origin += f" (part {part.index} of {part.count})"
+        yield from stream_documents(stream, cursor, origin)
+
+
+@contextmanager
+def _naming_remedy(origin: str) -> Iterator[None]:
+    """Say how to go on after any error of the libraries that read the hub; they vary by version."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(
+            f"reading {origin} failed ({type(error).__name__}: {redact_secrets(str(error))}); "
+            f"finished shards stay, and the same command resumes; if that fails again, the file is "
+            f"damaged, gone or closed to you: log in by `hf auth login`, or choose another --name "
+            f"or --revision, with another --data-dir"
+        ) from None
 
 
 def stream_documents(
@@ -407,20 +417,32 @@ def stream_documents(
         origin: the data set's name in messages.
 
     Raises:
-        ValueError: a row has no text.
+        OSError: the data set cannot be read.
+        ValueError: a row has no text, or the cursor is of another source.
     """
-    dataset = dataset.with_format("arrow")
-    if cursor is not None:
-        dataset.load_state_dict(cursor["state"])
-    state = dataset.state_dict()
-    first, begin = (cursor["first"], cursor["row"]) if cursor else (0, 0)
-    for table in dataset.iter(batch_size=TABLE_ROWS):
+    if cursor is not None and [type(cursor.get(key)) for key in STREAM_CURSOR] != [dict, int, int]:
+        raise _wrong_cursor(cursor)
+    begin_state, first, begin = (cursor[key] for key in STREAM_CURSOR) if cursor else (None, 0, 0)
+    for state, table in _tables(dataset, begin_state, origin):
         _check_text_field(table.column_names, f"{origin}, row {first + 1}")
         for row, text in enumerate(_strings(table["text"], origin, first)):
             if row >= begin:
                 yield Document(text, {"state": state, "first": first, "row": row})
         first, begin = first + len(table), 0
+
+
+def _tables(
+    dataset: "IterableDataset", state: Cursor | None, origin: str
+) -> Iterator[tuple[Cursor, "pyarrow.Table"]]:
+    """A stream's tables of `TABLE_ROWS` rows, from a state on; each with the state before it."""
+    with _naming_remedy(origin):
+        dataset = dataset.with_format("arrow")
+        if state is not None:
+            dataset.load_state_dict(state)
         state = dataset.state_dict()
+        for table in dataset.iter(batch_size=TABLE_ROWS):
+            yield state, table
+            state = dataset.state_dict()
 
 
 def resolve_revision(dataset: str, revision: str | None) -> str:

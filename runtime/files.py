@@ -11,7 +11,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-URL_SECRETS = re.compile(r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
+URL_SECRETS = re.compile(  # the second kind is an address without its host, as urllib3 names it
+    r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
+)
 MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
 
 
