@@ -111,6 +111,25 @@ def test_training_refuses_a_shard_that_changed_or_is_gone(commands, data):
     assert_refused(train(commands, data), "train_000003.npy", "No such file")
 
 
+@pytest.mark.parametrize("name", ["val_000000.npy", "train_000001.npy", "train_000003.npy"])
+def test_preflight_finds_the_byte_that_a_start_does_not(commands, data, name):
+    """As a disk that fails changes it: neither size nor time show it, only the hash does."""
+    done = train(commands, data, "--preflight")
+    assert "1,500 + 500 tokens, fingerprint " in done.stdout
+    assert "all hashes right" in done.stdout
+    path = data / name
+    content, times = bytearray(path.read_bytes()), path.stat()
+    content[-2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert_refused(train(commands, data, "--preflight"), "data: ", f"{name} has changed since")
+    assert train(commands, data, "--max-steps=1").code == 0
+    flags = (*TINY_RUN, f"--data-dir={data}", f"--out-dir={data.parent}/runs", "--preflight")
+    done = commands.run_ranks(2, "train_gpt2", *flags)
+    assert done.code == 2
+    assert f"{name} has changed since" in done.stderr
+
+
 def test_training_reads_links_by_their_content(commands, data, tmp_path):
     """Shards may lie on another disk; a link to what is no shard is refused by its content."""
     path, elsewhere = data / "train_000002.npy", tmp_path / "another disk" / "x.npy"
