@@ -9,6 +9,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -85,17 +86,20 @@ class FileSource:
         self, paths: list[Path], identity: dict[str, Any] | None = None, errors: str = "strict"
     ) -> None:
         self.paths = paths
-        self.sizes = [path.stat().st_size for path in paths]
+        self.stats = [path.stat() for path in paths]
+        self.sizes = [stat.st_size for stat in self.stats]
         self.errors = errors
-        files = [{"name": path.name, "bytes": path.stat().st_size} for path in paths]
+        files = [
+            {"name": path.name, "bytes": size} for path, size in zip(paths, self.sizes, strict=True)
+        ]
         self.identity = identity or {"kind": "files", "files": files}
 
     def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
         """Read a part from `cursor` (file, row and byte in it), or from its start.
 
         Raises:
-            ValueError: the cursor does not fit these files, there are fewer files than parts, or a
-                row has no text.
+            ValueError: the cursor does not fit these files, there are fewer files than parts, a
+                row has no text, or a file changes before it is read to its end.
         """
         files = self.files_of(part)
         if cursor is not None and not self._has(cursor, files):
@@ -105,9 +109,11 @@ class FileSource:
         for i in range(place["file"], files.stop):
             row, byte = (place["row"], place["byte"]) if i == place["file"] else (0, 0)
             before = sum(self.sizes[files.start : i])
-            for document in self._read(self.paths[i], row, byte):
-                fraction = (before + (document.fraction or 0.0) * self.sizes[i]) / total
-                yield document._replace(cursor={"file": i, **document.cursor}, fraction=fraction)
+            with _refusing_changes(self.paths[i], self.stats[i]):
+                for document in self._read(self.paths[i], row, byte):
+                    fraction = (before + (document.fraction or 0.0) * self.sizes[i]) / total
+                    here = {"file": i, **document.cursor}
+                    yield document._replace(cursor=here, fraction=fraction)
 
     def files_of(self, part: Part) -> range:
         """The files of a part: those whose middle byte lies in its share of all bytes.
@@ -136,6 +142,30 @@ class FileSource:
         if path.suffix == ".jsonl":
             return read_jsonl(path, row, byte)
         return read_plain(path, row, byte, self.errors)
+
+
+@contextmanager
+def _refusing_changes(path: Path, opened: os.stat_result) -> Iterator[None]:
+    """After the body, which reads a file, refuse it if it is no longer as it was when `opened`.
+
+    The file's last document is encoded only after this, so text that is added at the end of a file
+    makes no finished shard wrong.
+    """
+    error = None
+    try:
+        yield
+    except ValueError as caught:  # a line may be half written
+        error = caught
+    now = path.stat()
+    if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
+        sizes = f"{opened.st_size:,} bytes before, {now.st_size:,} now"
+        raise ValueError(
+            f"{path} was changed while it was read ({sizes}): wait until it is finished; then, if "
+            f"text was only added at its end, the same command resumes, otherwise choose another "
+            f"--data-dir, or delete it"
+        )
+    if error is not None:
+        raise error
 
 
 class TextSource:
