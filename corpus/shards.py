@@ -6,12 +6,14 @@
         ...
         manifest.json       where the tokens came from; tokens and SHA-256 of each shard
 
-A folder of `*train*.npy` and `*val*.npy` files without a manifest opens too.
+A folder without a manifest opens too: each `.npy` file whose name has the word `train` or `val` is
+a shard of that split.
 """
 
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +37,10 @@ SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two ful
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # starts the 1024-byte header of llm.c's .bin files
 SCAN_BLOCK_TOKENS = 1 << 24
 OPEN_FILES = 1 << 14  # asked of the system; sample-350BT has 3,620 shards
+SPLIT_WORDS: dict[Split, re.Pattern[str]] = {
+    "train": re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])"),  # not in `constrained`
+    "val": re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])"),
+}
 HOW_TO_MAKE_DATA = (
     "python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no network), "
     "python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
@@ -340,7 +346,7 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
     infos = [shard for shard in manifest.shards if shard.split == split] if manifest else []
     paths = [folder / info.file for info in infos]
     if manifest is None:
-        paths = sorted(folder.glob(f"*{split}*.npy"))
+        paths = _shards_by_name(folder, split)
     if not paths:
         raise FileNotFoundError(_explain_missing(folder, split))
     shards = TokenShards(paths, _fingerprint(infos, paths))
@@ -361,6 +367,21 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
     return shards
 
 
+def _shards_by_name(folder: Path, split: Split) -> list[Path]:
+    """The `.npy` files of a folder whose names have the split as a word: `train-0`, `a_train000`.
+
+    Raises:
+        ValueError: a name has both splits.
+    """
+    splits = {
+        path: {name for name, word in SPLIT_WORDS.items() if word.search(path.name)}
+        for path in sorted(folder.glob("*.npy"))
+    }
+    if both := [path for path, names in splits.items() if len(names) > 1]:
+        raise ValueError(f"{both[0]} names both splits, train and val: rename it")
+    return [path for path, names in splits.items() if split in names]
+
+
 def _explain_missing(folder: Path, split: Split) -> str:
     """Why `folder` has no shards of a split, and what to do."""
     if (folder / PARTS_FOLDER).exists():
@@ -375,7 +396,7 @@ def _explain_missing(folder: Path, split: Split) -> str:
         )
     missing = f"no data folder {folder}"
     if folder.is_dir():
-        missing = f"{folder} has no {split} shards (*{split}*.npy)"
+        missing = f"{folder} has no {split} shards, such as {split}_000000.npy"
     shards = [*folder.glob("*/*train*.npy"), *folder.parent.glob("*/*train*.npy")]
     others = [str(path) for path in {shard.parent for shard in shards} - {folder}]
     others.sort(key=lambda path: difflib.SequenceMatcher(None, path, str(folder)).ratio())

@@ -218,6 +218,25 @@ def test_training_refuses_an_empty_manifest_and_what_is_none(commands, data):
         assert_refused(train(commands, data), "manifest.json is not")
 
 
+def test_resuming_without_the_manifest_says_that_it_may_be_lost(commands, data):
+    path = data / "manifest.json"
+    content = path.read_bytes()
+    assert train(commands, data, "--max-steps=2").code == 0
+    path.unlink()
+    lost = f"if {path} was lost since, put it back, or make the data again"
+    assert_refused(train(commands, data, "--resume=auto"), "data_fingerprint", lost)
+    done = train(commands, data, "--resume=auto", "--seed=7")  # another cause
+    assert_refused(done, "seed 1337 -> 7")
+    assert "was lost" not in done.stderr
+    path.write_bytes(content)
+    assert train(commands, data, "--resume=auto").code == 0
+    path.unlink()
+    assert train(commands, data, "--run-name=b", "--max-steps=2").code == 0
+    path.write_bytes(content)
+    done = train(commands, data, "--run-name=b", "--resume=auto")
+    assert_refused(done, "data_fingerprint", f"if {path} was added since, move it away")
+
+
 # Sampling
 
 

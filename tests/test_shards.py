@@ -86,6 +86,23 @@ def test_open_shards_takes_a_folder_without_manifest(tmp_path):
     assert open_shards(str(tmp_path), "train").read(0, 10).tolist() == list(range(10))
 
 
+def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
+    names = {
+        "train": ["edufineweb_train_000001", "train-0", "train000", "training_2", "x.train"],
+        "val": ["edufineweb_val_000000", "shard_val", "val000", "validation_2", "valid-1"],
+        "neither": ["constrained", "trainer", "retrain_0", "interval_0", "values", "evaluation"],
+    }
+    for name in (name for group in names.values() for name in group):
+        np.save(tmp_path / f"{name}.npy", tokens_of(5))
+    for split in ("train", "val"):
+        found = [path.stem for path in open_shards(tmp_path, split).paths]
+        assert sorted(found) == sorted(names[split])
+    np.save(tmp_path / "train_val_0.npy", tokens_of(5))
+    for split in ("train", "val"):
+        with pytest.raises(ValueError, match=r"train_val_0\.npy names both splits, train and val"):
+            open_shards(tmp_path, split)
+
+
 MANY_SHARDS = """
 import os, resource, sys, threading
 import numpy as np
