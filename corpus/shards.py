@@ -396,7 +396,7 @@ def _explain_missing(folder: Path, split: Split) -> str:
         )
     missing = f"no data folder {folder}"
     if folder.is_dir():
-        missing = f"{folder} has no {split} shards, such as {split}_000000.npy"
+        missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
     shards = [*folder.glob("*/*train*.npy"), *folder.parent.glob("*/*train*.npy")]
     others = [str(path) for path in {shard.parent for shard in shards} - {folder}]
     others.sort(key=lambda path: difflib.SequenceMatcher(None, path, str(folder)).ratio())

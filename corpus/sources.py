@@ -292,13 +292,16 @@ def read_jsonl(path: Path, row: int, byte: int) -> Iterator[Document]:
         for number, line in enumerate(file, row + 1):
             where = f"{path}, line {number}"
             if line.strip():
+                text = _decode(line, path, number - 1, byte)
                 try:
-                    value = json.loads(_decode(line, path, number - 1, byte))
+                    value = json.loads(text)
                 except json.JSONDecodeError as error:
                     reason = f"{error.msg} at character {error.pos + 1}"
                     raise ValueError(f"{where}: not JSON ({reason})") from None
                 except RecursionError:
                     raise ValueError(f"{where}: JSON nested too deeply") from None
+                except ValueError:
+                    raise ValueError(f"{where}: a number has too many digits") from None
                 _check_text_field(value if isinstance(value, dict) else (), where)
                 cursor = {"row": number - 1, "byte": byte}
                 yield Document(_string(value["text"], where), cursor, byte / size)
