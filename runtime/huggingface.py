@@ -20,14 +20,22 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import atomic_write, is_plain_name, read_json, redact_secrets, write_json
+from runtime.files import (
+    atomic_write,
+    finish_within,
+    is_plain_name,
+    read_json,
+    redact_secrets,
+    write_json,
+)
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
 HF_INDEX_NAME = "model.safetensors.index.json"  # lists the weight files where there are several
 EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written over
-HUB_TIMEOUT_SECONDS = 10
+HUB_TIMEOUT_SECONDS = 10  # of an answer
+HUB_DOWNLOAD_SECONDS = 3 * 3600  # of a model; the 6.4 GB of gpt2-xl at 0.6 MB/s
 
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
@@ -374,11 +382,13 @@ def _download(source: str) -> Path:
             for name in names:
                 # Fails at once where the download itself would try again for half a minute.
                 get_hf_file_metadata(hf_hub_url(repo, name), timeout=HUB_TIMEOUT_SECONDS)
-            paths = [hf_hub_download(repo, name) for name in names]
+            paths = finish_within(
+                HUB_DOWNLOAD_SECONDS, lambda: [hf_hub_download(repo, name) for name in names]
+            )
     except Exception as error:  # the hub's HTTP library, and so its errors, vary by version
         raise FileNotFoundError(
             f"{source!r} is not a folder, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {redact_secrets(str(error).strip().splitlines()[0])}); "
+            f"({type(error).__name__}: {redact_secrets((str(error).strip() or 'no reason').splitlines()[0])}); "
             f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
             f"owner/name"
         ) from None

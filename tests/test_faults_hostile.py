@@ -4,6 +4,7 @@ No test trusts a format's name: each file is what an attacker would offer under 
 """
 
 import ast
+import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -16,6 +17,7 @@ import shutil
 import socket
 import struct
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -522,11 +524,23 @@ class SigningHub(Hub):
         if self.damage == "cut off" and self.left == -1:
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
+        if self.damage.startswith("slow"):
+            return self.drip(self.damage)
         if self.damage == "damaged":
             whole = self.files[name]
             self.files = {name: whole[:50] + b"x" * (len(whole) - 100) + whole[-50:]}
             return super().file("a" * 40, name)
         return self.answer(404 if self.damage == "gone" else 403, b"Request has expired")
+
+    def drip(self, part):
+        """A byte now and then, until the client is gone: of the headers, or of the body."""
+        start = b"HTTP/1.1 200 OK\r\n"
+        start += b"X-Long: " if part == "slow headers" else b"Content-Length: 1000\r\n\r\n"
+        with contextlib.suppress(OSError):
+            self.wfile.write(start)
+            while True:
+                self.wfile.write(b"x")
+                time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -580,6 +594,32 @@ def test_no_signed_address_is_shown_where_a_download_fails(signing_hub, tmp_path
     script.unlink()
     (tmp_path / "empty").touch()
     assert_no_secret(tmp_path, model, data)
+
+
+@pytest.mark.parametrize("damage", ["slow headers", "slow body"])
+def test_download_that_drips_ends_in_one_line(signing_hub, tmp_path, damage):
+    """No read is late, only the whole: it would take minutes here, and hours for a real file."""
+    SigningHub.damage, SigningHub.left = damage, 0
+    script = tmp_path / "short.py"
+    script.write_text(
+        "import pathlib, sys, hellaswag, runtime.huggingface\n"
+        "from runtime.cli import run_command\n"
+        "hellaswag.DOWNLOAD_TIMEOUT_SECONDS = runtime.huggingface.HUB_DOWNLOAD_SECONDS = 1\n"
+        "if sys.argv[1:] == ['model']:\n"
+        "    run_command(lambda: runtime.huggingface.load_pretrained('o/n'))\n"
+        "run_command(lambda: hellaswag.fetch(sys.argv[1], pathlib.Path('x'), 1000, ''))\n"
+    )
+    url = signing_hub.environment["HF_ENDPOINT"] + "/storage/x"
+    data = signing_hub.run(script, url)
+    assert_refused(data, f"cannot download {url} (not complete after 1 s; ", "--data FILE")
+    [came] = re.findall(r"; (\d+) of 1,000 bytes came\)", data.stderr)
+    assert (int(came) > 0) == (damage == "slow body")
+    assert not (signing_hub.folder / "x").exists()
+    model = signing_hub.run(script, "model")
+    assert model.code == 2
+    last = model.stderr.splitlines()[-1]  # below the library's progress bar
+    assert "error: 'o/n' is not a folder" in last
+    assert "(TimeoutError: not complete after 1 s)" in last
 
 
 def test_no_flag_takes_a_secret():
