@@ -35,6 +35,7 @@ from runtime.files import check_types, read_json, sha256_of, sync_folder, write_
 from runtime.huggingface import (
     HF_CONFIG_NAME,
     build_model,
+    check_finite,
     check_shapes,
     is_local,
     load_pretrained,
@@ -384,13 +385,15 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
 
     Raises:
         FileNotFoundError: there is no such run, checkpoint, folder or model.
-        ValueError: it is damaged, or does not fit the model that `model.py` builds.
+        ValueError: it is damaged, has weights that are not finite, or does not fit the model that
+            `model.py` builds.
     """
     if _is_hugging_face(source):
         return load_pretrained(source, device)
     checkpoint = find_checkpoint(Path(source))
     verify_checkpoint(checkpoint)
     tensors, config = _open_model(checkpoint)
+    check_finite(tensors, checkpoint)
     model = build_model(config, device)
     _copy_parameters(tensors, model)
     return model

@@ -69,9 +69,12 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
 
     Raises:
         FileNotFoundError: there is no such folder or model, or the hub cannot be reached.
-        ValueError: it is not a GPT-2 that `model.py` can compute, or a file is damaged.
+        ValueError: it is not a GPT-2 that `model.py` can compute, a weight is not finite, or a
+            file is damaged.
     """
-    return from_hf(*_open_pretrained(source)).to(device)
+    tensors, config = _open_pretrained(source)
+    check_finite(tensors, source)
+    return from_hf(tensors, config).to(device)
 
 
 def read_pretrained_config(source: str | Path) -> GPTConfig:
@@ -261,6 +264,20 @@ def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     return {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in values.items()}
 
 
+def check_finite(tensors: Mapping[str, Tensor], source: str | Path) -> None:
+    """Refuse weights that are NaN or infinite, which would make every loss NaN.
+
+    Raises:
+        ValueError: naming the first such tensor of the model `source`.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{source}: {name} has weights that are NaN or infinite: "
+                f"take another model, or an earlier checkpoint"
+            )
+
+
 def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal: str) -> None:
     """Compare names and shapes.
 
@@ -386,9 +403,10 @@ def _download(source: str) -> Path:
                 HUB_DOWNLOAD_SECONDS, lambda: [hf_hub_download(repo, name) for name in names]
             )
     except Exception as error:  # the hub's HTTP library, and so its errors, vary by version
+        reason = redact_secrets(str(error).strip().partition("\n")[0])
         raise FileNotFoundError(
             f"{source!r} is not a folder, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {redact_secrets((str(error).strip() or 'no reason').splitlines()[0])}); "
+            f"({type(error).__name__}: {reason}); "
             f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
             f"owner/name"
         ) from None

@@ -354,6 +354,25 @@ def test_weights_that_are_no_floats_are_refused(commands, exported, dtype, bits)
     assert_refused(sample(commands, exported), name)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named(
+    commands, tiny_data, run_dir, exported, checkpoint, value
+):
+    name = "transformer.h.1.mlp.c_fc.weight"
+    for path in (exported / "model.safetensors", checkpoint / "model.safetensors"):
+        tensors = load_file(path)
+        tensors[name][3, 5] = value
+        save_file(tensors, path)
+    vouch_for(checkpoint)
+    for source, folder in ((exported, exported), (run_dir, checkpoint)):
+        said = f"{folder}: {name} has weights that are NaN or infinite"
+        where = (f"--data-dir={tiny_data}", f"--out-dir={run_dir.parent}", "--device=cpu")
+        flags = (*where, f"--init-from={source}", "--run-name=new", "--hellaswag-every=0")
+        assert_refused(commands.run("train_gpt2", *flags, "--no-compile"), said)
+        assert not (run_dir.parent / "new").exists()
+        assert_refused(sample(commands, source), said)
+
+
 @pytest.mark.parametrize(
     "name",
     [
