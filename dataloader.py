@@ -281,9 +281,9 @@ def open_data(
                 f"--block-size {block_size} + 1: give more data, or --val-every 0"
             )
     content = [
-        f"{path} of {len(array):,} tokens"
+        f"{path} of {length:,} tokens"
         for shards in (train_shards, val_shards)
-        for path, array in zip(shards.paths, shards.arrays, strict=True)
+        for path, length in zip(shards.paths, shards.lengths, strict=True)
     ]
     fingerprints = f"fingerprints {train_shards.fingerprint} and {val_shards.fingerprint}"
     check_same_on_all_ranks("the data shards", [*content, fingerprints], dist_info)

@@ -101,7 +101,7 @@ def unigram_loss(train: TokenShards, val: TokenShards, vocab_size: int = 50257) 
     In nats per token. Every id counts once more than it occurs, so that none is impossible.
     """
     train_counts, val_counts = (
-        np.sum([np.bincount(array, minlength=vocab_size) for array in shards.arrays], axis=0)
+        np.bincount(shards.read(0, shards.total_tokens), minlength=vocab_size)
         for shards in (train, val)
     )  # each (vocab_size,) int64
     log_probs = np.log(train_counts + 1) - math.log(train_counts.sum() + vocab_size)

@@ -17,7 +17,6 @@ if __name__ == "__main__":
 
 import os
 import re
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -33,16 +32,11 @@ from corpus import parts, shards, sources
 from corpus.shards import SHARD_MANIFEST, Manifest, check_same_dataset
 from corpus.sources import WHOLE, Cursor, Document, Part, Source
 from runtime.cli import parse_flags, print_error, run_command
+from runtime.startup import usable_cores
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 OpenSource = Callable[[Manifest | None], Source]  # the manifest of an earlier run, if there is one
-
-
-def _cpu_count() -> int:
-    """CPUs that this process may use: under `torchrun`, its share of the machine's."""
-    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class FineWebConfig:
     """Where the shards go; by default a folder in data/ named after the source."""
     shard_size: int = 100_000_000
     """Tokens in a full shard."""
-    workers: int = field(default_factory=_cpu_count)
+    workers: int = field(default_factory=usable_cores)
     """Threads that tokenise."""
     revision: str | None = None
     """Commit, branch or tag of the hub data set; by default its newest or, in a rerun, the same."""

@@ -42,14 +42,14 @@ from runtime.checkpoint import load_model
 from runtime.cli import parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, autocast, lm_head_precision, select_dtype
 from runtime.distributed import DistInfo
-from runtime.files import atomic_write, sha256_of
+from runtime.files import atomic_write, finish_within, sha256_of
 from tokenizer import gpt2_encoding
 
 DATA_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 DATA_BYTES = 12_246_618
 DATA_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 DATA_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
-DOWNLOAD_TIMEOUT_SECONDS = 30
+READ_TIMEOUT_SECONDS, DOWNLOAD_TIMEOUT_SECONDS = 30, 600  # of a read, and of the whole file
 WITHOUT_DOWNLOAD = "pass --data FILE (--hellaswag-data FILE in training)"
 N_ENDINGS = 4
 CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
@@ -435,18 +435,24 @@ def fetch(url: str, path: Path, size: int, sha256: str) -> None:
     """
     if path.is_file() and path.stat().st_size == size and sha256_of(path) == sha256:
         return
+    content = bytearray()
+
+    def download() -> None:
+        with urllib.request.urlopen(url, timeout=READ_TIMEOUT_SECONDS) as response:
+            while len(content) <= size and (piece := response.read1(1 << 16)):
+                content.extend(piece)
+
     try:
-        with (
-            urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as response,
-            atomic_write(path) as file,
-        ):
-            content = response.read(size + 1)
-            if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
-                raise OSError(f"its {len(content):,} bytes are not the {size:,} of the known file")
+        finish_within(DOWNLOAD_TIMEOUT_SECONDS, download)
+        if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
+            raise OSError("it is not the known file")
+        with atomic_write(path) as file:
             file.write(content)
     except (OSError, http.client.HTTPException) as error:
+        came = f"{len(content):,} of {size:,} bytes came"
         raise OSError(
-            f"cannot download {url} ({error}); on a machine without network {WITHOUT_DOWNLOAD}"
+            f"cannot download {url} ({error}; {came}); on a machine without network "
+            f"{WITHOUT_DOWNLOAD}"
         ) from None
 
 

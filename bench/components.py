@@ -24,14 +24,7 @@ from tqdm import tqdm
 
 import train_gpt2
 from bench.config import ROOT, BenchConfig, train_config
-from bench.measurement import (
-    Measurement,
-    alternate,
-    busy_loops,
-    run_python,
-    seconds_of,
-    usable_cores,
-)
+from bench.measurement import Measurement, alternate, busy_loops, run_python, seconds_of
 from bench.report import Section, format_table
 from bench.run import ALL_OPTIMIZATIONS, run_in_process
 from corpus.sources import stdlib_source
@@ -42,6 +35,7 @@ from runtime.device import autocast, select_dtype
 from runtime.distributed import DistInfo
 from runtime.files import LockedFolder, write_json
 from runtime.metrics import MetricsLogger, StepTimer
+from runtime.startup import usable_cores
 from sample import generate
 from tokenizer import END_OF_TEXT
 

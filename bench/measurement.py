@@ -77,11 +77,6 @@ def run_python(*args: str | Path, **environment: str) -> str:
     return child.stdout
 
 
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 @contextmanager
 def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run `count` processes that compute all the time, for the length of the body."""

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.config import ROOT, BenchConfig
-from bench.measurement import usable_cores
 from plot import BLUE, GREY, INK
 from runtime.device import device_name
 from runtime.files import atomic_write, read_json, write_json
+from runtime.startup import usable_cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,15 +6,18 @@
         ...
         manifest.json       where the tokens came from; tokens and SHA-256 of each shard
 
-A folder of `*train*.npy` and `*val*.npy` files without a manifest opens too.
+A folder without a manifest opens too: each `.npy` file whose name has the word `train` or `val` is
+a shard of that split.
 """
 
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +36,11 @@ PARTS_FOLDER = "parts"  # in a data folder: the parts that several machines have
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # starts the 1024-byte header of llm.c's .bin files
 SCAN_BLOCK_TOKENS = 1 << 24
+OPEN_FILES = 1 << 14  # asked of the system; sample-350BT has 3,620 shards
+SPLIT_WORDS: dict[Split, re.Pattern[str]] = {
+    "train": re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])"),  # not in `constrained`
+    "val": re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])"),
+}
 HOW_TO_MAKE_DATA = (
     "python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no network), "
     "python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
@@ -251,19 +259,35 @@ class ShardWriter:
 class TokenShards:
     """All shards of one split, memory-mapped, read as one long array of tokens.
 
+    A mapped file keeps a descriptor, of which a process may have few: of more shards than that,
+    those that were read last stay mapped. Threads may share the object.
+
     Args:
         paths: the shard files, in order; each must be a 1-D uint16 `.npy` array.
         fingerprint: a hash that changes when the tokens do.
 
     Raises:
-        ValueError: a file is not such an array; the message names it.
+        ValueError: (of every method) a file is not such an array, or no longer the one that it
+            was; the message names it.
     """
 
     def __init__(self, paths: list[Path], fingerprint: str) -> None:
         self.paths = paths
         self.fingerprint = fingerprint
-        self.arrays = [_open_shard(path) for path in paths]
-        self.offsets = np.cumsum([0] + [len(array) for array in self.arrays])
+        sizes: dict[Path, int] = {}
+
+        @lru_cache(_max_open_shards())
+        def open_shard(path: Path) -> TokenArray:
+            array = _open_shard(path)
+            if len(array) != sizes.setdefault(path, len(array)):
+                raise ValueError(
+                    f"{path} has changed since the run began: put it back, then resume the run"
+                )
+            return array
+
+        self._open_shard = open_shard
+        self.lengths = [len(open_shard(path)) for path in paths]
+        self.offsets = np.cumsum([0, *self.lengths])
 
     @property
     def total_tokens(self) -> int:
@@ -281,7 +305,7 @@ class TokenShards:
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while filled < count:
             begin = start + filled - int(self.offsets[shard])
-            piece = self.arrays[shard][begin : begin + count - filled]
+            piece = self._open_shard(self.paths[shard])[begin : begin + count - filled]
             tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
             shard += 1
@@ -322,7 +346,7 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
     infos = [shard for shard in manifest.shards if shard.split == split] if manifest else []
     paths = [folder / info.file for info in infos]
     if manifest is None:
-        paths = sorted(folder.glob(f"*{split}*.npy"))
+        paths = _shards_by_name(folder, split)
     if not paths:
         raise FileNotFoundError(_explain_missing(folder, split))
     shards = TokenShards(paths, _fingerprint(infos, paths))
@@ -332,15 +356,30 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
             shards.check_tokens(shards.read(start, count), start, vocab_size)
         return shards
     finished_ns = (folder / SHARD_MANIFEST).stat().st_mtime_ns
-    for info, path, array in zip(infos, paths, shards.arrays, strict=True):
-        if len(array) != info.tokens:
+    for info, path, length in zip(infos, paths, shards.lengths, strict=True):
+        if length != info.tokens:
             raise ValueError(
-                f"{path} has {len(array):,} tokens, the manifest says {info.tokens:,}: "
+                f"{path} has {length:,} tokens, the manifest says {info.tokens:,}: "
                 f"delete {folder} and run python fineweb.py again"
             )
         if path.stat().st_mtime_ns >= finished_ns:  # copied or changed after the manifest
             verify_shards(folder, [info])
     return shards
+
+
+def _shards_by_name(folder: Path, split: Split) -> list[Path]:
+    """The `.npy` files of a folder whose names have the split as a word: `train-0`, `a_train000`.
+
+    Raises:
+        ValueError: a name has both splits.
+    """
+    splits = {
+        path: {name for name, word in SPLIT_WORDS.items() if word.search(path.name)}
+        for path in sorted(folder.glob("*.npy"))
+    }
+    if both := [path for path, names in splits.items() if len(names) > 1]:
+        raise ValueError(f"{both[0]} names both splits, train and val: rename it")
+    return [path for path, names in splits.items() if split in names]
 
 
 def _explain_missing(folder: Path, split: Split) -> str:
@@ -357,7 +396,7 @@ def _explain_missing(folder: Path, split: Split) -> str:
         )
     missing = f"no data folder {folder}"
     if folder.is_dir():
-        missing = f"{folder} has no {split} shards (*{split}*.npy)"
+        missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
     shards = [*folder.glob("*/*train*.npy"), *folder.parent.glob("*/*train*.npy")]
     others = [str(path) for path in {shard.parent for shard in shards} - {folder}]
     others.sort(key=lambda path: difflib.SequenceMatcher(None, path, str(folder)).ratio())
@@ -379,6 +418,21 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
             raise FileNotFoundError(f"{path} is missing: {remedy}")
         if sha256_of(path) != info.sha256:
             raise ValueError(f"{path} has changed since it was written: {remedy}")
+
+
+def _max_open_shards() -> int:
+    """How many files one split may keep open: a quarter of the process's limit, which is raised."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return OPEN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if 0 <= soft < most:  # -1: unlimited
+        with suppress(OSError, ValueError):  # macOS has one more limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return (soft if 0 <= soft < OPEN_FILES else OPEN_FILES) // 4
 
 
 def _open_shard(path: Path) -> TokenArray:

@@ -9,10 +9,12 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import platform
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runtime.files import redact_secrets
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import IterableDataset
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -29,6 +32,7 @@ NO_NETWORK = (
     "or --source FILES (.parquet, .jsonl, .txt)"
 )
 HUB_TIMEOUT_S = 10.0
+STREAM_CURSOR = ("state", "first", "row")  # see `stream_documents`
 
 TABLE_ROWS = 256  # rows that are read together
 BLOCK_BYTES = 1 << 20  # of a plain text, read together
@@ -82,17 +86,20 @@ class FileSource:
         self, paths: list[Path], identity: dict[str, Any] | None = None, errors: str = "strict"
     ) -> None:
         self.paths = paths
-        self.sizes = [path.stat().st_size for path in paths]
+        self.stats = [path.stat() for path in paths]
+        self.sizes = [stat.st_size for stat in self.stats]
         self.errors = errors
-        files = [{"name": path.name, "bytes": path.stat().st_size} for path in paths]
+        files = [
+            {"name": path.name, "bytes": size} for path, size in zip(paths, self.sizes, strict=True)
+        ]
         self.identity = identity or {"kind": "files", "files": files}
 
     def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
         """Read a part from `cursor` (file, row and byte in it), or from its start.
 
         Raises:
-            ValueError: the cursor does not fit these files, there are fewer files than parts, or a
-                row has no text.
+            ValueError: the cursor does not fit these files, there are fewer files than parts, a
+                row has no text, or a file changes before it is read to its end.
         """
         files = self.files_of(part)
         if cursor is not None and not self._has(cursor, files):
@@ -102,9 +109,11 @@ class FileSource:
         for i in range(place["file"], files.stop):
             row, byte = (place["row"], place["byte"]) if i == place["file"] else (0, 0)
             before = sum(self.sizes[files.start : i])
-            for document in self._read(self.paths[i], row, byte):
-                fraction = (before + (document.fraction or 0.0) * self.sizes[i]) / total
-                yield document._replace(cursor={"file": i, **document.cursor}, fraction=fraction)
+            with _refusing_changes(self.paths[i], self.stats[i]):
+                for document in self._read(self.paths[i], row, byte):
+                    fraction = (before + (document.fraction or 0.0) * self.sizes[i]) / total
+                    here = {"file": i, **document.cursor}
+                    yield document._replace(cursor=here, fraction=fraction)
 
     def files_of(self, part: Part) -> range:
         """The files of a part: those whose middle byte lies in its share of all bytes.
@@ -133,6 +142,30 @@ class FileSource:
         if path.suffix == ".jsonl":
             return read_jsonl(path, row, byte)
         return read_plain(path, row, byte, self.errors)
+
+
+@contextmanager
+def _refusing_changes(path: Path, opened: os.stat_result) -> Iterator[None]:
+    """After the body, which reads a file, refuse it if it is no longer as it was when `opened`.
+
+    The file's last document is encoded only after this, so text that is added at the end of a file
+    makes no finished shard wrong.
+    """
+    error = None
+    try:
+        yield
+    except ValueError as caught:  # a line may be half written
+        error = caught
+    now = path.stat()
+    if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
+        sizes = f"{opened.st_size:,} bytes before, {now.st_size:,} now"
+        raise ValueError(
+            f"{path} was changed while it was read ({sizes}): wait until it is finished; then, if "
+            f"text was only added at its end, the same command resumes, otherwise choose another "
+            f"--data-dir, or delete it"
+        )
+    if error is not None:
+        raise error
 
 
 class TextSource:
@@ -259,13 +292,16 @@ def read_jsonl(path: Path, row: int, byte: int) -> Iterator[Document]:
         for number, line in enumerate(file, row + 1):
             where = f"{path}, line {number}"
             if line.strip():
+                text = _decode(line, path, number - 1, byte)
                 try:
-                    value = json.loads(_decode(line, path, number - 1, byte))
+                    value = json.loads(text)
                 except json.JSONDecodeError as error:
                     reason = f"{error.msg} at character {error.pos + 1}"
                     raise ValueError(f"{where}: not JSON ({reason})") from None
                 except RecursionError:
                     raise ValueError(f"{where}: JSON nested too deeply") from None
+                except ValueError:
+                    raise ValueError(f"{where}: a number has too many digits") from None
                 _check_text_field(value if isinstance(value, dict) else (), where)
                 cursor = {"row": number - 1, "byte": byte}
                 yield Document(_string(value["text"], where), cursor, byte / size)
@@ -367,12 +403,12 @@ class HubSource:
         """Read a part from `cursor`, or from its start.
 
         Raises:
-            ConnectionError: the network is gone.
+            OSError: the hub, the network or a file there fails.
             ValueError: there are fewer files than parts, or a row has no text.
         """
         import datasets
 
-        try:
+        with _naming_remedy(self.dataset):
             stream = datasets.load_dataset(
                 self.dataset,
                 self.identity["name"],
@@ -380,19 +416,26 @@ class HubSource:
                 streaming=True,
                 revision=self.identity["revision"],
             )
-            origin = self.dataset
-            if part != WHOLE:
-                _check_parts(part, stream.num_shards, "files")
-                stream = stream.shard(part.count, part.index, contiguous=True)
-                origin += f" (part {part.index} of {part.count})"
-            yield from stream_documents(stream, cursor, origin)
-        except (ValueError, OSError):
-            raise
-        except Exception as error:  # of whichever HTTP library the hub's client uses
-            raise ConnectionError(
-                f"reading {self.dataset} failed ({type(error).__name__}: "
-                f"{redact_secrets(str(error))}): give the same command again to resume"
-            ) from None
+        origin = self.dataset
+        if part != WHOLE:
+            _check_parts(part, stream.num_shards, "files")
+            stream = stream.shard(part.count, part.index, contiguous=True)
+            origin += f" (part {part.index} of {part.count})"
+        yield from stream_documents(stream, cursor, origin)
+
+
+@contextmanager
+def _naming_remedy(origin: str) -> Iterator[None]:
+    """Say how to go on after any error of the libraries that read the hub; they vary by version."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(
+            f"reading {origin} failed ({type(error).__name__}: {redact_secrets(str(error))}); "
+            f"finished shards stay, and the same command resumes; if that fails again, the file is "
+            f"damaged, gone or closed to you: log in by `hf auth login`, or choose another --name "
+            f"or --revision, with another --data-dir"
+        ) from None
 
 
 def stream_documents(
@@ -407,20 +450,32 @@ def stream_documents(
         origin: the data set's name in messages.
 
     Raises:
-        ValueError: a row has no text.
+        OSError: the data set cannot be read.
+        ValueError: a row has no text, or the cursor is of another source.
     """
-    dataset = dataset.with_format("arrow")
-    if cursor is not None:
-        dataset.load_state_dict(cursor["state"])
-    state = dataset.state_dict()
-    first, begin = (cursor["first"], cursor["row"]) if cursor else (0, 0)
-    for table in dataset.iter(batch_size=TABLE_ROWS):
+    if cursor is not None and [type(cursor.get(key)) for key in STREAM_CURSOR] != [dict, int, int]:
+        raise _wrong_cursor(cursor)
+    begin_state, first, begin = (cursor[key] for key in STREAM_CURSOR) if cursor else (None, 0, 0)
+    for state, table in _tables(dataset, begin_state, origin):
         _check_text_field(table.column_names, f"{origin}, row {first + 1}")
         for row, text in enumerate(_strings(table["text"], origin, first)):
             if row >= begin:
                 yield Document(text, {"state": state, "first": first, "row": row})
         first, begin = first + len(table), 0
+
+
+def _tables(
+    dataset: "IterableDataset", state: Cursor | None, origin: str
+) -> Iterator[tuple[Cursor, "pyarrow.Table"]]:
+    """A stream's tables of `TABLE_ROWS` rows, from a state on; each with the state before it."""
+    with _naming_remedy(origin):
+        dataset = dataset.with_format("arrow")
+        if state is not None:
+            dataset.load_state_dict(state)
         state = dataset.state_dict()
+        for table in dataset.iter(batch_size=TABLE_ROWS):
+            yield state, table
+            state = dataset.state_dict()
 
 
 def resolve_revision(dataset: str, revision: str | None) -> str:

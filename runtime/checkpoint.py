@@ -44,7 +44,9 @@ from runtime.files import check_types, read_json, sha256_of, sync_folder, write_
 from runtime.huggingface import (
     HF_CONFIG_NAME,
     build_model,
+    check_finite,
     check_shapes,
+    is_finite,
     is_local,
     load_pretrained,
     read_pretrained_config,
@@ -466,7 +468,8 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
 
     Raises:
         FileNotFoundError: there is no such run, checkpoint, folder or model.
-        ValueError: it is damaged, or does not fit the model that `model.py` builds.
+        ValueError: it is damaged, has weights that are not finite, or does not fit the model that
+            `model.py` builds.
     """
     if _is_hugging_face(source):
         return load_pretrained(source, device)
@@ -474,6 +477,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     def read(checkpoint: Path) -> GPT:
         verify_checkpoint(checkpoint)
         tensors, config = _open_model(checkpoint)
+        check_finite(tensors, checkpoint)
         model = build_model(config, device)
         _copy_parameters(tensors, model)
         return model
@@ -577,7 +581,7 @@ def find_nonfinite(
     own = ""
     for name, value in state.items():
         local = getattr(value, "to_local", lambda value=value: value)()  # of a sharded one
-        if isinstance(local, Tensor) and not torch.isfinite(local).all():
+        if isinstance(local, Tensor) and not is_finite(local):
             own = name
             break
     return next(filter(None, gather_text(own, dist_info)), None)

@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 import tyro
 
+from runtime.files import redact_secrets
 from runtime.startup import finish_startup
 
 Config = TypeVar("Config")
@@ -114,6 +115,7 @@ def run_command(main: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
             stream.reconfigure(errors="replace")
+    _redact_writes(sys.stderr)
     try:
         main()
         sys.stdout.flush()
@@ -130,6 +132,12 @@ def run_command(main: Callable[[], None]) -> None:
         _exit(130)
     except SystemExit as stop:  # --help, or a rank whose error another rank prints
         _exit(int(stop.code or 0))
+
+
+def _redact_writes(stream: TextIO) -> None:
+    """Keep secrets in addresses out of a stream: of our errors, of warnings, of libraries' logs."""
+    write = stream.write
+    cast(Any, stream).write = lambda text: write(redact_secrets(text))
 
 
 def print_error(message: str) -> None:

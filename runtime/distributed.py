@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from model import GPT
 from runtime.device import DeviceName, select_device
+from runtime.files import redact_secrets
 
 Item = TypeVar("Item")
 
@@ -337,5 +338,5 @@ def print0(dist_info: DistInfo, line: str) -> None:
     if not dist_info.is_main:
         return
     with suppress(OSError):  # a full disk or a closed pipe must not end a run
-        tqdm.write(line)
+        tqdm.write(redact_secrets(line))
         sys.stdout.flush()  # so that a log file or a pipe has the line at once

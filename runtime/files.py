@@ -1,4 +1,4 @@
-"""Files that are either complete or absent: atomic writes, locks, hashes, JSON."""
+"""Files that are complete or absent: atomic writes, downloads, locks, hashes, JSON."""
 
 import hashlib
 import itertools
@@ -7,16 +7,21 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
-URL_SECRETS = re.compile(r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
+Item = TypeVar("Item")
+URL_SECRETS = re.compile(  # the second kind is an address without its host, as urllib3 names it
+    r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
+)
 MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
 
 
@@ -65,6 +70,29 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def finish_within(seconds: float, download: Callable[[], Item]) -> Item:
+    """Run a download in a thread and wait for its result; a late one is left to itself.
+
+    A library's own timeout is of each read, so that a server which sends a byte now and then would
+    hold the caller for ever.
+
+    Raises:
+        TimeoutError: it has not ended in time.
+    """
+    future: Future[Item] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(download())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"not complete after {seconds:,} s")
+    return future.result()
 
 
 def sha256_of(path: Path) -> str:

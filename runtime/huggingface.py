@@ -20,14 +20,22 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import atomic_write, is_plain_name, read_json, redact_secrets, write_json
+from runtime.files import (
+    atomic_write,
+    finish_within,
+    is_plain_name,
+    read_json,
+    redact_secrets,
+    write_json,
+)
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
 HF_INDEX_NAME = "model.safetensors.index.json"  # lists the weight files where there are several
 EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written over
-HUB_TIMEOUT_SECONDS = 10
+HUB_TIMEOUT_SECONDS = 10  # of an answer
+HUB_DOWNLOAD_SECONDS = 3 * 3600  # of a model; the 6.4 GB of gpt2-xl at 0.6 MB/s
 
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
@@ -61,9 +69,12 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
 
     Raises:
         FileNotFoundError: there is no such folder or model, or the hub cannot be reached.
-        ValueError: it is not a GPT-2 that `model.py` can compute, or a file is damaged.
+        ValueError: it is not a GPT-2 that `model.py` can compute, a weight is not finite, or a
+            file is damaged.
     """
-    return from_hf(*_open_pretrained(source)).to(device)
+    tensors, config = _open_pretrained(source)
+    check_finite(tensors, source)
+    return from_hf(tensors, config).to(device)
 
 
 def read_pretrained_config(source: str | Path) -> GPTConfig:
@@ -253,6 +264,27 @@ def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     return {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in values.items()}
 
 
+def check_finite(tensors: Mapping[str, Tensor], source: str | Path) -> None:
+    """Refuse weights that are NaN or infinite, which would make every loss NaN.
+
+    Raises:
+        ValueError: naming the first such tensor of the model `source`.
+    """
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise ValueError(
+                f"{source}: {name} has weights that are NaN or infinite: "
+                f"take another model, or an earlier checkpoint"
+            )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite; 16 times as fast on a CPU as `isfinite().all()`."""
+    if tensor.numel() == 0:  # a shard may be
+        return True
+    return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # NaN if any is
+
+
 def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal: str) -> None:
     """Compare names and shapes.
 
@@ -374,11 +406,14 @@ def _download(source: str) -> Path:
             for name in names:
                 # Fails at once where the download itself would try again for half a minute.
                 get_hf_file_metadata(hf_hub_url(repo, name), timeout=HUB_TIMEOUT_SECONDS)
-            paths = [hf_hub_download(repo, name) for name in names]
+            paths = finish_within(
+                HUB_DOWNLOAD_SECONDS, lambda: [hf_hub_download(repo, name) for name in names]
+            )
     except Exception as error:  # the hub's HTTP library, and so its errors, vary by version
+        reason = redact_secrets(str(error).strip().partition("\n")[0])
         raise FileNotFoundError(
             f"{source!r} is not a folder, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {redact_secrets(str(error).strip().splitlines()[0])}); "
+            f"({type(error).__name__}: {reason}); "
             f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
             f"owner/name"
         ) from None

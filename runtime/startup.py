@@ -1,4 +1,4 @@
-"""What a script does before its imports, which take seconds."""
+"""What a script does before its imports, which take seconds, and asks without them."""
 
 import os
 import signal
@@ -44,3 +44,9 @@ def _explain_wait() -> None:
 def _exit_on_ctrl_c(*_: object) -> None:
     os.write(2, b"interrupted\n")
     os._exit(130)
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: under `torchrun`, its share of the machine's."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

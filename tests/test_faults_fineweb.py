@@ -8,7 +8,7 @@ import time
 
 import pytest
 from soak_kill import faults_of_shards
-from test_fineweb import contents, start_fineweb, texts_of, write_jsonl
+from test_fineweb import contents, run_driver, start_fineweb, texts_of, write_jsonl, write_parquet
 
 from corpus.shards import Manifest
 
@@ -128,3 +128,48 @@ def test_main_without_room_for_its_temporary_file_names_it(work, tmp_path):
     process = start_fineweb(work, *flags, preexec_fn=limit_files_to(100_000))
     assert_refused(process, "", "gpt2.tiktoken: File too large; make room there, or set TMPDIR")
     assert not (tmp_path / "d").exists()
+
+
+# Source files that change
+
+AT_THIRD_SHARD = 6  # renaming: two shards, the manifest, a shard, the manifest, a shard
+
+
+def write_source(path, texts):
+    """Texts in the format that the file's name says; returns its bytes."""
+    if path.suffix == ".txt":
+        path.write_text("\n".join(texts))
+    else:
+        {".jsonl": write_jsonl, ".parquet": write_parquet}[path.suffix](path, texts)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
+@pytest.mark.parametrize("change", ["grown", "cut", "touched"])
+def test_main_refuses_a_source_that_changes_while_it_is_read(tmp_path, kind, change):
+    """When the third shard is finished, most of the file is still to be read."""
+    texts, source = texts_of(10_000), tmp_path / f"a.{kind}"
+    whole = write_source(source, texts)
+    before = write_source(source, texts[:9000])
+    write_source(tmp_path / f"b.{kind}", texts[:100])
+    sources = ("--source", f"a.{kind}", f"b.{kind}")
+    flags = (*sources, "--shard-size=5000", "--workers=1", "--data-dir=d")
+    changes = {
+        "grown": f"open('{source}', 'ab').write({whole[len(before) :]!r})",
+        "cut": f"os.truncate('{source}', {len(before) // 2})",
+        "touched": f"os.utime('{source}')",
+    }
+    change_file = {"INSTEAD": "exec(open('change.py').read())"}
+    (tmp_path / "change.py").write_text(changes[change])
+    done = run_driver(tmp_path, *flags, kill_at=AT_THIRD_SHARD, environment=change_file)
+    assert done.returncode == 2, done
+    said = f"error: a.{kind} was changed while it was read ({len(before):,} bytes before, "
+    assert done.stderr.startswith(said)
+    assert done.stderr.endswith("choose another --data-dir, or delete it\n")
+    assert not Manifest.load(tmp_path / "d").complete
+    if change == "grown" and kind != "parquet":  # the remedy is right
+        assert source.read_bytes() == whole
+        for folder in ("d", "whole"):
+            done = run_driver(tmp_path, *flags, f"--data-dir={folder}")
+            assert done.returncode == 0, done.stderr
+        assert contents(tmp_path / "d") == contents(tmp_path / "whole")

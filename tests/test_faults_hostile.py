@@ -4,6 +4,7 @@ No test trusts a format's name: each file is what an attacker would offer under 
 """
 
 import ast
+import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -13,8 +14,10 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import struct
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ import torch
 from conftest import ROOT, TINY_RUN
 from forked import Commands, assert_refused
 from safetensors.torch import load_file, save_file
+from test_fineweb import Hub, texts_of, write_parquet
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks")
 FOLDERS = (".", "bench", "corpus", "runtime", "training")
@@ -357,6 +361,25 @@ def test_weights_that_are_no_floats_are_refused(commands, exported, dtype, bits)
     assert_refused(sample(commands, exported), name)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named(
+    commands, tiny_data, run_dir, exported, checkpoint, value
+):
+    name = "transformer.h.1.mlp.c_fc.weight"
+    for path in (exported / "model.safetensors", checkpoint / "model.safetensors"):
+        tensors = load_file(path)
+        tensors[name][3, 5] = value
+        save_file(tensors, path)
+    vouch_for(checkpoint)
+    for source, folder in ((exported, exported), (run_dir, checkpoint)):
+        said = f"{folder}: {name} has weights that are NaN or infinite"
+        where = (f"--data-dir={tiny_data}", f"--out-dir={run_dir.parent}", "--device=cpu")
+        flags = (*where, f"--init-from={source}", "--run-name=new", "--hellaswag-every=0")
+        assert_refused(commands.run("train_gpt2", *flags, "--no-compile"), said)
+        assert not (run_dir.parent / "new").exists()
+        assert_refused(sample(commands, source), said)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -462,6 +485,167 @@ def test_no_secret_is_told_where_the_hub_fails(tmp_path, hub, user, status, sent
     assert texts.code == model.code == 2
     assert_no_secret(tmp_path, texts, model)
     assert any(token.startswith(sent) for token in RefusingHub.sent)
+
+
+LEAK = """
+import logging, sys, threading, warnings
+import train_gpt2
+from runtime.cli import run_command
+from runtime.distributed import DistInfo, print0
+url = "https://me:SECRET@storage/x?X-Amz-Signature=SECRET&X-Amz-Credential=SECRET"
+logger = logging.getLogger("of a library")
+logger.addHandler(logging.StreamHandler())  # before run_command
+def main():
+    warnings.warn(f"WARNED {url}")
+    logger.error("LOGGED %s", url)
+    logger.error("Max retries exceeded with url: /x?X-Amz-Signature=SECRET (Caused by nothing)")
+    thread = threading.Thread(target=open, args=[f"RAISED {url}"])
+    thread.start()
+    thread.join()
+    print0(DistInfo(), f"PRINTED {url}")
+    raise OSError(f"FAILED {url}")
+run_command(main)
+"""
+
+
+def test_no_message_of_any_kind_shows_a_signed_address(commands, tmp_path):
+    (tmp_path / "leak.py").write_text(LEAK)
+    done = commands.run(tmp_path / "leak.py")
+    assert (done.code, done.stdout) == (2, "PRINTED https://storage/x\n")
+    for kind in ("WARNED", "LOGGED", "FAILED"):
+        assert f"{kind} https://storage/x" in done.stderr
+    assert "RAISED https://storage/x" in done.stderr  # in a thread's traceback
+    assert "SECRET" not in done.stderr.replace(LEAK, "")
+
+
+class SigningHub(Hub):
+    """A hub that redirects every large file to a signed address, at which it is not to be had."""
+
+    damage = ""
+    left = 0  # answers of the storage that are right
+
+    def do_GET(self):  # noqa: N802 - the names that http.server looks for
+        path = self.path.split("?")[0]
+        if path.startswith("/storage/"):
+            return self.storage(path.removeprefix("/storage/"))
+        if found := re.fullmatch(r"/o/n/resolve/main/(.+)", path):  # of a model
+            return self.file("a" * 40, found[1])
+        return super().do_GET()
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def file(self, commit, name):
+        if not name.endswith((".parquet", ".safetensors")):
+            return super().file(commit, name)
+        address = f"http://localhost:{self.server.server_port}/storage/{name}"  # another host
+        size = ("X-Linked-Size", str(len(self.files[name])))
+        signature = "X-Amz-Signature=SECRET&X-Amz-Credential=SECRET"
+        place = [("Location", f"{address}?{signature}"), ("ETag", '"tag"'), size]
+        return self.answer(302, headers=[*place, ("X-Repo-Commit", commit)])
+
+    def storage(self, name):
+        SigningHub.left -= 1
+        if self.left >= 0:
+            return super().file("a" * 40, name)
+        if self.damage == "cut off" and self.left == -1:
+            self.close_connection = True
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        if self.damage.startswith("slow"):
+            return self.drip(self.damage)
+        if self.damage == "damaged":
+            whole = self.files[name]
+            self.files = {name: whole[:50] + b"x" * (len(whole) - 100) + whole[-50:]}
+            return super().file("a" * 40, name)
+        return self.answer(404 if self.damage == "gone" else 403, b"Request has expired")
+
+    def drip(self, part):
+        """A byte now and then, until the client is gone: of the headers, or of the body."""
+        start = b"HTTP/1.1 200 OK\r\n"
+        start += b"X-Long: " if part == "slow headers" else b"Content-Length: 1000\r\n\r\n"
+        with contextlib.suppress(OSError):
+            self.wfile.write(start)
+            while True:
+                self.wfile.write(b"x")
+                time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def signing_hub(tmp_path_factory):
+    """Commands whose hub is a `SigningHub`, which has the data set and the model o/n."""
+    folder = tmp_path_factory.mktemp("signing")
+    SigningHub.files = {"config.json": b"{}", "model.safetensors": bytes(1000)}
+    for part in "01":
+        path = write_parquet(folder / "part.parquet", texts_of(1000))
+        SigningHub.files[f"{part}.parquet"] = path.read_bytes()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SigningHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    environment = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "hf")}
+    with Commands(folder, **environment) as commands:
+        yield commands
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("damage", ["expired", "gone", "damaged"])
+def test_no_signed_address_is_shown_where_a_stream_fails(signing_hub, tmp_path, damage):
+    """One line says what is kept, and the same command goes on once the hub is well again."""
+    SigningHub.damage, SigningHub.left = damage, 2
+    flags = ("--source=o/n", f"--data-dir={tmp_path}/data", "--shard-size=1000")
+    failed = signing_hub.run("fineweb", *flags)
+    assert_refused(failed, "reading o/n failed (", "finished shards stay, and the same command")
+    SigningHub.left = 1000
+    done = signing_hub.run("fineweb", *flags)
+    assert done.code == 0, done.stderr
+    assert_no_secret(signing_hub.folder, failed, done)
+    assert_no_secret(tmp_path, failed, done)
+
+
+def test_no_signed_address_is_shown_where_a_download_fails(signing_hub, tmp_path, tiny_data):
+    """The hub's library logs the address itself when it tries again."""
+    SigningHub.damage, SigningHub.left = "cut off", 0
+    flags = (f"--data-dir={tiny_data}", f"--out-dir={tmp_path}/runs", "--init-from=o/n")
+    model = signing_hub.run("train_gpt2", *flags, "--device=cpu")
+    assert model.code == 2
+    assert "Error while downloading from http://localhost:" in model.stderr
+    assert "error: 'o/n' is not a folder, and the" in model.stderr.splitlines()[-1]
+    script = tmp_path / "fetch.py"
+    script.write_text(
+        "import pathlib, hellaswag\nfrom runtime.cli import run_command\n"
+        "url = 'http://127.0.0.1:1/x?X-Amz-Signature=SECRET'\n"
+        "run_command(lambda: hellaswag.fetch(url, pathlib.Path('x'), 1, ''))\n"
+    )
+    data = signing_hub.run(script)
+    assert_refused(data, "cannot download http://127.0.0.1:1/x (")
+    script.unlink()
+    (tmp_path / "empty").touch()
+    assert_no_secret(tmp_path, model, data)
+
+
+@pytest.mark.parametrize("damage", ["slow headers", "slow body"])
+def test_download_that_drips_ends_in_one_line(signing_hub, tmp_path, damage):
+    """No read is late, only the whole: it would take minutes here, and hours for a real file."""
+    SigningHub.damage, SigningHub.left = damage, 0
+    script = tmp_path / "short.py"
+    script.write_text(
+        "import pathlib, sys, hellaswag, runtime.huggingface\n"
+        "from runtime.cli import run_command\n"
+        "hellaswag.DOWNLOAD_TIMEOUT_SECONDS = runtime.huggingface.HUB_DOWNLOAD_SECONDS = 1\n"
+        "if sys.argv[1:] == ['model']:\n"
+        "    run_command(lambda: runtime.huggingface.load_pretrained('o/n'))\n"
+        "run_command(lambda: hellaswag.fetch(sys.argv[1], pathlib.Path('x'), 1000, ''))\n"
+    )
+    url = signing_hub.environment["HF_ENDPOINT"] + "/storage/x"
+    data = signing_hub.run(script, url)
+    assert_refused(data, f"cannot download {url} (not complete after 1 s; ", "--data FILE")
+    [came] = re.findall(r"; (\d+) of 1,000 bytes came\)", data.stderr)
+    assert (int(came) > 0) == (damage == "slow body")
+    assert not (signing_hub.folder / "x").exists()
+    model = signing_hub.run(script, "model")
+    assert model.code == 2
+    last = model.stderr.splitlines()[-1]  # below the library's progress bar
+    assert "error: 'o/n' is not a folder" in last
+    assert "(TimeoutError: not complete after 1 s)" in last
 
 
 def test_no_flag_takes_a_secret():

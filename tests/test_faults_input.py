@@ -111,6 +111,25 @@ def test_training_refuses_a_shard_that_changed_or_is_gone(commands, data):
     assert_refused(train(commands, data), "train_000003.npy", "No such file")
 
 
+@pytest.mark.parametrize("name", ["val_000000.npy", "train_000001.npy", "train_000003.npy"])
+def test_preflight_finds_the_byte_that_a_start_does_not(commands, data, name):
+    """As a disk that fails changes it: neither size nor time show it, only the hash does."""
+    done = train(commands, data, "--preflight")
+    assert "1,500 + 500 tokens, fingerprint " in done.stdout
+    assert "all hashes right" in done.stdout
+    path = data / name
+    content, times = bytearray(path.read_bytes()), path.stat()
+    content[-2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert_refused(train(commands, data, "--preflight"), "data: ", f"{name} has changed since")
+    assert train(commands, data, "--max-steps=1").code == 0
+    flags = (*TINY_RUN, f"--data-dir={data}", f"--out-dir={data.parent}/runs", "--preflight")
+    done = commands.run_ranks(2, "train_gpt2", *flags)
+    assert done.code == 2
+    assert f"{name} has changed since" in done.stderr
+
+
 def test_training_reads_links_by_their_content(commands, data, tmp_path):
     """Shards may lie on another disk; a link to what is no shard is refused by its content."""
     path, elsewhere = data / "train_000002.npy", tmp_path / "another disk" / "x.npy"
@@ -134,6 +153,27 @@ def test_two_ranks_refuse_a_bad_shard(commands, data):
     refusals = [line for line in done.stderr.splitlines() if "train_000002.npy is not a" in line]
     assert len(refusals) == 1
     assert not (data.parent / "runs").exists()
+
+
+# More shards than files that may be open
+
+
+def test_training_reads_more_shards_than_files_may_be_open(commands, data, tmp_path):
+    """Under `ulimit -n 64`: 240 training shards in a loader that shuffles, next to 120 others."""
+    for number, tokens in enumerate(np.split(TOKENS[:1920].repeat(3), 360)):
+        np.save(data / f"{'train' if number % 3 else 'val'}_{number:06}.npy", tokens)
+    (data / "manifest.json").unlink()
+    script = tmp_path / "limited.py"
+    script.write_text(
+        "import resource, train_gpt2\n"
+        "from runtime.cli import run_command\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "run_command(train_gpt2.main)\n"
+    )
+    flags = (*TINY_RUN, f"--data-dir={data}", f"--out-dir={tmp_path}/runs", "--max-steps=16")
+    done = commands.run(script, *flags, "--val-tokens=1900")
+    assert done.code == 0, done.stderr
+    assert "done: " in done.stdout
 
 
 # Manifests
@@ -176,6 +216,25 @@ def test_training_refuses_an_empty_manifest_and_what_is_none(commands, data):
     for content in (b"", b"[]", b"[" * 10**6):
         path.write_bytes(content)
         assert_refused(train(commands, data), "manifest.json is not")
+
+
+def test_resuming_without_the_manifest_says_that_it_may_be_lost(commands, data):
+    path = data / "manifest.json"
+    content = path.read_bytes()
+    assert train(commands, data, "--max-steps=2").code == 0
+    path.unlink()
+    lost = f"if {path} was lost since, put it back, or make the data again"
+    assert_refused(train(commands, data, "--resume=auto"), "data_fingerprint", lost)
+    done = train(commands, data, "--resume=auto", "--seed=7")  # another cause
+    assert_refused(done, "seed 1337 -> 7")
+    assert "was lost" not in done.stderr
+    path.write_bytes(content)
+    assert train(commands, data, "--resume=auto").code == 0
+    path.unlink()
+    assert train(commands, data, "--run-name=b", "--max-steps=2").code == 0
+    path.write_bytes(content)
+    done = train(commands, data, "--run-name=b", "--resume=auto")
+    assert_refused(done, "data_fingerprint", f"if {path} was added since, move it away")
 
 
 # Sampling

@@ -31,7 +31,7 @@ from tokenizer import END_OF_TEXT, gpt2_encoding
 ROOT = Path(fineweb.__file__).parent
 
 # Runs fineweb.py in small batches. Before the KILL_AT-th renaming of a finished file the process
-# kills itself with -9.
+# kills itself with -9, or does what INSTEAD says.
 DRIVER = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
@@ -47,7 +47,7 @@ def kill_or_replace(*paths):
     global renamed
     renamed += 1
     if renamed == int(os.environ.get("KILL_AT", 0)):
-        os.kill(os.getpid(), signal.SIGKILL)
+        exec(os.environ.get("INSTEAD", "os.kill(os.getpid(), signal.SIGKILL)"))
     replace(*paths)
 os.replace = kill_or_replace
 fineweb.run_command(fineweb.main)
@@ -287,6 +287,7 @@ def test_main_refuses_a_second_writer(make, tmp_path):
             r"invalid UTF-8 .* at byte 53; .* iconv -f latin1 -t utf-8 .*/a\.jsonl",
         ),
         (b"[" * 100_000, "nested too deeply|not JSON"),
+        (b'{"id": ' + b"1" * 10_000 + b', "text": "x"}', "a number has too many digits"),
     ],
 )
 def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
@@ -294,6 +295,19 @@ def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
     path.write_bytes(b'{"text": "once upon a time"}\n\n{"text": ""}\n' + row + b"\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 4: .*({message})"):
         list(sources.read_jsonl(path, 0, 0))
+
+
+def test_read_jsonl_takes_what_python_takes(tmp_path):
+    """NaN, a repeated key (the last counts), and surrogates, which the tokenizers replace."""
+    rows = [b'{"score": NaN, "text": "a"}', b'{"text": "x", "text": "b"}']
+    rows += [rb'{"text": "\ud83d\ude00"}', rb'{"text": "c \ud800 d"}']
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(rows))
+    texts = [document.text for document in sources.read_jsonl(path, 0, 0)]
+    assert texts == ["a", "b", "😀", "c \ud800 d"]
+    batches = tokenize_documents(sources.FileSource([path]).documents(None), 1)
+    tokens = np.concatenate([tokens for _, tokens in batches]).tolist()
+    assert tokens == reference(["a", "b", "😀", "c \ufffd d"])
 
 
 def test_main_goes_on_once_a_bad_row_is_repaired(make, tmp_path):

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +84,75 @@ def test_open_shards_takes_a_folder_without_manifest(tmp_path):
     np.save(tmp_path / "edufineweb_train_000002.npy", tokens_of(5, 5))
     np.save(tmp_path / "edufineweb_train_000001.npy", tokens_of(5))
     assert open_shards(str(tmp_path), "train").read(0, 10).tolist() == list(range(10))
+
+
+def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
+    names = {
+        "train": ["edufineweb_train_000001", "train-0", "train000", "training_2", "x.train"],
+        "val": ["edufineweb_val_000000", "shard_val", "val000", "validation_2", "valid-1"],
+        "neither": ["constrained", "trainer", "retrain_0", "interval_0", "values", "evaluation"],
+    }
+    for name in (name for group in names.values() for name in group):
+        np.save(tmp_path / f"{name}.npy", tokens_of(5))
+    for split in ("train", "val"):
+        found = [path.stem for path in open_shards(tmp_path, split).paths]
+        assert sorted(found) == sorted(names[split])
+    np.save(tmp_path / "train_val_0.npy", tokens_of(5))
+    for split in ("train", "val"):
+        with pytest.raises(ValueError, match=r"train_val_0\.npy names both splits, train and val"):
+            open_shards(tmp_path, split)
+
+
+MANY_SHARDS = """
+import os, resource, sys, threading
+import numpy as np
+from corpus.shards import open_shards
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
+train, val = open_shards(sys.argv[1], "train"), open_shards(sys.argv[1], "val")
+expected = np.arange(6000, dtype=np.uint16)
+wrong = []
+def read(shards, first):
+    rng = np.random.default_rng(first)
+    for start in [*range(0, 2980, 7), *rng.integers(0, 2980, 500).tolist()]:
+        wrong.extend(np.flatnonzero(shards.read(start, 20) != expected[first:][start : start + 20]))
+pairs = [(val, 0), (val, 0), (train, 3000), (train, 3000)]
+threads = [threading.Thread(target=read, args=pair) for pair in pairs]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(wrong), len(train.paths), len(val.paths), len(os.listdir("/proc/self/fd")))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors as Linux does")
+@pytest.mark.parametrize(("soft", "hard", "most"), [(64, 64, 50), (64, 2048, 620)])
+def test_open_shards_reads_more_shards_than_files_may_be_open(tmp_path, soft, hard, most):
+    """Both splits of 300 shards, from several threads; a higher hard limit is made use of."""
+    for number, tokens in enumerate(np.split(tokens_of(6000), 600)):
+        np.save(tmp_path / f"{'train' if number >= 300 else 'val'}_{number:06}.npy", tokens)
+    command = [sys.executable, "-c", MANY_SHARDS, str(tmp_path), str(soft), str(hard)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wrong, train, val, open_files = map(int, done.stdout.split())
+    assert (wrong, train, val) == (0, 300, 300)
+    assert most - 30 < open_files <= most
+
+
+def test_shards_refuse_a_file_that_was_exchanged_while_it_was_closed(tmp_path):
+    """The first of 40 shards is closed again when all were looked at, under `ulimit -n 64`."""
+    for number, tokens in enumerate(np.split(tokens_of(400), 40)):
+        np.save(tmp_path / f"train_{number:06}.npy", tokens)
+    source = (
+        "import resource, sys, numpy as np; from corpus.shards import open_shards\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "shards = open_shards(sys.argv[1], 'train')\n"
+        "np.save(shards.paths[0], np.zeros(9, np.uint16))\n"
+        "shards.read(0, 10)\n"
+    )
+    command = [sys.executable, "-c", source, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "train_000000.npy has changed since the run began" in done.stderr
 
 
 def test_open_shards_names_the_shard_and_offset_of_an_impossible_id(tmp_path):
@@ -187,7 +258,7 @@ def test_open_shards_refuses_any_damage_that_changes_the_tokens(tmp_path_factory
     else:  # no hash tells one id from another; dtype, shape and range were checked all the same
         assert not manifest
         shards = open_shards(folder, "train")
-        assert all(array.dtype == np.uint16 and array.ndim == 1 for array in shards.arrays)
+        assert shards.read(0, shards.total_tokens).shape == (sum(shards.lengths),)
 
 
 def refusal_of(folder):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from corpus.shards import Manifest, verify_shards
 from dataloader import open_data
 from runtime.cli import RunStopped, print_error
 from runtime.device import device_name, select_dtype, synchronize
@@ -61,10 +62,7 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
         with explaining("clocks"):
             print0(dist_info, f"clocks    {check_clocks(dist_info)}")
         with explaining("data", patient=True):  # reading or hashing it all may take long
-            validates = config.val_every > 0
-            train, val = open_data(config.data_dir, config.block_size, dist_info, validates)
-            tokens = f"{train.total_tokens:,} + {val.total_tokens:,} tokens"
-            print0(dist_info, f"data      {tokens}, fingerprint {train.fingerprint[:12]}")
+            print0(dist_info, f"data      {check_data(config, dist_info)}")
         run_dir = choose_run_dir(config, checkpoint)
         with raise_on_all_ranks(dist_info):
             check_usable(run_dir, config, checkpoint)
@@ -144,6 +142,20 @@ def check_clocks(dist_info: DistInfo) -> str:
         if skew > CLOCK_LIMIT_SECONDS:
             raise ValueError(f"{found}, more than {CLOCK_LIMIT_SECONDS:.0f} s")
     return f"warning: {found}" if skew > CLOCK_WARNING_SECONDS else found
+
+
+def check_data(config: TrainConfig, dist_info: DistInfo) -> str:
+    """Check that all ranks have the same data, and every shard's hash or, without any, ids."""
+    validates = config.val_every > 0
+    train, val = open_data(config.data_dir, config.block_size, dist_info, validates)
+    manifest, checked = Manifest.load(config.data_dir), "no manifest, all ids right"
+    if manifest is not None:
+        with raise_on_all_ranks(dist_info):  # the ranks of a machine share the work
+            own = manifest.shards[dist_info.local_rank :: dist_info.local_world_size]
+            verify_shards(config.data_dir, own)
+        checked = "all hashes right"
+    tokens = f"{train.total_tokens:,} + {val.total_tokens:,} tokens"
+    return f"{tokens}, fingerprint {train.fingerprint[:12]}, {checked}"
 
 
 def check_disk(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
+from corpus.shards import SHARD_MANIFEST
 from model import GPTConfig
 from runtime.checkpoint import (
     clean_up,
@@ -363,16 +364,24 @@ def check_resume_compatible(
     expected = {**state.model_config, "data_fingerprint": state.data_fingerprint}
     for name in DATA_ORDER_SETTINGS:
         found[name], expected[name] = getattr(config, name), state.train_config.get(name)
-    changes = [
-        f"{name} {expected.get(name)} -> {value}"
+    changes = {
+        name: f"{name} {expected.get(name)} -> {value}"
         for name, value in found.items()
         if expected.get(name) != value
-    ]
+    }
     if changes:
         choice = ", choose another run by --run-name," if config.resume == "auto" else ""
+        hint, manifest = "", config.data_dir / SHARD_MANIFEST
+        if changes.keys() == {"data_fingerprint"}:  # which a manifest gives, if there is one
+            hint = f"; if {manifest} was added since, move it away"
+            if not manifest.is_file():
+                hint = (
+                    f"; if {manifest} was lost since, put it back, or make the data again by the "
+                    f"same python fineweb.py with another --data-dir"
+                )
         raise ValueError(
-            f"{checkpoint} is of another run ({', '.join(changes)}): "
-            f"leave these as they were{choice} or start a new run without --resume"
+            f"{checkpoint} is of another run ({', '.join(changes.values())}): "
+            f"leave these as they were{choice} or start a new run without --resume{hint}"
         )
 
 
