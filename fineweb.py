@@ -20,7 +20,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from corpus import parts, shards, sources
 from corpus.shards import SHARD_MANIFEST, Manifest, check_same_dataset
 from corpus.sources import WHOLE, Cursor, Document, Part, Source
 from runtime.cli import parse_flags, print_error, run_command
+from runtime.files import lock_folder
 from runtime.startup import usable_cores
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
@@ -190,12 +191,10 @@ def folder_lock(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: another process holds it.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    lock, manifest = folder / ".fineweb.lock", folder / SHARD_MANIFEST
+    manifest = folder / SHARD_MANIFEST
     had_manifest = manifest.exists()
     try:
-        with filelock.FileLock(lock, timeout=0):
+        with lock_folder(folder, ".fineweb.lock"):
             try:
                 for pattern in (".*.npy.*.tmp", f".{SHARD_MANIFEST}.*.tmp"):  # of a killed run
                     for leftover in folder.glob(pattern):
@@ -204,14 +203,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
             finally:
                 if not (had_manifest or any(folder.glob("*.npy")) or shards.is_complete(folder)):
                     manifest.unlink(missing_ok=True)
-                if os.name == "posix":  # elsewhere an open file cannot be removed
-                    lock.unlink(missing_ok=True)  # a merge may have deleted a finished part
     except filelock.Timeout:
         raise ValueError(f"another fineweb.py is writing to {folder}: wait for it") from None
-    finally:
-        for path in made:
-            with suppress(OSError):  # it is not empty
-                path.rmdir()
 
 
 def find_earlier(folder: Path) -> Manifest | None:

@@ -170,46 +170,44 @@ def lock_folder(path: Path, file_name: str) -> Iterator[LockedFolder]:
     """Make a folder, and keep other processes out of it for the length of the body.
 
     A file in it is locked and, where the file system can do that, the folder itself, so that
-    deleting the file admits nobody. If the body writes nothing, what was made here is removed.
+    deleting the file admits nobody. Folders that were made here and are empty at the end go again.
 
     Raises:
         filelock.Timeout: (an OSError) another process has the folder.
     """
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
+    folder, is_locked = LockedFolder(path), False
     try:
-        with FileLock(path / file_name, timeout=0), _folder_descriptor(path) as descriptor:
+        with FileLock(path / file_name, timeout=0):
             try:
-                yield LockedFolder(path, descriptor)
+                if os.name == "posix":
+                    folder.descriptor = os.open(path, os.O_RDONLY)
+                    is_locked = _lock_descriptor(folder.descriptor)
+                yield folder
             finally:
-                with suppress(OSError):  # it was moved
-                    if path in made and os.name == "posix" and os.listdir(path) == [file_name]:
-                        (path / file_name).unlink()
+                if is_locked:
+                    with suppress(OSError):  # the folder may be gone
+                        (folder.path / file_name).unlink()
+                if folder.descriptor is not None:
+                    os.close(folder.descriptor)
     finally:
-        for folder in made:
+        for each in made:
             with suppress(OSError):  # it is not empty
-                folder.rmdir()
+                each.rmdir()
 
 
-@contextmanager
-def _folder_descriptor(path: Path) -> Iterator[int | None]:
-    """A descriptor of a folder, locked where the file system can lock folders (not on NFS)."""
-    if os.name != "posix":
-        yield None
-        return
+def _lock_descriptor(descriptor: int) -> bool:
+    """Lock an open folder; False where the file system can lock files only, as NFS."""
     import fcntl
 
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Timeout(str(path)) from None
-        except OSError:
-            pass
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Timeout("the folder") from None
+    except OSError:
+        return False
+    return True
 
 
 def _is_same(path: Path, descriptor: int) -> bool:
