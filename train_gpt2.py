@@ -42,7 +42,7 @@ from tokenizer import gpt2_encoding
 from training import memory, run_dir
 from training.cluster import print_plan
 from training.config import TrainConfig
-from training.preflight import check_parallel_mode, run_preflight
+from training.preflight import check_parallel_mode, check_software, run_preflight
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -96,6 +96,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def run(config: TrainConfig, resume_from: Path | None, dist_info: DistInfo) -> None:
     """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
+    check_software(config, dist_info)
     folder = run_dir.choose_run_dir(config, resume_from, dist_info)
     if distributed.broadcast_int(run_dir.is_finished(resume_from, config), dist_info):
         print0(dist_info, f"{folder} is finished: give a larger --max-steps to train on")
@@ -607,4 +608,4 @@ def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, optional_output=True)
