@@ -42,7 +42,7 @@ from tokenizer import gpt2_encoding
 from training import memory, run_dir
 from training.cluster import print_plan
 from training.config import TrainConfig
-from training.preflight import check_parallel_mode, run_preflight
+from training.preflight import check_parallel_mode, check_software, run_preflight
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -89,15 +89,14 @@ def main(args: Sequence[str] | None = None) -> None:
     elif config.preflight:
         run_preflight(config, resume_from)
     else:
-        with (
-            distributed.setup_distributed(config.device, config.cpu_offload) as dist_info,
-            run_dir.open_run(args, config, resume_from, dist_info) as (folder, config, resume_from),
-        ):
-            run(config, resume_from, folder, dist_info)
+        with distributed.setup_distributed(config.device, config.cpu_offload) as dist_info:
+            check_software(config, dist_info)
+            with run_dir.open_run(args, config, resume_from, dist_info) as opened:
+                run(*opened, dist_info)
 
 
 def run(
-    config: TrainConfig, resume_from: Path | None, folder: LockedFolder, dist_info: DistInfo
+    folder: LockedFolder, config: TrainConfig, resume_from: Path | None, dist_info: DistInfo
 ) -> None:
     """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
     if distributed.broadcast_int(run_dir.is_finished(resume_from, config), dist_info):
@@ -640,4 +639,4 @@ def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, optional_output=True)

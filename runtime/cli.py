@@ -5,6 +5,7 @@ import difflib
 import io
 import os
 import re
+import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -105,16 +106,62 @@ def _unboxed(text: str) -> str:
     return re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(body[:end]) or title)
 
 
-def run_command(main: Callable[[], None]) -> None:
+class OptionalOutput:
+    """Standard output or error of a run that must not wait for its reader, nor end with it.
+
+    Text that the stream does not take at once (a terminal after Ctrl-S, a pipe whose reader
+    sleeps) or at all (a terminal or a reader that is gone, a full disk) is left out.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lines_left_out = 0
+
+    def write(self, text: str) -> int:
+        """Write a line, or leave it out."""
+        if not takes_output(self._stream.fileno()):
+            self._lines_left_out += text.count("\n")
+            return len(text)
+        left_out, self._lines_left_out = self._lines_left_out, 0
+        notice = f"({left_out} lines left out: nobody read them)\n" if left_out else ""
+        with contextlib.suppress(OSError):
+            self._stream.write(notice + text)
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left to flush."""
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the stream has
+        return getattr(self._stream, name)
+
+
+def takes_output(descriptor: int) -> bool:
+    """Whether a line written now would not wait for a reader; True where this is not known."""
+    try:
+        return bool(select.select([], [descriptor], [], 0)[1])
+    except OSError:  # Windows asks only of sockets
+        return True
+
+
+def run_command(main: Callable[[], None], optional_output: bool = False) -> None:
     """Run a script's `main`; an error that a user can cause ends as one line and exit code 2.
 
     A run that had to stop (RunStopped; FloatingPointError: loss or gradient are not finite) exits
     with code 1, Ctrl-C with 130, and output into a pipe that is closed (`| head`) with 141.
+
+    Args:
+        main: what to run.
+        optional_output: whether `main` goes on where its output is not taken: it makes files.
     """
     finish_startup()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
             stream.reconfigure(errors="replace")
+    if optional_output:
+        sys.stdout, sys.stderr = (
+            cast(TextIO, OptionalOutput(stream)) for stream in (sys.stdout, sys.stderr)
+        )
     _redact_writes(sys.stderr)
     try:
         main()
@@ -144,8 +191,9 @@ def print_error(message: str) -> None:
     """Print one line on stderr, with the rank of a process that `torchrun` started."""
     rank = os.environ.get("RANK", "0")
     line = ("" if rank == "0" else f"[rank {rank}] ") + " ".join(message.split()) + "\n"
-    sys.stderr.write(line)  # one write, where print makes two: lines of several ranks stay whole
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the terminal is gone: only the exit code can tell
+        sys.stderr.write(line)  # one write, where print makes two: lines of ranks stay whole
+        sys.stderr.flush()
 
 
 def _exit(code: int) -> NoReturn:

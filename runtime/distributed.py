@@ -68,8 +68,9 @@ def setup_distributed(
 ) -> Iterator[DistInfo]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 
-    GPUs use NCCL, CPUs use gloo. A DDP model must not outlive the body: build it in a function
-    that the body calls.
+    GPUs use NCCL, CPUs use gloo. Neither asks who connects: processes of one machine talk over its
+    loopback interface, unless the environment names another. A DDP model must not outlive the
+    body: build it in a function that the body calls.
 
     Args:
         device_name: see `select_device`; with CUDA each process takes the GPU of its local rank.
@@ -88,6 +89,10 @@ def setup_distributed(
     if "RANK" not in os.environ:  # not started by torchrun
         yield dist_info
         return
+    if dist_info.local_world_size == dist_info.world_size:  # no other machine may come in
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if device.type == "mps":
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
@@ -227,16 +232,18 @@ def all_reduce_max(value: int, dist_info: DistInfo) -> int:
 def gather_text(text: str, dist_info: DistInfo) -> list[str]:
     """Every process's `text`, in the order of their ranks, on every process.
 
-    Not by `all_gather_object`, which would unpickle what other machines send.
+    Not by `all_gather_object`, which would unpickle what other machines send. A path that is not
+    UTF-8 goes through as Python has it.
     """
     if dist_info.world_size == 1:
         return [text]
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=dist_info.device)
+    encoded = text.encode(errors="surrogateescape")
+    data = torch.tensor(list(encoded), dtype=torch.uint8, device=dist_info.device)
     longest = max(1, all_reduce_max(len(data), dist_info))
     padded = nn.functional.pad(data, (0, longest - len(data)))  # with NULs, which no text has
     texts = [torch.empty_like(padded) for _ in range(dist_info.world_size)]
     dist.all_gather(texts, padded)
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in texts]
+    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="surrogateescape") for each in texts]
 
 
 @contextmanager
@@ -338,5 +345,6 @@ def print0(dist_info: DistInfo, line: str) -> None:
     if not dist_info.is_main:
         return
     with suppress(OSError):  # a full disk or a closed pipe must not end a run
-        tqdm.write(redact_secrets(line))
+        # In one write, which is taken or left out as a whole.
+        tqdm.write(redact_secrets(line) + "\n", end="")
         sys.stdout.flush()  # so that a log file or a pipe has the line at once

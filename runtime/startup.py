@@ -4,12 +4,17 @@ import os
 import signal
 import sys
 import threading
+import time
 
 QUIET_SECONDS = 2.0  # of imports, before a line says what the wait is for
+ORPHAN_SECONDS = 120  # in which a rank that has lost its parent can save
 
 
 def prepare_process() -> None:
     """Set up this process for slow imports: Ctrl-C ends it in one line, a long wait is explained.
+
+    Standard streams that are closed (`>&-`) are opened on the null device: the next file would get
+    their number, and the messages with it. A rank ends when `torchrun` is gone.
 
     libgomp, which torch loads, reads its settings only then. Its waiting threads spin, which costs
     nothing alone but slows down all that shares the cores: on 2 cores next to two busy loops the
@@ -18,6 +23,13 @@ def prepare_process() -> None:
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
     if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
@@ -34,6 +46,19 @@ def finish_startup() -> None:
 
 def _is_starting() -> bool:
     return signal.getsignal(signal.SIGINT) is _exit_on_ctrl_c
+
+
+def _end_with(parent: int) -> None:
+    """End this process once `parent` has ended without ending it, as by `kill -9`.
+
+    The signal lets training save; a process that does not come to that, because it waits for
+    another in a collective, ends without.
+    """
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)
 
 
 def _explain_wait() -> None:

@@ -1,20 +1,24 @@
 """Stop together: what one process is asked to do, all processes do after the same step.
 
-SIGTERM and SIGUSR1 (schedulers send them before they kill), Ctrl-C, and a failure that only one
-process meets are remembered here, until all processes learn of them in `sync_stop`.
+SIGTERM and SIGUSR1 (schedulers send them before they kill), SIGHUP (the terminal is closed),
+Ctrl-C, and a failure that only one process meets are remembered here, until all processes learn of
+them in `sync_stop`.
 """
 
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
+from runtime.cli import takes_output
 from runtime.distributed import DistInfo, all_reduce_max, print0
 
-SIGNALS = [  # Windows has no SIGUSR1
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
+    if hasattr(signal, name)
 ]
 FAILURE = 1 << 16  # above every signal's number
 
@@ -107,6 +111,8 @@ class StopRequest:
         if self._own_code == number == signal.SIGINT and self._dist_info.world_size == 1:
             raise KeyboardInterrupt
         if not self._own_code and self._dist_info.is_main and os.isatty(2):
-            # Not print: a signal may come in the middle of one.
-            os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
+            line = f"{signal.Signals(number).name}: stopping after this step\n"
+            with suppress(OSError):  # the terminal is gone
+                if takes_output(2):
+                    os.write(2, line.encode())  # not print: a signal may come in the middle of one
         self._own_code = self._own_code or number

@@ -174,6 +174,37 @@ def test_run_command_shows_a_programming_error_in_full(tmp_path):
     assert "KeyError" in done.stderr
 
 
+@pytest.mark.parametrize("body", ["raise ValueError('bad')", "print('x'); raise ValueError('bad')"])
+def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(body, tmp_path):
+    with open("/dev/full", "w") as full:
+        assert run_script(tmp_path, body, stdout=full, stderr=full).returncode == 2
+
+
+MANY_LINES = """
+    from tqdm import tqdm
+    for i in tqdm(range(30_000), miniters=1, mininterval=0):
+        tqdm.write(f"line {i}" + 80 * "x", end="\\n")
+    open("done", "x").close()
+"""
+
+
+def test_optional_output_never_waits_for_a_terminal_that_takes_nothing(tmp_path):
+    script, environment = script_of(tmp_path, MANY_LINES)
+    script.write_text(script.read_text().replace("(main)", "(main, optional_output=True)"))
+    ours, theirs = pty.openpty()  # nothing is read from ours, as after Ctrl-S
+    process = subprocess.Popen(
+        [sys.executable, script], env=environment, stdout=theirs, stderr=theirs, cwd=tmp_path
+    )
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(theirs)
+        os.close(ours)
+    assert (tmp_path / "done").exists()
+
+
 # --- before the imports -----------------------------------------------------------------------
 
 
@@ -195,6 +226,22 @@ def test_prepare_process_limits_spinning_unless_the_user_has_set_it(given, expec
     command = [sys.executable, "-c", code]
     printed = subprocess.check_output(command, text=True, cwd=ROOT, env=environment | given)
     assert printed.strip() == expected
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("error", ["", "; raise ValueError('bad')"])
+def test_closed_streams_are_opened_on_the_null_device(tmp_path, closed, error):
+    opened = f"print('x'); file = open({str(tmp_path / 'number')!r}, 'w')"
+    child = "import os, sys; os.fstat(0), os.fstat(1), os.fstat(2)"
+    body = f"{opened}; import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], "
+    body += f"check=True); print(file.fileno(), file=file, flush=True){error}"
+    script, environment = script_of(tmp_path, body)
+    command = f'exec "$0" "$1" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, script], env=environment, capture_output=True
+    )
+    assert done.returncode == (2 if error else 0), done.stderr
+    assert int((tmp_path / "number").read_text()) > 2
 
 
 def test_long_imports_are_explained_on_a_terminal_and_end_at_ctrl_c(tmp_path):

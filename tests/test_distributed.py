@@ -24,6 +24,8 @@ def check(dist_info):
     assert broadcast_int(41 + dist_info.rank, dist_info) == 41
     assert all_reduce_max(dist_info.rank, dist_info) == 1
     assert gather_text("Grüße" * dist_info.rank, dist_info) == ["", "Grüße"]
+    path = os.fsdecode(b"runs\\xff")  # not UTF-8
+    assert gather_text(path, dist_info) == [path, path]
     check_same_on_all_ranks("numbers", ["one", "two"], dist_info)
     for end_on_one, message in ((fail_on_one, "on rank 1: one"), (differ, "rank 1 has 1, rank 0")):
         try:

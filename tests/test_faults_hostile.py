@@ -16,13 +16,15 @@ import re
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN
+from conftest import ROOT, TINY_RUN, torchrun
 from forked import Commands, assert_refused
 from safetensors.torch import load_file, save_file
 from test_fineweb import Hub, texts_of, write_parquet
@@ -661,3 +663,53 @@ def test_no_flag_takes_a_secret():
     assert "run_name" in flags
     counts = {"val_tokens", "max_new_tokens"}  # numbers of text tokens
     assert not [f for f in flags - counts if any(word in f for word in words)]
+
+
+# --- the network ------------------------------------------------------------------------------
+
+LISTENING = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+import psutil, train_gpt2
+from runtime.cli import run_command
+train = train_gpt2.train
+
+def train_and_list(*args):
+    train(*args)
+    found = psutil.Process().net_connections("inet")
+    listening = [each.laddr.ip for each in found if each.status == "LISTEN"]
+    names = [os.environ.get(f"{{kind}}_SOCKET_IFNAME") for kind in ("GLOO", "NCCL")]
+    print(json.dumps([len(found), listening, names]))
+
+train_gpt2.train = train_and_list
+run_command(train_gpt2.main)
+"""
+
+
+def list_sockets(tmp_path, launch, *flags, **environment):
+    """Train a step; each process's number of sockets, listening addresses, and interfaces."""
+    script = tmp_path / "listening.py"
+    script.write_text(LISTENING.format(root=str(ROOT)))
+    command = launch(script, *flags, "--max-steps=1", "--val-every=0")
+    output = subprocess.check_output(command, text=True, env=os.environ | environment)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+
+
+def test_run_of_one_process_has_no_socket(tmp_path, tiny_flags):
+    def launch(*command):
+        return [sys.executable, *command]
+
+    found = list_sockets(tmp_path, launch, *tiny_flags)
+    assert [(count, listening) for count, listening, _ in found] == [(0, [])]
+
+
+@pytest.mark.parametrize("chosen", [{}, {"NCCL_SOCKET_IFNAME": "eth7"}])
+def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path, tiny_flags, chosen):
+    found = list_sockets(tmp_path, torchrun, *tiny_flags, **chosen)
+    assert len(found) == 2
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    for _, listening, (gloo, nccl) in found:
+        assert listening
+        assert set(listening) <= {"127.0.0.1", "::1"}
+        assert gloo == loopback
+        assert nccl == chosen.get("NCCL_SOCKET_IFNAME", loopback)

@@ -124,6 +124,24 @@ def test_full_disk_at_the_console_log_does_not_end_the_run(flags, run_dir):
     assert b"Traceback" not in result.stderr
 
 
+def test_folders_whose_names_are_not_utf8_are_as_any_other(commands, flags, tiny_data, tmp_path):
+    data, out_dir = tmp_path / os.fsdecode(b"data\xff"), tmp_path / os.fsdecode(b"runs\xff")
+    shutil.copytree(tiny_data, data)
+    flags += [f"--data-dir={data}", f"--out-dir={out_dir}", "--micro-batch-size=2"]
+    assert commands.run("train_gpt2", *flags, "--max-steps=4").code == 0
+    for done in (
+        commands.run_ranks(2, "train_gpt2", *flags, "--resume=auto"),
+        commands.run("train_gpt2", f"--resume={out_dir / 'a'}", "--max-steps=9"),
+        commands.run("sample", f"--model={out_dir / 'a'}", "--max-new-tokens=2"),
+        commands.run("export", f"--model={out_dir / 'a'}", f"--out={out_dir / 'export'}"),
+        commands.run("sample", f"--model={out_dir / 'export'}", "--max-new-tokens=2"),
+        commands.run("plot", out_dir / "a"),
+    ):
+        assert done.code == 0, done.stderr
+    assert sorted(losses(out_dir / "a")) == list(range(1, 10))
+    assert (out_dir / "a/figures/loss.png").exists()
+
+
 # --- damage -----------------------------------------------------------------------------------
 
 

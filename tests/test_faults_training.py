@@ -4,16 +4,18 @@ import json
 import os
 import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, TINY_RUN, copy_code, torchrun
 from forked import assert_refused
 
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint
@@ -28,6 +30,8 @@ SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
 SLOWED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
+from runtime.startup import prepare_process
+prepare_process()
 import hellaswag, train_gpt2
 from runtime.cli import run_command
 
@@ -51,7 +55,7 @@ if "disk" in slow:
 if "step" in slow:
     train_gpt2.train_step = slowed(train_gpt2.train_step, "training")
 {more}
-run_command(train_gpt2.main)
+run_command(train_gpt2.main, optional_output=True)
 """
 
 
@@ -76,8 +80,6 @@ def whole(tiny_data, tmp_path_factory):
 
 
 def run_flags(tiny_data, out_dir):
-    from conftest import TINY_RUN
-
     return [f"--data-dir={tiny_data}", f"--out-dir={out_dir}", *TINY_RUN, "--max-steps=24"]
 
 
@@ -105,7 +107,7 @@ class Job:
         self.output = ""
 
     def wait_for(self, start):
-        """Read lines until one begins with `start`."""
+        """Read lines until one begins with `start`, or with one of several."""
         for line in self.process.stdout:
             self.output += line
             if line.startswith(start):
@@ -119,6 +121,14 @@ class Job:
         """The trainers that torchrun has started, by their rank."""
         children = psutil.Process(self.process.pid).children()
         return {int(child.environ()["RANK"]): child for child in children}
+
+    def sockets(self):
+        """The network connections and listening sockets of the process and its children."""
+        trainer, found = psutil.Process(self.process.pid), []
+        for process in [trainer, *trainer.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):  # a compiler that has ended
+                found += process.net_connections("inet")
+        return found
 
     def end(self, timeout=60):
         """Wait for the end; return the exit code and what was said on stderr."""
@@ -198,15 +208,57 @@ def test_kill_of_one_rank_ends_the_job_and_leaves_no_process(
     assert len(stopped) == 1
     assert "another process of this run is gone; last checkpoint step_0000000" in stopped[0]
     assert commands.run_ranks(2, "train_gpt2", *flags, "--micro-batch-size=2").code == 0
-    two = losses(run_dir)
-    assert two.keys() == whole.keys()
-    assert max(abs(whole[step] - two[step]) for step in two) <= 1e-5
+    assert losses(run_dir) == pytest.approx(whole, rel=0, abs=1e-5)
 
 
-# --- SIGTERM, SIGUSR1, Ctrl-C -----------------------------------------------------------------
+def test_kill_of_torchrun_ends_its_ranks_saved(commands, slowed, flags, run_dir, whole):
+    with Job(*torchrun(slowed("step"), *flags, "--micro-batch-size=2")) as job:
+        job.wait_for("step  9/")
+        ranks = job.ranks()
+        job.process.kill()
+        assert not psutil.wait_procs(ranks.values(), 60)[1]
+        output, errors = job.process.communicate()
+    step, reason = mark(run_dir)
+    assert reason == "SIGTERM"
+    assert saved_steps(run_dir)[-1] == step < 24
+    assert f"SIGTERM: stopped after step {step}; " in output
+    assert "Traceback" not in errors
+    assert commands.run_ranks(2, "train_gpt2", *flags, "--micro-batch-size=2").code == 0
+    assert losses(run_dir) == pytest.approx(whole, rel=0, abs=1e-5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_kill_of_torchrun_ends_a_rank_that_waits_for_another(slowed, flags):
+    more = "import runtime.startup\nruntime.startup.ORPHAN_SECONDS = 1"
+    with Job(*torchrun(slowed("step", more=more), *flags, "--micro-batch-size=2")) as job:
+        job.wait_for("step  2/")
+        ranks = job.ranks()
+        ranks[1].suspend()  # rank 0 soon waits for it in a collective
+        job.process.kill()
+        try:
+            assert not psutil.wait_procs([ranks[0]], 60)[1]
+        finally:
+            ranks[1].resume()
+        assert not psutil.wait_procs([ranks[1]], 60)[1]
+
+
+def test_kill_of_torchrun_ends_ranks_that_still_import(slowed, flags):
+    script = slowed()
+    importing = (
+        "print(os.environ['RANK'], 'imports', flush=True); time.sleep(1000)\nimport hellaswag"
+    )
+    script.write_text(script.read_text().replace("import hellaswag", importing, 1))
+    with Job(*torchrun(script, *flags)) as job:
+        for _ in range(2):
+            job.wait_for(("0 imports", "1 imports"))
+        ranks = job.ranks()
+        job.process.kill()
+        assert not psutil.wait_procs(ranks.values(), 60)[1]
+
+
+# --- SIGTERM, SIGUSR1, SIGHUP, Ctrl-C -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_signal_saves_marks_and_resumes_bit_for_bit(slowed, flags, run_dir, whole, number):
     with Job(sys.executable, slowed("step"), *flags, "--checkpoint-every=0") as job:
         job.wait_for("step  2/")
@@ -259,12 +311,14 @@ def test_signal_while_compiling_stops_after_the_first_step(flags, run_dir):
     with Job(*train(*flags, "--compile", "--val-every=0", "--block-size=64")) as job:
         job.wait_for("model")  # training begins
         time.sleep(0.5)  # by then compiling has begun, and goes on for a second at least
+        sockets = job.sockets()
         job.send(signal.SIGTERM)
         code, errors = job.end(120)
     assert (code, errors) == (0, "")
     step, _ = mark(run_dir)
     assert step in (0, 1)
     assert saved_steps(run_dir) == [1][:step]
+    assert not sockets
 
 
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
@@ -402,7 +456,8 @@ def test_ranks_that_find_other_checkpoints_are_refused(
         f"os.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])\n"
         "import train_gpt2\nfrom runtime.cli import run_command\nrun_command(train_gpt2.main)\n"
     )
-    done = commands.run_ranks(2, script, *flags, "--out-dir=runs", "--micro-batch-size=4")
+    flags += ["--out-dir=runs", "--micro-batch-size=4", "--seed=1337"]
+    done = commands.run_ranks(2, script, *flags)
     assert_refused(done, "the checkpoints to resume from differ: rank 1 has ")
 
 
@@ -447,6 +502,41 @@ def test_signal_to_torchrun_or_a_rank_stops_all_after_the_same_step(
     assert sorted(losses(run_dir)) == list(range(1, step + 1))
     assert job.output.count(": stopped after step") == 1
     verify_checkpoint(latest_checkpoint(run_dir))
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_closed_terminal_saves_and_marks(slowed, flags, run_dir, launcher):
+    flags += ["--micro-batch-size=2", "--checkpoint-every=0"]
+    command = torchrun(slowed("step"), *flags)
+    if launcher == "python":
+        command = [sys.executable, str(slowed("step")), *flags]
+    pid, terminal = pty.fork()  # as ssh makes it
+    if pid == 0:
+        os.execv(command[0], command)
+    shown = ""
+    while "step  2/" not in shown:
+        shown += os.read(terminal, 4096).decode()
+    family = psutil.Process(pid).children(recursive=True)
+    os.close(terminal)  # the kernel sends SIGHUP; from now on a write to the terminal is an error
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == (0 if launcher == "python" else 1)  # 1: torchrun's own
+    assert not psutil.wait_procs(family, 60)[1]
+    step, reason = mark(run_dir)
+    assert reason == "SIGHUP"
+    assert 2 <= step < 24
+    assert saved_steps(run_dir) == [step]
+    verify_checkpoint(latest_checkpoint(run_dir))
+
+
+def test_signal_that_nohup_ignores_stays_ignored(flags, run_dir):
+    flags += ["--checkpoint-every=0", "--log-every=1000", "--val-every=12"]
+    with Job("nohup", *train(*flags), stdin=subprocess.DEVNULL) as job:
+        job.wait_for("step 0 | val_loss")
+        job.send(signal.SIGHUP)
+        code, _ = job.end()
+    assert code == 0
+    assert saved_steps(run_dir) == [24]
+    assert not (run_dir / "PREEMPTED").exists()
 
 
 def interrupted(errors):
@@ -514,6 +604,43 @@ def test_interrupt_from_a_terminal_to_torchrun_saves(slowed, flags, run_dir):
     verify_checkpoint(latest_checkpoint(run_dir))
 
 
+# --- output that nobody takes -----------------------------------------------------------------
+
+
+def test_reader_that_is_gone_does_not_end_the_run(flags, run_dir, whole):
+    with Job(*train(*flags, "--val-every=0")) as job:
+        job.wait_for("step  2/")
+        job.process.stdout.close()  # as `| head` does
+        job.process.stdout = None
+        assert job.process.communicate(timeout=60) == (None, "")
+        assert job.process.returncode == 0
+    assert losses(run_dir) == whole
+
+
+def test_reader_that_stalls_does_not_stop_the_run(slowed, flags, run_dir, whole):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 16))
+    os.set_blocking(writer, True)
+    command = [sys.executable, slowed("step"), *flags, "--checkpoint-every=2"]
+    with subprocess.Popen(command, stdout=writer) as process, open(reader, "rb") as pipe:
+        os.close(writer)
+        deadline = time.monotonic() + 120
+        while not (run_dir / "checkpoints/step_00000002").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                pytest.fail(f"exit code {process.wait()}")
+            time.sleep(0.05)
+        output = pipe.read().lstrip(b"\0").decode()
+    assert process.returncode == 0
+    assert losses(run_dir) == whole
+    notice, *lines = output.splitlines()
+    assert re.fullmatch(r"\(\d+ lines left out: nobody read them\)", notice)
+    assert lines[-1] == f"done: {run_dir}"
+
+
 # --- finished ---------------------------------------------------------------------------------
 
 
@@ -524,6 +651,47 @@ def test_resume_of_a_finished_run_changes_nothing(flags, run_dir):
     assert result.returncode == 0
     assert result.stdout == f"{run_dir} is finished: give a larger --max-steps to train on\n"
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+# --- ranks that differ ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("append('--max-lr=0.001')", "rank 1 has --max-lr 0.001, rank 0 has --max-lr 0.0006"),
+        ("append('--val-every=3')", "rank 1 has --val-every 3, rank 0 has --val-every 4"),
+        ("remove('--resume=auto')", "rank 1 has --resume None, rank 0 has --resume auto"),
+    ],
+)
+def test_ranks_with_other_flags_are_refused(commands, flags, run_dir, tmp_path, change, difference):
+    script = tmp_path / "differing.py"
+    script.write_text(
+        "import os, sys\nimport train_gpt2\nfrom runtime.cli import run_command\n"
+        f"if os.environ['RANK'] == '1':\n    sys.argv.{change}\nrun_command(train_gpt2.main)\n"
+    )
+    done = commands.run_ranks(2, script, *flags)
+    assert_refused(done, difference, "give the same flags")
+    assert not run_dir.exists()
+
+
+def test_ranks_with_other_code_are_refused(flags, run_dir, tmp_path):
+    copy = copy_code(tmp_path / "copy")
+    with (copy / "lr_schedule.py").open("a") as file:
+        file.write("# changed\n")
+    script = tmp_path / "differing.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, ({str(ROOT)!r}, {str(copy)!r})[int(os.environ['RANK'])])\n"
+        "import train_gpt2\nfrom runtime.cli import run_command\nrun_command(train_gpt2.main)\n"
+    )
+    with Job(*torchrun(script, *flags)) as job:
+        _, errors = job.end(90)
+    said = [line for line in errors.splitlines() if line.startswith(("error:", "[rank"))]
+    assert len(said) == 1, errors
+    assert "rank 1 has lr_schedule.py of SHA-256" in said[0]
+    assert "install the same Python, torch and scripts everywhere" in said[0]
+    assert not run_dir.exists()
 
 
 # --- one rank alone ---------------------------------------------------------------------------

@@ -132,11 +132,11 @@ def test_preflight_ends_where_a_process_never_answers(homes, tiny_flags, tmp_pat
 from training import preflight
 check = preflight.check_network
 def check_network(dist_info):
-    preflight.PATIENCE_SECONDS = 3
+    preflight.PATIENCE_SECONDS = 3 + 10 * int(os.environ["RANK"])  # rank 0 ends first
     return check(dist_info)
 preflight.check_network = check_network
 if os.environ["RANK"] == "1":
-    preflight.check_software = lambda *_: time.sleep(60)
+    preflight.check_same_on_all_ranks = lambda *_: time.sleep(60)
 """
     script = altered(tmp_path, lines)
     codes, stdout, stderr = preflight(homes, tiny_flags, (script, script))

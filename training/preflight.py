@@ -1,4 +1,4 @@
-"""The checks of `--preflight`: can this run start on these machines?"""
+"""The checks of `--preflight`: can this run start on these machines? Every run makes the second."""
 
 import os
 import platform
@@ -39,7 +39,8 @@ CLOCK_WARNING_SECONDS, CLOCK_LIMIT_SECONDS = 1.0, 60.0
 CODE_FOLDERS = ("corpus", "runtime", "training")  # besides the scripts of the root
 ADVICE = {
     "network": "machines must reach each other on all ports (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
-    "software": "install the same Python, torch and scripts everywhere, and give the same flags",
+    "software": "install the same Python, torch and scripts everywhere, and give the same flags "
+    "(--resume takes those of its checkpoint)",
     "clocks": "have them set by NTP",
     "data": "give every machine the same files in --data-dir",
     "disk": "give an --out-dir that all machines share, with room for checkpoints",
@@ -57,8 +58,7 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
         with explaining("network"):
             dist_info = stack.enter_context(setup_distributed(config.device, config.cpu_offload))
             print0(dist_info, f"network   {check_network(dist_info)}")
-        with explaining("software"):
-            print0(dist_info, f"software  {check_software(config, dist_info)}")
+        print0(dist_info, f"software  {check_software(config, dist_info)}")
         with explaining("clocks"):
             print0(dist_info, f"clocks    {check_clocks(dist_info)}")
         with explaining("data", patient=True):  # reading or hashing it all may take long
@@ -121,14 +121,25 @@ def check_network(dist_info: DistInfo) -> str:
 
 
 def check_software(config: TrainConfig, dist_info: DistInfo) -> str:
-    """Check that Python, torch, the scripts and the flags are the same on all ranks."""
+    """Check that Python, torch, the scripts and the flags are the same on all ranks.
+
+    Every run begins with it: ranks that differ would train different weights, without a word, or
+    wait for each other in different collectives.
+
+    Raises:
+        ValueError: they differ; the message names the first difference.
+        SystemExit: the same, on the other ranks.
+        RunStopped: another process is gone.
+    """
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     versions.append(str(select_dtype(config.dtype, dist_info.device)).removeprefix("torch."))
     root = Path(__file__).parent.parent
     scripts = sorted(path for part in (".", *CODE_FOLDERS) for path in (root / part).glob("*.py"))
     hashes = [f"{path.relative_to(root)} of SHA-256 {sha256_of(path)[:12]}" for path in scripts]
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in config.saved().items()]
-    check_same_on_all_ranks("processes", [*versions, *hashes, *flags], dist_info)
+    settings = {"resume": config.resume} | config.saved()
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
+    with explaining("software"):
+        check_same_on_all_ranks("processes", [*versions, *hashes, *flags], dist_info)
     return f"{', '.join(versions)}, {len(scripts)} scripts, {len(flags)} flags"
 
 
