@@ -287,7 +287,12 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
     config, dist_info, stop = trainer.config, trainer.dist_info, trainer.stop
     model_config = trainer.raw_model.config
     print0(dist_info, memory.describe_plan(config, model_config, trainer.batch, dist_info))
-    timer = metrics.StepTimer(start_step, config.max_steps, config.total_batch_size)
+    timer = metrics.StepTimer(
+        start_step,
+        config.max_steps,
+        config.total_batch_size,
+        synchronize=lambda: device.synchronize(dist_info.device),
+    )
     log_path = trainer.run_dir / metrics.METRICS_NAME
     logger = metrics.MetricsLogger(log_path if dist_info.is_main else None)
     with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
@@ -295,12 +300,15 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
             log(trainer, logger, resumed_from=start_step)
         own = trainer.resumed_from is None or run_dir.is_own(trainer.resumed_from, trainer.run_dir)
         saved = start_step if own else None
+        stop.sync_stop()  # from here on `train_step` does it
         for step in range(start_step, config.max_steps + 1):
-            with timer.paused():
-                follow_run_dir(trainer)
-                evaluate(trainer, step, logger)
-                stopping = stop.sync_stop() or step == config.max_steps
-                if step != saved and (stopping or trainer.is_due(config.checkpoint_every, step)):
+            follow_run_dir(trainer)
+            if due := pending_evaluations(trainer, step):
+                with timer.paused():
+                    evaluate(trainer, step, due, logger, timer)
+            stopping = stop.reason is not None or step == config.max_steps
+            if step != saved and (stopping or trainer.is_due(config.checkpoint_every, step)):
+                with timer.paused():
                     save(trainer, step, logger)
             if stopping:  # the last turn only evaluates and saves
                 break
@@ -352,8 +360,12 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     norm = distributed.clip_gradients(model, config.grad_clip).to(dist_info.device)
     # The step's only wait for the device: no update may be made if these are not finite. All
     # processes have the same norm, but for its last bits, which must not decide on an update.
-    totals = distributed.all_reduce_mean(torch.stack([loss_sum, norm]), dist_info)
-    loss_value, norm_value = totals.tolist()
+    # Whether any process was asked to stop comes along.
+    asked = torch.full_like(norm, trainer.stop.is_asked)
+    totals = distributed.all_reduce_mean(torch.stack([loss_sum, norm, asked]), dist_info)
+    loss_value, norm_value, any_asked = totals.tolist()
+    if any_asked:
+        trainer.stop.sync_stop()
     result = StepResult(loss_value, norm_value, skipped=norm_value > trainer.norms.limit())
     check_finite(result, trainer.scaler)
     for optimizer in trainer.optimizers:
@@ -493,13 +505,23 @@ EVALUATIONS = {  # by a metric that each logs
 }
 
 
-def evaluate(trainer: Trainer, step: int, logger: metrics.MetricsLogger) -> None:
-    """Run the evaluations that are due after `step` updates, until asked to stop; log them."""
+def evaluate(
+    trainer: Trainer,
+    step: int,
+    due: Sequence[str],
+    logger: metrics.MetricsLogger,
+    timer: metrics.StepTimer,
+) -> None:
+    """Run the evaluations of `EVALUATIONS` that are `due`, until asked to stop; log them."""
     record: dict[str, float] = {}
+    begun = timer.clock()
     with suppress(EvaluationStopped):
-        for name in pending_evaluations(trainer, step):
+        for name in due:
             record |= EVALUATIONS[name].run(trainer, step)
     if record:
+        record["evaluation_seconds"] = timer.clock() - begun
+        if overall := timer.overall_tokens_per_second():
+            record["overall_tokens_per_second"] = overall
         tokens_seen = step * trainer.config.total_batch_size
         log(trainer, logger, step=step, tokens_seen=tokens_seen, **record)
         values = " | ".join(f"{name} {value:.5g}" for name, value in record.items())

@@ -201,6 +201,20 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+@contextlib.contextmanager
+def limited_memory(device: torch.device, share: float) -> Iterator[None]:
+    """Let torch take only a share of a GPU's memory in the body, whose peak is then forgotten."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def saved_activations(
     device: torch.device, offload: bool
 ) -> contextlib.AbstractContextManager[object]:

@@ -188,8 +188,8 @@ class Timing(NamedTuple):
 class StepTimer:
     """Measure optimizer steps; what happens inside `paused()` is not counted.
 
-    The clock starts at once. A GPU works on after the call that started it, so wait for it
-    (`synchronize`, or read the loss) before each lap and pause.
+    The clock starts at once. A GPU works on after the call that started it, so wait for it (read
+    the loss) before each lap.
     """
 
     step: int
@@ -199,19 +199,28 @@ class StepTimer:
     """Over all ranks."""
     clock: Callable[[], float] = time.perf_counter
     """Seconds, from any origin."""
+    synchronize: Callable[[], object] = lambda: None
+    """Waits for the device, before a pause."""
 
     def __post_init__(self) -> None:
         self._recent: deque[tuple[int, float]] | None = None  # steps and seconds of each lap
-        self._start = self.clock()
+        self._begun = self._start = self.clock()
+        self._first_step = self.step
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock for evaluation, sampling and saving."""
+        self.synchronize()  # a step's last work is not to fall into the pause
         pause_start = self.clock()
         try:
             yield
         finally:
             self._start += self.clock() - pause_start
+
+    def overall_tokens_per_second(self) -> float:
+        """The rate so far, with compiling, evaluations and saves."""
+        tokens = (self.step - self._first_step) * self.tokens_per_step
+        return tokens / (self.clock() - self._begun)
 
     def lap(self, step: int) -> Timing:
         """Time the steps since the last lap; `step` updates are done by now."""

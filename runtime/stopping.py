@@ -53,6 +53,11 @@ class StopRequest:
             return "failure"
         return signal.Signals(self._code).name if self._code else None
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process was asked to stop; the others may not know it yet."""
+        return self._own_code > 0
+
     def fail(self, error: Exception) -> None:
         """Ask all processes to stop for an error that this one met."""
         self.error, self._own_code = self.error or error, FAILURE

@@ -180,7 +180,7 @@ def test_plan_batch_names_nearest_sizes_that_do_divide(total, micro, world_size)
 
 
 @pytest.mark.parametrize(("start", "found"), [(1, 1), (4, 2), (96, 3)])
-def test_fit_batch_halves_until_the_memory_is_there(start, found):
+def test_fit_batch_halves_until_the_memory_is_there(start, found, capsys):
     tried = []
 
     def attempt(sequences):
@@ -190,6 +190,9 @@ def test_fit_batch_halves_until_the_memory_is_there(start, found):
     assert fit_batch(BatchPlan(start, 5), attempt, ALONE) == BatchPlan(found, start * 5 // found)
     assert tried[-1] == found
     assert all(later <= earlier // 2 for earlier, later in itertools.pairwise(tried))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"a micro-batch of {found} fits"
+    assert lines[:-1] == [f"a micro-batch of {size} does not fit" for size in tried[:-1]]
 
 
 def test_fit_batch_without_memory_for_one_sequence_says_so_and_hides_no_other_error():
@@ -202,10 +205,10 @@ def test_fit_batch_without_memory_for_one_sequence_says_so_and_hides_no_other_er
 def test_probe_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     before = [parameter.clone() for parameter in model.parameters()]
-    probed = []
-    next(model.parameters()).register_hook(lambda gradient: probed.append(gradient.shape))
+    probed, weight = [], model.transformer.wte.weight
+    weight.register_hook(lambda gradient: probed.append(weight.grad is not None))
     probe_step(model, torch.zeros(3, 8, dtype=torch.int64), torch.float32)
-    assert probed
+    assert probed == [False, True]  # the second micro-batch's gradients lie beside the first's
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(map(torch.equal, before, model.parameters()))
 

@@ -129,8 +129,18 @@ def test_mfu_of_eight_a100_matches_the_published_60_percent():
 
 def test_step_timer_measures_the_mean_step_and_not_what_is_paused():
     clock = Clock()
-    timer = StepTimer(step=100, max_steps=200, tokens_per_step=1000, clock=clock)
-    clock.now += 2.0
+
+    def finish_the_steps_last_work():
+        clock.now += 0.5
+
+    timer = StepTimer(
+        step=100,
+        max_steps=200,
+        tokens_per_step=1000,
+        clock=clock,
+        synchronize=finish_the_steps_last_work,
+    )
+    clock.now += 1.5
     with suppress(KeyError), timer.paused():
         clock.now += 100.0
         raise KeyError
@@ -138,6 +148,7 @@ def test_step_timer_measures_the_mean_step_and_not_what_is_paused():
     timing = timer.lap(110)
     assert timing.step_time_ms == pytest.approx(500.0)
     assert timing.tokens_per_second == pytest.approx(2000.0)
+    assert timer.overall_tokens_per_second() == pytest.approx(10_000 / 105.0)
 
 
 def test_step_timer_eta_follows_the_recent_steps_after_the_first_which_compiles():

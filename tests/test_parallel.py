@@ -98,6 +98,57 @@ def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(ranks, runs):
     assert max(abs(losses[step] - one[step]) for step in losses) <= 0.01
 
 
+@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    "flags", [["--loss-chunks=1"], ["--loss-chunks=4", "--activation-checkpointing=selective"]]
+)
+def test_compiled_model_in_ddp_equals_one_process(ranks, runs, flags):
+    """The default path on several GPUs, with the flags that change what is compiled."""
+    name = "compiled" + "".join(flags)
+    only_steps = ["--val-every=0", "--hellaswag-every=0", "--sample-every=0", "--max-steps=4"]
+    ranks(2, f"--run-name={name}", "--compile", "--micro-batch-size=1", *only_steps, *flags)
+    losses, one = series(runs / name, "train_loss"), series(runs / "one", "train_loss")
+    assert len(losses) == 4
+    assert max(abs(losses[step] - one[step]) for step in losses) <= 1e-5
+
+
+STEPS_CHECK = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+import train_gpt2
+from runtime.cli import run_command
+
+calls = []
+for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
+    def counted(*args, function=getattr(dist, name), **kwargs):
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+    setattr(dist, name, counted)
+train_step = train_gpt2.train_step
+def counting(trainer, *args):
+    result = train_step(trainer, *args)
+    if trainer.dist_info.is_main:
+        print("calls", *calls, flush=True)
+    calls.clear()
+    return result
+train_gpt2.train_step = counting
+run_command(train_gpt2.main)
+"""
+
+
+def test_turn_of_the_loop_has_one_collective_besides_the_gradients(
+    commands, tiny_data, runs, tmp_path
+):
+    script = tmp_path / "counting.py"
+    script.write_text(STEPS_CHECK.format(root=str(ROOT)))
+    flags = [*run_flags(tiny_data, runs), "--run-name=counted", "--micro-batch-size=1"]
+    flags += ["--val-every=0", "--hellaswag-every=0", "--sample-every=0", "--max-steps=4"]
+    done = commands.run_ranks(2, script, *flags)
+    turns = [line for line in done.stdout.splitlines() if line.startswith("calls")]
+    assert turns[1:] == ["calls all_reduce"] * 3, done  # before the first, the run is set up
+
+
 RANK_CHECK = """
 import torch
 from torch.distributed.tensor.debug import CommDebugMode

@@ -27,6 +27,7 @@ from train_gpt2 import (
     learning_rate,
     main,
     train_step,
+    training_loader,
 )
 from training.config import TrainConfig
 from training.run_dir import parse_config
@@ -108,7 +109,13 @@ def test_main_resumed_where_it_had_evaluated_does_not_evaluate_again(tiny_flags,
     main([*flags, "--max-steps=4"])
     main([*flags, "--max-steps=8"])
     records = read_metrics(tmp_path / "runs/a/metrics.jsonl")
-    assert [r["step"] for r in records if "val_loss" in r] == [0, 4, 8]
+    evaluated = [r for r in records if "val_loss" in r]
+    assert [r["step"] for r in evaluated] == [0, 4, 8]
+    assert all(r["evaluation_seconds"] > 0 for r in evaluated)
+    # Evaluations and saves count in the overall rate, and not in that of a step.
+    assert "overall_tokens_per_second" not in evaluated[0]
+    fastest = max(r["tokens_per_second"] for r in records if "lr" in r)
+    assert 0 < evaluated[2]["overall_tokens_per_second"] < fastest
     samples = (tmp_path / "runs/a/samples.txt").read_text().splitlines()
     assert [line.split(" | ")[0] for line in samples[::4]] == ["step 0", "step 4", "step 8"]
 
@@ -334,6 +341,16 @@ def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
     with CountReads() as counted:
         float(torch.ones(()))
     assert counted.reads == 1
+
+
+def test_train_step_tells_all_that_one_is_to_stop(tiny_data):
+    trainer = tiny_trainer(tiny_data)
+    with training_loader(trainer, 0) as batches:
+        train_step(trainer, batches, 1e-3)
+        assert trainer.stop.reason is None
+        trainer.stop.fail(ValueError("moved"))
+        train_step(trainer, batches, 1e-3)
+        assert trainer.stop.reason == "failure"
 
 
 def test_two_ranks_stop_together_when_one_has_a_gradient_that_is_not_finite(

@@ -15,14 +15,22 @@ from torch import Tensor, nn
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import run_command
-from runtime.device import autocast, device_name, is_out_of_memory, memory_gib, select_dtype
-from runtime.distributed import DistInfo, all_reduce_max, set_gradient_sync
+from runtime.device import (
+    autocast,
+    device_name,
+    is_out_of_memory,
+    limited_memory,
+    memory_gib,
+    select_dtype,
+)
+from runtime.distributed import DistInfo, all_reduce_max, print0, set_gradient_sync
 from runtime.metrics import flops_per_token, peak_flops
 from training.config import TrainConfig
 
 STATE_BYTES_PER_PARAMETER = 16  # float32: parameter, gradient and AdamW's two moments
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
 MEMORY_SHARE = 0.8  # of a device, what a plan may count on
+PROBED_SHARE = 0.92  # what a probe may take: NCCL's buffers and evaluations need the rest
 OVERCOMMIT = 4  # times the estimate: what a probe tries first
 # Saved activations: bytes per channel and token that a block saves for its backward pass, with
 # matrix products in 16 bits or in 32. none: two residual inputs (float32), two normalised copies,
@@ -117,15 +125,19 @@ def choose_batch(
     if not probed or config.is_sharded:
         return plan_batch(config, model_config, dist_info)
     idx = torch.zeros(1, model_config.block_size, dtype=torch.int64, device=dist_info.device)
-    return fit_batch(
-        plan_batch(config, model_config, dist_info, OVERCOMMIT),
-        lambda micro_batch_size: probe_step(model, idx.repeat(micro_batch_size, 1), dtype),
-        dist_info,
-    )
+    with limited_memory(dist_info.device, PROBED_SHARE):
+        return fit_batch(
+            plan_batch(config, model_config, dist_info, OVERCOMMIT),
+            lambda micro_batch_size: probe_step(model, idx.repeat(micro_batch_size, 1), dtype),
+            dist_info,
+        )
 
 
 def probe_step(model: nn.Module, idx: Tensor, dtype: torch.dtype) -> None:
-    """Take the memory of a training step: gradients of one micro-batch, and AdamW's moments.
+    """Take the memory of a training step: AdamW's moments, and the gradients of two micro-batches.
+
+    In a step's second micro-batch there are the first one's gradients and, compiled, those of all
+    parameters beside them.
 
     Raises:
         RuntimeError: there is not enough.
@@ -133,8 +145,9 @@ def probe_step(model: nn.Module, idx: Tensor, dtype: torch.dtype) -> None:
     moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
     set_gradient_sync(model, False)
     try:
-        with autocast(idx.device, dtype):
-            model(idx, idx).loss.backward()
+        for _ in range(2):
+            with autocast(idx.device, dtype):
+                model(idx, idx).loss.backward()
     finally:
         model.zero_grad(set_to_none=True)
         set_gradient_sync(model, True)
@@ -161,7 +174,10 @@ def fit_batch(batch: BatchPlan, attempt: Callable[[int], None], dist_info: DistI
             failed = True
         gc.collect()  # the failed attempt's tensors go only now, with its traceback
         torch.cuda.empty_cache()
-        if not all_reduce_max(failed, dist_info):
+        failed = bool(all_reduce_max(failed, dist_info))
+        outcome = "does not fit" if failed else "fits"
+        print0(dist_info, f"a micro-batch of {batch.micro_batch_size} {outcome}")
+        if not failed:
             return batch
         if batch.micro_batch_size == 1:
             raise ValueError(
