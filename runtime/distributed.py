@@ -313,9 +313,10 @@ def rank_batches(
         yield batches[min(place, len(batches) - 1)], place < len(batches)
 
 
-def is_lost_process(error: RuntimeError) -> bool:
+def is_lost_process(error: Exception) -> bool:
     """Whether a collective failed because another process is gone or unreachable."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return is_gloos or isinstance(error, dist.DistError)
 
 
 def broadcast_int(value: int, dist_info: DistInfo) -> int:

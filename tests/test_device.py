@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from forked import assert_refused
 
 from runtime.device import (
     compiler_problem,
@@ -34,6 +35,25 @@ def test_select_device_auto_is_the_best_that_torch_reports():
 def test_select_device_that_is_missing_names_those_that_are_there():
     with pytest.raises(ValueError, match=r"--device cuda is not available here; available: .*cpu"):
         select_device("cuda")
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="torch can use this machine's GPU")
+@pytest.mark.skipif(os.name != "posix", reason="an nvidia-smi of two lines of shell")
+def test_driver_that_torch_cannot_use_is_refused_with_the_remedy(commands, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 535.104.05\n")
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    model = "--model=./no-such-model"
+    refused = commands.run("sample", model, PATH=path)
+    assert_refused(refused, "has an NVIDIA driver 535.104.05, and torch", "or give --device cpu")
+    assert_refused(commands.run("sample", model, "--device=cuda", PATH=path), "--device cpu")
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert_refused(commands.run("sample", model, PATH=path), "has an NVIDIA driver, and torch")
+    on_purpose = [((), {"CUDA_VISIBLE_DEVICES": hidden}) for hidden in ("", "-1", "NoDevFiles")]
+    for flags, environment in (*on_purpose, (("--device=cpu",), {})):
+        done = commands.run("sample", model, *flags, PATH=path, **environment)
+        assert_refused(done, "no-such-model does not exist")
 
 
 @needs_cuda

@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from forked import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
