@@ -36,7 +36,7 @@ from runtime import checkpoint, device, distributed, metrics
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
 from runtime.files import LockedFolder, append_atomically
-from runtime.stopping import EvaluationStopped, StopRequest
+from runtime.stopping import EvaluationStopped, StopRequest, Watchdog
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import memory, run_dir
@@ -162,7 +162,11 @@ def setup(
             warn=lambda line: print0(dist_info, f"warning: {line}"),
         ),
         norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
-        stop=StopRequest(dist_info, config.stop_on_write_error),
+        stop=StopRequest(
+            dist_info,
+            config.stop_on_write_error,
+            Watchdog(config.step_timeout, lambda: run_dir.resume_hint(folder.path)),
+        ),
         flops_per_token=metrics.flops_per_token(shape),
     )
 
@@ -297,6 +301,7 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
         own = trainer.resumed_from is None or run_dir.is_own(trainer.resumed_from, trainer.run_dir)
         saved = start_step if own else None
         for step in range(start_step, config.max_steps + 1):
+            stop.watchdog.beat(step)
             with timer.paused():
                 follow_run_dir(trainer)
                 evaluate(trainer, step, logger)
@@ -340,6 +345,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     loss_sum = torch.zeros((), device=dist_info.device)
     for micro_step in range(grad_accum_steps):
         distributed.set_gradient_sync(model, micro_step == grad_accum_steps - 1)
+        trainer.stop.watchdog.beat()
         inputs, targets = next(batches)
         with (
             device.autocast(dist_info.device, trainer.dtype),

@@ -125,6 +125,9 @@ class TrainConfig:
     stop_on_write_error: bool = False
     """Stop all processes when a checkpoint, metrics or samples cannot be written (a full disk),
     instead of going on with a warning each time."""
+    step_timeout: float = 20.0
+    """End a process, with exit code 1, that has done nothing for so many minutes, no micro-batch
+    and no batch of an evaluation, since it or another one hangs; 0 = never."""
     log_every: int = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 
