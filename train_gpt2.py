@@ -89,6 +89,8 @@ def main(args: Sequence[str] | None = None) -> None:
     elif config.preflight:
         run_preflight(config, resume_from)
     else:
+        if config.deterministic:
+            device.make_deterministic()  # now, since NCCL then sums in another way, too
         with (
             distributed.setup_distributed(config.device, config.cpu_offload) as dist_info,
             run_dir.open_run(args, config, resume_from, dist_info) as (folder, config, resume_from),
@@ -126,7 +128,7 @@ def setup(
     if dist_info.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: float32 products on tensor cores
     elif dist_info.device.type == "cpu":
-        device.make_cpu_deterministic()
+        device.make_deterministic()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
     train_shards, val_shards = open_data(
         config.data_dir, config.block_size, dist_info, validates=config.val_every > 0

@@ -16,7 +16,9 @@ from typing import Literal
 
 import torch
 import torch._functorch.config as functorch_config
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -141,12 +143,25 @@ def lm_head_precision(dtype: torch.dtype) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def make_cpu_deterministic() -> None:
-    """Make sums on the CPU repeatable, which a resume bit for bit needs.
+def attention_of_any_shape() -> contextlib.AbstractContextManager[object]:
+    """Attend without cuDNN, for the length of the body.
+
+    It is torch's first choice on Hopper GPUs, and makes a plan for every new shape, which takes
+    longer than the attention itself. Sampling and HellaSwag have a new one at each turn.
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(backends)
+
+
+def make_deterministic() -> None:
+    """Make sums repeatable, which a resume bit for bit needs.
 
     Compiled CPU code would otherwise add up embedding gradients in the order in which its threads
-    finish.
+    finish. So would kernels on a GPU, such as flash attention's backward pass. There this comes
+    before the process group and the first matrix product: torch also takes from NCCL an algorithm
+    that is not repeatable, and cuBLAS needs a workspace of a fixed size.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

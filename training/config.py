@@ -150,6 +150,9 @@ class TrainConfig:
     """Device to train on."""
     dtype: DtypeName = "auto"
     """Dtype of matrix products; auto is bfloat16 where the hardware has it."""
+    deterministic: bool = False
+    """On GPUs: repeat every sum in the same order, so that a resumed run repeats the losses bit
+    for bit; slower. CPUs always do."""
     compile: bool = True
     """Compile the model with torch.compile, where there is a compiler."""
     plan: bool = False
