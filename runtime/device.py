@@ -271,6 +271,13 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the CPU to the device; a GPU is not waited for, as pageable memory would."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def saved_activations(
     device: torch.device, offload: bool
 ) -> contextlib.AbstractContextManager[object]:

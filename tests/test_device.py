@@ -5,10 +5,12 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 from forked import assert_refused
 
 from runtime.device import (
+    attention_of_any_shape,
     compiler_problem,
     device_name,
     is_out_of_memory,
@@ -183,3 +185,41 @@ def test_is_out_of_memory_knows_torchs_error_from_others():
     assert is_out_of_memory(too_much.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(other.value)
+
+
+NCCL_ERROR = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled \
+cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.7
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+"""
+OUT_OF_MEMORY_ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB)"),
+    dist.DistBackendError(NCCL_ERROR + "Cuda failure 2 'out of memory'"),
+    dist.DistBackendError(NCCL_ERROR + "Failed to CUDA calloc 6291456 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY_ERRORS, ids=lambda error: str(error)[-30:])
+def test_is_out_of_memory_knows_every_librarys_message(error):
+    assert is_out_of_memory(error)
+
+
+def test_is_out_of_memory_is_no_lost_process_and_no_error_of_a_file():
+    gone = NCCL_ERROR + "socketProgress: Connection closed by remote peer"
+    assert not is_out_of_memory(dist.DistBackendError(gone))
+    assert not is_out_of_memory(OSError("out of memory"))
+
+
+def test_attention_of_any_shape_leaves_cudnn_out_and_everything_else_as_it_was():
+    q = torch.randn(2, 3, 16, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(q, q, q, is_causal=True)
+    with attention_of_any_shape():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.equal(attend(q, q, q, is_causal=True), expected)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
