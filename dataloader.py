@@ -193,6 +193,8 @@ class ShardedDataLoader:
 
     def _prefetch(self, step: int) -> None:
         try:
+            if self.dist_info.device.type == "cuda":  # each thread has a current device of its own
+                torch.cuda.set_device(self.dist_info.device)
             while True:
                 for micro_step in range(self.grad_accum_steps):
                     windows = self.window_indices(step, micro_step)
@@ -232,10 +234,11 @@ def validation_batches(
     windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
     firsts = range(0, windows, micro_batch_size)
     for first, counts in rank_batches(firsts, dist_info, between, "validating"):
-        indices = first + np.arange(micro_batch_size)
-        tokens = read_windows(shards, np.minimum(indices, windows - 1), block_size, vocab_size)
+        indices = np.minimum(first + np.arange(micro_batch_size), windows - 1)
+        tokens = read_windows(shards, indices, block_size, vocab_size)
         batch = to_batch(to_host_tensor(tokens, dist_info.device), dist_info.device)
-        filler = torch.from_numpy((indices >= windows) | (not counts)).to(dist_info.device)
+        counted = windows - first if counts else 0
+        filler = torch.arange(micro_batch_size, device=dist_info.device) >= counted
         yield Batch(batch.inputs, batch.targets.masked_fill(filler[:, None], IGNORE_INDEX))
 
 

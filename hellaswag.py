@@ -40,7 +40,15 @@ from model import GPT
 from runtime import distributed
 from runtime.checkpoint import load_model
 from runtime.cli import parse_flags, run_command
-from runtime.device import DeviceName, DtypeName, autocast, lm_head_precision, select_dtype
+from runtime.device import (
+    DeviceName,
+    DtypeName,
+    attention_of_any_shape,
+    autocast,
+    lm_head_precision,
+    select_dtype,
+    to_device,
+)
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write, finish_within, sha256_of
 from tokenizer import gpt2_encoding
@@ -53,7 +61,8 @@ READ_TIMEOUT_SECONDS, DOWNLOAD_TIMEOUT_SECONDS = 30, 600  # of a read, and of th
 WITHOUT_DOWNLOAD = "pass --data FILE (--hellaswag-data FILE in training)"
 N_ENDINGS = 4
 CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
-TOKENS_PER_PRODUCT = 128  # their float32 logits take 26 MB, which stays in a CPU's cache
+# Float32 logits of 128 tokens take 26 MB, which stays in a CPU's cache; GPUs need larger products.
+TOKENS_PER_PRODUCT = {"cpu": 128, "cuda": 1024, "mps": 1024}
 
 
 @dataclass(frozen=True)
@@ -302,11 +311,11 @@ def evaluate_hellaswag(
         batches, dist_info, between, "HellaSwag" if progress else None
     )
     # One autocast for all batches casts the weights once.
-    with lm_head_precision(dtype), autocast(dist_info.device, dtype):
+    with lm_head_precision(dtype), autocast(dist_info.device, dtype), attention_of_any_shape():
         for batch, counts in rounds:
             losses = score_examples(model, [fitting[i] for i in batch], dist_info.device)
             if counts:
-                summed[batch] = losses
+                summed[to_device(torch.tensor(batch), dist_info.device)] = losses
     # Each row is one rank's losses plus the zeros of the others.
     summed = distributed.all_reduce_sum(summed, dist_info).cpu()
     lengths = torch.tensor([[len(ending) for ending in e.endings] for e in fitting])
@@ -322,16 +331,16 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     autocast dtype.
     """
     rows = [_pack(example) for example in examples]
-    idx = _pad([row.idx for row in rows], 0).to(device)
-    positions = _pad([row.positions for row in rows], 0).to(device)
-    segments = _pad([row.segments for row in rows], PADDING).to(device)
+    idx = to_device(_pad([row.idx for row in rows], 0), device)
+    positions = to_device(_pad([row.positions for row in rows], 0), device)
+    segments = to_device(_pad([row.segments for row in rows], PADDING), device)
     hidden = model.encode(idx, positions, _attention_mask(segments))  # (B, T, C)
 
     T = idx.size(1)
     queries = torch.tensor([T * i + query for i, row in enumerate(rows) for query in row.queries])
     endings = [torch.tensor(ending) for example in examples for ending in example.endings]
-    hidden = hidden.flatten(0, 1)[queries.to(device)]  # (N, C): N tokens in all endings
-    losses = _token_losses(model, hidden, torch.cat(endings).to(device))
+    hidden = hidden.flatten(0, 1)[to_device(queries, device)]  # (N, C): N tokens in all endings
+    losses = _token_losses(model, hidden, to_device(torch.cat(endings), device))
     by_ending = pad_sequence([*torch.split(losses, [*map(len, endings)])], batch_first=True)
     return by_ending.sum(dim=1).view(-1, N_ENDINGS)
 
@@ -377,7 +386,8 @@ def _attention_mask(segments: Tensor) -> Tensor:
 
 def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     """(N, C) hidden states and (N,) next ids to (N,) float32 cross-entropies, in nats."""
-    parts = (torch.split(tensor, TOKENS_PER_PRODUCT) for tensor in (hidden.float(), targets))
+    size = TOKENS_PER_PRODUCT[hidden.device.type]
+    parts = (torch.split(tensor, size) for tensor in (hidden.float(), targets))
     losses = []
     # bfloat16 would round losses near 3 to steps of 0.016 and tie the endings.
     with torch.autocast(hidden.device.type, enabled=False):

@@ -93,17 +93,23 @@ class KVCache:
     """Keys and values of the tokens seen so far, for generation.
 
     Args:
-        config: the model's dimensions; the cache holds up to `config.block_size` tokens.
+        config: the model's dimensions.
         batch_size: sequences, B.
+        n_tokens: of each sequence that the cache has room for, at most `config.block_size`.
         device: where the model is.
         dtype: of attention: the autocast dtype, else float32.
     """
 
     def __init__(
-        self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: GPTConfig,
+        batch_size: int,
+        n_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         head_size = config.n_embd // config.n_head
-        shape = (config.n_layer, batch_size, config.n_head, config.block_size, head_size)
+        shape = (config.n_layer, batch_size, config.n_head, n_tokens, head_size)
         self.keys = torch.empty(shape, device=device, dtype=dtype)
         self.values = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0

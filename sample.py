@@ -18,6 +18,7 @@ from runtime.cli import parse_flags, run_command
 from runtime.device import (
     DeviceName,
     DtypeName,
+    attention_of_any_shape,
     autocast,
     lm_head_precision,
     select_device,
@@ -139,10 +140,11 @@ def generate(
     if T == 0:
         raise ValueError("the prompt has no token: begin with <|endoftext|>, token 50256")
     start, device = 0, tokens.device
-    cache = KVCache(model.config, B, device, dtype) if use_cache else None
+    n_cached = min(T + max_new_tokens, model.config.block_size)
+    cache = KVCache(model.config, B, n_cached, device, dtype) if use_cache else None
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     # One autocast for all tokens casts the weights once.
-    with lm_head_precision(dtype), autocast(device, dtype):
+    with lm_head_precision(dtype), autocast(device, dtype), attention_of_any_shape():
         for _ in range(max_new_tokens):
             previous_start = start
             start = window_start(tokens.size(1), model.config.block_size)

@@ -36,7 +36,7 @@ from runtime import checkpoint, device, distributed, metrics
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
 from runtime.files import LockedFolder, append_atomically
-from runtime.stopping import EvaluationStopped, StopRequest
+from runtime.stopping import EvaluationStopped, StopRequest, Watchdog
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import memory, run_dir
@@ -89,6 +89,8 @@ def main(args: Sequence[str] | None = None) -> None:
     elif config.preflight:
         run_preflight(config, resume_from)
     else:
+        if config.deterministic:
+            device.make_deterministic()  # now, since NCCL then sums in another way, too
         with distributed.setup_distributed(config.device, config.cpu_offload) as dist_info:
             check_software(config, dist_info)
             with run_dir.open_run(args, config, resume_from, dist_info) as opened:
@@ -125,7 +127,7 @@ def setup(
     if dist_info.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: float32 products on tensor cores
     elif dist_info.device.type == "cpu":
-        device.make_cpu_deterministic()
+        device.make_deterministic()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
     train_shards, val_shards = open_data(
         config.data_dir, config.block_size, dist_info, validates=config.val_every > 0
@@ -161,7 +163,11 @@ def setup(
             warn=lambda line: print0(dist_info, f"warning: {line}"),
         ),
         norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
-        stop=StopRequest(dist_info, config.stop_on_write_error),
+        stop=StopRequest(
+            dist_info,
+            config.stop_on_write_error,
+            Watchdog(config.step_timeout, lambda: run_dir.resume_hint(folder.path)),
+        ),
         flops_per_token=metrics.flops_per_token(shape),
     )
 
@@ -302,6 +308,7 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
         saved = start_step if own else None
         stop.sync_stop()  # from here on `train_step` does it
         for step in range(start_step, config.max_steps + 1):
+            stop.watchdog.beat(step)
             follow_run_dir(trainer)
             if due := pending_evaluations(trainer, step):
                 with timer.paused():
@@ -347,6 +354,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     loss_sum = torch.zeros((), device=dist_info.device)
     for micro_step in range(grad_accum_steps):
         distributed.set_gradient_sync(model, micro_step == grad_accum_steps - 1)
+        trainer.stop.watchdog.beat()
         inputs, targets = next(batches)
         with (
             device.autocast(dist_info.device, trainer.dtype),

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from model import GPT, GPTConfig, build_on_meta
+from runtime.device import synchronize
 from runtime.distributed import (
     DistInfo,
     distribute_like,
@@ -159,13 +160,16 @@ class CheckpointWriter:
             file: {name: self._copy(file, name, tensor) for name, tensor in tensors.items()}
             for file, tensors in tensors_by_file.items()
         }
+        synchronize(next(model.parameters()).device)  # once: a GPU copies without being waited for
         self._last = self._thread.submit(self._write, self.checkpoints_dir, state, on_saved)
 
     def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
-        """A full copy on the CPU, in the memory of the last one."""
+        """A full copy on the CPU, in the memory of the last one, which a GPU may still fill."""
         full = full_tensor(tensor)
-        reused = self._copies.get(file, {}).get(name)
-        return (torch.empty_like(full, device="cpu") if reused is None else reused).copy_(full)
+        copy = self._copies.get(file, {}).get(name)
+        if copy is None:
+            copy = torch.empty_like(full, device="cpu", pin_memory=full.is_cuda)
+        return copy.copy_(full, non_blocking=full.is_cuda)
 
     def check(self) -> None:
         """Raise the last checkpoint's error, if it has failed by now."""

@@ -174,6 +174,13 @@ def run_command(main: Callable[[], None], optional_output: bool = False) -> None
     except (RunStopped, FloatingPointError) as error:
         print_error(f"stopped: {error}")
         _exit(1)
+    except RuntimeError as error:
+        device = sys.modules.get("runtime.device")  # not imported for this: it takes torch
+        if device is None or not device.is_out_of_memory(error):
+            raise
+        advice = "end what else uses it, or use a smaller batch or model"
+        print_error(f"error: the device is out of memory, {advice}: {str(error)[:300]}")
+        _exit(2)
     except KeyboardInterrupt as interrupt:
         print_error(" ".join(["interrupted", *interrupt.args]))
         _exit(130)

@@ -4,20 +4,33 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch._functorch.config as functorch_config
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there while the driver is loaded (Linux)
+OLDEST_DRIVERS = {"12": 525, "13": 580}  # by torch's CUDA (NVIDIA, "Minor Version Compatibility")
+# "CUDA error: out of memory" and "CUDA out of memory", Triton's, and NCCL's "Cuda failure 2 'out
+# of memory'" or "Failed to CUDA calloc"; cuBLAS's and cuDNN's codes; torch's own on a CPU.
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|Failed to CUDA \w+|_ALLOC(ATION)?_FAILED|can't allocate memory"
+)
+OTHER_WHEEL = "install another torch (README.md, NVIDIA drivers)"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -27,9 +40,15 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
     With CUDA, every process of a machine takes the GPU of its local rank.
 
     Raises:
-        ValueError: the machine has no such device.
+        ValueError: the machine has no such device, or an NVIDIA GPU that torch cannot use: `auto`
+            does not fall back to a CPU that takes weeks.
     """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings(action="ignore"):  # of CUDA; `cuda_problem` says it in one line
+        available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name != "mps" and not available["cuda"] and (problem := cuda_problem()):
+        raise ValueError(f"{problem}, or give --device cpu")
     if name == "auto":
         name = next((kind for kind in ("cuda", "mps") if available[kind]), "cpu")
     if not available.get(name, True):
@@ -43,6 +62,43 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
             f"run torchrun with --nproc_per_node={torch.cuda.device_count()}"
         )
     return torch.device("cuda", local_rank)
+
+
+def cuda_problem() -> str | None:
+    """Why torch cannot use this machine's NVIDIA GPU, and what to do; None if it shows none.
+
+    `CUDA_VISIBLE_DEVICES` hides the GPUs if it is empty or names none.
+    """
+    is_hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    if is_hidden or not (NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi")):
+        return None
+    driver = f"this machine has an NVIDIA driver{nvidia_driver_version()}, and"
+    if torch.version.cuda is None:
+        return f"{driver} torch {torch.__version__} is built without CUDA: {OTHER_WHEEL}"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it sees no GPU"
+    except RuntimeError as error:
+        reason = str(error).partition(". ")[0]
+    oldest = OLDEST_DRIVERS.get(torch.version.cuda.partition(".")[0])
+    needs = f"it needs {oldest} or newer; " if oldest else ""
+    return (
+        f"{driver} torch {torch.__version__} for CUDA {torch.version.cuda} cannot use it "
+        f"({needs}{reason}): update the driver, or {OTHER_WHEEL}"
+    )
+
+
+def nvidia_driver_version() -> str:
+    """The version of the NVIDIA driver, after a space; empty where it cannot be read."""
+    text = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        if NVIDIA_DRIVER.exists():
+            text = NVIDIA_DRIVER.read_text()
+        else:
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            text = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
+    version = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return f" {version[0]}" if version else ""
 
 
 def select_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
@@ -87,12 +143,25 @@ def lm_head_precision(dtype: torch.dtype) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def make_cpu_deterministic() -> None:
-    """Make sums on the CPU repeatable, which a resume bit for bit needs.
+def attention_of_any_shape() -> contextlib.AbstractContextManager[object]:
+    """Attend without cuDNN, for the length of the body.
+
+    It is torch's first choice on Hopper GPUs, and makes a plan for every new shape, which takes
+    longer than the attention itself. Sampling and HellaSwag have a new one at each turn.
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(backends)
+
+
+def make_deterministic() -> None:
+    """Make sums repeatable, which a resume bit for bit needs.
 
     Compiled CPU code would otherwise add up embedding gradients in the order in which its threads
-    finish.
+    finish. So would kernels on a GPU, such as flash attention's backward pass. There this comes
+    before the process group and the first matrix product: torch also takes from NCCL an algorithm
+    that is not repeatable, and cuBLAS needs a workspace of a fixed size.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -111,17 +180,18 @@ def tune_malloc() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the error says that a tensor could not be allocated."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch, or a library that it uses, says that the device has not enough memory."""
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def compile_error(error: RuntimeError) -> str | None:
+def compile_error(error: Exception) -> str | None:
     """What to do about an error of torch.compile's; None if it is another error.
 
-    A process that is killed while it compiles can leave a torn library in torch's cache.
+    A process that is killed while it compiles can leave a torn library in torch's cache. A kernel
+    may need more registers or shared memory than the GPU has (Triton's `OutOfResources`).
     """
-    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
         return None
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # is imported by now
 
@@ -213,6 +283,13 @@ def limited_memory(device: torch.device, share: float) -> Iterator[None]:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the CPU to the device; a GPU is not waited for, as pageable memory would."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def saved_activations(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,6 +25,7 @@ from runtime.device import DeviceName, select_device
 from runtime.files import redact_secrets
 
 Item = TypeVar("Item")
+GROUP_TIMEOUT = timedelta(minutes=30)  # NCCL's 10 are too few where rank 0 waits for a slow disk
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,11 @@ def setup_distributed(
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist_info.local_world_size))
     if device.type == "cuda" and cpu_offload:
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=GROUP_TIMEOUT)
     elif device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", timeout=GROUP_TIMEOUT, device_id=device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     yield dist_info
     # Not after an error: others may wait in a collective, and torchrun ends them.
     gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit
@@ -320,9 +322,10 @@ def rank_batches(
         yield batches[min(place, len(batches) - 1)], place < len(batches)
 
 
-def is_lost_process(error: RuntimeError) -> bool:
+def is_lost_process(error: Exception) -> bool:
     """Whether a collective failed because another process is gone or unreachable."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return is_gloos or isinstance(error, dist.DistError)
 
 
 def broadcast_int(value: int, dist_info: DistInfo) -> int:

@@ -2,17 +2,19 @@
 
 SIGTERM and SIGUSR1 (schedulers send them before they kill), SIGHUP (the terminal is closed),
 Ctrl-C, and a failure that only one process meets are remembered here, until all processes learn of
-them in `sync_stop`.
+them in `sync_stop`. A process that hangs can ask for nothing: the others' `Watchdog`s end them.
 """
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-from runtime.cli import takes_output
+from runtime.cli import print_error, takes_output
 from runtime.distributed import DistInfo, all_reduce_max, print0
 
 SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
@@ -21,10 +23,58 @@ SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
     if hasattr(signal, name)
 ]
 FAILURE = 1 << 16  # above every signal's number
+LAST_WORDS_SECONDS = 10  # in which a watchdog says its line, which a dead disk may hinder
 
 
 class EvaluationStopped(Exception):  # noqa: N818 - not an error
     """An evaluation was interrupted, on every process before the same batch."""
+
+
+class Watchdog:
+    """Ends this process if nothing goes on in it for some minutes; a context manager.
+
+    A collective that waits for a process which hangs, or is gone with its machine, ends at the
+    process group's own timeout at best, and no exception reaches it before.
+
+    Args:
+        minutes: between two calls of `beat`, at most; 0 = for ever. Time in which this process
+            itself is stopped (Ctrl-Z, a suspended laptop) does not count.
+        hint: what to do then.
+    """
+
+    def __init__(self, minutes: float = 0.0, hint: Callable[[], str] = str) -> None:
+        self._minutes = min(minutes, threading.TIMEOUT_MAX)
+        self._hint = hint
+        self._beat = (0, time.time())  # the updates done, and the time of the last beat
+        self._ended = threading.Event()
+
+    def beat(self, step: int | None = None) -> None:
+        """Something was done; after `step` updates, if there are more now."""
+        self._beat = (self._beat[0] if step is None else step, time.time())
+
+    def __enter__(self) -> Self:
+        if self._minutes > 0:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        seen, idle = self._beat, 0
+        while idle < 60:
+            if self._ended.wait(self._minutes):  # seconds: a sixtieth of the time
+                return
+            idle = idle + 1 if self._beat is seen else 0
+            seen = self._beat
+        threading.Timer(LAST_WORDS_SECONDS, os._exit, [1]).start()
+        step, seconds = seen
+        print_error(
+            f"stopped: nothing was done since {time.strftime('%H:%M:%S', time.localtime(seconds))}"
+            f", after step {step}, for the {self._minutes:g} minutes of --step-timeout: this or "
+            f"another process hangs; {self._hint()}"
+        )
+        os._exit(1)
 
 
 class StopRequest:
@@ -36,9 +86,16 @@ class StopRequest:
     Args:
         dist_info: this process.
         stop_on_write_error: whether a file that cannot be written is a reason to stop.
+        watchdog: watches as long as this listens; by default never ends the process.
     """
 
-    def __init__(self, dist_info: DistInfo, stop_on_write_error: bool = False) -> None:
+    def __init__(
+        self,
+        dist_info: DistInfo,
+        stop_on_write_error: bool = False,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.watchdog = watchdog or Watchdog()
         self.error: Exception | None = None
         self._stop_on_write_error = stop_on_write_error
         self._dist_info = dist_info
@@ -88,6 +145,7 @@ class StopRequest:
         Raises:
             EvaluationStopped: on every process, if any was asked to stop.
         """
+        self.watchdog.beat()
         if self.sync_stop():
             raise EvaluationStopped
 
@@ -106,9 +164,11 @@ class StopRequest:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and shells ask for
                 self._handlers[number] = signal.signal(number, self._on_signal)
+        self.watchdog.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.watchdog.__exit__()
         while self._handlers:
             signal.signal(*self._handlers.popitem())
 

@@ -5,9 +5,12 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
+from forked import assert_refused
 
 from runtime.device import (
+    attention_of_any_shape,
     compiler_problem,
     device_name,
     is_out_of_memory,
@@ -34,6 +37,25 @@ def test_select_device_auto_is_the_best_that_torch_reports():
 def test_select_device_that_is_missing_names_those_that_are_there():
     with pytest.raises(ValueError, match=r"--device cuda is not available here; available: .*cpu"):
         select_device("cuda")
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="torch can use this machine's GPU")
+@pytest.mark.skipif(os.name != "posix", reason="an nvidia-smi of two lines of shell")
+def test_driver_that_torch_cannot_use_is_refused_with_the_remedy(commands, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 535.104.05\n")
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    model = "--model=./no-such-model"
+    refused = commands.run("sample", model, PATH=path)
+    assert_refused(refused, "has an NVIDIA driver 535.104.05, and torch", "or give --device cpu")
+    assert_refused(commands.run("sample", model, "--device=cuda", PATH=path), "--device cpu")
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert_refused(commands.run("sample", model, PATH=path), "has an NVIDIA driver, and torch")
+    on_purpose = [((), {"CUDA_VISIBLE_DEVICES": hidden}) for hidden in ("", "-1", "NoDevFiles")]
+    for flags, environment in (*on_purpose, (("--device=cpu",), {})):
+        done = commands.run("sample", model, *flags, PATH=path, **environment)
+        assert_refused(done, "no-such-model does not exist")
 
 
 @needs_cuda
@@ -163,3 +185,41 @@ def test_is_out_of_memory_knows_torchs_error_from_others():
     assert is_out_of_memory(too_much.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(other.value)
+
+
+NCCL_ERROR = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled \
+cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.7
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+"""
+OUT_OF_MEMORY_ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB)"),
+    dist.DistBackendError(NCCL_ERROR + "Cuda failure 2 'out of memory'"),
+    dist.DistBackendError(NCCL_ERROR + "Failed to CUDA calloc 6291456 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY_ERRORS, ids=lambda error: str(error)[-30:])
+def test_is_out_of_memory_knows_every_librarys_message(error):
+    assert is_out_of_memory(error)
+
+
+def test_is_out_of_memory_is_no_lost_process_and_no_error_of_a_file():
+    gone = NCCL_ERROR + "socketProgress: Connection closed by remote peer"
+    assert not is_out_of_memory(dist.DistBackendError(gone))
+    assert not is_out_of_memory(OSError("out of memory"))
+
+
+def test_attention_of_any_shape_leaves_cudnn_out_and_everything_else_as_it_was():
+    q = torch.randn(2, 3, 16, 8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(q, q, q, is_causal=True)
+    with attention_of_any_shape():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.equal(attend(q, q, q, is_causal=True), expected)
+    assert torch.backends.cuda.cudnn_sdp_enabled()

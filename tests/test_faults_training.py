@@ -255,6 +255,51 @@ def test_kill_of_torchrun_ends_ranks_that_still_import(slowed, flags):
         assert not psutil.wait_procs(ranks.values(), 60)[1]
 
 
+# --- a rank that hangs -----------------------------------------------------------------------
+
+
+def test_rank_that_hangs_is_not_waited_for_longer_than_the_step_timeout(slowed, flags, run_dir):
+    flags += ["--micro-batch-size=2", "--step-timeout=0.1"]
+    with Job(*torchrun(slowed("step"), *flags)) as job:
+        job.wait_for("step  9/")
+        ranks = job.ranks()
+        ranks[1].suspend()
+        ranks[0].wait(60)
+        ranks[1].kill()
+        code, errors = job.end(60)
+    assert code != 0
+    stopped = [line for line in errors.splitlines() if line.startswith("stopped:")]
+    assert len(stopped) == 1
+    assert re.search(r"since \d\d:\d\d:\d\d, after step (9|1\d), for the 0.1 minutes", stopped[0])
+    assert "another process hangs; last checkpoint step_0000000" in stopped[0]
+    assert saved_steps(run_dir)
+
+
+def test_watchdog_lets_a_process_live_that_does_something_or_is_stopped_itself(tmp_path):
+    script = tmp_path / "watched.py"
+    script.write_text(
+        f"import sys, time\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from runtime.stopping import Watchdog\n"
+        "with Watchdog(0.03, lambda: 'a hint') as watchdog:\n"  # 1.8 s
+        "    for step in range(5):\n"
+        "        watchdog.beat(step)\n"
+        "        print(f'step {step}', flush=True)\n"
+        "        for _ in range(8):\n"
+        "            time.sleep(0.1)\n"
+        "    time.sleep(60)\n"
+    )
+    with Job(sys.executable, script) as job:
+        job.wait_for("step 1")
+        job.send(signal.SIGSTOP)
+        time.sleep(2)
+        job.send(signal.SIGCONT)
+        job.wait_for("step 4")
+        code, errors = job.end()
+    assert code == 1
+    assert "after step 4, for the 0.03 minutes" in errors
+    assert errors.endswith("another process hangs; a hint\n")
+
+
 # --- SIGTERM, SIGUSR1, SIGHUP, Ctrl-C -----------------------------------------------------------
 
 

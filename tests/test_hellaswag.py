@@ -111,6 +111,16 @@ def test_evaluate_hellaswag_in_bfloat16_keeps_the_logits_in_float32(model, examp
     assert (result.mean - evaluate_hellaswag(model, examples).mean).abs().max() < 0.02
 
 
+def test_evaluate_hellaswag_attends_without_cudnn(model, examples):
+    seen = []
+    hook = model.transformer.h[0].register_forward_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    evaluate_hellaswag(model, examples[:4], batch_size=2)
+    hook.remove()
+    assert seen == [False, False]
+
+
 def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(model, examples):
     expected = evaluate_hellaswag(model, examples[:3]).summed
     padding = model.lm_head.weight[TINY.vocab_size :]

@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,20 @@ from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
 from model import GPT, GPT2_SIZES, GPTConfig
+from runtime.checkpoint import (
+    CheckpointWriter,
+    TrainerState,
+    copy_weights,
+    find_nonfinite,
+    latest_checkpoint,
+    load_checkpoint,
+    load_model,
+    rng_states,
+)
 from runtime.distributed import DistInfo
 from runtime.metrics import read_metrics
+from sample import generate
+from train_gpt2 import build_optimizers, init_weights
 from training.config import TrainConfig
 from training.memory import (
     BatchPlan,
@@ -29,22 +42,33 @@ from training.memory import (
 
 CPU = torch.device("cpu")
 ALONE = DistInfo(CPU)
+NO_FLAGS = TrainConfig()
 LONG = GPTConfig(block_size=2048, vocab_size=1000, n_layer=6, n_head=2, n_embd=64)
 
 
-def peak_bytes(checkpointing, chunks, dtype):
-    """The most that the tensors of a forward and backward pass of `LONG` take at once."""
+def peak_bytes(function, *args):
+    """The most that the tensors of a call, those that it returns included, take at once."""
+    with profile(profile_memory=True) as profiler:
+        kept = function(*args)
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    del kept
+    return max(itertools.accumulate(sizes), default=0)
+
+
+def backward(checkpointing, chunks, dtype):
+    """A forward and backward pass of `LONG`."""
     model = GPT(LONG)
     model.loss_chunks = chunks
     model.set_activation_checkpointing(checkpointing)
     idx = torch.zeros(1, LONG.block_size, dtype=torch.int64)
-    with profile(profile_memory=True) as profiler:
+
+    def step():
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = model(idx, idx).loss
         loss.backward()
-    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(sizes))
+
+    return step
 
 
 @pytest.mark.parametrize(
@@ -55,7 +79,7 @@ def test_memory_estimate_is_above_what_is_measured_and_near_it(chunks, dtype):
     for mode in ("none", "selective", "full"):
         config = TrainConfig(activation_checkpointing=mode, loss_chunks=chunks, compile=False)
         run = MemoryModel(config, LONG, dtype, ALONE)
-        measured[mode] = peak_bytes(mode, chunks, dtype)
+        measured[mode] = peak_bytes(backward(mode, chunks, dtype))
         state = run.state_bytes(accumulates=False)
         state -= 12 * LONG.n_params  # parameters and moments were there before, or are not
         estimated[mode] = state + run.activation_bytes_per_token() * LONG.block_size
@@ -65,6 +89,35 @@ def test_memory_estimate_is_above_what_is_measured_and_near_it(chunks, dtype):
         assert measured[mode] < estimated[mode] < 2 * measured[mode]
     saved = measured["none"] - measured["full"]  # what checkpointing is about: nearer still
     assert estimated["none"] - estimated["full"] == pytest.approx(saved, rel=0.25)
+
+
+def test_no_path_takes_twice_the_model(tmp_path):
+    """In sizes of the model; a GPU takes as much, without the files' content in CPU memory."""
+    deep = GPTConfig(block_size=4096, vocab_size=1000, n_layer=40, n_head=4, n_embd=128)
+    size, idx = 4 * deep.n_params, torch.zeros(1, 8, dtype=torch.int64)
+    assert peak_bytes(GPT, deep) < 1.2 * size
+    model = GPT(deep)
+    optimizers = build_optimizers(model, NO_FLAGS)
+    assert peak_bytes(init_weights, model, 1) < 0.2 * size
+    model(idx, idx).loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    state = TrainerState(1, 1, vars(deep), {}, "", rng_states(), {})
+    with CheckpointWriter(tmp_path / "checkpoints") as writer:
+        assert 3 * size <= peak_bytes(writer.save, state, model, optimizers) < 3.1 * size
+        writer.wait()
+        assert peak_bytes(writer.save, replace(state, step=2), model, optimizers) < 0.01 * size
+    assert peak_bytes(find_nonfinite, model, optimizers, ALONE) < 0.01 * size
+    in_file = 1
+    assert peak_bytes(load_model, tmp_path) < (in_file + 1.2) * size
+    resumed, in_file = GPT(deep), 3
+    peak = peak_bytes(
+        load_checkpoint, latest_checkpoint(tmp_path), resumed, build_optimizers(resumed, NO_FLAGS)
+    )
+    assert peak < (in_file + 3.1) * size  # moments and, as in a step, gradients
+    assert peak_bytes(copy_weights, model, resumed) < 0.01 * size
+    assert peak_bytes(generate, model, idx.repeat(4, 1), 8) < 0.2 * size  # not of 4096 tokens
 
 
 SMALL = ("--n-layer=2", "--n-head=2", "--n-embd=64", "--block-size=64", "--total-batch-size=1024")

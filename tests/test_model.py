@@ -168,7 +168,9 @@ def test_gpt_later_tokens_do_not_change_earlier_logits(position):
 def test_gpt_with_cache_equals_without(prompt_length):
     model = randomize_weights(tiny())
     idx = random_ids(3, BLOCK_SIZE)
-    cache = KVCache(model.config, batch_size=3, device=CPU, dtype=torch.float32)
+    cache = KVCache(
+        model.config, batch_size=3, n_tokens=BLOCK_SIZE, device=CPU, dtype=torch.float32
+    )
 
     with torch.no_grad():
         expected = model(idx).logits

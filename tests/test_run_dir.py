@@ -5,15 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._inductor.runtime.triton_compat import OutOfResources
 
 from model import GPTConfig
 from runtime.checkpoint import TrainerState
+from runtime.cli import RunStopped
 from runtime.distributed import DistInfo
 from runtime.files import read_json, write_json
 from training.config import TrainConfig
 from training.run_dir import (
     check_resume_compatible,
     choose_run_dir,
+    explain_failures,
     is_finished,
     label_run,
     last_run,
@@ -258,3 +262,28 @@ def test_flags_are_laid_over_settings_of_earlier_versions(tmp_path):
     write_json(tmp_path / "config.json", settings)
     config, _ = parse_config([f"--config={tmp_path}/config.json", "--micro-batch-size=auto"])
     assert (config.data_dir, config.max_lr, config.micro_batch_size) == (Path("d"), 1, "auto")
+
+
+NCCL_ERROR = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (torch.AcceleratorError("CUDA error: out of memory"), ValueError, "--micro-batch-size"),
+        (
+            dist.DistBackendError(f"{NCCL_ERROR}Cuda failure 2 'out of memory'"),
+            ValueError,
+            "--micro-batch-size",
+        ),
+        (
+            dist.DistBackendError(f"{NCCL_ERROR}Connection closed by remote peer"),
+            RunStopped,
+            "another process of this run is gone; no checkpoint yet",
+        ),
+        (OutOfResources(2, 1, "shared memory"), ValueError, "or add --no-compile"),
+    ],
+)
+def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind, said):
+    with pytest.raises(kind, match=re.escape(said)), explain_failures(tmp_path, DIST_INFO):
+        raise error

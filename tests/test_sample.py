@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from forked import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,3 +216,20 @@ def test_main_continues_any_bytes_or_starts_a_document(commands, folder):
     assert done.code == 0, done.stderr
     assert done.stdout.count("--- sample ") == 2
     assert "<|endoftext|>" not in done.stdout
+
+
+def test_generate_attends_without_cudnn():
+    model, seen = random_model(TINY), []
+    model.transformer.h[0].register_forward_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    generate(model, prompts(TINY, 1, 3), 2)
+    assert seen == [False, False]
+
+
+def test_main_without_enough_memory_says_so_in_one_line(commands, tmp_path):
+    long = GPTConfig(block_size=100_000, n_layer=12, n_head=2, n_embd=64)
+    save_pretrained(GPT(long), tmp_path / "long")
+    flags = ("--num-samples=1000000", "--max-new-tokens=100000")  # more than 48 bits can address
+    done = commands.run("sample", f"--model={tmp_path}/long", "--device=cpu", *flags)
+    assert_refused(done, "is out of memory, end what else uses it", "can't allocate memory")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dataloader import Batch
 from model import GPT, GPTConfig
 from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
-from runtime.device import compiler_problem, make_cpu_deterministic
+from runtime.device import compiler_problem, make_deterministic
 from runtime.distributed import DistInfo
 from runtime.metrics import read_metrics
 from train_gpt2 import (
@@ -261,7 +261,7 @@ def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step):
 
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
 def test_compiled_gradients_are_the_same_each_time_with_two_threads():
-    make_cpu_deterministic()
+    make_deterministic()
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=256, vocab_size=100, n_layer=1, n_head=2, n_embd=128))
     compiled = torch.compile(model, dynamic=False)

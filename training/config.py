@@ -125,6 +125,9 @@ class TrainConfig:
     stop_on_write_error: bool = False
     """Stop all processes when a checkpoint, metrics or samples cannot be written (a full disk),
     instead of going on with a warning each time."""
+    step_timeout: float = 20.0
+    """End a process, with exit code 1, that has done nothing for so many minutes, no micro-batch
+    and no batch of an evaluation, since it or another one hangs; 0 = never."""
     log_every: int = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 
@@ -147,6 +150,9 @@ class TrainConfig:
     """Device to train on."""
     dtype: DtypeName = "auto"
     """Dtype of matrix products; auto is bfloat16 where the hardware has it."""
+    deterministic: bool = False
+    """On GPUs: repeat every sum in the same order, so that a resumed run repeats the losses bit
+    for bit; slower. CPUs always do."""
     compile: bool = True
     """Compile the model with torch.compile, where there is a compiler."""
     plan: bool = False

@@ -204,8 +204,8 @@ def explain_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
     except FloatingPointError as error:
         barrier(dist_info)  # all ranks come here, rank 0 when its last save is complete
         raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
-    except RuntimeError as error:
-        if is_out_of_memory(error):
+    except Exception as error:  # Triton's are no RuntimeErrors
+        if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
             raise ValueError(
                 "the device ran out of memory: give a smaller --micro-batch-size"
             ) from None

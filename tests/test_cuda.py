@@ -1,0 +1,238 @@
+"""What only a GPU can show; the last test needs no GPU, but torch built for CUDA."""
+
+import math
+import re
+
+import pytest
+import torch
+from conftest import ROOT
+from forked import assert_refused
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from corpus.shards import open_shards
+from dataloader import validation_batches
+from hellaswag import evaluate_hellaswag, load_examples, score_examples
+from model import GPT, GPTConfig, KVCache
+from ops import IGNORE_INDEX
+from runtime.checkpoint import (
+    CheckpointWriter,
+    TrainerState,
+    latest_checkpoint,
+    load_checkpoint,
+    load_model,
+    rng_states,
+)
+from runtime.device import attention_of_any_shape, is_out_of_memory
+from runtime.distributed import DistInfo
+from runtime.huggingface import save_pretrained
+from runtime.metrics import read_metrics
+from sample import generate, next_token_logits, sample_token
+from train_gpt2 import build_optimizers, evaluate_loss
+from training.config import TrainConfig
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+needs_gpu = pytest.mark.skipif(not GPUS, reason="this machine has no CUDA GPU")
+needs_two = pytest.mark.skipif(GPUS < 2, reason="this machine has no two CUDA GPUs")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CONFIG = GPTConfig(block_size=128, n_layer=2, n_head=2, n_embd=64)
+DEEP = GPTConfig(block_size=4096, vocab_size=1000, n_layer=40, n_head=4, n_embd=128)
+SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
+
+
+@pytest.fixture
+def both():
+    """The same model on the CPU and on the GPU, in full float32."""
+    torch.manual_seed(0)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    model, twin = GPT(CONFIG), GPT(CONFIG).to(CUDA)
+    twin.load_state_dict(model.state_dict())
+    yield model, twin
+    torch.set_float32_matmul_precision(before)
+
+
+def losses(run_dir):
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return {record["step"]: record["train_loss"] for record in records if "lr" in record}
+
+
+def peak_bytes(function, *args):
+    """The most that a call takes of the GPU, beside what it has already."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = function(*args)
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("chunks", "checkpointing"), [(1, "none"), (4, "selective"), (1, "full")])
+def test_loss_and_gradients_are_those_of_the_cpu(both, compiled, chunks, checkpointing):
+    idx = torch.randint(CONFIG.vocab_size, (4, 64))
+    targets = idx.roll(-1, 1).masked_fill(torch.rand(idx.shape) < 0.1, IGNORE_INDEX)
+    results = []
+    for model, device in zip(both, (CPU, CUDA), strict=True):
+        model.loss_chunks = chunks
+        model.set_activation_checkpointing(checkpointing)
+        compiles = compiled and device == CUDA
+        trained = torch.compile(model, dynamic=False) if compiles else model
+        loss = trained(idx.to(device), targets.to(device)).loss
+        loss.backward()
+        gradients = {name: p.grad.cpu() for name, p in model.named_parameters()}
+        results.append((loss.item(), gradients))
+    (loss, gradients), (their_loss, their_gradients) = results
+    assert their_loss == pytest.approx(loss, abs=1e-4)
+    for name, gradient in gradients.items():
+        error = (their_gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-3, name
+
+
+@needs_gpu
+@pytest.mark.parametrize("compile_flag", ["--compile", "--no-compile"])
+def test_deterministic_run_resumes_bit_for_bit(commands, tiny_flags, tmp_path, compile_flag):
+    flags = [*tiny_flags, "--device=cuda", "--dtype=auto", compile_flag, "--deterministic"]
+    flags += ["--block-size=128", "--total-batch-size=2048", "--sample-every=4"]
+    flags += ["--hellaswag-every=4", f"--hellaswag-data={SAMPLE}"]
+    middle = tmp_path / "runs/whole/checkpoints/step_00000004"
+    for more in (["--run-name=whole"], ["--run-name=rest", f"--resume={middle}"]):
+        done = commands.run("train_gpt2", *flags, *more)
+        assert done.code == 0, done.stderr
+    whole, rest = losses(tmp_path / "runs/whole"), losses(tmp_path / "runs/rest")
+    assert rest == {step: whole[step] for step in (5, 6, 7, 8)}
+
+
+@needs_gpu
+def test_micro_batch_is_chosen_by_a_probe(commands, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--device=cuda", "--dtype=auto", "--micro-batch-size=auto"]
+    flags += ["--n-layer=12", "--n-head=12", "--n-embd=768", "--block-size=1024"]
+    flags += ["--total-batch-size=8192", "--max-steps=2", "--val-every=0", "--run-name=a"]
+    done = commands.run("train_gpt2", *flags)
+    assert done.code == 0, done.stderr
+    assert re.search(r"= \d+ sequences x 1,024 tokens", done.stdout)
+    assert all(math.isfinite(loss) for loss in losses(tmp_path / "runs/a").values())
+
+
+@needs_gpu
+def test_out_of_memory_is_known_by_really_running_out(commands, tmp_path):
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**46, dtype=torch.uint8, device=CUDA)
+    assert is_out_of_memory(error.value)
+    save_pretrained(GPT(GPTConfig(100_000, n_layer=12, n_head=2, n_embd=64)), tmp_path / "long")
+    flags = ("--num-samples=1000000", "--max-new-tokens=100000")
+    done = commands.run("sample", f"--model={tmp_path}/long", "--device=cuda", *flags)
+    assert_refused(done, "the device is out of memory")
+
+
+@needs_gpu
+def test_samples_and_hellaswag_are_those_of_the_cpu(both):
+    model, twin = both
+    idx = torch.randint(CONFIG.vocab_size, (3, 5))
+    options = {"temperature": 0, "stop_token": None}
+    with torch.no_grad():  # logits far enough apart that rounding chooses no token
+        model.transformer.wte.weight.mul_(5)
+        twin.transformer.wte.weight.mul_(5)
+    assert generate(twin, idx.to(CUDA), 150, **options) == generate(model, idx, 150, **options)
+    examples = [e for e in load_examples(SAMPLE) if e.fits(CONFIG.block_size)]
+    ours, theirs = (evaluate_hellaswag(each, examples, batch_size=4) for each in (model, twin))
+    assert (ours.summed - theirs.summed).abs().max() < 1e-3 * ours.summed.abs().max()
+
+
+@needs_gpu
+def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
+    _, model = both
+    examples = [e for e in load_examples(SAMPLE) if e.fits(CONFIG.block_size)][:8]
+    shards, dist_info = open_shards(tiny_data, "val"), DistInfo(CUDA)
+    batches = {"block_size": 128, "micro_batch_size": 4, "max_tokens": 1024, "vocab_size": 50257}
+    for mode in ("default", "error"):  # first what is only made once, such as cuBLAS's handle
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            score_examples(model, examples, CUDA)
+            for inputs, targets in validation_batches(shards, **batches, dist_info=dist_info):
+                with torch.no_grad():
+                    model(inputs, targets)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    loss = evaluate_loss(
+        model, validation_batches(shards, **batches, dist_info=dist_info), torch.float32, dist_info
+    )
+    assert math.isfinite(loss)
+
+
+@needs_gpu
+def test_checkpoint_of_gpu_tensors_goes_through_pinned_memory_that_is_kept(both, tmp_path):
+    _, model = both
+    optimizers = build_optimizers(model, TrainConfig())
+    state = TrainerState(1, 1, vars(CONFIG), {}, "", rng_states(), {})
+    addresses = []
+    with CheckpointWriter(tmp_path / "checkpoints") as writer:
+        for step in (1, 2):
+            idx = torch.randint(CONFIG.vocab_size, (2, 32), device=CUDA)
+            model(idx, idx).loss.backward()
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = 1e-2
+                optimizer.step()
+            expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+            writer.save(TrainerState(**(vars(state) | {"step": step})), model, optimizers)
+            with torch.no_grad():  # while the copy is written
+                model.transformer.wte.weight.zero_()
+            copies = [copy for file in writer._copies.values() for copy in file.values()]
+            assert all(copy.is_pinned() for copy in copies)
+            addresses.append([copy.data_ptr() for copy in copies])
+            with torch.no_grad():
+                model.transformer.wte.weight.copy_(expected["transformer.wte.weight"])
+    assert addresses[0] == addresses[1]
+    resumed = GPT(CONFIG).to(CUDA)
+    load_checkpoint(latest_checkpoint(tmp_path), resumed, build_optimizers(resumed, TrainConfig()))
+    for name, parameter in resumed.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@needs_gpu
+def test_no_path_takes_twice_the_model_of_the_gpu(tmp_path):
+    size, idx = 4 * DEEP.n_params, torch.zeros(1, 8, dtype=torch.int64, device=CUDA)
+    model = GPT(DEEP).to(CUDA)
+    optimizers = build_optimizers(model, TrainConfig())
+    model(idx, idx).loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    state = TrainerState(1, 1, vars(DEEP), {}, "", rng_states(), {})
+    with CheckpointWriter(tmp_path / "checkpoints") as writer:
+        assert peak_bytes(writer.save, state, model, optimizers) < 0.01 * size
+    assert peak_bytes(load_model, tmp_path, CUDA) < 1.2 * size
+    resumed = load_model(tmp_path, CUDA)
+    resumed_optimizers = build_optimizers(resumed, TrainConfig())
+    latest = latest_checkpoint(tmp_path)
+    assert peak_bytes(load_checkpoint, latest, resumed, resumed_optimizers) < 3.1 * size
+    assert peak_bytes(generate, resumed, idx.repeat(4, 1), 8) < 0.5 * size
+
+
+@needs_two
+def test_two_gpus_train_as_one(commands, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--device=cuda", "--micro-batch-size=2", "--no-compile"]
+    one = commands.run("train_gpt2", *flags, "--run-name=one")
+    two = commands.run_ranks(2, "train_gpt2", *flags, "--run-name=two")
+    assert (one.code, two.code) == (0, 0), one.stderr + two.stderr
+    first, second = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/two")
+    assert first.keys() == second.keys()
+    assert max(abs(first[step] - second[step]) for step in first) < 1e-3  # TF32
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
+def test_no_tensor_of_an_evaluation_is_left_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # fake ones have none
+    examples = [e for e in load_examples(SAMPLE) if e.fits(CONFIG.block_size)][:3]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with CUDA:
+            model = GPT(CONFIG)
+        cache = KVCache(CONFIG, 2, 16, CUDA, torch.float32)
+        idx = torch.zeros(2, 5, dtype=torch.int64, device=CUDA)
+        with attention_of_any_shape():
+            for length in (5, 6, 7):
+                logits = next_token_logits(model, idx[:, :length], cache)
+                token = sample_token(logits, 1.0, 50, 0.9, None)
+                idx = torch.cat([idx, token[:, None]], dim=1)
+        assert model(idx, idx).loss.device == CUDA
+        assert score_examples(model, examples, CUDA).device == CUDA
