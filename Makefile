@@ -1,13 +1,15 @@
 # make demo:     text to a trained, scored, exported GPT-2 on this machine, in minutes.
 # make test:     lint, types and the fast tests, in at most three minutes on two cores.
 # make test-all: all tests: faults, several processes and machines, the bench.
+# make gpu-check: all that this machine's GPUs can tell, in half an hour; call it again to go on.
 # Each installs what it needs into .venv first.
 
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO_FLAGS ?=
+GPU_FLAGS ?=
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all gpu-check lint clean
 
 demo: .venv/.installed
 	$(BIN)/python demo.py $(DEMO_FLAGS)
@@ -17,6 +19,9 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n 2
+
+gpu-check: .venv/.installed-dev
+	$(BIN)/python -m bench --gpu $(GPU_FLAGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

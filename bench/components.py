@@ -7,7 +7,9 @@ own, and the commands are those that users give.
 import io
 import json
 import os
+import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -24,25 +26,37 @@ from tqdm import tqdm
 
 import train_gpt2
 from bench.config import ROOT, BenchConfig, train_config
-from bench.measurement import Measurement, alternate, busy_loops, run_python, seconds_of
-from bench.report import Section, format_table
+from bench.measurement import (
+    Measurement,
+    alternate,
+    busy_loops,
+    error_line,
+    run_python,
+    seconds_of,
+)
+from bench.report import Section, device_label, format_table, results_path
 from bench.run import ALL_OPTIMIZATIONS, run_in_process
 from corpus.sources import stdlib_source
 from dataloader import Batch
 from hellaswag import Example, HellaSwagResult, evaluate_hellaswag, load_examples
 from model import GPT
+from plot import plot_run
 from runtime.device import autocast, select_dtype
 from runtime.distributed import DistInfo
 from runtime.files import LockedFolder, write_json
-from runtime.metrics import MetricsLogger, StepTimer
+from runtime.metrics import METRICS_NAME, MetricsLogger, StepTimer, read_metrics
 from runtime.startup import usable_cores
 from sample import generate
 from tokenizer import END_OF_TEXT
+from training.config import TrainConfig
 
 LOADER_BATCHES = 2000  # of one run of the loader alone
 STEADY_COPIES = 5  # of the text, as the tokenizers' larger input
 SAMPLE_COUNT, SAMPLE_TOKENS = 4, 256
 SEED = 1337
+CONTEXT_POWERS = range(11)  # contexts tried, in powers of 2 of the block size
+VAL_TOKENS = 1_048_576  # of a validation of the short run
+LEAST_MEMORY = {"activation_checkpointing": "full", "loss_chunks": 8}
 # How often OpenMP's waiting threads spin before they sleep: as this project's scripts set
 # GOMP_SPINCOUNT, and libgomp's default.
 SPINS, DEFAULT_SPINS = "1000", "300000"
@@ -353,12 +367,100 @@ def _seconds_to_first_update(config: BenchConfig, scratch: Path) -> float:
     raise ValueError(f"train_gpt2.py made no update: {line.strip() or 'no error message'}")
 
 
+# --- what needs a GPU -------------------------------------------------------------------------
+
+
+def measure_tests(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """The tests that need CUDA: how many passed, failed and were skipped, and which failed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", ROOT / "tests/test_cuda.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout, flush=True)
+    if done.returncode not in (0, 1):  # not even tests that failed
+        raise ValueError(f"pytest: {error_line(done.stderr or done.stdout)}")
+    *_, summary = done.stdout.strip().splitlines()
+    counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)", summary)
+    failed = re.findall(r"^(?:FAILED|ERROR) \S*?(\w+\.py::\S+)", done.stdout, re.MULTILINE)
+    return [
+        *(Measurement(label, "tests", [float(count)]) for count, label in counts),
+        *(Measurement(f"failed: {name}", "tests", [1.0]) for name in failed),
+    ]
+
+
+def measure_context(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """The longest context that fits, by bisection: each is a process that takes two steps.
+
+    Raises:
+        ValueError: not even the first one fits, or has another fault.
+    """
+    powers = CONTEXT_POWERS if config.torch_device.type == "cuda" else CONTEXT_POWERS[:2]
+    lengths = [config.block_size * 2**power for power in powers]
+    fitting, too_long, why_not, measurements = 0, len(lengths), "", []  # lengths[:fitting] fit
+    while fitting < too_long:
+        middle = (fitting + too_long) // 2
+        tokens, label = lengths[middle], f"context {lengths[middle]:,}"
+        batch = {"block_size": tokens, "micro_batch_size": 1, "total_batch_size": tokens}
+        flags = train_config(config, **batch | LEAST_MEMORY)
+        try:
+            result = run_in_process(ALL_OPTIMIZATIONS, flags, 1, scratch / "compiled")
+        except ValueError as error:  # out of memory, or a limit of a kernel's
+            too_long, why_not = middle, f"; {label}: {error!s:.60}"
+            continue
+        fitting = middle + 1
+        measurements += [
+            Measurement(label, "tokens/s", [result.tokens_per_second]),
+            Measurement(label, "GiB", [result.peak_memory_gib or 0.0]),
+        ]
+    if not fitting:
+        raise ValueError(f"no context fits{why_not}")
+    label, longest = f"the longest context that fits{why_not}", float(lengths[fitting - 1])
+    return [Measurement(label, "tokens", [longest]), *measurements]
+
+
+def measure_train(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """A short run of `train_gpt2.py` on the shards given, in `runs/`, and the figure of its loss.
+
+    An interrupted run is resumed.
+    """
+    run_dir = Path("runs") / f"bench-{config.key()}"
+    changes = {"micro_batch_size": "auto", "max_steps": config.train_steps, "val_every": 50}
+    changes |= {"total_batch_size": config.total_batch_size or TrainConfig.total_batch_size}
+    changes |= {"val_tokens": VAL_TOKENS, "checkpoint_every": 50, "warmup_steps": None}
+    flags = train_config(config, **changes)
+    write_json(scratch / "config.json", flags.saved())
+    run_python(
+        *(ROOT / "train_gpt2.py", f"--config={scratch / 'config.json'}", "--keep-checkpoints=1"),
+        *(f"--run-name={run_dir.name}", "--resume=auto"),
+    )
+    loss, *_ = plot_run(run_dir)
+    figure = results_path(config, device_label(config.torch_device)).with_suffix(".loss.png")
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(loss, figure)
+    records = read_metrics(run_dir / METRICS_NAME)
+
+    def values(name: str) -> list[float]:
+        return [record[name] for record in records if record.get(name) is not None]
+
+    steps = f"after {config.train_steps:,} steps of {flags.total_batch_size:,} tokens"
+    return [
+        Measurement(f"validation loss {steps}", "nats per token", values("val_loss")[-1:]),
+        Measurement("training", "tokens/s", [statistics.median(values("tokens_per_second"))]),
+        *(Measurement("training", "MFU", [statistics.median(v)]) for v in [values("mfu")] if v),
+    ]
+
+
 COMPONENTS: dict[str, Callable[[BenchConfig, Path], list[Measurement]]] = {
     "busy": measure_busy,
     "checkpoint": measure_checkpoint,
+    "context": measure_context,
     "data": measure_data,
     "hellaswag": measure_hellaswag,
     "sample": measure_sample,
     "startup": measure_startup,
+    "tests": measure_tests,
     "tokenize": measure_tokenize,
+    "train": measure_train,
 }

@@ -1,7 +1,9 @@
 """The flags of `python -m bench`, and the training run that they describe."""
 
+import hashlib
 import importlib.util
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,19 +16,33 @@ from training.config import TrainConfig
 ROOT = Path(__file__).resolve().parent.parent
 DIMENSIONS = ("size", "n_layer", "n_head", "n_embd", "block_size")
 WARMUP_STEPS = 10  # short, so that the few steps of a run already learn
+PRODUCT = "product defaults"
+NEEDED = {"transformers": "transformers", "tests": "pytest"}  # to measure one, the package
+UNMEASURED = ("out_dir", "data_dir", "gpu", "minutes", "fresh")  # do not change what is measured
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure this device: the speed ladder, or the trainer named by --peer, or one component."""
+    """Measure this device: the speed ladder, or what --peer, --component or --gpu names."""
 
-    peer: Literal["transformers", "eager"] | None = None
-    """Compare the product's defaults with this trainer, instead of the ladder."""
+    gpu: bool = False
+    """Measure everything that this machine's GPUs can tell, the most important first; a second
+    call goes on where the first one was stopped."""
+    minutes: float = 28.0
+    """With --gpu: stop after this time."""
+    fresh: bool = False
+    """With --gpu: forget what was measured before."""
+    peer: Literal["transformers", "eager", "switches", "gpus"] | None = None
+    """Compare the product's defaults with this trainer, instead of the ladder. switches: with
+    itself, changed (bench/switches.py); gpus: with itself on all GPUs (off GPUs, 2 processes)."""
     component: (
-        Literal["busy", "checkpoint", "data", "hellaswag", "sample", "startup", "tokenize"] | None
+        Literal["busy", "checkpoint", "context", "data", "hellaswag", "sample", "startup"]
+        | Literal["tests", "tokenize", "train"]
+        | None
     ) = None
     """Measure this part of the product, instead of the ladder. busy: training while other
-    programs use all cores."""
+    programs use all cores; context: the longest that fits; tests: those that need CUDA; train: a
+    short run on the shards of --data-dir."""
 
     size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Model size: 124M, 350M, 774M or 1558M parameters."""
@@ -48,7 +64,9 @@ class BenchConfig:
     steps: int | None = None
     """Timed optimizer steps per run, after one untimed step; by default 20 on a GPU, else 4."""
     rounds: int = 3
-    """Runs of each configuration, alternating with the others."""
+    """Runs of each configuration, alternating with the others; 1 of each with --gpu."""
+    train_steps: int = 500
+    """Optimizer steps of --component train."""
 
     device: DeviceName = "auto"
     """Device to measure."""
@@ -65,9 +83,12 @@ class BenchConfig:
     def __post_init__(self) -> None:
         if self.peer and self.component:
             raise ValueError("--peer and --component are two measurements: give one of them")
-        if self.peer == "transformers" and not importlib.util.find_spec("transformers"):
-            raise ValueError("transformers is missing: pip install -r requirements-dev.txt")
-        for name in ("micro_batch_size", "total_batch_size", "steps", "rounds"):
+        package = NEEDED.get(self.peer or self.component or "")
+        if package and not importlib.util.find_spec(package):
+            raise ValueError(f"{package} is missing: pip install -r requirements-dev.txt")
+        if self.component == "train" and self.data_dir is None:
+            raise ValueError("--component train needs shards of text: --data-dir DIR")
+        for name in ("micro_batch_size", "total_batch_size", "steps", "rounds", "train_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -91,6 +112,29 @@ class BenchConfig:
     def timed_steps(self) -> int:
         """Timed steps per run: seconds on a GPU, a minute elsewhere."""
         return self.steps or (20 if self.torch_device.type == "cuda" else 4)
+
+    @property
+    def section(self) -> str:
+        """The name of what is measured, in the results."""
+        if self.component:
+            return f"component_{self.component}"
+        return f"peer_{self.peer}" if self.peer else "ladder"
+
+    @property
+    def processes(self) -> int:
+        """Processes of `--peer gpus`."""
+        return torch.cuda.device_count() if self.torch_device.type == "cuda" else 2
+
+    def key(self) -> str:
+        """A hash of the settings, the code and torch, which a result is valid for."""
+        settings = {name: str(v) for name, v in asdict(self).items() if name not in UNMEASURED}
+        if self.component == "train":
+            settings["data_dir"] = str(self.data_dir)
+        digest = hashlib.sha256(json.dumps([settings, torch.__version__]).encode())
+        for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]):
+            if path.parent.name != "tests" or self.component == "tests":
+                digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
 
     def results_name(self, label: str) -> str:
         """The results file's name without its suffix, from the device's.

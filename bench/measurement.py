@@ -60,7 +60,7 @@ def run_python(*args: str | Path, **environment: str) -> str:
     """Run Python in a child process that can import this repository; returns its output.
 
     Raises:
-        ValueError: the child failed; the message is the last line of its standard error.
+        ValueError: the child failed; the message is a line of its standard error.
     """
     child = subprocess.run(
         [sys.executable, *args],
@@ -72,9 +72,22 @@ def run_python(*args: str | Path, **environment: str) -> str:
     if child.returncode < 0:
         raise ValueError(f"ended by signal {-child.returncode}: out of memory?")
     if child.returncode:
-        *_, last_line = "no error message", *child.stderr.strip().splitlines()
-        raise ValueError(last_line.removeprefix("error: "))
+        raise ValueError(error_line(child.stderr))
     return child.stdout
+
+
+def error_line(stderr: str) -> str:
+    """What a failed process said: its first line of ours (torchrun writes more), else its last."""
+    lines = ["no error message", *stderr.strip().splitlines()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return ours[0] if ours else lines[-1]
+
+
+def tokenize_stdlib(data_dir: Path) -> Path:
+    """Write shards of Python's standard library into `data_dir`, to train on."""
+    print("tokenizing Python's standard library to train on", flush=True)
+    run_python(ROOT / "fineweb.py", "--source=stdlib", f"--data-dir={data_dir}")
+    return data_dir
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.config import ROOT, BenchConfig
+from bench.config import PRODUCT, ROOT, BenchConfig
 from plot import BLUE, GREY, INK
 from runtime.device import device_name
 from runtime.files import atomic_write, read_json, write_json
@@ -34,6 +34,8 @@ CHART_SECTIONS = {
     "ladder": "One more optimization in each line",
     "peer_transformers": "Compared with Hugging Face transformers",
     "peer_eager": "Compared with a plain, uncompiled trainer",
+    "peer_switches": "The defaults, with one change in each line",
+    "peer_gpus": "On one GPU, on all, and on all with one change in each line",
 }
 LIGHT_BLUE = "#a3bed1"
 SIGNIFICANT_DIGITS = 5  # more would be noise
@@ -56,8 +58,36 @@ def _cpu_name() -> str:
     return name[1].strip() if name else platform.processor() or platform.machine()
 
 
-def store_section(config: BenchConfig, label: str, name: str, section: Section) -> list[Path]:
-    """Put a section into the results of the device `label`, and draw the chart again.
+def results_path(config: BenchConfig, label: str) -> Path:
+    """The results file of the device `label`."""
+    file_name = config.results_name(re.sub("[^a-z0-9]+", "-", label.lower()).strip("-"))
+    return config.out_dir / f"{file_name}.json"
+
+
+def read_results(config: BenchConfig, label: str) -> dict[str, Any]:
+    """What was measured on the device `label` so far.
+
+    Raises:
+        ValueError: the existing file has other content.
+    """
+    path = results_path(config, label)
+    results = read_json(path) if path.exists() else {"device": label}
+    if not isinstance(results, dict):
+        raise ValueError(f"{path} has no bench results: move it away")
+    return results
+
+
+def stored_section(config: BenchConfig, label: str, complete: bool) -> Section:
+    """What is stored of the measurement, by the same code and settings; else nothing."""
+    section = read_results(config, label).get(config.section, {})
+    fits = section.get("key") == config.key() and section.get("complete") is complete
+    return section if fits else {}
+
+
+def store_section(
+    config: BenchConfig, label: str, name: str, section: Section, complete: bool = True
+) -> list[Path]:
+    """Put a section into the results of the device `label`, and draw the chart if it is complete.
 
     An earlier section of that name is replaced. The section's date, commit and versions are added.
 
@@ -67,14 +97,11 @@ def store_section(config: BenchConfig, label: str, name: str, section: Section) 
     Raises:
         ValueError: the existing file has other content.
     """
-    file_name = config.results_name(re.sub("[^a-z0-9]+", "-", label.lower()).strip("-"))
-    path = config.out_dir / f"{file_name}.json"
-    results = read_json(path) if path.exists() else {"device": label}
-    if not isinstance(results, dict):
-        raise ValueError(f"{path} has no bench results: move it away")
-    results[name] = round_floats(provenance() | section)
+    path, results = results_path(config, label), read_results(config, label)
+    added = provenance() | {"key": config.key(), "complete": complete}
+    results[name] = round_floats(added | section)
     write_json(path, results)
-    if not CHART_SECTIONS.keys() & results.keys():
+    if not complete or not CHART_SECTIONS.keys() & results.keys():
         return [path]
     return [path, draw_speeds(results, path.with_suffix(".png"))]
 
@@ -117,6 +144,61 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def markdown_tables(results: Mapping[str, Any]) -> str:
+    """A device's results for docs/benchmarks.md: its training speeds, and its other parts."""
+    sections = {name: value for name, value in results.items() if isinstance(value, dict)}
+    tables = {
+        "| training | tokens/s | MFU | peak GiB | loss | batch | command |": _training_rows,
+        "| what | median | unit | spread | command |": _component_rows,
+    }
+    lines = [f"### {results['device']}"]
+    for head, rows_of in tables.items():
+        lines += ["", head, "|---" * (head.count("|") - 1) + "|"]
+        lines += [
+            f"| {' | '.join(row)} | `{_command(name)}` |"
+            for name, section in sections.items()
+            if name.startswith("component_") == (rows_of is _component_rows)
+            for row in rows_of(section)
+        ]
+    stamps = {
+        f"torch {section['versions']['torch']}, commit {(section['commit'] or 'unknown')[:7]}"
+        for section in sections.values()
+    }
+    return "\n".join([*lines, "", *sorted(stamps), ""])
+
+
+def _command(name: str) -> str:
+    """What measured a section."""
+    kind, _, value = name.partition("_")
+    return "python -m bench" + (f" --{kind} {value}" if value else "")
+
+
+def _training_rows(section: Section) -> Iterator[list[str]]:
+    for result in section["results"]:
+        if result.get("failure"):
+            yield [result["name"], f"not measured: {result['failure']}", "", "", "", ""]
+            continue
+        mfu, peak = result["mfu"], result["peak_memory_gib"]
+        yield [
+            result["name"],
+            f"{result['tokens_per_second']:,.0f}",
+            "n/a" if mfu is None else f"{mfu:.1%}",
+            "n/a" if peak is None else f"{peak:.1f}",
+            f"{result['loss']:.4f}",
+            result["batch"],
+        ]
+    for name, why in section["left_out"].items():
+        yield [name, f"not measured: {why}", "", "", "", ""]
+
+
+def _component_rows(section: Section) -> Iterator[list[str]]:
+    for result in section["results"]:
+        median = (
+            f"{result['median']:,.4g}" if result["median"] < 1000 else f"{result['median']:,.0f}"
+        )
+        yield [result["label"], median, result["unit"], f"{result['spread']:.1%}"]
+
+
 def draw_speeds(results: Mapping[str, Any], path: Path) -> Path:
     """Draw a device's tokens per second as bars from zero: the ladder's and the peers'."""
     from matplotlib.figure import Figure
@@ -139,11 +221,11 @@ def draw_speeds(results: Mapping[str, Any], path: Path) -> Path:
 
 
 def _draw_section(axes: "Axes", title: str, section: Section) -> None:
-    """One bar per configuration; the last one, the product, is darker."""
+    """One bar per configuration; the product's is darker."""
     results, model = section["results"], section["model"]
     speeds = [result.get("tokens_per_second", 0) for result in results]
     shares = [f" · {result['mfu']:.1%}" if result.get("mfu") else "" for result in results]
-    colours = [LIGHT_BLUE] * (len(results) - 1) + [BLUE]
+    colours = [BLUE if result["name"] == PRODUCT else LIGHT_BLUE for result in results]
     bars = axes.barh([result["name"] for result in results], speeds, height=0.72, color=colours)
     labels = [
         f"{speed:,.0f}{share}" if speed else "failed"

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import contextlib
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from torch.optim import AdamW, Optimizer
 import ops
 import train_gpt2
 from bench.measurement import run_python, seconds_of
+from bench.switches import ALL_SWITCHES
 from model import GPT, ModelOutput
 from runtime import device as device_module
 from runtime.cli import run_command
@@ -64,6 +66,9 @@ class Settings:
     """Everything else that train_gpt2.py does with its default flags."""
     hugging_face: bool = False
     """Hugging Face's model instead of ours."""
+    switch: str = ""
+    """A change of `bench.switches` on top."""
+    processes: int = 1
 
 
 ALL_OPTIMIZATIONS = Settings(
@@ -102,7 +107,7 @@ class RunResult:
 def run_in_process(
     settings: Settings, config: TrainConfig, steps: int, cache: Path, **environment: str
 ) -> RunResult:
-    """Run once in a fresh process, which keeps its compiled code in the folder `cache`.
+    """Run once in a fresh process, or several, with compiled code in the folder `cache`.
 
     Raises:
         ValueError: the run failed; the message says why in one line.
@@ -110,8 +115,12 @@ def run_in_process(
     cache.mkdir(exist_ok=True)
     write_json(cache / "config.json", config.saved())
     arguments = (json.dumps(asdict(settings)), str(steps), cache / "config.json")
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    output = run_python("-m", "bench.run", *arguments, **environment)
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    environment |= ALL_SWITCHES[settings.switch].environment
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    launcher += [f"--nproc_per_node={settings.processes}"]
+    ranks = launcher if settings.processes > 1 else []
+    output = run_python(*ranks, "-m", "bench.run", *arguments, **environment)
     return RunResult(**json.loads(output.splitlines()[-1]))
 
 
@@ -150,6 +159,7 @@ def build_trainer(
     if not settings.product:
         # A block longer than the context: the model then uses torch's own attention.
         ops.QUERY_BLOCKS = 2 * config.block_size
+    ALL_SWITCHES[settings.switch].apply()
     trainer = train_gpt2.setup(config, None, LockedFolder(Path("unused")), dist_info)
     if settings.product:
         return trainer
@@ -230,7 +240,8 @@ def main() -> None:
     except Exception as error:  # anything that torch, its compiler or a peer may raise
         first_line = next(iter(str(error).splitlines()), "")
         raise ValueError(f"{type(error).__name__}: {first_line}") from None
-    print(json.dumps(asdict(result)))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(asdict(result)))
 
 
 if __name__ == "__main__":

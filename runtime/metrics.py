@@ -23,7 +23,7 @@ from runtime.files import append_atomically
 if TYPE_CHECKING:  # importing it takes torch, which plot.py does without
     from model import GPTConfig
 
-# Dense bfloat16 peaks in FLOP/s (float16 on the V100 and T4, which have no bfloat16) with float32
+# Dense bfloat16 peaks in FLOP/s (float16 on the T4, which has no bfloat16) with float32
 # accumulation, from NVIDIA's data sheets; where these quote the sparse rate, half of it. The keys
 # are patterns for the driver's name of the GPU; the first that matches counts.
 PEAK_FLOPS = {
@@ -38,8 +38,6 @@ PEAK_FLOPS = {
     r"\bA10G$": 70e12,
     r"\bL4$": 121e12,
     r"\bL40S$": 362e12,
-    r"\bV100-SXM2\b": 125e12,
-    r"\bV100-PCIE\b": 112e12,
     r"\bT4$": 65e12,
     r"\bRTX A6000$": 155e12,
     r"\bRTX 4090$": 165e12,

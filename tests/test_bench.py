@@ -4,20 +4,27 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from conftest import ROOT, TINY_MODEL
+from conftest import ROOT, TINY_MODEL, check_on_ranks
 from PIL import Image
 from torch.profiler import profile
 
+import model
 import ops
 from bench import __main__ as bench_main
 from bench import ladder, run
-from bench.config import BenchConfig
-from bench.ladder import LADDER, PRODUCT, Configuration, available_ladder, configuration_flags
-from bench.report import store_section
+from bench.config import PRODUCT, BenchConfig
+from bench.ladder import (
+    LADDER,
+    Configuration,
+    available_ladder,
+    configuration_flags,
+    measure_training,
+)
+from bench.report import store_section, stored_section
 from bench.run import (
     ALL_OPTIMIZATIONS,
     HuggingFaceGPT2,
@@ -27,7 +34,9 @@ from bench.run import (
     build_trainer,
     run_training,
 )
+from bench.switches import SWITCHES, NarrowTransformer, masked_lm_head_loss
 from model import GPT, GPTConfig
+from ops import IGNORE_INDEX, lm_head_loss
 from runtime.cli import parse_flags, run_command
 from runtime.distributed import DistInfo
 from training.config import TrainConfig
@@ -115,7 +124,9 @@ def test_run_alternating_reports_a_failure_and_continues(tiny_data, tmp_path, ca
         Configuration(name, Settings(), configuration_flags(tiny_bench(folder), Settings()))
         for name, folder in (("broken", tmp_path / "nowhere"), ("sound", tiny_data))
     )
-    ladder.run_alternating([broken, sound], steps=1, rounds=1, scratch=tmp_path)
+    stored = []
+    ladder.run_alternating([broken, sound], 1, 1, tmp_path, lambda: stored.append(len(sound.runs)))
+    assert stored == [0, 1]  # after each run
     assert not broken.runs
     assert broken.failure.startswith("FileNotFoundError: no data folder PATH")
     assert len(sound.runs) == 1
@@ -124,6 +135,98 @@ def test_run_alternating_reports_a_failure_and_continues(tiny_data, tmp_path, ca
     assert "tokens/s" in lines[1]
     table = ladder.training_table([c.summary(1, None) for c in (broken, sound)], {}, 1)
     assert "no data folder" in table.splitlines()[1]
+
+
+@pytest.mark.usefixtures("own_numerics")
+@pytest.mark.parametrize("name", [name for name in SWITCHES if not SWITCHES[name].gpu_only])
+def test_switches_have_the_products_losses(name, tiny_data, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(run, "MATMUL_SIZE", 64)
+    monkeypatch.setattr(model, "lm_head_loss", model.lm_head_loss)  # switches replace them
+    monkeypatch.setattr(model, "Transformer", model.Transformer)
+    config = tiny_bench(tiny_data, "--peer=switches")
+    product = run_training(ALL_OPTIMIZATIONS, configuration_flags(config, ALL_OPTIMIZATIONS), 12)
+    settings = replace(ALL_OPTIMIZATIONS, switch=name)
+    changed = run_training(settings, configuration_flags(config, settings), 12)
+    assert changed.losses[-1] < changed.losses[0] - 0.05
+    assert changed.losses == pytest.approx(product.losses, abs=0.01)
+    if name == "bfloat16 residual":
+        assert changed.losses != product.losses
+
+
+def test_masked_loss_has_the_sliced_ones_gradients():
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(6, 8), torch.tensor([0, 9, IGNORE_INDEX, 3, 1, 2])
+    weight = torch.randn(16, 8)  # 10 ids and 6 rows of padding
+    results = []
+    for loss_of in (lm_head_loss, masked_lm_head_loss):
+        inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        loss = loss_of(*inputs, targets, 10, 1)
+        results.append([loss, *torch.autograd.grad(loss, inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_narrow_transformer_adds_in_bfloat16():
+    transformer = NarrowTransformer(GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=16))
+    dtypes = []
+    for layer in (*transformer.h, transformer.ln_f):
+        layer.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        transformer(torch.zeros(1, 8, dtype=torch.int64))
+    assert dtypes == [torch.bfloat16] * 3
+
+
+def test_ddp_switches_have_one_processes_losses(commands, tiny_data, tmp_path):
+    """All but bf16_compress_hook, which needs NCCL; static_graph does not go with accumulation."""
+    source = f"""
+from contextlib import nullcontext
+from dataclasses import replace
+import pytest
+import train_gpt2
+from bench import run
+from bench.config import BenchConfig
+from bench.ladder import configuration_flags
+from bench.switches import DDP_SWITCHES
+from runtime.cli import parse_flags
+run.MATMUL_SIZE = 64
+run.setup_distributed = lambda _: nullcontext(dist_info)
+config = parse_flags(BenchConfig, {[*TINY_MODEL, "--device=cpu", f"--data-dir={tiny_data}"]})
+
+def check(_):
+    wrap, losses = train_gpt2.DistributedDataParallel, {{}}
+    for name in ["", *DDP_SWITCHES]:
+        train_gpt2.DistributedDataParallel = wrap
+        settings = replace(run.ALL_OPTIMIZATIONS, switch=name)
+        changes = {{"compile": False, "micro_batch_size": 2, "total_batch_size": 128}}
+        flags = replace(configuration_flags(config, settings), **changes)
+        try:
+            losses[name] = run.run_training(settings, flags, 4).losses
+        except TypeError as error:
+            assert name == "bf16_compress_hook" and "NCCL" in str(error), error
+    assert len(losses) == len(DDP_SWITCHES)
+    for values in losses.values():
+        assert values == pytest.approx(losses[""], abs=1e-3)
+"""
+    check_on_ranks(commands, source, tmp_path, PATH="/nonexistent")
+
+
+def test_comparison_goes_on_where_it_was_interrupted(tiny_data, tmp_path, monkeypatch):
+    """A stored run is taken as it is, unless the settings have changed."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    config = tiny_bench(tiny_data, "--peer=eager", "--rounds=1", "--steps=1")
+    config, stored = replace(config, out_dir=tmp_path), []
+    measure_training(config, tmp_path, {}, stored.append)
+    first, complete = stored
+    assert [len(section["results"]) for section in stored] == [1, 2]
+    store_section(config, "CPU", config.section, first, complete=False)
+    assert not stored_section(replace(config, steps=2), "CPU", complete=False)
+    assert not stored_section(config, "CPU", complete=True)
+    earlier = stored_section(config, "CPU", complete=False)
+    again = measure_training(config, tmp_path, earlier, stored.append)
+    assert len(stored) == 3  # one run
+    speeds = [s["results"][0]["tokens_per_second"] for s in (complete, again)]
+    assert speeds[0] == pytest.approx(speeds[1], rel=1e-3)
 
 
 def test_summary_and_ratio_worked_by_hand():
@@ -180,9 +283,9 @@ def test_build_trainer_switches_off_the_optimization(
     assert len(trainer.raw_model.lm_head.weight) == rows
     traced = torch.compile(trainer.raw_model, backend="eager", dynamic=False)
     tokens = torch.randint(0, 400, (2, 32))
-    for model, expected in ((trainer.model, eager), (traced, compiled)):
+    for each, expected in ((trainer.model, eager), (traced, compiled)):
         with profile() as profiled, attention(settings):
-            model(tokens, tokens).loss.backward()
+            each(tokens, tokens).loss.backward()
         names = {event.name for event in profiled.events()}
         assert {kernel for kernel, name in KERNELS.items() if name in names} == expected
 

@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY_MODEL
@@ -111,6 +112,21 @@ def test_tokenize_counts_the_same_tokens_as_tiktoken(config, tmp_path):
     assert units(ours[:2]) == units(ours[2:])
     # " Document", " i", ",", " about", " nothing", ".", "\n" and the end of text: 8 each.
     assert ours[0].unit == "s for 2,400 tokens"
+
+
+def test_context_finds_the_longest_that_trains(config, tmp_path):
+    """Of 100 tokens there are contexts of 64, and none of 128."""
+    data_dir = tmp_path / "100_tokens"
+    data_dir.mkdir()
+    for name in ("val_000000.npy", "train_000001.npy"):
+        np.save(data_dir / name, np.arange(100, dtype=np.uint16))
+    config = replace(config, data_dir=data_dir)
+    longest, speed, peak = COMPONENTS["context"](config, tmp_path)
+    assert longest.runs == [64]
+    assert longest.label.startswith("the longest context that fits; context 128: ")
+    assert (speed.label, speed.unit, peak.unit) == ("context 64", "tokens/s", "GiB")
+    with pytest.raises(ValueError, match="no context fits; context 128: "):
+        COMPONENTS["context"](replace(config, block_size=128), tmp_path)
 
 
 def test_startup_runs_the_trainer_to_its_first_update(config, tmp_path):

@@ -30,6 +30,8 @@ PEAKS = {  # the driver's names, and the dense bfloat16 peak
     **dict.fromkeys(("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti")),
     **dict.fromkeys(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A100X")),
     **dict.fromkeys(("NVIDIA L40", "NVIDIA GB200", "AMD Instinct MI300X", "")),
+    # torch's builds for CUDA 13 have no code for these.
+    **dict.fromkeys(("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-16GB")),
 }
 
 
