@@ -247,8 +247,11 @@ def test_resume_through_an_alias_is_of_the_same_run_and_saves_nothing_twice(
     (tmp_path / "alias").symlink_to(run_dir)
     shutil.rmtree(run_dir / "checkpoints/step_00000004")
     saved = os.stat(run_dir / "checkpoints/step_00000008")
-    main([f"--resume={tmp_path}/alias", "--max-steps=9", "--checkpoint-every=0"])
-    assert names(run_dir / "checkpoints") == ["step_00000008", "step_00000009"]
+    alias = [f"--resume={tmp_path}/alias", "--checkpoint-every=0"]
+    main([*alias, "--max-steps=9"])
+    main([*flags, *alias, "--max-steps=10"])  # named by its own path, too
+    steps = ["step_00000008", "step_00000009", "step_00000010"]
+    assert names(run_dir / "checkpoints") == steps
     assert os.stat(run_dir / "checkpoints/step_00000008") == saved
 
 
