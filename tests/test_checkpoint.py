@@ -79,6 +79,7 @@ def trainer_state(step, model):
 
 def save(folder, step, model, optimizers):
     """Save a checkpoint, wait for it and return its folder."""
+    Path(folder).parent.mkdir(exist_ok=True)
     with CheckpointWriter(Path(folder)) as writer:
         writer.save(trainer_state(step, model), model, optimizers)
     return Path(folder) / f"step_{step:08d}"
@@ -105,7 +106,6 @@ def saved(tmp_path):
     torch.manual_seed(0)
     model, optimizers = new_training()
     train(model, optimizers, 3)
-    (tmp_path / "run").mkdir()
     path = save(tmp_path / "run" / "checkpoints", 3, model, optimizers)
     return path, model, optimizers
 
