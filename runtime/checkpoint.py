@@ -312,7 +312,8 @@ def complete_checkpoints(
         except (OSError, ValueError):
             step = int(name[1])  # loading will say what is wrong
         if not (folder / CHECKPOINT_MANIFEST).is_file():
-            warn(f"{folder} has no {CHECKPOINT_MANIFEST}, so it is not complete, and is not taken")
+            if folder.exists():  # and was not deleted just now
+                warn(f"{folder} has no {CHECKPOINT_MANIFEST}, so it is not complete")
         elif step != int(name[1]):
             warn(f"{folder} is not taken: it holds the state of step {step}")
         else:
