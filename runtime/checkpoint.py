@@ -311,9 +311,11 @@ def complete_checkpoints(
             step = read_state(folder).step
         except (OSError, ValueError):
             step = int(name[1])  # loading will say what is wrong
-        if not (folder / CHECKPOINT_MANIFEST).is_file():
-            if folder.exists():  # and was not deleted just now
-                warn(f"{folder} has no {CHECKPOINT_MANIFEST}, so it is not complete")
+        is_complete = (folder / CHECKPOINT_MANIFEST).is_file()
+        if not os.path.lexists(folder):  # deleted since it was listed: there is a newer one
+            return complete_checkpoints(checkpoints_dir, warn)
+        if not is_complete:
+            warn(f"{folder} has no {CHECKPOINT_MANIFEST}, so it is not complete")
         elif step != int(name[1]):
             warn(f"{folder} is not taken: it holds the state of step {step}")
         else:

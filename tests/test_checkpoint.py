@@ -1,6 +1,8 @@
 import os
+import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -273,6 +275,26 @@ def test_save_sets_one_of_the_same_step_aside_and_one_without_a_manifest_counts_
     assert latest_checkpoint(path.parent.parent) == path
     assert find_checkpoint(path.parent.parent) == path
     assert find_checkpoint(path) == path
+
+
+def test_latest_checkpoint_is_there_at_every_moment_of_a_rotation(saved):
+    newest, state = saved[0], read_json(saved[0] / "trainer_state.json")
+
+    def rotate():
+        oldest = newest
+        for step in range(4, 400):
+            write_json(newest.parent / ".new" / "trainer_state.json", state | {"step": step})
+            write_json(newest.parent / ".new" / "manifest.json", {})
+            checkpoint = newest.with_name(f"step_{step:08d}")
+            (newest.parent / ".new").rename(checkpoint)
+            shutil.rmtree(oldest.rename(newest.parent / ".old"))
+            oldest = checkpoint
+
+    with ThreadPoolExecutor() as pool:
+        rotating = pool.submit(rotate)
+        while not rotating.done():
+            assert latest_checkpoint(newest.parent.parent) is not None
+        rotating.result()
 
 
 def test_load_refuses_a_damaged_file_unless_its_hash_was_checked_before(saved):

@@ -679,7 +679,8 @@ def train_and_list(*args):
     found = psutil.Process().net_connections("inet")
     listening = [each.laddr.ip for each in found if each.status == "LISTEN"]
     names = [os.environ.get(f"{{kind}}_SOCKET_IFNAME") for kind in ("GLOO", "NCCL")]
-    print(json.dumps([len(found), listening, names]))
+    with open(os.environ["LISTED"] + os.environ.get("RANK", "0"), "w") as file:
+        json.dump([len(found), listening, names], file)
 
 train_gpt2.train = train_and_list
 run_command(train_gpt2.main)
@@ -691,8 +692,9 @@ def list_sockets(tmp_path, launch, *flags, **environment):
     script = tmp_path / "listening.py"
     script.write_text(LISTENING.format(root=str(ROOT)))
     command = launch(script, *flags, "--max-steps=1", "--val-every=0")
-    output = subprocess.check_output(command, text=True, env=os.environ | environment)
-    return [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    environment |= {"LISTED": str(tmp_path / "rank")}
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | environment)
+    return [json.loads(path.read_text()) for path in tmp_path.glob("rank*")]
 
 
 def test_run_of_one_process_has_no_socket(tmp_path, tiny_flags):
