@@ -157,10 +157,15 @@ class LockedFolder:
         if self.descriptor is None or _is_same(self.path, self.descriptor):
             return False
         found = _path_of(self.descriptor)
-        if found is None:
+        if found.is_dir() and found == self.path.resolve():
+            return False  # a file system without lasting inode numbers
+        if not found.is_dir():
             copies = (self.path.with_name(f"{self.path.name}-{n}") for n in itertools.count(2))
             found = next(path for path in copies if not path.exists())
             found.mkdir(parents=True)
+            opened = os.open(found, os.O_RDONLY)
+            os.dup2(opened, self.descriptor)  # to follow this one from now on
+            os.close(opened)
         self.path = found
         return True
 
@@ -219,16 +224,14 @@ def _is_same(path: Path, descriptor: int) -> bool:
         return True
 
 
-def _path_of(descriptor: int) -> Path | None:
-    """The path of an open folder; None if it was deleted, or the system does not tell."""
+def _path_of(descriptor: int) -> Path:
+    """The path of an open folder; one that is not there if it was deleted."""
     if sys.platform == "darwin":
         import fcntl
 
         name = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
-        path = Path(os.fsdecode(name))
-    else:
-        path = Path(f"/proc/self/fd/{descriptor}").resolve()
-    return path if _is_same(path, descriptor) else None
+        return Path(os.fsdecode(name))
+    return Path(f"/proc/self/fd/{descriptor}").resolve()
 
 
 def redact_secrets(message: str) -> str:

@@ -428,23 +428,27 @@ run_dir.open_run = open_late
     assert losses(run_dir).keys() == set(range(1, 25))
 
 
-def test_run_folder_that_is_moved_stops_the_run_and_gets_its_last_step(
-    slowed, flags, run_dir, whole
+@pytest.mark.parametrize("way", ["moved", "deleted"])
+def test_run_folder_that_is_moved_or_deleted_stops_the_run_and_gets_its_last_step(
+    slowed, flags, run_dir, whole, way
 ):
-    moved = run_dir.parent / "moved"
+    there = run_dir.with_name("moved" if way == "moved" else "a-2")
     with Job(sys.executable, slowed("step"), *flags, "--checkpoint-every=100") as job:
         job.wait_for("step  3/")
-        run_dir.rename(moved)
+        if way == "moved":
+            run_dir.rename(there)
+        else:
+            shutil.rmtree(run_dir)
         code, errors = job.end()
     assert code == 2
     assert errors.count("\n") == 1
     assert f"{run_dir} was moved or deleted while it trained" in errors
-    assert f"go on with --resume {moved}" in errors
-    assert not run_dir.exists()
-    step, reason = mark(moved)
-    assert (saved_steps(moved), reason) == ([step], "failure")
-    main([f"--resume={moved}"])
-    assert losses(moved) == whole
+    assert f"go on with --resume {there}" in errors
+    assert os.listdir(run_dir.parent) == [there.name]
+    step, reason = mark(there)
+    assert (saved_steps(there), reason) == ([step], "failure")
+    main([f"--resume={there}"])
+    assert losses(there).items() <= whole.items()
 
 
 def test_checkpoint_that_cannot_be_deleted_is_a_warning(slowed, flags, run_dir):

@@ -136,6 +136,7 @@ def test_locked_folder_is_followed_where_it_goes(tmp_path, way):
         assert folder.follow()
         assert folder.path == {"moved": tmp_path / "b"}.get(way, tmp_path / "a-2")
         assert folder.path.is_dir()
+        assert not folder.follow()
 
 
 @pytest.mark.parametrize(
