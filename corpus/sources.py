@@ -321,7 +321,8 @@ def read_plain(path: Path, row: int, byte: int, errors: str) -> Iterator[Documen
         while True:
             more = file.read(BLOCK_BYTES)
             block += more
-            found = BLOCK_END.search(block, max(BLOCK_BYTES, len(block) - len(more)))
+            # One byte back: a space at the end was not known to be the last of its run.
+            found = BLOCK_END.search(block, max(BLOCK_BYTES, len(block) - len(more) - 1))
             if more and not found:
                 continue
             end = found.start() if found else len(block)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import ROOT, Commands
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
@@ -17,6 +18,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of who s
     # A test that kills a compiling process can leave a torn library in the cache.
     compiled = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled.name
+settings.register_profile("repeatable", derandomize=True)  # no test depends on luck
+settings.load_profile("repeatable")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
 TINY_RUN = (

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fineweb
@@ -416,6 +416,7 @@ SPACES = "a9. \n\t\x85\xa0\u1680\u2003\u3000éж日🦄\u0d10\u1000\u2020\u3001"
 
 @settings(max_examples=300, deadline=None)
 @given(st.text() | st.text(st.sampled_from(SPACES)), st.integers(1, 20))
+@example("0ࠀ ࠀ 0", 3)
 def test_read_plain_blocks_have_the_tokens_of_the_whole(tmp_path_factory, text, block_bytes):
     path = tmp_path_factory.getbasetemp() / "hypothesis.txt"
     path.write_bytes(text.encode())
