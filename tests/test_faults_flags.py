@@ -102,12 +102,14 @@ def test_all_problems_of_a_configuration_come_together():
         [
             *("--max-lr=-1", "--micro-batch-size=0", "--n-head=7", "--run-name=../x", "--seed=-1"),
             *("--keep-checkpoints=-2", "--skip-grad-norm-zscore=-3", "--val-tokens=5"),
+            "--max-steps=100000000",
         ]
     )
     for problem in (
         *("--max-lr must be above 0, not -1", "--micro-batch-size", "n_head 7", "'../x'"),
         *("--seed must be at least 0, not -1", "--keep-checkpoints must be at least 0, not -2"),
         *("--skip-grad-norm-zscore must be at least 0, not -3", "--val-tokens 5 is below"),
+        "--max-steps 100000000 has more than the 8 digits of a checkpoint's name",
     ):
         assert problem in message
 

@@ -591,7 +591,7 @@ def signing_hub(tmp_path_factory):
 
 @pytest.mark.parametrize("damage", ["expired", "gone", "damaged"])
 def test_no_signed_address_is_shown_where_a_stream_fails(signing_hub, tmp_path, damage):
-    """One line says what is kept, and the same command goes on once the hub is well again."""
+    """One line says that finished shards stay; the same command goes on once the hub is well."""
     SigningHub.damage, SigningHub.left = damage, 2
     flags = ("--source=o/n", f"--data-dir={tmp_path}/data", "--shard-size=1000")
     failed = signing_hub.run("fineweb", *flags)

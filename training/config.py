@@ -194,6 +194,8 @@ class TrainConfig:
 
     def _conflicts(self) -> Iterator[str]:
         """What is wrong with flags that do not go together."""
+        if self.max_steps >= 10**8:
+            yield f"--max-steps {self.max_steps} has more than the 8 digits of a checkpoint's name"
         if self.min_lr > self.max_lr:
             yield f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}"
         if self.val_every and 0 < self.val_tokens < self.block_size:
