@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.compiler import set_stance
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from tqdm import tqdm
 
 from corpus.shards import TokenShards
@@ -32,6 +33,7 @@ from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import SCHEDULES
 from model import GPT
 from ops import IGNORE_INDEX
+from optimizers import Muon
 from runtime import checkpoint, device, distributed, metrics
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
@@ -152,7 +154,7 @@ def setup(
         dtype=dtype,
         raw_model=raw_model,
         model=model,
-        optimizers=build_optimizers(raw_model, config),
+        optimizers=build_optimizers(raw_model, config, dist_info),
         scaler=torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16),
         train_shards=train_shards,
         val_shards=val_shards,
@@ -230,18 +232,34 @@ def can_compile(dist_info: DistInfo) -> bool:
     return problem is None
 
 
-def build_optimizers(model: nn.Module, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
+def build_optimizers(
+    model: nn.Module, config: TrainConfig, dist_info: DistInfo
+) -> tuple[torch.optim.Optimizer, ...]:
     """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
 
-    Matrices decay; biases and LayerNorm gains, which have one dimension, do not. Several
-    optimizers may share the parameters: each is stepped, saved and resumed.
+    With `--optimizer muon`, the blocks' matrices are Muon's. Matrices decay; biases and LayerNorm
+    gains, which have one dimension, do not. Several optimizers share the parameters: each is
+    stepped, saved and resumed.
     """
-    parameters = list(model.parameters())
+    parameters, decay = dict(model.named_parameters()), config.weight_decay
+    optimizers: list[torch.optim.Optimizer] = []
+    if config.optimizer == "muon":
+        names = [name for name, p in parameters.items() if ".h." in name and p.dim() == 2]
+        dtype = device.select_dtype(config.dtype, dist_info.device)
+        muon = Muon(
+            # Queries, keys and values are three matrices, stacked.
+            [{"params": [parameters.pop(n)], "parts": 3 if "c_attn" in n else 1} for n in names],
+            weight_decay=decay,
+            dist_info=dist_info,
+            dtype=torch.float32 if dtype == torch.float16 else dtype,
+            compile=config.compile,
+        )
+        optimizers.append(muon)
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return (torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True),)
+    return (*optimizers, AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True))
 
 
 def resume(trainer: Trainer) -> int:

@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,7 @@ SAMPLE_COUNT, SAMPLE_TOKENS = 4, 256
 SEED = 1337
 CONTEXT_POWERS = range(11)  # contexts tried, in powers of 2 of the block size
 VAL_TOKENS = 1_048_576  # of a validation of the short run
+STEP_TOKENS = 524_288  # of a step of the reference
 LEAST_MEMORY = {"activation_checkpointing": "full", "loss_chunks": 8}
 # How often OpenMP's waiting threads spin before they sleep: as this project's scripts set
 # GOMP_SPINCOUNT, and libgomp's default.
@@ -335,6 +337,50 @@ def measure_checkpoint(config: BenchConfig, scratch: Path) -> list[Measurement]:
     ]
 
 
+def measure_optimizer(config: BenchConfig, scratch: Path) -> list[Measurement]:
+    """An update by AdamW and by Muon, and what Muon adds to a step of 524,288 tokens."""
+    trainer, device = new_trainer(config, scratch), config.torch_device
+    for parameter in trainer.raw_model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+    def update(**settings: Any) -> Callable[[], float]:  # noqa: ANN401
+        flags = replace(trainer.config, **settings)
+        optimizers = train_gpt2.build_optimizers(trainer.raw_model, flags, trainer.dist_info)
+
+        def seconds() -> float:
+            return sum(seconds_of(optimizer.step, device) for optimizer in optimizers)
+
+        seconds()  # makes the state, compiles
+        return seconds
+
+    micro_batch = torch.zeros(
+        (config.sequences, config.block_size), dtype=torch.int64, device=device
+    )
+
+    def passes() -> None:
+        with autocast(device, trainer.dtype):
+            trainer.model(micro_batch, micro_batch).loss.backward()
+
+    passes()  # compiles
+    adamw, muon, eager, step = alternate(
+        config.rounds,
+        update(),
+        update(optimizer="muon"),
+        update(optimizer="muon", compile=False),
+        partial(seconds_of, passes, device),
+    )
+    step_seconds = STEP_TOKENS / micro_batch.numel() * statistics.median(step)
+    added = [100 * (m - a) / (step_seconds + a) for m, a in zip(muon, adamw, strict=True)]
+    what = f"Muon adds to a step of {STEP_TOKENS:,} tokens, computed from the above"
+    return [
+        Measurement("an update by AdamW", "s", adamw),
+        Measurement("an update by Muon", "s", muon),
+        Measurement("an update by Muon, not compiled", "s", eager),
+        Measurement(f"passes over {micro_batch.numel():,} tokens", "s", step),
+        Measurement(what, "% of its time", added),
+    ]
+
+
 def measure_startup(config: BenchConfig, scratch: Path) -> list[Measurement]:
     """From the command `train_gpt2.py` to its first update, with and without compiled code."""
     warm = partial(_seconds_to_first_update, config, scratch)
@@ -458,6 +504,7 @@ COMPONENTS: dict[str, Callable[[BenchConfig, Path], list[Measurement]]] = {
     "context": measure_context,
     "data": measure_data,
     "hellaswag": measure_hellaswag,
+    "optimizer": measure_optimizer,
     "sample": measure_sample,
     "startup": measure_startup,
     "tests": measure_tests,

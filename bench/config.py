@@ -36,8 +36,8 @@ class BenchConfig:
     """Compare the product's defaults with this trainer, instead of the ladder. switches: with
     itself, changed (bench/switches.py); gpus: with itself on all GPUs (off GPUs, 2 processes)."""
     component: (
-        Literal["busy", "checkpoint", "context", "data", "hellaswag", "sample", "startup"]
-        | Literal["tests", "tokenize", "train"]
+        Literal["busy", "checkpoint", "context", "data", "hellaswag", "optimizer", "sample"]
+        | Literal["startup", "tests", "tokenize", "train"]
         | None
     ) = None
     """Measure this part of the product, instead of the ladder. busy: training while other

@@ -32,6 +32,7 @@ PARTS: tuple[tuple[dict[str, Any], float], ...] = (  # flags, and minutes at mos
     ({"peer": "gpus", "rounds": 1}, 12),
     ({"rounds": 1}, 12),  # the ladder
     ({"component": "context"}, 8),
+    ({"component": "optimizer"}, 3),
     ({"component": "checkpoint"}, 3),
     ({"component": "sample"}, 3),
     ({"component": "hellaswag"}, 3),

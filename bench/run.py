@@ -171,7 +171,7 @@ def build_trainer(
     if settings.hugging_face:
         model = HuggingFaceGPT2(trainer.raw_model)
         trainer.raw_model.to("meta")  # frees its memory, so that the peak is the peer's alone
-    optimizers = train_gpt2.build_optimizers(model, config)
+    optimizers = train_gpt2.build_optimizers(model, config, dist_info)
     if not settings.fused_adamw:
         optimizers = tuple(map(unfused, optimizers))
     if settings.compile:

@@ -679,7 +679,8 @@ def _check_classes(checkpoint: Path, state: TrainerState, optimizers: Sequence[O
         trained_by = " and ".join(map(str, state.optimizers))
         raise ValueError(
             f"{checkpoint} was trained by {trained_by}, and this run builds {' and '.join(built)}: "
-            f"build {trained_by}, or start a new run from the weights by --init-from {checkpoint}"
+            f"use the same --optimizer, or start a new run from the weights by "
+            f"--init-from {checkpoint}"
         )
 
 

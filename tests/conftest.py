@@ -113,5 +113,5 @@ def tiny_trainer(data_dir, model=None, **settings):
     trainer = setup(config, None, LockedFolder(Path("unused")), DistInfo())
     if model is None:
         return trainer
-    optimizers = build_optimizers(model, config)
+    optimizers = build_optimizers(model, config, DistInfo())
     return replace(trainer, raw_model=model, model=model, optimizers=optimizers)

@@ -56,10 +56,9 @@ def assert_trains_and_resumes(commands, flags):
     assert len(set(whole.values())) == 8
 
 
-@pytest.mark.parametrize(("patch", "max_lr"), [("muon.patch", 1e-2), ("sgd.patch", 0.1)])
-def test_another_optimizer_trains_saves_and_resumes_bit_for_bit(patched, tiny_data, patch, max_lr):
-    commands = patched(patch)
-    flags = run_flags(tiny_data, f"--max-lr={max_lr}", f"--min-lr={max_lr}")
+def test_another_optimizer_trains_saves_and_resumes_bit_for_bit(patched, tiny_data):
+    commands = patched("sgd.patch")
+    flags = run_flags(tiny_data, "--max-lr=0.1", "--min-lr=0.1")
     assert_trains_and_resumes(commands, flags)
     # Its state is whole in the file: sharded ranks go on from it.
     shutil.rmtree(commands.folder / "runs/halves/checkpoints/step_00000008")

@@ -163,7 +163,7 @@ def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
 @needs_gpu
 def test_checkpoint_of_gpu_tensors_goes_through_pinned_memory_that_is_kept(both, tmp_path):
     _, model = both
-    optimizers = build_optimizers(model, TrainConfig())
+    optimizers = build_optimizers(model, TrainConfig(), DistInfo())
     state = TrainerState(1, 1, vars(CONFIG), {}, "", rng_states(), {})
     addresses = []
     with CheckpointWriter(tmp_path / "checkpoints") as writer:
@@ -184,7 +184,9 @@ def test_checkpoint_of_gpu_tensors_goes_through_pinned_memory_that_is_kept(both,
                 model.transformer.wte.weight.copy_(expected["transformer.wte.weight"])
     assert addresses[0] == addresses[1]
     resumed = GPT(CONFIG).to(CUDA)
-    load_checkpoint(latest_checkpoint(tmp_path), resumed, build_optimizers(resumed, TrainConfig()))
+    load_checkpoint(
+        latest_checkpoint(tmp_path), resumed, build_optimizers(resumed, TrainConfig(), DistInfo())
+    )
     for name, parameter in resumed.named_parameters():
         assert torch.equal(parameter, expected[name]), name
 
@@ -193,7 +195,7 @@ def test_checkpoint_of_gpu_tensors_goes_through_pinned_memory_that_is_kept(both,
 def test_no_path_takes_twice_the_model_of_the_gpu(tmp_path):
     size, idx = 4 * DEEP.n_params, torch.zeros(1, 8, dtype=torch.int64, device=CUDA)
     model = GPT(DEEP).to(CUDA)
-    optimizers = build_optimizers(model, TrainConfig())
+    optimizers = build_optimizers(model, TrainConfig(), DistInfo())
     model(idx, idx).loss.backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -203,7 +205,7 @@ def test_no_path_takes_twice_the_model_of_the_gpu(tmp_path):
         assert peak_bytes(writer.save, state, model, optimizers) < 0.01 * size
     assert peak_bytes(load_model, tmp_path, CUDA) < 1.2 * size
     resumed = load_model(tmp_path, CUDA)
-    resumed_optimizers = build_optimizers(resumed, TrainConfig())
+    resumed_optimizers = build_optimizers(resumed, TrainConfig(), DistInfo())
     latest = latest_checkpoint(tmp_path)
     assert peak_bytes(load_checkpoint, latest, resumed, resumed_optimizers) < 3.1 * size
     assert peak_bytes(generate, resumed, idx.repeat(4, 1), 8) < 0.5 * size

@@ -13,7 +13,7 @@ FLOORS = (
     ("model", "ops", "tokenizer", "lr_schedule"),
     ("runtime",),
     ("corpus",),
-    ("dataloader", "fineweb", "hellaswag", "sample", "export", "plot", "demo"),
+    ("dataloader", "optimizers", "fineweb", "hellaswag", "sample", "export", "plot", "demo"),
     ("training",),
     ("train_gpt2",),
     ("bench",),

@@ -97,7 +97,7 @@ def test_no_path_takes_twice_the_model(tmp_path):
     size, idx = 4 * deep.n_params, torch.zeros(1, 8, dtype=torch.int64)
     assert peak_bytes(GPT, deep) < 1.2 * size
     model = GPT(deep)
-    optimizers = build_optimizers(model, NO_FLAGS)
+    optimizers = build_optimizers(model, NO_FLAGS, DistInfo())
     assert peak_bytes(init_weights, model, 1) < 0.2 * size
     model(idx, idx).loss.backward()
     for optimizer in optimizers:
@@ -113,7 +113,10 @@ def test_no_path_takes_twice_the_model(tmp_path):
     assert peak_bytes(load_model, tmp_path) < (in_file + 1.2) * size
     resumed, in_file = GPT(deep), 3
     peak = peak_bytes(
-        load_checkpoint, latest_checkpoint(tmp_path), resumed, build_optimizers(resumed, NO_FLAGS)
+        load_checkpoint,
+        latest_checkpoint(tmp_path),
+        resumed,
+        build_optimizers(resumed, NO_FLAGS, DistInfo()),
     )
     assert peak < (in_file + 3.1) * size  # moments and, as in a step, gradients
     assert peak_bytes(copy_weights, model, resumed) < 0.01 * size

@@ -248,7 +248,7 @@ def test_warmup_of_saved_settings(saved, new, resumed, tmp_path):
         ({"data_dir": None}, "data_dir is None, expected Path"),
         ({"max_lr": -1}, "config.json: --max-lr must be above 0, not -1"),
         ({"layers": 3}, "has the setting 'layers', which this version does not know"),
-        ([], "config.json is not a run's config.json"),
+        ([], "config.json is neither a recipe nor a run's config.json"),
     ],
 )
 def test_saved_setting_that_is_none_is_refused(settings, message, tmp_path):

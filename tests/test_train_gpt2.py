@@ -472,7 +472,7 @@ def test_main_shows_a_bar_on_a_terminal_only(tiny_flags, tmp_path):
 def test_build_optimizer_decays_matrices_only():
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    (optimizer,) = build_optimizers(model, TrainConfig())
+    (optimizer,) = build_optimizers(model, TrainConfig(), DistInfo())
     decayed, others = optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert (len(decayed["params"]), len(others["params"])) == (50, 98)

@@ -32,7 +32,6 @@ FLAG_HINTS = {  # by flags of other trainers, what to do here
         ("--grad-accum-steps", "it follows from --total-batch-size and --micro-batch-size"),
         ("--gradient-accumulation-steps", "see --total-batch-size and --micro-batch-size"),
         ("--beta1 --beta2 --eps", "AdamW's are fixed: change train_gpt2.build_optimizers"),
-        ("--optimizer", "AdamW is fixed: change train_gpt2.build_optimizers"),
         ("--dropout", "there is none: pretraining that sees a text about once needs none"),
         ("--wandb --tensorboard", "no tracker yet: plot.py draws the run's metrics.jsonl"),
         ("--bf16 --fp16 --fp32 --precision", "use --dtype bfloat16, float16 or float32"),
@@ -82,6 +81,9 @@ class TrainConfig:
 
     max_steps: int = 19_073
     """Optimizer steps in all."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Of the blocks' matrices: AdamW, or Muon, which learns more from every token; all else is
+    AdamW's."""
     max_lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -117,7 +119,7 @@ class TrainConfig:
     """Resume from a checkpoint: a run folder, a checkpoint, or auto: the latest of --run-name or,
     without a name, of the run that was at work last; a new run if there is none."""
     config: Path | None = None
-    """Take the flags that are not given from this run's config.json."""
+    """Take the flags that are not given from one of recipes/, or from a run's config.json."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; one is saved at the end too, and 0 saves only that."""
     keep_checkpoints: int = 0
@@ -298,19 +300,23 @@ def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, a union o
 
 
 def read_config(path: Path) -> TrainConfig:
-    """The configuration in a run's `config.json`, for a new run.
+    """The configuration in a recipe or in a run's `config.json`, for a new run.
 
-    A warm-up that the saved run had by default is the default of the new run's length, too.
+    A recipe's `about` says what it is for, and is no setting. A warm-up that the saved run had by
+    default is the default of the new run's length, too.
 
     Raises:
         FileNotFoundError: the file is missing.
         ValueError: the file is not a configuration.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"--config {path} is not a file: give a run's config.json")
+        raise FileNotFoundError(
+            f"--config {path} is not a file: give one of recipes/ or a run's config.json"
+        )
     settings = read_json(path)
     if not isinstance(settings, dict):
-        raise ValueError(f"--config {path} is not a run's config.json")
+        raise ValueError(f"--config {path} is neither a recipe nor a run's config.json")
+    settings.pop("about", None)
     config = config_from_settings(settings, path)
     by_default = replace(config, warmup_steps=None)
     # Earlier versions had a default of 715 for every length.

@@ -1,0 +1,140 @@
+"""Muon: momentum whose update of every matrix is orthogonalised (Jordan et al. 2024).
+
+An update of Adam or SGD changes a matrix mostly in a few directions. Muon gives all directions the
+same length: it replaces the update U S V^T by about U V^T. For matrices of hidden layers only;
+embeddings, biases and LayerNorms are AdamW's.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.distributed import DistInfo, distribute_like, full_tensor
+
+UPDATE_RMS = 0.2  # of AdamW's updates (Liu et al. 2025, Muon is Scalable, section 2.2)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised, with decoupled weight decay; a drop-in for AdamW's rate and decay.
+
+    Every update has the RMS that AdamW's usually have, 0.2 times the rate, whatever the matrix's
+    shape: so one `--max-lr` serves both. `torch.optim.Muon` with `match_rms_adamw` does the same,
+    one matrix after another on every rank. Here matrices of one shape are orthogonalised together,
+    and each rank takes its share of them.
+
+    Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, section 2.2.
+
+    Args:
+        params: matrices, (rows, columns) each, or groups of them. A group's `parts` is how many
+            matrices are stacked in each along the rows: 3 for queries, keys and values.
+        weight_decay: times the rate, the part of the weights that an update takes away.
+        momentum: of the exponential average of gradients; the update is Nesterov's.
+        dist_info: this process. Every rank has the same gradients, or its shard of them.
+        dtype: of the orthogonalisation's matrix products: bfloat16 where the device has it.
+        compile: orthogonalise in compiled code.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        weight_decay: float,
+        momentum: float = 0.95,
+        dist_info: DistInfo,
+        dtype: torch.dtype,
+        compile: bool,
+    ) -> None:
+        defaults = {"lr": 0.0, "weight_decay": weight_decay, "momentum": momentum, "parts": 1}
+        super().__init__(params, defaults)
+        self.dist_info = dist_info
+        self.dtype = dtype
+        self.orthogonalize: Callable[[Tensor], Tensor] = orthogonalize
+        if compile:
+            self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient; all ranks must call this."""
+        updated = [
+            (parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        matrices = [
+            matrix
+            for parameter, group in updated
+            for matrix in self._next_update(parameter, group["momentum"]).chunk(group["parts"])
+        ]
+        results = self._orthogonalize_all(matrices)
+        for parameter, group in updated:
+            parts = [next(results) for _ in range(group["parts"])]
+            rms = max(parts[0].shape) ** -0.5  # of a matrix with orthonormal rows or columns
+            update = distribute_like(torch.cat(parts), parameter)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-group["lr"] * UPDATE_RMS / rms)
+
+    def _next_update(self, parameter: Tensor, momentum: float) -> Tensor:
+        """Nesterov's update before it is orthogonalised, whole: (rows, columns)."""
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        return full_tensor(gradient.lerp(average, momentum).to(self.dtype))
+
+    def _orthogonalize_all(self, matrices: list[Tensor]) -> Iterator[Tensor]:
+        """Orthogonalise (rows, columns) matrices, those of one shape together."""
+        places = defaultdict(list)  # by shape, where the matrices are
+        for place, matrix in enumerate(matrices):
+            places[tuple(sorted(matrix.shape))].append(place)
+        for same in places.values():
+            wide = [matrices[place] for place in same]
+            results = self._share(torch.stack([m.mT if is_tall(m) else m for m in wide]))
+            for place, result in zip(same, results, strict=True):
+                matrices[place] = result.mT if is_tall(matrices[place]) else result
+        yield from matrices
+
+    def _share(self, matrices: Tensor) -> Tensor:
+        """Orthogonalise (n, rows, columns), each rank its share; every rank gets all."""
+        world_size, rank = self.dist_info.world_size, self.dist_info.rank
+        if world_size == 1:
+            return self.orthogonalize(matrices)
+        n = len(matrices)
+        share = -(-n // world_size)  # the last ranks may do the last matrix again
+        own = torch.arange(rank * share, (rank + 1) * share, device=matrices.device)
+        result = self.orthogonalize(matrices[own.clamp(max=n - 1)])
+        results = result.new_empty((world_size * share, *result.shape[1:]))
+        dist.all_gather_into_tensor(results, result)
+        return results[:n]
+
+
+def is_tall(matrix: Tensor) -> bool:
+    """Whether a matrix has more rows than columns."""
+    return matrix.size(0) > matrix.size(1)
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Bring all singular values of each matrix near 1: U S V^T becomes about U V^T.
+
+    Five Newton-Schulz steps, with Jordan et al.'s coefficients: they bring values from about 0.01
+    up between 0.7 and 1.2, and do not converge further, which training does not need.
+
+    Args:
+        matrices: (n, rows, columns), rows <= columns.
+
+    Returns:
+        (n, rows, columns), in the same dtype.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    norms = matrices.float().norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    x = (matrices / norms).to(matrices.dtype)  # singular values are at most 1 now
+    for _ in range(5):
+        gram = x @ x.mT  # (n, rows, rows)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b A + c A^2
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a X + (b A + c A^2) X
+    return x

@@ -1,0 +1,203 @@
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_RUN, check_on_ranks
+
+import export
+from model import GPT, GPTConfig
+from optimizers import Muon, orthogonalize
+from runtime.checkpoint import load_model
+from runtime.distributed import DistInfo
+from runtime.metrics import read_metrics
+from train_gpt2 import build_optimizers, main
+from training.config import TrainConfig
+
+RATE, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+
+
+def new_muon(parameters, dtype=torch.float32, parts=1, compiled=False):
+    groups = [{"params": parameters, "parts": parts}]
+    muon = Muon(groups, weight_decay=DECAY, dist_info=DistInfo(), dtype=dtype, compile=compiled)
+    muon.param_groups[0]["lr"] = RATE
+    return muon
+
+
+def train(optimizer, parameters, gradients):
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+
+
+def random_matrices(*shapes, steps=3):
+    """Parameters, and their gradients in each step."""
+    generator = torch.Generator().manual_seed(0)
+    first, *rest = [[torch.randn(s, generator=generator) for s in shapes] for _ in range(steps + 1)]
+    return [torch.nn.Parameter(p) for p in first], rest
+
+
+def reference_step(weights, average, gradient):
+    """One step of Muon on one matrix, as its sources have it, in NumPy's double precision."""
+    average = MOMENTUM * average + (1 - MOMENTUM) * gradient
+    x = (1 - MOMENTUM) * gradient + MOMENTUM * average
+    x = x / np.sqrt((x**2).sum())
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    rows, columns = weights.shape
+    weights = weights - RATE * DECAY * weights
+    return weights - RATE * 0.2 * np.sqrt(max(rows, columns)) * x, average
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (48, 12), (12, 48)])
+def test_muon_equals_a_double_precision_reference(shape):
+    parameters, gradients = random_matrices(shape)
+    weights = parameters[0].detach().double().numpy()
+    average = np.zeros(shape)
+    for (gradient,) in gradients:
+        weights, average = reference_step(weights, average, gradient.double().numpy())
+    train(new_muon(parameters), parameters, gradients)
+    np.testing.assert_allclose(parameters[0].detach().numpy(), weights, rtol=0, atol=2e-6)
+
+
+def test_muon_in_bfloat16_is_near_to_torchs():
+    shapes = ((32, 32), (96, 32), (32, 96), (32, 32))
+    parameters, gradients = random_matrices(*shapes)
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    adjusted = {"lr": RATE, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
+    train(torch.optim.Muon(theirs, **adjusted), theirs, gradients)
+    before = [p.detach().clone() for p in parameters]
+    train(new_muon(parameters, torch.bfloat16), parameters, gradients)
+    for ours, their, start in zip(parameters, theirs, before, strict=True):
+        assert (ours - their).norm() < 0.02 * (their - start).norm()
+
+
+def test_muon_orthogonalises_stacked_parts_one_by_one():
+    (whole,), gradients = random_matrices((36, 12))
+    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().chunk(3)]
+    train(new_muon([whole], parts=3), [whole], gradients)
+    train(new_muon(parts), parts, [gradient.chunk(3) for (gradient,) in gradients])
+    torch.testing.assert_close(whole, torch.cat(parts), rtol=0, atol=1e-6)
+
+
+def test_orthogonalize_brings_singular_values_near_one_and_keeps_their_vectors():
+    u, _, v = torch.linalg.svd(torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(0)))
+    values = torch.logspace(-1.5, 2, 16)
+    result = orthogonalize(u @ torch.diag(values) @ v[:, :16])
+    kept = u.mT @ result @ v[:, :16].mT
+    diagonal = kept.diagonal(dim1=1, dim2=2)
+    assert (diagonal[:, 4:] > 0.6).all()
+    assert (diagonal < 1.3).all()
+    torch.testing.assert_close(kept, torch.diag_embed(diagonal), rtol=0, atol=1e-4)
+
+
+RANKS_CHECK = """
+import torch
+from optimizers import Muon
+
+def check(dist_info):
+    results = []
+    for info in (DistInfo(), dist_info):
+        torch.manual_seed(0)  # five matrices of one shape and one of another, over two ranks
+        shapes = [(8, 16), (16, 8), (8, 16), (8, 16), (8, 16), (8, 8)]
+        parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        groups = [{"params": parameters}]
+        muon = Muon(groups, weight_decay=0.1, dist_info=info, dtype=DTYPE, compile=False)
+        muon.param_groups[0]["lr"] = 0.1
+        for _ in range(2):
+            for p in parameters:
+                p.grad = torch.randn_like(p)
+            muon.step()
+        results.append(parameters)
+    for alone, shared in zip(*results, strict=True):
+        torch.testing.assert_close(alone, shared, rtol=0, atol=TOLERANCE)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_ranks_share_the_matrices(commands, tmp_path, dtype, tolerance):
+    source = RANKS_CHECK.replace("DTYPE", f"torch.{dtype}").replace("TOLERANCE", str(tolerance))
+    check_on_ranks(commands, source, tmp_path)
+
+
+def test_build_optimizers_gives_muon_the_blocks_matrices():
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    muon, adamw = build_optimizers(model, TrainConfig(optimizer="muon"), DistInfo())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    matrices = {names[p]: g["parts"] for g in muon.param_groups for p in g["params"]}
+    assert len(matrices) == 12 * 4
+    assert {name for name in matrices if matrices[name] == 3} == {
+        f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(12)
+    }
+    others = {names[p] for group in adamw.param_groups for p in group["params"]}
+    assert matrices.keys() | others == set(names.values())
+    assert not matrices.keys() & others
+    decayed, undecayed = adamw.param_groups
+    assert {names[p] for p in decayed["params"]} == {
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+    }
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
+    assert {group["weight_decay"] for group in muon.param_groups} == {0.1}
+
+
+@pytest.fixture(scope="module")
+def muon_flags(tiny_data, tmp_path_factory):
+    """Flags of a short run with Muon, and where such a run, called `whole`, is."""
+    out_dir = tmp_path_factory.mktemp("runs")
+    flags = [f"--data-dir={tiny_data}", f"--out-dir={out_dir}", *TINY_RUN]
+    flags += ["--optimizer=muon", "--lr-schedule=wsd", "--max-lr=2e-2", "--min-lr=2e-2"]
+    main([*flags, "--run-name=whole"])
+    return flags, out_dir
+
+
+def losses(run_dir):
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return {record["step"]: record["train_loss"] for record in records if "train_loss" in record}
+
+
+def test_muon_run_learns_and_resumes_bit_for_bit(muon_flags):
+    flags, runs = muon_flags
+    assert losses(runs / "whole")[8] < losses(runs / "whole")[1] - 1
+    main([*flags, "--run-name=halves"])
+    shutil.rmtree(runs / "halves/checkpoints/step_00000008")
+    main([*flags, "--run-name=halves", "--resume=auto"])
+    assert losses(runs / "halves") == losses(runs / "whole")
+    ends = [load_model(runs / name).state_dict() for name in ("whole", "halves")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_muon_run_moves_between_one_and_two_ranks(commands, muon_flags, parallel):
+    flags, runs = muon_flags
+    flags = [*flags, f"--run-name={parallel}", "--resume=auto", "--micro-batch-size=2"]
+    main([*flags, "--max-steps=2"])
+    shared = [*flags, f"--parallel={parallel}"]
+    done = commands.run_ranks(2, "train_gpt2", *shared, "--max-steps=5")
+    assert done.code == 0, done.stderr
+    main([*flags, "--parallel=ddp"])
+    moved, whole = losses(runs / parallel), losses(runs / "whole")
+    assert moved.keys() == whole.keys()
+    assert max(abs(moved[step] - whole[step]) for step in whole) <= 1e-4
+
+
+def test_resume_with_another_optimizer_is_refused(muon_flags):
+    flags, _ = muon_flags
+    with pytest.raises(ValueError, match="Muon and AdamW"):
+        main([*flags, "--run-name=whole", "--resume=auto", "--max-steps=9", "--optimizer=adamw"])
+
+
+def test_muon_run_exported_is_equal_in_transformers(muon_flags, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    _, runs = muon_flags
+    out = tmp_path / "exported"
+    monkeypatch.setattr("sys.argv", ["export.py", f"--model={runs}/whole", f"--out={out}"])
+    export.main()
+    idx = torch.randint(0, 400, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(out)(idx).logits
+        ours = load_model(runs / "whole")(idx).logits
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
