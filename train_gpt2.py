@@ -246,13 +246,14 @@ def build_optimizers(
     if config.optimizer == "muon":
         names = [name for name, p in parameters.items() if ".h." in name and p.dim() == 2]
         dtype = device.select_dtype(config.dtype, dist_info.device)
+        on_gpu = dist_info.device.type == "cuda"  # compiled for a CPU it is no faster
         muon = Muon(
             # Queries, keys and values are three matrices, stacked.
             [{"params": [parameters.pop(n)], "parts": 3 if "c_attn" in n else 1} for n in names],
             weight_decay=decay,
             dist_info=dist_info,
             dtype=torch.float32 if dtype == torch.float16 else dtype,
-            compile=config.compile,
+            compile=config.compile and on_gpu and not device.prepare_compiler(dist_info.device),
         )
         optimizers.append(muon)
     groups = [

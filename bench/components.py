@@ -13,16 +13,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from tqdm import tqdm
 
 import train_gpt2
@@ -41,6 +41,7 @@ from corpus.sources import stdlib_source
 from dataloader import Batch
 from hellaswag import Example, HellaSwagResult, evaluate_hellaswag, load_examples
 from model import GPT
+from optimizers import Muon, orthogonalize
 from plot import plot_run
 from runtime.device import autocast, select_dtype
 from runtime.distributed import DistInfo
@@ -343,39 +344,43 @@ def measure_optimizer(config: BenchConfig, scratch: Path) -> list[Measurement]:
     for parameter in trainer.raw_model.parameters():
         parameter.grad = torch.randn_like(parameter)
 
-    def update(**settings: Any) -> Callable[[], float]:  # noqa: ANN401
-        flags = replace(trainer.config, **settings)
-        optimizers = train_gpt2.build_optimizers(trainer.raw_model, flags, trainer.dist_info)
-
+    def update(optimizers: Sequence[Optimizer]) -> Callable[[], float]:
         def seconds() -> float:
             return sum(seconds_of(optimizer.step, device) for optimizer in optimizers)
 
         seconds()  # makes the state, compiles
         return seconds
 
-    micro_batch = torch.zeros(
-        (config.sequences, config.block_size), dtype=torch.int64, device=device
-    )
+    with_muon = replace(trainer.config, optimizer="muon")
+    build = partial(train_gpt2.build_optimizers, trainer.raw_model, with_muon, trainer.dist_info)
+    (muon, adamw), (eager, _), (compiled, _) = build(), build(), build()
+    assert isinstance(eager, Muon)
+    assert isinstance(compiled, Muon)
+    eager.orthogonalize = orthogonalize
+    compiled.orthogonalize = torch.compile(orthogonalize, dynamic=False)
+    matrices = [p for group in muon.param_groups for p in group["params"]]
+    torchs = torch.optim.Muon(matrices, lr=0.0, adjust_lr_fn="match_rms_adamw")
+    micro_batch = torch.zeros(config.sequences, config.block_size, dtype=torch.int64, device=device)
 
     def passes() -> None:
         with autocast(device, trainer.dtype):
             trainer.model(micro_batch, micro_batch).loss.backward()
 
     passes()  # compiles
-    adamw, muon, eager, step = alternate(
-        config.rounds,
-        update(),
-        update(optimizer="muon"),
-        update(optimizer="muon", compile=False),
-        partial(seconds_of, passes, device),
-    )
+    updates = {
+        "AdamW": trainer.optimizers,
+        "Muon": (muon, adamw),
+        "Muon, compiled": (compiled, adamw),
+        "Muon, not compiled": (eager, adamw),
+        "torch.optim.Muon": (torchs, adamw),
+    }
+    timed = [update(optimizers) for optimizers in updates.values()]
+    *runs, step = alternate(config.rounds, *timed, partial(seconds_of, passes, device))
     step_seconds = STEP_TOKENS / micro_batch.numel() * statistics.median(step)
-    added = [100 * (m - a) / (step_seconds + a) for m, a in zip(muon, adamw, strict=True)]
-    what = f"Muon adds to a step of {STEP_TOKENS:,} tokens, computed from the above"
+    added = [100 * (m - a) / (step_seconds + a) for a, m in zip(runs[0], runs[1], strict=True)]
+    what = f"Muon adds to a step of {STEP_TOKENS:,} tokens, computed"
     return [
-        Measurement("an update by AdamW", "s", adamw),
-        Measurement("an update by Muon", "s", muon),
-        Measurement("an update by Muon, not compiled", "s", eager),
+        *(Measurement(f"update by {n}", "s", r) for n, r in zip(updates, runs, strict=True)),
         Measurement(f"passes over {micro_batch.numel():,} tokens", "s", step),
         Measurement(what, "% of its time", added),
     ]
