@@ -25,6 +25,7 @@ from runtime.cli import parse_flags, run_command
 from runtime.metrics import format_duration, read_metrics
 
 DATA_DIR = Path("data/stdlib")
+RECIPE = Path("recipes/demo.json")
 RUN_DIR = Path("runs/demo")
 EXPORT_DIR = Path("exported/demo")
 HELLASWAG_SAMPLE = Path("assets/hellaswag_sample.jsonl")
@@ -56,15 +57,9 @@ def main() -> None:
 
 def train_flags(short: bool) -> list[str]:
     """A model that two CPU cores train in minutes."""
-    steps = 300 if short else 600
-    return [
-        *(f"--data-dir={DATA_DIR}", f"--out-dir={RUN_DIR.parent}", f"--run-name={RUN_DIR.name}"),
-        *("--n-layer=6", "--n-head=5", "--n-embd=160", "--block-size=256"),
-        *("--total-batch-size=1024", f"--max-steps={steps}", "--warmup-steps=100"),
-        *("--max-lr=2e-3", "--min-lr=1e-4", f"--val-every={steps // 6}", "--val-tokens=65536"),
-        *(f"--sample-every={steps}", f"--hellaswag-every={steps}"),
-        *(f"--hellaswag-data={HELLASWAG_SAMPLE}", f"--checkpoint-every={steps}", "--log-every=10"),
-    ]
+    flags = [f"--config={RECIPE}", f"--data-dir={DATA_DIR}", f"--hellaswag-data={HELLASWAG_SAMPLE}"]
+    flags += [f"--out-dir={RUN_DIR.parent}", f"--run-name={RUN_DIR.name}"]
+    return [*flags, "--max-steps=300"] if short else flags
 
 
 def step(title: str, script: str, *flags: str) -> None:

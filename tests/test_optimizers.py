@@ -155,6 +155,18 @@ def test_build_optimizers_gives_muon_the_blocks_matrices():
     assert {group["weight_decay"] for group in muon.param_groups} == {0.1}
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "batch", "beta2"),
+    [("muon", 524_288, 0.95), ("muon", 2_048, 0.95 ** (1 / 256)), ("adamw", 2_048, 0.95)],
+)
+def test_adamw_next_to_muon_remembers_as_many_tokens_at_every_batch(optimizer, batch, beta2):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(n_layer=1))
+    config = TrainConfig(optimizer=optimizer, total_batch_size=batch)
+    adamw = build_optimizers(model, config, DistInfo())[-1]
+    assert adamw.param_groups[0]["betas"] == (0.9, pytest.approx(beta2))
+
+
 @pytest.fixture(scope="module")
 def muon_flags(tiny_data, tmp_path_factory):
     """Flags of a short run with Muon, and where such a run, called `whole`, is."""

@@ -32,6 +32,7 @@ FLAG_HINTS = {  # by flags of other trainers, what to do here
         ("--grad-accum-steps", "it follows from --total-batch-size and --micro-batch-size"),
         ("--gradient-accumulation-steps", "see --total-batch-size and --micro-batch-size"),
         ("--beta1 --beta2 --eps", "AdamW's are fixed: change train_gpt2.build_optimizers"),
+        ("--muon-lr", "use --max-lr: Muon's updates are as large as AdamW's at the same rate"),
         ("--dropout", "there is none: pretraining that sees a text about once needs none"),
         ("--wandb --tensorboard", "no tracker yet: plot.py draws the run's metrics.jsonl"),
         ("--bf16 --fp16 --fp32 --precision", "use --dtype bfloat16, float16 or float32"),

@@ -1,0 +1,423 @@
+"""What a recipe is worth: recipes trained on the same tokens in the same order, and compared.
+
+    python -m bench.recipes --data-dir data/wikipedia              # every run of `RUNS`
+    python -m bench.recipes --data-dir data/wikipedia --only w64   # those whose name has it
+
+On a CPU as many runs train at once as there are cores. A run that is complete is not trained
+again, so the same command goes on after an interrupt. It writes `recipes.json` (settings and
+thinned metrics of every run), `recipes.md` (tables) and two figures into bench/results.
+"""
+
+if __name__ == "__main__":
+    from runtime.startup import prepare_process
+
+    prepare_process()  # the imports below take seconds
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bench.config import ROOT
+from bench.measurement import error_line
+from bench.report import provenance, round_floats
+from bench.trials import TRIALS
+from corpus.shards import open_shards
+from plot import BLUE, GREY, INK, PALE, RED, format_count
+from runtime.cli import parse_flags, run_command
+from runtime.device import DeviceName, select_device
+from runtime.files import atomic_write, read_json, write_json
+from runtime.metrics import read_metrics
+from runtime.startup import usable_cores
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {  # a file in recipes/, and changes to it
+    "reference": ("gpt2-124m", {}),
+    "muon": ("gpt2-124m", {"optimizer": "muon"}),
+    "fast": ("gpt2-124m-fast", {}),
+}
+OWN_SETTINGS = ("size", "total_batch_size", "max_steps", "max_lr", "min_lr", "warmup_steps")
+EVALUATIONS = 16  # validations of a run after the first step
+SEEDS = (1337, 1338)
+Group = tuple[str, int]  # runs of one model and as many steps, which are compared
+
+
+class Scale(NamedTuple):
+    """A model and its batch."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    total_batch_size: int  # tokens
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters that are no embeddings, of the blocks' matrices."""
+        return 12 * self.n_layer * self.n_embd**2
+
+
+SCALES = {
+    "w64": Scale(2, 1, 64, 128, 2048),
+    "w128": Scale(2, 2, 128, 128, 2048),
+    "w256": Scale(4, 4, 256, 128, 2048),
+    "124m": Scale(12, 12, 768, 1024, 131_072),
+}
+
+
+class Run(NamedTuple):
+    """One training run of the experiment."""
+
+    scale: str
+    steps: int
+    recipe: str
+    max_lr: float
+    trial: str = ""
+    seed: int = SEEDS[0]
+
+    @property
+    def name(self) -> str:
+        """The run's folder."""
+        parts = [self.scale, str(self.steps), self.recipe, f"{self.max_lr:g}"]
+        parts += [self.trial.replace(" ", "-").replace("/", "-of-").replace("%", "pc")]
+        parts += [str(self.seed)] if self.seed != SEEDS[0] else []
+        return "_".join(filter(None, parts)).replace(",", "")
+
+    def settings(self) -> dict[str, Any]:
+        """The flags of train_gpt2.py that say what is learnt, from the recipe's file."""
+        file, changes = RECIPES[self.recipe]
+        recipe = read_json(ROOT / "recipes" / f"{file}.json")
+        assert isinstance(recipe, dict)
+        kept = {k: v for k, v in recipe.items() if k not in (*OWN_SETTINGS, "about")} | changes
+        share = recipe["min_lr"] / recipe["max_lr"]
+        own = {"max_steps": self.steps, "max_lr": self.max_lr, "min_lr": self.max_lr * share}
+        return SCALES[self.scale]._asdict() | kept | own | {"seed": self.seed}
+
+
+TRIED = ("w64", 480, "muon", 8e-3)  # 10 tokens per parameter of the blocks
+FIRST = ("", "linear to 0", "WSD, 50 % to 0", "AdamW at twice the rate", "AdamW at 1/2 of the rate")
+SECOND = (
+    "batch warm-up",
+    "averaged weights",
+    "document windows",
+    "length warm-up",
+    "q, k, v as one matrix",
+)
+RUNS: tuple[Run, ...] = (
+    *(Run("w64", 960, "reference", rate) for rate in (2e-3, 4e-3, 8e-3)),
+    Run("w64", 480, "reference", 4e-3),
+    *(Run(*TRIED, trial) for trial in FIRST),
+    Run("w64", 480, "reference", 2e-3, "beta2 0.999"),
+    *(Run(*TRIED, trial) for trial in SECOND),
+)
+
+
+@dataclass(frozen=True)
+class RecipesConfig:
+    """Train the recipes on the same tokens in the same order, and compare their losses."""
+
+    data_dir: Path
+    """Folder of token shards; English text of 12M tokens or more for the runs on a CPU."""
+    only: str = ""
+    """Train only the runs whose name has this."""
+    device: DeviceName = "auto"
+    """Device to train on."""
+    out_dir: Path = Path("runs/recipes")
+    """Where the run folders go."""
+    results_dir: Path = Path("bench/results")
+    """Where tables and figures go."""
+
+
+def main() -> None:
+    """Train what is not trained yet, then write tables and figures of all that is."""
+    config = parse_flags(RecipesConfig)
+    open_shards(config.data_dir, "train")  # refuse a wrong folder before anything is trained
+    on_cpu = select_device(config.device).type == "cpu"
+    runs = [run for run in RUNS if config.only in run.name and (run.scale == "124m") != on_cpu]
+    if not runs:
+        raise ValueError(f"--only {config.only!r} is in no run's name, such as {RUNS[0].name}")
+    with ThreadPoolExecutor(usable_cores() if on_cpu else 1) as pool:
+        for line in pool.map(lambda run: train(run, config, on_cpu), runs):
+            print(line, flush=True)
+    for path in report(config):
+        print(path)
+
+
+def train(run: Run, config: RecipesConfig, on_cpu: bool) -> str:
+    """Train one run in a process of its own; returns in one line what came of it."""
+    folder = config.out_dir / run.name
+    if is_complete(run, folder):
+        return f"{run.name}: trained before"
+    tokens = SCALES[run.scale].total_batch_size
+    settings = run.settings() | TRIALS[run.trial].flags
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    flags += [f"--data-dir={config.data_dir}", f"--device={config.device}"]
+    flags += [f"--out-dir={config.out_dir}", f"--run-name={run.name}", "--resume=auto"]
+    evaluations = 2 if run.trial else EVALUATIONS  # only the end of a trial counts
+    flags += [f"--val-every={max(1, run.steps // evaluations)}", f"--val-tokens={32 * tokens}"]
+    flags += ["--hellaswag-every=0", "--sample-every=0", "--checkpoint-every=0"]
+    if on_cpu:  # one micro-batch, so that a trial may split it
+        flags.append(f"--micro-batch-size={tokens // SCALES[run.scale].block_size}")
+    threads = {"OMP_NUM_THREADS": "1"} if on_cpu else {}
+    child = subprocess.run(
+        [sys.executable, "-m", "bench.trials", run.trial, *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **threads},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if child.returncode:
+        return f"{run.name}: failed: {error_line(child.stderr)}"
+    return f"{run.name}: {curve(folder)[-1].val_loss:.4f}"
+
+
+def is_complete(run: Run, folder: Path) -> bool:
+    """Whether a run has been trained to its end."""
+    path = folder / "metrics.jsonl"
+    return path.is_file() and curve(folder)[-1:] != [] and curve(folder)[-1].step == run.steps
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """One validation of a run."""
+
+    step: int
+    val_loss: float
+    train_loss: float | None  # the mean since the validation before
+    seconds: float  # of training steps until here
+
+
+def curve(folder: Path) -> list[Point]:
+    """A run's validations, from its metrics."""
+    points: list[Point] = []
+    seconds, losses = 0.0, list[float]()
+    for record in read_metrics(folder / "metrics.jsonl"):
+        if "train_loss" in record:
+            seconds += record["step_time_ms"] / 1000
+            losses.append(record["train_loss"])
+        elif "val_loss" in record:
+            mean = float(np.mean(losses)) if losses else None
+            points.append(Point(record["step"], record["val_loss"], mean, seconds))
+            losses.clear()
+    return points
+
+
+class Result(NamedTuple):
+    """A complete run, and its curve."""
+
+    run: Run
+    curve: list[Point]
+
+    @property
+    def loss(self) -> float:
+        """The validation loss at the end."""
+        return self.curve[-1].val_loss
+
+    def share_to_reach(self, loss: float) -> float | None:
+        """The share of the run after which its validation loss stays at `loss` or below.
+
+        Between two validations it is taken to fall in a straight line.
+        """
+        above = [place for place, point in enumerate(self.curve) if point.val_loss > loss]
+        if not above:
+            return 0.0
+        if above[-1] == len(self.curve) - 1:
+            return None
+        before, after = self.curve[above[-1] : above[-1] + 2]
+        part = (before.val_loss - loss) / (before.val_loss - after.val_loss)
+        return (before.step + part * (after.step - before.step)) / self.run.steps
+
+
+def tokens_per_parameter(run: Run) -> float:
+    """Training tokens per parameter of the blocks' matrices."""
+    scale = SCALES[run.scale]
+    return run.steps * scale.total_batch_size / scale.matrix_parameters
+
+
+def report(config: RecipesConfig) -> list[Path]:
+    """Write what all complete runs came to: a JSON file, the tables, and the figures."""
+    results = [
+        Result(run, curve(config.out_dir / run.name))
+        for run in RUNS
+        if is_complete(run, config.out_dir / run.name)
+    ]
+    if not results:
+        raise ValueError("no run is complete yet: see the lines above")
+    paths = [config.results_dir / f"recipes{end}" for end in (".json", ".md", "_all.png", ".png")]
+    data = open_shards(config.data_dir, "train")
+    content = {
+        "data": {"train_tokens": data.total_tokens, "fingerprint": data.fingerprint},
+        "runs": {
+            result.run.name: result.run.settings()
+            | TRIALS[result.run.trial].flags
+            | {"trial": result.run.trial, "curve": result.curve}
+            for result in results
+        },
+    }
+    write_json(paths[0], round_floats(provenance() | content))
+    with atomic_write(paths[1]) as file:
+        file.write(tables(results).encode())
+    comparisons = compare(results)
+    if not comparisons:
+        return paths[:2]
+    draw_all(comparisons, paths[2])
+    draw_summary(comparisons, paths[3])
+    return paths
+
+
+class Comparison(NamedTuple):
+    """The runs of one model and number of tokens, without trials."""
+
+    references: list[Result]  # the best rate first
+    fast: Result
+
+    @property
+    def share(self) -> float | None:
+        """The share of its tokens after which the fast recipe is where the reference ends."""
+        return self.fast.share_to_reach(self.references[0].loss)
+
+    @property
+    def title(self) -> str:
+        """The model and its tokens."""
+        run = self.fast.run
+        return f"{run.scale}, {tokens_per_parameter(run):.2g} tokens per parameter"
+
+
+def group(results: Iterable[Result]) -> dict[Group, list[Result]]:
+    """Results by model and number of steps, the lowest loss first."""
+    groups = defaultdict(list)
+    for result in sorted(results, key=lambda result: result.loss):
+        groups[result.run.scale, result.run.steps].append(result)
+    return dict(sorted(groups.items()))
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """The fast recipe and the reference, each at its best rate, where both were trained."""
+    plain = [result for result in results if not result.run.trial]
+    references = group(result for result in plain if result.run.recipe == "reference")
+    fast = group(result for result in plain if result.run.recipe == "fast")
+    return [Comparison(references[key], fast[key][0]) for key in fast if key in references]
+
+
+def tables(results: Sequence[Result]) -> str:
+    """Every run in Markdown, by model and tokens."""
+    lines = []
+    for (scale, steps), members in group(results).items():
+        tokens = format_count(steps * SCALES[scale].total_batch_size)
+        ratio = tokens_per_parameter(members[0].run)
+        lines += [f"### {scale}, {tokens} tokens, {ratio:.3g} per parameter", ""]
+        lines += ["| recipe | rate | change | seed | validation loss | tokens to reference's end |"]
+        lines += ["|---|---|---|---|---|---|"]
+        references = [result.loss for result in members if result.run.recipe == "reference"]
+        for result in members:
+            share = result.share_to_reach(references[0]) if references else None
+            cells = [result.run.recipe, f"{result.run.max_lr:g}", result.run.trial or "none"]
+            cells += [str(result.run.seed), f"{result.loss:.4f}"]
+            cells += ["not reached" if share is None else f"{share:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
+def draw_all(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Draw validation losses over tokens and over time, a row for each model and tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2.6 * len(comparisons)), dpi=100, layout="constrained")
+    rows = figure.subplots(len(comparisons), 2, squeeze=False, sharey="row")
+    for comparison, (over_tokens, over_time) in zip(comparisons, rows, strict=True):
+        plot_losses(over_tokens, comparison, over_time=False)
+        plot_losses(over_time, comparison, over_time=True)
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png")
+
+
+def draw_summary(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Draw the losses of the largest model, and the share of the tokens for all."""
+    from matplotlib.figure import Figure
+
+    largest = max(comparisons, key=lambda comparison: comparison.fast.run.settings()["n_embd"])
+    figure = Figure(figsize=(11, 3.4), dpi=110, layout="constrained")
+    over_tokens, over_time, shares = figure.subplots(1, 3)
+    plot_losses(over_tokens, largest, over_time=False)
+    plot_losses(over_time, largest, over_time=True)
+    plot_shares(shares, comparisons)
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png")
+
+
+def plot_losses(axes: "Axes", comparison: Comparison, over_time: bool) -> None:
+    """Draw the fast recipe, the reference at its best rate and, pale, at the other rates."""
+    best, *others = comparison.references
+    tokens = SCALES[best.run.scale].total_batch_size
+    lines: list[tuple[Result, str, str | None]] = [(result, PALE, None) for result in others]
+    lines += [
+        (result, colour, f"{result.run.recipe}, rate {result.run.max_lr:g}: {result.loss:.3f}")
+        for result, colour in ((best, GREY), (comparison.fast, BLUE))
+    ]
+    for result, colour, label in lines:
+        points = result.curve[1:]
+        x = [point.seconds if over_time else point.step * tokens for point in points]
+        losses = [point.val_loss for point in points]
+        axes.plot(x, losses, color=colour, label=label, marker="o", markersize=2.5, linewidth=1.6)
+    if comparison.share is not None and not over_time:
+        reached = comparison.share * best.run.steps * tokens
+        axes.plot([reached], [best.loss], color=RED, marker="o", markersize=6, zorder=3)
+        note = f"after {comparison.share:.0%}\nof the tokens"
+        axes.annotate(note, (reached, best.loss), (-4, -26), textcoords="offset points",
+                      color=RED, fontsize=8, ha="right")  # fmt: skip
+    axes.axhline(best.loss, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_xlim(left=0)
+    axes.set_ylabel("validation loss (nats per token)", color=GREY, fontsize=8)
+    axes.set_xlabel(
+        "seconds of training" if over_time else "training tokens", color=GREY, fontsize=8
+    )
+    if not over_time:
+        axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
+        axes.legend(fontsize=8, edgecolor="none")
+    axes.set_title(comparison.title, loc="left", fontsize=9, color=INK)
+    style(axes)
+
+
+def plot_shares(axes: "Axes", comparisons: Sequence[Comparison]) -> None:
+    """Draw the share of the tokens that the fast recipe needs, over tokens per parameter."""
+    by_scale = defaultdict(list)
+    for comparison in comparisons:
+        run, share = comparison.fast.run, comparison.share
+        if share is not None:
+            by_scale[run.scale].append((tokens_per_parameter(run), share))
+    for scale, points in by_scale.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"width {scale[1:]}")
+    axes.axhline(0.5, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("training tokens per parameter of the blocks", color=GREY, fontsize=8)
+    axes.set_title("share of the reference's tokens to its end loss", loc="left", fontsize=9)
+    axes.legend(fontsize=8, edgecolor="none")
+    style(axes)
+
+
+def style(axes: "Axes") -> None:
+    """This project's grid and colours."""
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="y", color=PALE, linewidth=0.8)
+    axes.tick_params(colors=GREY, length=0, labelsize=8)
+
+
+if __name__ == "__main__":
+    run_command(main)
