@@ -48,6 +48,10 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {  # a file in recipes/, and ch
 OWN_SETTINGS = ("size", "total_batch_size", "max_steps", "max_lr", "min_lr", "warmup_steps")
 EVALUATIONS = 16  # validations of a run after the first step
 SEEDS = (1337, 1338)
+AGAIN = (  # trials with the second seed, too
+    *("", "WSD, 20 % to 0", "beta2 0.95", "length warm-up"),
+    "AdamW at twice the rate",
+)
 Group = tuple[str, int]  # runs of one model and as many steps, which are compared
 
 
@@ -105,8 +109,25 @@ class Run(NamedTuple):
 
 TRIED = ("w64", 480, "muon", 8e-3)  # 10 tokens per parameter of the blocks
 RUNS: tuple[Run, ...] = (
-    Run("w64", 480, "fast", 8e-3),
-    Run("w64", 480, "fast", 16e-3),
+    *(Run("w64", 960, "reference", rate) for rate in (2e-3, 4e-3, 8e-3)),
+    *(Run("w64", steps, "reference", 4e-3) for steps in (240, 480)),
+    *(Run("w64", steps, "fast", 8e-3) for steps in (240, 480, 960)),
+    *(Run("w128", 960, "reference", rate) for rate in (2e-3, 4e-3)),
+    Run("w128", 240, "reference", 4e-3),
+    *(Run("w128", steps, "fast", 8e-3) for steps in (240, 960)),
+    *(Run("w256", 768, "reference", rate) for rate in (2e-3, 4e-3)),
+    Run("w256", 768, "fast", 8e-3),
+    # What the fast recipe was chosen from.
+    *(Run(*TRIED, trial) for trial in TRIALS),
+    *(Run(*TRIED, trial, SEEDS[1]) for trial in AGAIN),
+    *(Run("w64", 480, recipe, 16e-3) for recipe in ("muon", "fast")),
+    *(Run("w64", 960, "muon", rate, "beta2 0.95") for rate in (8e-3, 16e-3)),
+    *(Run("w64", 480, "reference", 4e-3, trial) for trial in ("beta2 0.99", "beta2 0.999")),
+    Run("w64", 480, "reference", 2e-3, "beta2 0.999"),
+    Run("w64", 960, "reference", 4e-3, "beta2 0.999"),
+    # On a GPU: 124M, one token per parameter of the blocks.
+    *(Run("124m", 648, "reference", rate) for rate in (6e-4, 1.8e-3, 3.6e-3)),
+    *(Run("124m", 648, "fast", rate) for rate in (1.8e-3, 3.6e-3)),
 )
 
 
@@ -184,22 +205,26 @@ class Point(NamedTuple):
     step: int
     val_loss: float
     train_loss: float | None  # the mean since the validation before
-    seconds: float  # of training steps until here
 
 
 def curve(folder: Path) -> list[Point]:
     """A run's validations, from its metrics."""
-    points: list[Point] = []
-    seconds, losses = 0.0, list[float]()
+    points, losses = list[Point](), list[float]()
     for record in read_metrics(folder / "metrics.jsonl"):
         if "train_loss" in record:
-            seconds += record["step_time_ms"] / 1000
             losses.append(record["train_loss"])
         elif "val_loss" in record:
             mean = float(np.mean(losses)) if losses else None
-            points.append(Point(record["step"], record["val_loss"], mean, seconds))
+            points.append(Point(record["step"], record["val_loss"], mean))
             losses.clear()
     return points
+
+
+def step_seconds(folder: Path) -> float:
+    """The time of a step that nothing disturbed: a tenth of the run's steps took less."""
+    records = read_metrics(folder / "metrics.jsonl")
+    times = [record["step_time_ms"] for record in records if "step_time_ms" in record]
+    return float(np.quantile(times, 0.1)) / 1000
 
 
 class Result(NamedTuple):
@@ -207,6 +232,13 @@ class Result(NamedTuple):
 
     run: Run
     curve: list[Point]
+    step_seconds: float
+
+    @property
+    def label(self) -> str:
+        """The recipe, its rate, its change, if any, and the loss at the end."""
+        parts = (self.run.recipe, f"rate {self.run.max_lr:g}", self.run.trial)
+        return f"{', '.join(filter(None, parts))}: {self.loss:.3f}"
 
     @property
     def loss(self) -> float:
@@ -236,10 +268,11 @@ def tokens_per_parameter(run: Run) -> float:
 
 def report(config: RecipesConfig) -> list[Path]:
     """Write what all complete runs came to: a JSON file, the tables, and the figures."""
+    folders = {run: config.out_dir / run.name for run in RUNS}
     results = [
-        Result(run, curve(config.out_dir / run.name))
-        for run in RUNS
-        if is_complete(run, config.out_dir / run.name)
+        Result(run, curve(folder), step_seconds(folder))
+        for run, folder in folders.items()
+        if is_complete(run, folder)
     ]
     if not results:
         raise ValueError("no run is complete yet: see the lines above")
@@ -250,7 +283,8 @@ def report(config: RecipesConfig) -> list[Path]:
         "runs": {
             result.run.name: result.run.settings()
             | TRIALS[result.run.trial].flags
-            | {"trial": result.run.trial, "curve": result.curve}
+            | {"trial": result.run.trial, "step_seconds": result.step_seconds}
+            | {"curve": result.curve}
             for result in results
         },
     }
@@ -266,10 +300,11 @@ def report(config: RecipesConfig) -> list[Path]:
 
 
 class Comparison(NamedTuple):
-    """The runs of one model and number of tokens, without trials."""
+    """The runs of one model and number of tokens."""
 
-    references: list[Result]  # the best rate first
+    references: list[Result]  # the lowest loss first
     fast: Result
+    step_seconds: tuple[float, float]  # of the reference and the fast recipe, undisturbed
 
     @property
     def share(self) -> float | None:
@@ -292,11 +327,22 @@ def group(results: Iterable[Result]) -> dict[Group, list[Result]]:
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
-    """The fast recipe and the reference, each at its best rate, where both were trained."""
-    plain = [result for result in results if not result.run.trial]
-    references = group(result for result in plain if result.run.recipe == "reference")
-    fast = group(result for result in plain if result.run.recipe == "fast")
-    return [Comparison(references[key], fast[key][0]) for key in fast if key in references]
+    """The fast recipe and the reference, each at its best, where both were trained."""
+    references = group(result for result in results if result.run.recipe == "reference")
+    fast = group(result for result in results if result.run.recipe == "fast")
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for result in results:
+        times[result.run.scale, result.run.recipe].append(result.step_seconds)
+    fastest = {key: min(seconds) for key, seconds in times.items()}
+    return [
+        Comparison(
+            references[scale, steps],
+            fast[scale, steps][0],
+            (fastest[scale, "reference"], fastest[scale, "fast"]),
+        )
+        for scale, steps in fast
+        if (scale, steps) in references
+    ]
 
 
 def tables(results: Sequence[Result]) -> str:
@@ -314,6 +360,8 @@ def tables(results: Sequence[Result]) -> str:
             cells = [result.run.recipe, f"{result.run.max_lr:g}", result.run.trial or "none"]
             cells += [str(result.run.seed), f"{result.loss:.4f}"]
             cells += ["not reached" if share is None else f"{share:.2f}"]
+            if len(result.curve) <= 3:  # too few points to say
+                cells[-1] = ""
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
@@ -350,18 +398,15 @@ def draw_summary(comparisons: Sequence[Comparison], path: Path) -> None:
 
 
 def plot_losses(axes: "Axes", comparison: Comparison, over_time: bool) -> None:
-    """Draw the fast recipe, the reference at its best rate and, pale, at the other rates."""
+    """Draw the fast recipe, the reference at its best and, pale, its other runs."""
     best, *others = comparison.references
     tokens = SCALES[best.run.scale].total_batch_size
-    lines: list[tuple[Result, str, str | None]] = [(result, PALE, None) for result in others]
-    lines += [
-        (result, colour, f"{result.run.recipe}, rate {result.run.max_lr:g}: {result.loss:.3f}")
-        for result, colour in ((best, GREY), (comparison.fast, BLUE))
-    ]
-    for result, colour, label in lines:
+    shown: list[tuple[Result, str, str | None]] = [(result, PALE, None) for result in others]
+    shown += [(best, GREY, best.label), (comparison.fast, BLUE, comparison.fast.label)]
+    for result, colour, label in shown:
         points = result.curve[1:]
-        x = [point.seconds if over_time else point.step * tokens for point in points]
-        losses = [point.val_loss for point in points]
+        pace = comparison.step_seconds[result.run.recipe == "fast"] if over_time else tokens
+        x, losses = [p.step * pace for p in points], [p.val_loss for p in points]
         axes.plot(x, losses, color=colour, label=label, marker="o", markersize=2.5, linewidth=1.6)
     if comparison.share is not None and not over_time:
         reached = comparison.share * best.run.steps * tokens
@@ -373,7 +418,9 @@ def plot_losses(axes: "Axes", comparison: Comparison, over_time: bool) -> None:
     axes.set_xlim(left=0)
     axes.set_ylabel("validation loss (nats per token)", color=GREY, fontsize=8)
     axes.set_xlabel(
-        "seconds of training" if over_time else "training tokens", color=GREY, fontsize=8
+        "seconds of undisturbed training" if over_time else "training tokens",
+        color=GREY,
+        fontsize=8,
     )
     if not over_time:
         axes.xaxis.set_major_formatter(lambda value, _: format_count(value))

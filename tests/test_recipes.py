@@ -62,8 +62,8 @@ def test_recipe_with_a_setting_that_is_none_is_refused(commands, tmp_path, chang
 
 def new_result(recipe, rate, *losses, scale="w64", trial=""):
     """A run of 40 steps with a validation every 10."""
-    curve = [Point(10 * place, loss, loss, 2.5 * place) for place, loss in enumerate(losses)]
-    return Result(Run(scale, 10 * (len(losses) - 1), recipe, rate, trial), curve)
+    curve = [Point(10 * place, loss, loss) for place, loss in enumerate(losses)]
+    return Result(Run(scale, 10 * (len(losses) - 1), recipe, rate, trial), curve, 1.0)
 
 
 def test_share_to_reach_a_loss_worked_by_hand():
