@@ -43,7 +43,7 @@ from hellaswag import Example, HellaSwagResult, evaluate_hellaswag, load_example
 from model import GPT
 from optimizers import Muon, orthogonalize
 from plot import plot_run
-from runtime.device import autocast, select_dtype
+from runtime.device import autocast, prepare_compiler, select_dtype
 from runtime.distributed import DistInfo
 from runtime.files import LockedFolder, write_json
 from runtime.metrics import METRICS_NAME, MetricsLogger, StepTimer, read_metrics
@@ -370,10 +370,11 @@ def measure_optimizer(config: BenchConfig, scratch: Path) -> list[Measurement]:
     updates = {
         "AdamW": trainer.optimizers,
         "Muon": (muon, adamw),
-        "Muon, compiled": (compiled, adamw),
         "Muon, not compiled": (eager, adamw),
         "torch.optim.Muon": (torchs, adamw),
     }
+    if not prepare_compiler(device):
+        updates["Muon, compiled"] = (compiled, adamw)
     timed = [update(optimizers) for optimizers in updates.values()]
     *runs, step = alternate(config.rounds, *timed, partial(seconds_of, passes, device))
     step_seconds = STEP_TOKENS / micro_batch.numel() * statistics.median(step)

@@ -96,6 +96,16 @@ def test_sample_compares_with_and_without_the_cache(config, tmp_path):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_optimizer_measures_updates_and_what_muon_adds_to_a_step(config, tmp_path):
+    *updates, passes, added = COMPONENTS["optimizer"](config, tmp_path)
+    labels = ["AdamW", "Muon", "Muon, not compiled", "torch.optim.Muon"]
+    assert [entry.label for entry in updates] == [f"update by {label}" for label in labels]
+    adamw, muon = (updates[place].runs for place in (0, 1))
+    step = 524_288 / 128 * passes.median  # of the micro-batch's 2 x 64 tokens
+    expected = [100 * (m - a) / (step + a) for m, a in zip(muon, adamw, strict=True)]
+    assert added.runs == pytest.approx(expected)
+
+
 def test_checkpoint_saves_a_complete_one_each_time(config, tmp_path):
     blocked, alone, during, complete = COMPONENTS["checkpoint"](config, tmp_path)
     assert all(len(m.runs) == config.rounds for m in (blocked, alone, during, complete))
