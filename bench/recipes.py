@@ -304,7 +304,7 @@ class Comparison(NamedTuple):
 
     references: list[Result]  # the lowest loss first
     fast: Result
-    step_seconds: tuple[float, float]  # of the reference and the fast recipe, undisturbed
+    step_seconds: tuple[float, float]  # of the reference and of the fast recipe
 
     @property
     def share(self) -> float | None:
@@ -323,26 +323,32 @@ def group(results: Iterable[Result]) -> dict[Group, list[Result]]:
     groups = defaultdict(list)
     for result in sorted(results, key=lambda result: result.loss):
         groups[result.run.scale, result.run.steps].append(result)
-    return dict(sorted(groups.items()))
+    by_size = sorted(groups, key=lambda key: (SCALES[key[0]].matrix_parameters, key[1]))
+    return {key: groups[key] for key in by_size}
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
     """The fast recipe and the reference, each at its best, where both were trained."""
     references = group(result for result in results if result.run.recipe == "reference")
     fast = group(result for result in results if result.run.recipe == "fast")
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for result in results:
-        times[result.run.scale, result.run.recipe].append(result.step_seconds)
-    fastest = {key: min(seconds) for key, seconds in times.items()}
     return [
-        Comparison(
-            references[scale, steps],
-            fast[scale, steps][0],
-            (fastest[scale, "reference"], fastest[scale, "fast"]),
-        )
-        for scale, steps in fast
-        if (scale, steps) in references
+        Comparison(members, fast[key][0], fastest_steps(results, key[0]))
+        for key, members in references.items()
+        if key in fast
     ]
+
+
+def fastest_steps(results: Sequence[Result], scale: str) -> tuple[float, float]:
+    """Seconds of a step by AdamW and by Muon, of the run that other programs disturbed least."""
+    adamw, muon = (
+        min(
+            result.step_seconds
+            for result in results
+            if result.run.scale == scale and (result.run.recipe == "reference") == is_reference
+        )
+        for is_reference in (True, False)
+    )
+    return adamw, muon
 
 
 def tables(results: Sequence[Result]) -> str:
@@ -418,7 +424,7 @@ def plot_losses(axes: "Axes", comparison: Comparison, over_time: bool) -> None:
     axes.set_xlim(left=0)
     axes.set_ylabel("validation loss (nats per token)", color=GREY, fontsize=8)
     axes.set_xlabel(
-        "seconds of undisturbed training" if over_time else "training tokens",
+        "seconds, at the fastest steps' pace" if over_time else "training tokens",
         color=GREY,
         fontsize=8,
     )
