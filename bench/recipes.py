@@ -4,8 +4,8 @@
     python -m bench.recipes --data-dir data/wikipedia --only w64   # those whose name has it
 
 On a CPU as many runs train at once as there are cores. A run that is complete is not trained
-again, so the same command goes on after an interrupt. It writes `recipes.json` (settings and
-thinned metrics of every run), `recipes.md` (tables) and two figures into bench/results.
+again, so the same command goes on after an interrupt. It writes `runs.json` (settings and
+thinned metrics of every run), `runs.md` (tables) and two figures into bench/results/recipes.
 """
 
 if __name__ == "__main__":
@@ -143,7 +143,7 @@ class RecipesConfig:
     """Device to train on."""
     out_dir: Path = Path("runs/recipes")
     """Where the run folders go."""
-    results_dir: Path = Path("bench/results")
+    results_dir: Path = Path("bench/results/recipes")
     """Where tables and figures go."""
 
 
@@ -221,10 +221,10 @@ def curve(folder: Path) -> list[Point]:
 
 
 def step_seconds(folder: Path) -> float:
-    """The time of a step that nothing disturbed: a tenth of the run's steps took less."""
+    """The time of a step that nothing disturbed: one in a hundred of the run's took less."""
     records = read_metrics(folder / "metrics.jsonl")
     times = [record["step_time_ms"] for record in records if "step_time_ms" in record]
-    return float(np.quantile(times, 0.1)) / 1000
+    return float(np.quantile(times, 0.01)) / 1000
 
 
 class Result(NamedTuple):
@@ -276,7 +276,8 @@ def report(config: RecipesConfig) -> list[Path]:
     ]
     if not results:
         raise ValueError("no run is complete yet: see the lines above")
-    paths = [config.results_dir / f"recipes{end}" for end in (".json", ".md", "_all.png", ".png")]
+    names = ("runs.json", "runs.md", "comparisons.png", "summary.png")
+    paths = [config.results_dir / name for name in names]
     data = open_shards(config.data_dir, "train")
     content = {
         "data": {"train_tokens": data.total_tokens, "fingerprint": data.fingerprint},
@@ -390,14 +391,14 @@ def draw_all(comparisons: Sequence[Comparison], path: Path) -> None:
 
 
 def draw_summary(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draw the losses of the largest model, and the share of the tokens for all."""
+    """Draw the losses where there are most tokens per parameter, and the shares of all."""
     from matplotlib.figure import Figure
 
-    largest = max(comparisons, key=lambda comparison: comparison.fast.run.settings()["n_embd"])
+    longest = max(comparisons, key=lambda comparison: tokens_per_parameter(comparison.fast.run))
     figure = Figure(figsize=(11, 3.4), dpi=110, layout="constrained")
     over_tokens, over_time, shares = figure.subplots(1, 3)
-    plot_losses(over_tokens, largest, over_time=False)
-    plot_losses(over_time, largest, over_time=True)
+    plot_losses(over_tokens, longest, over_time=False)
+    plot_losses(over_time, longest, over_time=True)
     plot_shares(shares, comparisons)
     with atomic_write(path) as file:
         figure.savefig(file, format="png")

@@ -32,7 +32,7 @@ def test_command_trains_and_compares_recipes_and_goes_on(tiny_data, tmp_path, mo
     recipes.main()
     shown = capsys.readouterr().out
     assert shown.count("trained before") == 1
-    results = read_json(tmp_path / "results/recipes.json")
+    results = read_json(tmp_path / "results/runs.json")
     runs = results["runs"]
     names = ["tiny_8_reference_0.01", "tiny_8_fast_0.01", "tiny_8_muon_0.01_batch-warm-up_7"]
     assert list(runs) == names
@@ -40,7 +40,7 @@ def test_command_trains_and_compares_recipes_and_goes_on(tiny_data, tmp_path, mo
     assert reference[0] == fast[0] != trial[0]  # the same initial weights, but for another seed
     assert len({curve[-1][1] for curve in (reference, fast, trial)}) == 3
     assert [point[0] for point in fast] == list(range(9))
-    table = (tmp_path / "results/recipes.md").read_text()
+    table = (tmp_path / "results/runs.md").read_text()
     assert table.count("\n| ") == len(names) + 1
-    for name in ("recipes.png", "recipes_all.png"):
+    for name in ("summary.png", "comparisons.png"):
         assert (tmp_path / "results" / name).stat().st_size > 10_000
