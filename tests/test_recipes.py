@@ -55,9 +55,9 @@ def test_fast_recipe_changes_how_it_learns_and_nothing_else(name):
 def test_recipe_with_a_setting_that_is_none_is_refused(commands, tmp_path, change, said):
     path = tmp_path / "recipe.json"
     write_json(path, read_json(ROOT / "recipes/gpt2-124m-fast.json") | change)
-    done = commands.run("train_gpt2", f"--config={path}")
+    done = commands.run("train_gpt2", f"--config={path}", f"--out-dir={tmp_path}/runs")
     assert_refused(done, "recipe.json", said)
-    assert not (commands.folder / "runs").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def new_result(recipe, rate, *losses, scale="w64", trial=""):
