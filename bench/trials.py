@@ -83,11 +83,8 @@ def replaced_step(step: Step) -> Switch:
     return Switch(definition=("train_gpt2", "train_step", step))
 
 
-def batch_warmup(share: float = 0.1, parts: int = 4) -> Step:
-    """In the first `share` of the run, `parts` updates where there is one, at √`parts` less rate.
-
-    The same tokens: each update has a part of the step's batch (McCandlish et al. 2018).
-    """
+def at_first(share: float, early_step: Step) -> Step:
+    """Another `train_step` in the first `share` of the run."""
     done = 0
 
     def step(
@@ -95,37 +92,38 @@ def batch_warmup(share: float = 0.1, parts: int = 4) -> Step:
     ) -> train_gpt2.StepResult:
         nonlocal done
         done += 1
-        if done > share * trainer.config.max_steps:
-            return train_step(trainer, batches, lr)
-        split = (
-            Batch(*rows)
-            for inputs, targets in batches
-            for rows in zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
-        )
-        results = [train_step(trainer, split, lr / parts**0.5) for _ in range(parts)]
-        return results[-1]._replace(loss=sum(result.loss for result in results) / parts)
+        is_early = done <= share * trainer.config.max_steps
+        return (early_step if is_early else train_step)(trainer, batches, lr)
 
     return step
 
 
-def length_warmup(share: float = 0.25, parts: int = 4) -> Step:
-    """In the first `share` of the run, contexts of a `parts`-th of the length, as many tokens.
+def small_batches(
+    trainer: train_gpt2.Trainer, batches: Iterator[Batch], lr: float
+) -> train_gpt2.StepResult:
+    """Four updates in the place of one, each with a quarter of the tokens, at half the rate.
+
+    Batch-size warm-up; the rate follows the batch's square root (McCandlish et al. 2018).
+    """
+    split = (
+        Batch(*rows)
+        for inputs, targets in batches
+        for rows in zip(inputs.chunk(4), targets.chunk(4), strict=True)
+    )
+    results = [train_step(trainer, split, lr / 2) for _ in range(4)]
+    return results[-1]._replace(loss=sum(result.loss for result in results) / 4)
+
+
+def short_contexts(
+    trainer: train_gpt2.Trainer, batches: Iterator[Batch], lr: float
+) -> train_gpt2.StepResult:
+    """As many tokens, in contexts of a quarter of the length.
 
     Source: Li, Zhang & He 2022, The Stability-Efficiency Dilemma (sequence-length warm-up).
     """
-    done = 0
-
-    def step(
-        trainer: train_gpt2.Trainer, batches: Iterator[Batch], lr: float
-    ) -> train_gpt2.StepResult:
-        nonlocal done
-        done += 1
-        if done <= share * trainer.config.max_steps:
-            length = trainer.config.block_size // parts
-            batches = (Batch(i.reshape(-1, length), t.reshape(-1, length)) for i, t in batches)
-        return train_step(trainer, batches, lr)
-
-    return step
+    length = trainer.config.block_size // 4
+    short = (Batch(i.reshape(-1, length), t.reshape(-1, length)) for i, t in batches)
+    return train_step(trainer, short, lr)
 
 
 def averaged_weights(share: float = 0.2) -> Step:
@@ -188,8 +186,8 @@ TRIALS = {
     "linear to 0": schedule(to_zero(wsd_lr, decay_fraction=1.0)),
     "WSD, 20 % to 0": schedule(to_zero(wsd_lr, decay_fraction=0.2)),
     "WSD, 50 % to 0": schedule(to_zero(wsd_lr, decay_fraction=0.5)),
-    "batch warm-up": replaced_step(batch_warmup()),
-    "length warm-up": replaced_step(length_warmup()),
+    "batch warm-up": replaced_step(at_first(0.1, small_batches)),
+    "length warm-up": replaced_step(at_first(0.25, short_contexts)),
     "averaged weights": replaced_step(averaged_weights()),
     "document windows": Switch(definition=("dataloader", "read_windows", document_windows)),
     "q, k, v as one matrix": Switch(definition=("train_gpt2", "Muon", muon_of_whole_matrices)),
