@@ -7,10 +7,11 @@ from bench.recipes import Run, Scale
 from runtime.files import read_json
 
 RUNS = (
-    Run("tiny", 8, "reference", 1e-2),
-    Run("tiny", 8, "reference", -1.0),
-    Run("tiny", 8, "fast", 1e-2),
-    Run("tiny", 8, "muon", 1e-2, "batch warm-up", 7),
+    Run("tiny", 12, "reference", 1e-2),
+    Run("tiny", 12, "reference", -1.0),
+    Run("tiny", 12, "fast", 1e-2),
+    Run("tiny", 12, "muon", 1e-2, seed=7),
+    Run("tiny", 12, "muon", 1e-2, "batch warm-up", 7),
 )
 
 
@@ -26,20 +27,22 @@ def test_command_trains_and_compares_recipes_and_goes_on(tiny_data, tmp_path, mo
     monkeypatch.setattr(sys, "argv", [*flags, "--only=reference"])
     recipes.main()
     shown = capsys.readouterr().out
-    assert "tiny_8_reference_0.01: " in shown
-    assert "tiny_8_reference_-1: failed: --max-lr must be above 0, not -1.0" in shown
+    assert "tiny_12_reference_0.01: " in shown
+    assert "tiny_12_reference_-1: failed: --max-lr must be above 0, not -1.0" in shown
     monkeypatch.setattr(sys, "argv", flags)
     recipes.main()
     shown = capsys.readouterr().out
     assert shown.count("trained before") == 1
     results = read_json(tmp_path / "results/runs.json")
     runs = results["runs"]
-    names = ["tiny_8_reference_0.01", "tiny_8_fast_0.01", "tiny_8_muon_0.01_batch-warm-up_7"]
+    names = ["tiny_12_reference_0.01", "tiny_12_fast_0.01"]
+    names += ["tiny_12_muon_0.01_7", "tiny_12_muon_0.01_batch-warm-up_7"]
     assert list(runs) == names
-    reference, fast, trial = (runs[name]["curve"] for name in names)
-    assert reference[0] == fast[0] != trial[0]  # the same initial weights, but for another seed
-    assert len({curve[-1][1] for curve in (reference, fast, trial)}) == 3
-    assert [point[0] for point in fast] == list(range(9))
+    reference, fast, muon, trial = (runs[name]["curve"] for name in names)
+    # Without a change, and with one: the same initial weights, but for another seed.
+    assert reference[0] == fast[0] != muon[0] == trial[0]
+    assert len({curve[-1][1] for curve in (reference, fast, muon, trial)}) == 4
+    assert [point[0] for point in fast] == list(range(13))
     table = (tmp_path / "results/runs.md").read_text()
     assert table.count("\n| ") == len(names) + 1
     for name in ("summary.png", "comparisons.png"):
