@@ -3,9 +3,10 @@
     python -m bench.recipes --data-dir data/wikipedia              # every run of `RUNS`
     python -m bench.recipes --data-dir data/wikipedia --only w64   # those whose name has it
 
-On a CPU as many runs train at once as there are cores. A run that is complete is not trained
-again, so the same command goes on after an interrupt. It writes `runs.json` (settings and
-thinned metrics of every run), `runs.md` (tables) and two figures into bench/results/recipes.
+On a CPU as many runs train at once as there are cores. It writes `runs.json` (settings and
+thinned metrics of every run), `runs.md` (tables) and two figures into bench/results/recipes. A
+run that is in `runs.json` is not trained again, so the same command goes on after an interrupt or
+on another machine; `--results-dir` of another folder starts anew.
 """
 
 if __name__ == "__main__":
@@ -27,7 +28,7 @@ import numpy as np
 
 from bench.config import ROOT
 from bench.measurement import error_line
-from bench.report import provenance, round_floats
+from bench.report import device_label, provenance, round_floats
 from bench.trials import TRIALS
 from corpus.shards import open_shards
 from plot import BLUE, GREY, INK, PALE, RED, format_count
@@ -48,10 +49,6 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {  # a file in recipes/, and ch
 OWN_SETTINGS = ("size", "total_batch_size", "max_steps", "max_lr", "min_lr", "warmup_steps")
 EVALUATIONS = 16  # validations of a run after the first step
 SEEDS = (1337, 1338)
-AGAIN = (  # trials with the second seed, too
-    *("", "WSD, 20 % to 0", "beta2 0.95", "length warm-up"),
-    "AdamW at twice the rate",
-)
 Group = tuple[str, int]  # runs of one model and as many steps, which are compared
 
 
@@ -111,16 +108,17 @@ TRIED = ("w64", 480, "muon", 8e-3)  # 10 tokens per parameter of the blocks
 RUNS: tuple[Run, ...] = (
     *(Run("w64", 960, "reference", rate) for rate in (2e-3, 4e-3, 8e-3)),
     *(Run("w64", steps, "reference", 4e-3) for steps in (240, 480)),
-    *(Run("w64", steps, "fast", 8e-3) for steps in (240, 480, 960)),
+    Run("w64", 3840, "reference", 4e-3),
+    *(Run("w64", steps, "fast", 8e-3) for steps in (240, 480, 960, 3840)),
     *(Run("w128", 960, "reference", rate) for rate in (2e-3, 4e-3)),
     Run("w128", 240, "reference", 4e-3),
     *(Run("w128", steps, "fast", 8e-3) for steps in (240, 960)),
-    *(Run("w256", 768, "reference", rate) for rate in (2e-3, 4e-3)),
+    *(Run("w256", 768, "reference", rate) for rate in (1e-3, 2e-3, 4e-3)),
     Run("w256", 768, "fast", 8e-3),
     # What the fast recipe was chosen from.
-    *(Run(*TRIED, trial) for trial in TRIALS),
-    *(Run(*TRIED, trial, SEEDS[1]) for trial in AGAIN),
-    *(Run("w64", 480, recipe, 16e-3) for recipe in ("muon", "fast")),
+    *(Run(*TRIED, trial, seed) for trial in TRIALS for seed in SEEDS),
+    *(Run("w64", 480, "muon", 16e-3, "", seed) for seed in SEEDS),
+    Run("w64", 480, "fast", 16e-3),
     *(Run("w64", 960, "muon", rate, "beta2 0.95") for rate in (8e-3, 16e-3)),
     *(Run("w64", 480, "reference", 4e-3, trial) for trial in ("beta2 0.99", "beta2 0.999")),
     Run("w64", 480, "reference", 2e-3, "beta2 0.999"),
@@ -150,23 +148,23 @@ class RecipesConfig:
 def main() -> None:
     """Train what is not trained yet, then write tables and figures of all that is."""
     config = parse_flags(RecipesConfig)
-    open_shards(config.data_dir, "train")  # refuse a wrong folder before anything is trained
     on_cpu = select_device(config.device).type == "cpu"
     runs = [run for run in RUNS if config.only in run.name and (run.scale == "124m") != on_cpu]
     if not runs:
         raise ValueError(f"--only {config.only!r} is in no run's name, such as {RUNS[0].name}")
+    done = {result.run for result in read_results(config)}
+    print(f"{len(done.intersection(runs))} of {len(runs)} runs were trained before", flush=True)
     with ThreadPoolExecutor(usable_cores() if on_cpu else 1) as pool:
-        for line in pool.map(lambda run: train(run, config, on_cpu), runs):
+        missing = [run for run in runs if run not in done]
+        for line in pool.map(lambda run: train(run, config, on_cpu), missing):
             print(line, flush=True)
-    for path in report(config):
+    for path in report(read_results(config), config):
         print(path)
 
 
 def train(run: Run, config: RecipesConfig, on_cpu: bool) -> str:
     """Train one run in a process of its own; returns in one line what came of it."""
     folder = config.out_dir / run.name
-    if is_complete(run, folder):
-        return f"{run.name}: trained before"
     tokens = SCALES[run.scale].total_batch_size
     settings = run.settings() | TRIALS[run.trial].flags
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
@@ -228,11 +226,16 @@ def step_seconds(folder: Path) -> float:
 
 
 class Result(NamedTuple):
-    """A complete run, and its curve."""
+    """A complete run."""
 
     run: Run
     curve: list[Point]
-    step_seconds: float
+    record: dict[str, Any]  # settings, machine and time per step
+
+    @property
+    def step_seconds(self) -> float:
+        """The time of a step that nothing disturbed."""
+        return float(self.record["step_seconds"])
 
     @property
     def label(self) -> str:
@@ -266,28 +269,46 @@ def tokens_per_parameter(run: Run) -> float:
     return run.steps * scale.total_batch_size / scale.matrix_parameters
 
 
-def report(config: RecipesConfig) -> list[Path]:
+def read_results(config: RecipesConfig) -> list[Result]:
+    """All complete runs: those of `runs.json`, and those whose folder is complete.
+
+    Raises:
+        ValueError: `runs.json` is of other data.
+    """
+    path = config.results_dir / "runs.json"
+    before = read_json(path) if path.is_file() else {"data": describe_data(config), "runs": {}}
+    if not isinstance(before, dict) or before["data"] != describe_data(config):
+        raise ValueError(f"{path} is of other data than {config.data_dir}: give a --results-dir")
+    results = []
+    for run in RUNS:
+        folder = config.out_dir / run.name
+        if run.name in before["runs"]:
+            record = before["runs"][run.name]
+            points = [Point(*point) for point in record.pop("curve")]
+            results.append(Result(run, points, record))
+        elif is_complete(run, folder):
+            record = run.settings() | TRIALS[run.trial].flags | {"trial": run.trial}
+            record |= {"machine": device_label(select_device(config.device))}
+            record |= {"step_seconds": step_seconds(folder)}
+            results.append(Result(run, curve(folder), record))
+    return results
+
+
+def describe_data(config: RecipesConfig) -> dict[str, Any]:
+    """What `runs.json` says of the training tokens."""
+    data = open_shards(config.data_dir, "train")
+    return {"train_tokens": data.total_tokens, "fingerprint": data.fingerprint}
+
+
+def report(results: list[Result], config: RecipesConfig) -> list[Path]:
     """Write what all complete runs came to: a JSON file, the tables, and the figures."""
-    folders = {run: config.out_dir / run.name for run in RUNS}
-    results = [
-        Result(run, curve(folder), step_seconds(folder))
-        for run, folder in folders.items()
-        if is_complete(run, folder)
-    ]
     if not results:
         raise ValueError("no run is complete yet: see the lines above")
     names = ("runs.json", "runs.md", "comparisons.png", "summary.png")
     paths = [config.results_dir / name for name in names]
-    data = open_shards(config.data_dir, "train")
     content = {
-        "data": {"train_tokens": data.total_tokens, "fingerprint": data.fingerprint},
-        "runs": {
-            result.run.name: result.run.settings()
-            | TRIALS[result.run.trial].flags
-            | {"trial": result.run.trial, "step_seconds": result.step_seconds}
-            | {"curve": result.curve}
-            for result in results
-        },
+        "data": describe_data(config),
+        "runs": {r.run.name: r.record | {"curve": r.curve} for r in results},
     }
     write_json(paths[0], round_floats(provenance() | content))
     with atomic_write(paths[1]) as file:
@@ -333,23 +354,22 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     references = group(result for result in results if result.run.recipe == "reference")
     fast = group(result for result in results if result.run.recipe == "fast")
     return [
-        Comparison(members, fast[key][0], fastest_steps(results, key[0]))
+        Comparison(members, fast[key][0], fastest_steps(results, fast[key][0]))
         for key, members in references.items()
         if key in fast
     ]
 
 
-def fastest_steps(results: Sequence[Result], scale: str) -> tuple[float, float]:
-    """Seconds of a step by AdamW and by Muon, of the run that other programs disturbed least."""
-    adamw, muon = (
-        min(
-            result.step_seconds
-            for result in results
-            if result.run.scale == scale and (result.run.recipe == "reference") == is_reference
-        )
-        for is_reference in (True, False)
-    )
-    return adamw, muon
+def fastest_steps(results: Iterable[Result], fast: Result) -> tuple[float, float]:
+    """Seconds of a step by AdamW and by Muon, of the run that other programs disturbed least.
+
+    Both of the model and the machine of `fast`; 0 where AdamW did not run there.
+    """
+    steps = defaultdict[bool, list[float]](list)
+    for result in results:
+        if (result.run.scale, result.record["machine"]) == (fast.run.scale, fast.record["machine"]):
+            steps[result.run.recipe == "reference"].append(result.step_seconds)
+    return min(steps[True], default=0.0), min(steps[False])
 
 
 def tables(results: Sequence[Result]) -> str:
