@@ -7,12 +7,13 @@
         manifest.json       where the tokens came from; tokens and SHA-256 of each shard
 
 A folder without a manifest opens too: each `.npy` file whose name has the word `train` or `val` is
-a shard of that split.
+a shard of that split, and so is each `.bin` file of llm.c or nanoGPT. No shard is ever written to.
 """
 
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,7 +35,10 @@ SHARD_MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 PARTS_FOLDER = "parts"  # in a data folder: the parts that several machines have tokenised
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
-LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # starts the 1024-byte header of llm.c's .bin files
+LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # no GPT-2 tokens: as uint16, one id is too large
+LLM_C_VERSION = 1
+LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
+NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
 SCAN_BLOCK_TOKENS = 1 << 24
 OPEN_FILES = 1 << 14  # asked of the system; sample-350BT has 3,620 shards
 SPLIT_WORDS: dict[Split, re.Pattern[str]] = {
@@ -263,7 +267,8 @@ class TokenShards:
     those that were read last stay mapped. Threads may share the object.
 
     Args:
-        paths: the shard files, in order; each must be a 1-D uint16 `.npy` array.
+        paths: the shard files, in order; each must be a 1-D uint16 `.npy` array, or a `.bin` file
+            of llm.c or nanoGPT.
         fingerprint: a hash that changes when the tokens do.
 
     Raises:
@@ -332,8 +337,9 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
     """Open one split of a data folder and check what can be checked quickly.
 
     Every file's dtype, shape and, where there is a manifest, size are checked, and the hash of each
-    file that is newer than the manifest. Without a manifest, all ids are read and checked. A shard
-    may be a link to another disk: its content is checked.
+    file that is newer than the manifest. Without a manifest, all ids are read and checked, once for
+    each file: the result is remembered. A shard may be a link to another disk: its content is
+    checked.
 
     Raises:
         FileNotFoundError: the folder or the split is missing; the message names other data folders.
@@ -351,9 +357,7 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
         raise FileNotFoundError(_explain_missing(folder, split))
     shards = TokenShards(paths, _fingerprint(infos, paths))
     if manifest is None:
-        for start in range(0, shards.total_tokens, SCAN_BLOCK_TOKENS):
-            count = min(SCAN_BLOCK_TOKENS, shards.total_tokens - start)
-            shards.check_tokens(shards.read(start, count), start, vocab_size)
+        _scan_tokens(folder, split, shards, vocab_size)
         return shards
     finished_ns = (folder / SHARD_MANIFEST).stat().st_mtime_ns
     for info, path, length in zip(infos, paths, shards.lengths, strict=True):
@@ -368,36 +372,80 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
 
 
 def _shards_by_name(folder: Path, split: Split) -> list[Path]:
-    """The `.npy` files of a folder whose names have the split as a word: `train-0`, `a_train000`.
+    """The shards of a folder whose names have the split as a word: `train-0.npy`, `a_train000.bin`.
+
+    A `.bin` file that was converted, so that a `.npy` file has its name, is left out.
 
     Raises:
-        ValueError: a name has both splits.
+        ValueError: a name has both splits, or the folder does not hold GPT-2 tokens of one format.
     """
+    files = sorted(folder.glob("*.npy"))
+    files += sorted(path for path in folder.glob("*.bin") if path.with_suffix(".npy") not in files)
     splits = {
         path: {name for name, word in SPLIT_WORDS.items() if word.search(path.name)}
-        for path in sorted(folder.glob("*.npy"))
+        for path in files
     }
     if both := [path for path, names in splits.items() if len(names) > 1]:
         raise ValueError(f"{both[0]} names both splits, train and val: rename it")
-    return [path for path, names in splits.items() if split in names]
+    shards = [path for path, names in splits.items() if names]
+    if len({path.suffix for path in shards}) > 1:
+        raise ValueError(
+            f"{folder} mixes formats ({shards[0].name}, {shards[-1].name}): move the .npy or the "
+            f".bin files elsewhere"
+        )
+    if shards and shards[0].suffix == ".bin" and (folder / NANOGPT_VOCABULARY).exists():
+        raise ValueError(
+            f"{folder / NANOGPT_VOCABULARY} says that the .bin files have a vocabulary of their "
+            f"own: only GPT-2's tokens can be read, make them of the text by python fineweb.py"
+        )
+    return [path for path in shards if split in splits[path]]
+
+
+def _scan_tokens(folder: Path, split: Split, shards: TokenShards, vocab_size: int) -> None:
+    """Check all ids of a split; files that are as they were at the last scan are not read.
+
+    Raises:
+        ValueError: an id is not below `vocab_size`; the message gives its shard and offset.
+    """
+    stats = [path.stat() for path in shards.paths]
+    files = {
+        path.name: [stat.st_size, stat.st_mtime_ns, vocab_size]
+        for path, stat in zip(shards.paths, stats, strict=True)
+    }
+    records = _scan_records(folder, split)
+    unknown = files
+    for record in records:
+        with suppress(OSError, ValueError, AttributeError):  # there is none, or it is damaged
+            seen = read_json(record).get
+            unknown = {name: file for name, file in unknown.items() if seen(name) != file}
+    if not unknown:
+        return
+    for name, first, end in zip(files, shards.offsets, shards.offsets[1:], strict=False):
+        for start in range(int(first), int(end) if name in unknown else 0, SCAN_BLOCK_TOKENS):
+            tokens = shards.read(start, min(SCAN_BLOCK_TOKENS, int(end) - start))
+            shards.check_tokens(tokens, start, vocab_size)
+    for record in records:
+        with suppress(OSError):  # a read-only folder, or a full disk
+            write_json(record, files)
+            break
+
+
+def _scan_records(folder: Path, split: Split) -> tuple[Path, Path]:
+    """Where a scan is remembered: in the data folder or, if that is read-only, in the cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    of_folder = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    return folder / f".{split}_scan.json", cache / "gpt2_scans" / f"{of_folder}_{split}.json"
 
 
 def _explain_missing(folder: Path, split: Split) -> str:
     """Why `folder` has no shards of a split, and what to do."""
     if (folder / PARTS_FOLDER).exists():
         return f"{folder} has no {split} shards: merge its parts by fineweb.py --parts N"
-    if raw := sorted(folder.glob(f"*{split}*.bin")):  # of llm.c or nanoGPT
-        with raw[0].open("rb") as file:
-            offset = 1024 if file.read(4) == LLM_C_MAGIC else 0
-        return (
-            f"{raw[0]} is not read, only .npy shards are: convert each .bin file, python -c "
-            f"\"import numpy as np; np.save('{raw[0].with_suffix('.npy')}', "
-            f"np.fromfile('{raw[0]}', '<u2', offset={offset}))\""
-        )
     missing = f"no data folder {folder}"
     if folder.is_dir():
         missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
-    shards = [*folder.glob("*/*train*.npy"), *folder.parent.glob("*/*train*.npy")]
+    patterns = ("*/*train*.npy", "*/*train*.bin")
+    shards = [path for at in (folder, folder.parent) for each in patterns for path in at.glob(each)]
     others = [str(path) for path in {shard.parent for shard in shards} - {folder}]
     others.sort(key=lambda path: difflib.SequenceMatcher(None, path, str(folder)).ratio())
     found = f"; found {', '.join(others[:-6:-1])}" if others else ""
@@ -436,6 +484,8 @@ def _max_open_shards() -> int:
 
 
 def _open_shard(path: Path) -> TokenArray:
+    if path.suffix == ".bin":
+        return _open_bin(path)
     try:
         array = np.lib.format.open_memmap(path, mode="r")  # refuses objects, which are pickled
     except Exception as error:  # a damaged header brings errors of many kinds
@@ -446,6 +496,28 @@ def _open_shard(path: Path) -> TokenArray:
             f"found {array.dtype} of shape {array.shape}"
         )
     return array
+
+
+def _open_bin(path: Path) -> TokenArray:
+    """Map the tokens of llm.c, which follow a header, or of nanoGPT, which have none."""
+    size, offset = path.stat().st_size, 0
+    with path.open("rb") as file:
+        header = file.read(LLM_C_HEADER_BYTES)
+    if header.startswith(LLM_C_MAGIC):
+        offset = LLM_C_HEADER_BYTES
+        _, version, tokens = np.frombuffer(header.ljust(offset, b"\0"), "<i4", 3).tolist()
+        if version != LLM_C_VERSION:
+            raise ValueError(
+                f"{path} has version {version} of llm.c's format: only {LLM_C_VERSION} is read"
+            )
+        expected = offset + SHARD_DTYPE.itemsize * tokens
+        if size != expected:
+            raise ValueError(
+                f"{path} has {size:,} bytes, its header says {expected:,}: copy it again"
+            )
+    if size <= offset or size % SHARD_DTYPE.itemsize:
+        raise ValueError(f"{path} has {size:,} bytes, which are no uint16 tokens: copy it again")
+    return np.memmap(path, SHARD_DTYPE, "r", offset)
 
 
 def _fingerprint(infos: list[ShardInfo], paths: list[Path]) -> str:

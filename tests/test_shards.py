@@ -183,16 +183,97 @@ def test_open_shards_lists_the_data_folders_there_are_and_how_to_make_one(tmp_pa
         open_shards(tmp_path, "train")
 
 
-@pytest.mark.parametrize("header", [b"", np.array([20240520, 1, 30], "<i4").tobytes().ljust(1024)])
-def test_open_shards_converts_a_folder_of_bin_files_by_its_advice(tmp_path, header):
+def llm_c_header(tokens, version=1):
+    return np.array([20240520, version, tokens], "<i4").tobytes().ljust(1024, b"\0")
+
+
+@pytest.mark.parametrize("header", [b"", llm_c_header(30)], ids=["nanoGPT", "llm.c"])
+def test_open_shards_reads_bin_files_as_they_are(tmp_path, header):
+    """The tokens, and what training reads of them, are those of the same data in `.npy`."""
+    for number, split in enumerate(("val", "train", "train")):
+        tokens = tokens_of(30, 100 * number)
+        for folder in ("bin", "npy"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / f"bin/x_{split}_{number}.bin").write_bytes(header + tokens.tobytes())
+        np.save(tmp_path / f"npy/x_{split}_{number}.npy", tokens)
+    before = {path: path.read_bytes() for path in (tmp_path / "bin").iterdir()}
+    for path in before:
+        path.chmod(0o444)
+    for split, count in (("train", 60), ("val", 30)):
+        ours, same = (open_shards(tmp_path / name, split) for name in ("bin", "npy"))
+        assert ours.read(0, count).tolist() == same.read(0, count).tolist()
+        assert ours.total_tokens == count
+    assert before == {path: path.read_bytes() for path in before}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (llm_c_header(30, version=2) + bytes(60), "has version 2 of llm.c's format: only 1"),
+        (llm_c_header(30) + bytes(58), "has 1,082 bytes, its header says 1,084: copy it again"),
+        (llm_c_header(30) + bytes(62), "has 1,086 bytes, its header says 1,084"),
+        (llm_c_header(30)[:9], "has 9 bytes, its header says 1,084"),
+        (llm_c_header(0), "has 1,024 bytes, which are no uint16 tokens"),
+        (bytes(61), "has 61 bytes, which are no uint16 tokens"),
+        (b"", "has 0 bytes"),
+        (np.array([20240801, 7, 5], "<i4").tobytes(), "offset 0: token id 55713 is not below"),
+    ],
+)
+def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content, message):
+    path = tmp_path / "train.bin"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}.*{message}"):
+        open_shards(tmp_path, "train")
+
+
+def test_open_shards_refuses_a_folder_of_two_formats_or_another_vocabulary(tmp_path):
+    (tmp_path / "train.bin").write_bytes(tokens_of(30).tobytes())
+    np.save(tmp_path / "train.npy", tokens_of(20))  # converted, perhaps in part: it counts alone
+    assert open_shards(tmp_path, "train").total_tokens == 20
+    (tmp_path / "val.bin").write_bytes(tokens_of(30).tobytes())
     for split in ("train", "val"):
-        path = tmp_path / f"x_{split}_000.bin"
-        path.write_bytes(header + tokens_of(30).tobytes())
-        with pytest.raises(FileNotFoundError, match="is not read") as refusal:
+        with pytest.raises(ValueError, match=r"mixes formats \(train\.npy, val\.bin\)"):
             open_shards(tmp_path, split)
-        code = str(refusal.value).split('python -c "')[1].removesuffix('"')
-        subprocess.run([sys.executable, "-c", code], check=True)
-        assert open_shards(tmp_path, split).read(0, 30).tolist() == list(range(30))
+    (tmp_path / "train.npy").unlink()
+    assert open_shards(tmp_path, "train").total_tokens == 30
+    (tmp_path / "meta.pkl").touch()  # nanoGPT's shakespeare_char
+    with pytest.raises(ValueError, match=r"meta\.pkl says .* a vocabulary of their own"):
+        open_shards(tmp_path, "train")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_open_shards_reads_a_file_without_manifest_once(tmp_path, monkeypatch, read_only):
+    """Ids that change while size and time of the file stay are only found by reading them."""
+    folder, cache = tmp_path / "data", tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"train_{number}.bin").write_bytes(tokens_of(30).tobytes())
+    record = folder / ".train_scan.json"
+    if read_only:  # for root, too: no file can get this name
+        record.mkdir()
+    assert open_shards(folder, "train").total_tokens == 60
+    assert cache.exists() == read_only
+    second = folder / "train_1.bin"
+    time = second.stat().st_mtime_ns
+    second.write_bytes(b"\xff" * 60)
+    os.utime(second, ns=(time, time))
+    shards = open_shards(folder, "train")  # the second time it is not read
+    with pytest.raises(ValueError, match="token id 65535"):  # as the loader does for each batch
+        shards.check_tokens(shards.read(30, 1), 30, 50257)
+    with pytest.raises(ValueError, match=r"train_0\.bin, offset 20: token id 20 "):
+        open_shards(folder, "train", vocab_size=20)
+    os.utime(second, ns=(time, time + 1))
+    with pytest.raises(ValueError, match=r"train_1\.bin, offset 0: token id 65535"):
+        open_shards(folder, "train")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"train.npy": 3}'])
+def test_open_shards_scans_again_where_the_record_is_damaged(tmp_path, content):
+    np.save(tmp_path / "train.npy", tokens_of(5))
+    (tmp_path / ".train_scan.json").write_bytes(content)
+    assert open_shards(tmp_path, "train").total_tokens == 5
+    assert list(json.loads((tmp_path / ".train_scan.json").read_bytes())) == ["train.npy"]
 
 
 def test_fingerprint_changes_with_any_token(tmp_path):
