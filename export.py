@@ -1,4 +1,7 @@
-"""A trained model for everyone: `python export.py --model runs/NAME --out exported/NAME`."""
+"""A trained model for everyone: `python export.py --model runs/NAME --out exported/NAME`.
+
+With `--push-to-hub OWNER/NAME`, the folder goes to the Hugging Face hub, too.
+"""
 
 if __name__ == "__main__":
     from runtime.startup import prepare_process
@@ -6,11 +9,15 @@ if __name__ == "__main__":
     prepare_process()  # the imports below take seconds
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from runtime.checkpoint import load_model
+from model import GPT
+from runtime.checkpoint import find_checkpoint, is_hugging_face, load_model, read_latest
 from runtime.cli import parse_flags, run_command
+from runtime.hub import check_repo_name, push_folder
 from runtime.huggingface import save_pretrained
+from runtime.model_card import TrainingRecord, read_training, write_model_card
 
 
 @dataclass(frozen=True)
@@ -21,15 +28,37 @@ class ExportConfig:
     """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
     out: Path
     """The folder to write; an earlier export there is written over."""
+    push_to_hub: str | None = None
+    """OWNER/NAME of a hub model: upload the folder; a new repository is private."""
+
+    def __post_init__(self) -> None:
+        if self.push_to_hub is not None:
+            check_repo_name("--push-to-hub", self.push_to_hub)
 
 
 def main() -> None:
-    """Write a model in Hugging Face's format."""
+    """Write a model in Hugging Face's format, with a card."""
     config = parse_flags(ExportConfig)
-    model = load_model(config.model)
+    model, training = load_with_training(config.model)
+    n_params = model.config.n_params
     save_pretrained(model, config.out)
-    print(f"exported {model.config.n_params:,} parameters to {config.out}; load it with")
+    name = config.push_to_hub or config.out.resolve().name
+    write_model_card(config.out, name, model.config, n_params, training)
+    print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
+    if config.push_to_hub is not None:
+        print(f"uploaded to {push_folder(config.out, config.push_to_hub, 'model')}")
+
+
+def load_with_training(source: str) -> tuple[GPT, TrainingRecord | None]:
+    """A model, and what its run tells about its training; None of a model in HF's format."""
+    if is_hugging_face(source):
+        return load_model(source), None
+
+    def read(checkpoint: Path) -> tuple[GPT, TrainingRecord]:
+        return load_model(checkpoint), read_training(checkpoint)
+
+    return read_latest(partial(find_checkpoint, Path(source)), read)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python fineweb.py                                # 10B tokens of FineWeb-Edu
     python fineweb.py --source stdlib                # no network: the standard library's sources
     python fineweb.py --source texts/*.jsonl a.txt   # your own .parquet, .jsonl and .txt
+    python fineweb.py --source hub:OWNER/NAME        # shards that --push-to-hub has uploaded
     torchrun --nproc_per_node=4 fineweb.py           # a part for every process, then merged
 
 The same documents give byte-identical shards, on one machine or on many (see `corpus/parts.py`).
@@ -28,15 +29,17 @@ from typing import NamedTuple
 import filelock
 from tqdm import tqdm
 
-from corpus import parts, shards, sources
+from corpus import parts, published, shards, sources
 from corpus.shards import SHARD_MANIFEST, Manifest, check_same_dataset
 from corpus.sources import WHOLE, Cursor, Document, Part, Source
 from runtime.cli import parse_flags, print_error, run_command
 from runtime.files import lock_folder
+from runtime.hub import check_repo_name
 from runtime.startup import usable_cores
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
+PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
 OpenSource = Callable[[Manifest | None], Source]  # the manifest of an earlier run, if there is one
 
 
@@ -50,8 +53,9 @@ class FineWebConfig:
 
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `stdlib`, the running
-    Python's standard library, which needs no network; or .parquet, .jsonl and .txt files, or
-    globs of them. A .txt file is one document; a row's `text` is one in the others."""
+    Python's standard library, which needs no network; or .parquet, .jsonl (also .gz and .zst) and
+    .txt files, or globs of them. A .txt file is one document; a row's `text` is one in the
+    others. hub:OWNER/NAME downloads a data set that was tokenised before."""
     name: str | None = None
     """Configuration of the hub data set; `sample-10BT` of fineweb and fineweb-edu."""
     data_dir: Path | None = None
@@ -66,6 +70,8 @@ class FineWebConfig:
     """Tokenise only this one of `--parts`, counted from 0."""
     parts: int | None = None
     """Machines that share the work, a `--part` each. Without `--part`: merge what they made."""
+    push_to_hub: str | None = None
+    """OWNER/NAME of a hub data set: upload the finished shards and their manifest."""
 
     def __post_init__(self) -> None:
         for flag in ("shard_size", "workers", "parts"):
@@ -78,6 +84,8 @@ class FineWebConfig:
             if not 0 <= self.part < self.parts:
                 last = self.parts - 1
                 raise ValueError(f"--part {self.part}: parts of {self.parts} are 0 to {last}")
+        if self.push_to_hub is not None:
+            check_repo_name("--push-to-hub", self.push_to_hub)
 
 
 def main() -> None:
@@ -85,15 +93,20 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     if config.source == FineWebConfig.source and has_piped_input():
         print_error("note: standard input is not read: save the text as a file, --source FILE.txt")
-    name, open_source = find_source(config)
-    folder = config.data_dir or Path("data") / name
     part = find_part(config)
-    if part is not None:
-        print(make_part(config, open_source, folder, part))
-        if config.part is not None or part.index > 0:
-            return
-        parts.wait_for_parts(folder, part.count)
-    print(make_whole(config, open_source, folder, part.count if part else config.parts or 1))
+    if config.source[:1] and config.source[0].startswith(PUBLISHED):
+        folder = download_whole(config, part)
+    else:
+        name, open_source = find_source(config)
+        folder = config.data_dir or Path("data") / name
+        if part is not None:
+            print(make_part(config, open_source, folder, part))
+            if config.part is not None or part.index > 0:
+                return
+            parts.wait_for_parts(folder, part.count)
+        print(make_whole(config, open_source, folder, part.count if part else config.parts or 1))
+    if config.push_to_hub is not None:
+        print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
 
 
 def has_piped_input() -> bool:
@@ -184,6 +197,26 @@ def make_whole(config: FineWebConfig, open_source: OpenSource, folder: Path, cou
     return summary(folder, manifest, earlier, time.perf_counter() - start)
 
 
+def download_whole(config: FineWebConfig, part: Part | None) -> Path:
+    """Download a tokenised data set, or resume that; print what its folder holds, and return it.
+
+    Raises:
+        OSError: the hub cannot be reached.
+        ValueError: it is no such data set, or the folder holds other data.
+    """
+    start = time.perf_counter()
+    repo = config.source[0].removeprefix(PUBLISHED)
+    check_repo_name("--source hub:", repo)
+    if len(config.source) > 1 or part is not None:
+        raise ValueError(f"--source {PUBLISHED}{repo} is downloaded alone, and by one process")
+    folder = config.data_dir or Path("data") / repo.split("/")[1]
+    with folder_lock(folder):
+        earlier = find_earlier(folder)
+        manifest = published.fetch_shards(repo, config.revision, folder, earlier)
+    print(summary(folder, manifest, earlier, time.perf_counter() - start))
+    return folder
+
+
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the folder's lock; remove the folder if not even one shard was finished.
@@ -214,10 +247,13 @@ def find_earlier(folder: Path) -> Manifest | None:
         ValueError: the folder holds shards that this script did not make.
     """
     manifest = Manifest.load(folder)
-    if manifest is None and any(folder.glob("*.npy")):
-        raise ValueError(
-            f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
-        )
+    if manifest is None:
+        for kind in ("npy", "bin"):
+            if any(folder.glob(f"*.{kind}")):
+                raise ValueError(
+                    f"{folder} holds .{kind} files that fineweb.py did not make: "
+                    f"choose another --data-dir"
+                )
     return manifest if manifest and (manifest.shards or manifest.complete) else None
 
 
@@ -334,9 +370,10 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     if not config.source:
         raise ValueError("--source needs a value, such as fineweb-edu or stdlib")
     first = config.source[0]
-    if Path(first).suffix in sources.FILE_TYPES:
+    if kind := sources.file_type(first):
         paths = sources.local_files(config.source)
-        name = paths[0].stem if len(paths) == 1 else paths[0].resolve().parent.name
+        one = paths[0].name.removesuffix(kind)
+        name = one if len(paths) == 1 else paths[0].resolve().parent.name
         return name, lambda _: sources.FileSource(paths)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: only files may be several")

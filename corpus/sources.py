@@ -7,6 +7,7 @@ machines can share a source; each reads a part of it.
 import bisect
 import glob
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from runtime.files import redact_secrets
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-FILE_TYPES = (".parquet", ".jsonl", ".txt")
+FILE_TYPES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}  # by suffix: the name that pyarrow has for it
 NO_NETWORK = (
     "without network, use --source stdlib (Python's own sources) "
     "or --source FILES (.parquet, .jsonl, .txt)"
@@ -75,7 +77,8 @@ class FileSource:
     """Local files, in order.
 
     Args:
-        paths: .parquet and .jsonl files with a `text` in each row; any other is one plain text.
+        paths: .parquet, .jsonl, .jsonl.gz and .jsonl.zst files with a `text` in each row; any other
+            is one plain text.
         identity: for the manifest; by default the files' names and sizes.
         errors: what to do with invalid UTF-8 in plain texts: `strict` or `replace`.
     """
@@ -133,13 +136,16 @@ class FileSource:
             place.keys() == {"file", "row", "byte"}
             and all(type(value) is int and value >= 0 for value in place.values())
             and place["file"] in files
-            and place["byte"] <= self.sizes[place["file"]]
+            and (
+                place["byte"] <= self.sizes[place["file"]]
+                or self.paths[place["file"]].suffix in COMPRESSION
+            )
         )
 
     def _read(self, path: Path, row: int, byte: int) -> Iterator[Document]:
         if path.suffix == ".parquet":
             return read_parquet(path, row)
-        if path.suffix == ".jsonl":
+        if file_type(path).startswith(".jsonl"):
             return read_jsonl(path, row, byte)
         return read_plain(path, row, byte, self.errors)
 
@@ -232,6 +238,11 @@ def stdlib_source() -> FileSource:
     return FileSource([root / name for name in names], identity, errors="replace")
 
 
+def file_type(path: Path | str) -> str:
+    """The end of a file's name that says how it is read, one of `FILE_TYPES`; else empty."""
+    return next((kind for kind in FILE_TYPES if str(path).endswith(kind)), "")
+
+
 def local_files(patterns: tuple[str, ...]) -> list[Path]:
     """The files of paths and globs, those of a glob sorted.
 
@@ -248,7 +259,7 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
             raise FileNotFoundError(f"--source {pattern}: no such file")
         paths += [Path(match) for match in matches]
     for path in paths:
-        if path.suffix not in FILE_TYPES or not path.is_file():
+        if not file_type(path) or not path.is_file():
             raise ValueError(f"--source {path} is not a {', '.join(FILE_TYPES)} file")
     return paths
 
@@ -283,13 +294,18 @@ def read_parquet(path: Path, row: int) -> Iterator[Document]:
 def read_jsonl(path: Path, row: int, byte: int) -> Iterator[Document]:
     """The `text` of every line of a JSON Lines file, from a place on; blank lines are skipped.
 
+    Args:
+        path: the file, which may be compressed by gzip or zstd.
+        row: lines before the place.
+        byte: bytes before the place; of a compressed file, those that it decompresses to.
+
     Raises:
-        ValueError: a line is no JSON object with a `text`; the message names file and line.
+        ValueError: a line is no JSON object with a `text`, or the file cannot be decompressed; the
+            message names file and line.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(byte)
-        for number, line in enumerate(file, row + 1):
+    with _open_lines(path, byte) as (lines, bytes_read):
+        for number, line in enumerate(lines, row + 1):
             where = f"{path}, line {number}"
             if line.strip():
                 text = _decode(line, path, number - 1, byte)
@@ -304,8 +320,42 @@ def read_jsonl(path: Path, row: int, byte: int) -> Iterator[Document]:
                     raise ValueError(f"{where}: a number has too many digits") from None
                 _check_text_field(value if isinstance(value, dict) else (), where)
                 cursor = {"row": number - 1, "byte": byte}
-                yield Document(_string(value["text"], where), cursor, byte / size)
+                yield Document(_string(value["text"], where), cursor, bytes_read(byte) / size)
             byte += len(line)
+
+
+@contextmanager
+def _open_lines(path: Path, byte: int) -> Iterator[tuple[Iterator[bytes], Callable[[int], int]]]:
+    """A file's lines from a place on, and how much of the file itself precedes a place."""
+    with path.open("rb") as file:
+        if path.suffix not in COMPRESSION:
+            file.seek(byte)
+            yield file, lambda place: place
+            return
+        import pyarrow
+
+        with io.BufferedReader(
+            pyarrow.CompressedInputStream(file, COMPRESSION[path.suffix]), BLOCK_BYTES
+        ) as text:
+            yield _decompressed_lines(path, text, byte), lambda _: file.tell()
+
+
+def _decompressed_lines(path: Path, text: IO[bytes], byte: int) -> Iterator[bytes]:
+    """The lines of a decompressed text after its first `byte` bytes, which are read, too.
+
+    Raises:
+        ValueError: the file is damaged or cut off, or has fewer bytes.
+    """
+    left = byte
+    try:
+        while left:
+            block = text.read(min(left, BLOCK_BYTES))
+            if not block:
+                raise _wrong_cursor({"byte": byte})
+            left -= len(block)
+        yield from text
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{path} cannot be decompressed ({error}): is it complete?") from None
 
 
 def read_plain(path: Path, row: int, byte: int, errors: str) -> Iterator[Document]:
@@ -362,10 +412,12 @@ def _decode(data: bytes, path: Path, row: int, byte: int, errors: str = "strict"
         return data.decode("utf-8", errors)
     except UnicodeDecodeError as error:
         line = row + data.count(b"\n", 0, error.start) + 1
+        first = "decompress it, and " if path.suffix in COMPRESSION else ""
+        plain = path.with_suffix("") if first else path
         raise ValueError(
             f"{path}, line {line}: invalid UTF-8 ({error.reason}) at byte {byte + error.start}; "
-            f"if it is Latin-1, convert it: "
-            f"iconv -f latin1 -t utf-8 {path} > {path.with_suffix('.utf8' + path.suffix)}"
+            f"if it is Latin-1, {first}convert it: "
+            f"iconv -f latin1 -t utf-8 {plain} > {plain.with_suffix('.utf8' + plain.suffix)}"
         ) from None
 
 

@@ -478,7 +478,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
         ValueError: it is damaged, has weights that are not finite, or does not fit the model that
             `model.py` builds.
     """
-    if _is_hugging_face(source):
+    if is_hugging_face(source):
         return load_pretrained(source, device)
 
     def read(checkpoint: Path) -> GPT:
@@ -499,12 +499,12 @@ def read_model_config(source: str | Path) -> GPTConfig:
         FileNotFoundError: there is no such run, checkpoint, folder or model.
         ValueError: the dimensions are not those of its tensors.
     """
-    if _is_hugging_face(source):
+    if is_hugging_face(source):
         return read_pretrained_config(source)
     return read_latest(partial(find_checkpoint, Path(source)), _open_model)[1]
 
 
-def _is_hugging_face(source: str | Path) -> bool:
+def is_hugging_face(source: str | Path) -> bool:
     """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
     path = Path(source)
     return not is_local(source) or ((path / HF_CONFIG_NAME).is_file() and not _is_run(path))

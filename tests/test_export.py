@@ -9,11 +9,17 @@ from model import GPTConfig
 from runtime.checkpoint import load_model
 
 
-def test_main_exports_a_run_that_transformers_loads(tmp_path, monkeypatch, capsys):
-    transformers = pytest.importorskip("transformers")
+def save_run(run_dir):
+    """Train a step, save it in a run's folder, and return the model."""
     model, optimizers = new_training(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
     train(model, optimizers, 1)
-    save(tmp_path / "run" / "checkpoints", 1, model, optimizers)
+    save(run_dir / "checkpoints", 1, model, optimizers)
+    return model
+
+
+def test_main_exports_a_run_that_transformers_loads(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    model = save_run(tmp_path / "run")
     out = tmp_path / "exported"
     monkeypatch.setattr(sys, "argv", ["export.py", f"--model={tmp_path}/run", f"--out={out}"])
     export.main()

@@ -1,6 +1,7 @@
 """Text to shards: the same bytes from every source, encoder and interrupted run."""
 
 import glob
+import gzip
 import hashlib
 import http.server
 import json
@@ -65,6 +66,14 @@ def texts_of(count, seed=0):
 
 def write_jsonl(path, texts):
     path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
+    return path
+
+
+def compress(path):
+    """Replace a file by its compressed form, of two members that are cut anywhere."""
+    content, kind = path.read_bytes(), {".gz": "gzip", ".zst": "zstd"}[path.suffix]
+    halves = content[: len(content) // 2], content[len(content) // 2 :]
+    path.write_bytes(b"".join(pa.compress(half, kind, asbytes=True) for half in halves))
     return path
 
 
@@ -209,14 +218,16 @@ def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
 # Interrupted runs
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt", "jsonl.gz", "jsonl.zst"])
 def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kind):
     texts = texts_of(200)
     source = tmp_path / f"a.{kind}"
     if kind == "txt":
         source.write_text("\n".join(texts))
     else:
-        {"jsonl": write_jsonl, "parquet": write_parquet}[kind](source, texts)
+        {"parquet": write_parquet}.get(kind, write_jsonl)(source, texts)
+    if kind.endswith(("gz", "zst")):
+        compress(source)
     flags = ["--source", source, "--shard-size", 1000]
     make(*flags, "--data-dir", "whole")
     # Before the first manifest, the first two shards and their manifest; then further on.
@@ -294,6 +305,48 @@ def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "once upon a time"}\n\n{"text": ""}\n' + row + b"\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 4: .*({message})"):
+        list(sources.read_jsonl(path, 0, 0))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_main_gives_the_same_tokens_of_a_compressed_file(make, tmp_path, suffix):
+    """Also as the system's own tool writes it, and if it is compressed again before a resume."""
+    texts = texts_of(300)
+    plain = write_jsonl(tmp_path / "a.jsonl", texts)
+    packed = compress(write_jsonl(tmp_path / f"b.jsonl{suffix}", texts))
+    assert len(packed.read_bytes()) < plain.stat().st_size
+    assert "data/b: 299 documents" in make("--source", packed, "--shard-size", 1000)
+    assert tokens_of(Path("data/b")) == reference(texts)
+    ours, theirs = (list(sources.FileSource([path]).documents(None)) for path in (packed, plain))
+    assert [document.cursor for document in ours] == [document.cursor for document in theirs]
+    for n in (0, 1, 150, 299):  # every place can be resumed from
+        rest = sources.FileSource([packed]).documents(ours[n].cursor)
+        assert [document.text for document in rest] == texts[n:]
+    assert all(0 <= document.fraction <= 1 for document in ours)
+    past_end = {"file": 0, "row": 300, "byte": 10**9}
+    with pytest.raises(ValueError, match="no place in this source"):
+        list(sources.FileSource([packed]).documents(past_end))
+
+
+def test_read_jsonl_reads_what_gzip_writes(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write('{"text": "once"}\n{"text": "upon"}')
+    assert [document.text for document in sources.read_jsonl(path, 0, 0)] == ["once", "upon"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),  # zstd sees changed bytes only where its writer added a checksum
+    [(".gz", "cut"), (".gz", "changed"), (".gz", "plain"), (".zst", "cut"), (".zst", "plain")],
+)
+def test_read_jsonl_names_a_compressed_file_that_is_damaged(tmp_path, suffix, damage):
+    path = compress(write_jsonl(tmp_path / f"a.jsonl{suffix}", texts_of(300)))
+    content = path.read_bytes()
+    middle = len(content) // 4
+    changed = content[:middle] + bytes(byte ^ 255 for byte in content[middle : middle + 8])
+    damaged = {"cut": content[:-9], "changed": changed + content[middle + 8 :], "plain": b"{}\n"}
+    path.write_bytes(damaged[damage])
+    with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix}(, line| cannot be decompressed)"):
         list(sources.read_jsonl(path, 0, 0))
 
 
@@ -383,7 +436,10 @@ def test_read_plain_names_the_bad_byte_and_a_remedy_that_works(tmp_path, monkeyp
         (["--source", "none.jsonl"], "none.jsonl: no such file"),
         (["--source", "none*.txt"], r"none\*.txt: no such file"),
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
-        (["--source", "a.csv"], r"a\.csv is not .* files that end in \.parquet, \.jsonl, \.txt"),
+        (
+            ["--source", "a.csv"],
+            r"a\.csv is not .* files that end in .*, \.jsonl\.gz, ",
+        ),
         (["--source", "."], r"\. is a folder: name its files, as in \./\*\.jsonl"),
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),

@@ -1,0 +1,124 @@
+"""The `README.md` of an exported model: what it is, how it was trained and measured, its limits."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from model import GPT2_SIZES, GPTConfig
+from runtime.checkpoint import TrainerState, read_state
+from runtime.files import atomic_write
+from runtime.metrics import METRICS_NAME, read_metrics
+
+CARD_NAME = "README.md"
+MARK = "<!-- export.py writes this card again, unless this line is taken out -->"
+HELLASWAG_EXAMPLES = 10_042  # of its validation set
+# No others: a setting may be a path of the user's machine.
+SETTINGS = (
+    *("max_steps", "total_batch_size", "block_size", "optimizer", "max_lr", "min_lr"),
+    *("warmup_steps", "lr_schedule", "weight_decay", "grad_clip", "shuffle", "seed", "dtype"),
+)
+USE = """## Use
+
+```python
+import transformers
+
+generate = transformers.pipeline("text-generation", "{name}")
+print(generate("The list", max_new_tokens=40)[0]["generated_text"])
+```
+"""
+LIMITS = """## Intended use and limits
+
+This is a base model: it continues a text. It was not trained to follow instructions or to refuse
+anything. It states falsehoods, and repeats the errors and prejudices of its data. It is meant for
+research, teaching and further training. Nothing was measured but what this card lists. The model
+sees at most {block_size:,} tokens of GPT-2's tokenizer. Its owner has to say under which licence it
+may be used.
+"""
+
+
+class TrainingRecord(NamedTuple):
+    """What a checkpoint and its run tell about a model's training."""
+
+    state: TrainerState
+    measured: dict[str, Any]
+    """The last values in `metrics.jsonl`, by name, up to the checkpoint's step."""
+
+
+def read_training(checkpoint: Path) -> TrainingRecord:
+    """Read what there is about the training that led to a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint's state is damaged.
+    """
+    state, path = read_state(checkpoint), checkpoint.absolute().parent.parent / METRICS_NAME
+    measured: dict[str, Any] = {}
+    for record in read_metrics(path) if path.is_file() else ():
+        if record["step"] <= state.step:
+            measured |= record
+    return TrainingRecord(state, measured)
+
+
+def write_model_card(
+    folder: Path, name: str, config: GPTConfig, n_params: int, training: TrainingRecord | None
+) -> None:
+    """Write a model's card, unless the folder has one that its owner has made his own.
+
+    Args:
+        folder: of the exported model.
+        name: what transformers loads it by: OWNER/NAME, or the folder's name.
+        config: the model's dimensions.
+        n_params: its parameters.
+        training: None of a model that was not trained here.
+    """
+    path = folder / CARD_NAME
+    if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        return
+    start = training.state.train_config.get("init_from") if training else None
+    base = [f"base_model: openai-community/{start}"] if start in GPT2_SIZES else []
+    front = ["library_name: transformers", "pipeline_tag: text-generation", *base]
+    lines = [
+        *("---", *front, "tags:", "- gpt2", "---", MARK, "", f"# {name.rpartition('/')[2]}", ""),
+        f"A GPT-2 of {n_params:,} parameters: {config.n_layer} blocks, {config.n_head} heads, "
+        f"width {config.n_embd:,}, context {config.block_size:,} tokens.\n",
+        USE.format(name=name),
+        *(_describe(training) if training else ()),
+        LIMITS.format(block_size=config.block_size),
+    ]
+    with atomic_write(path) as file:
+        file.write("\n".join(lines).encode())
+
+
+def _describe(training: TrainingRecord) -> Iterator[str]:
+    """The sections on data, settings and results."""
+    state, settings = training.state, training.state.train_config
+    yield "## Data\n"
+    yield f"- `{Path(str(settings.get('data_dir', 'unknown'))).name}`, tokenised with GPT-2's BPE"
+    yield f"- fingerprint of the training tokens: `{state.data_fingerprint}`"
+    yield f"- {state.tokens_seen:,} tokens seen in {state.step:,} steps"
+    if settings.get("init_from") is not None:
+        yield "- training began with the weights of another model"
+    yield "\n## Settings\n\n| setting | value |\n|---|---|"
+    yield from (f"| `{name}` | {settings[name]} |" for name in SETTINGS if name in settings)
+    yield "\n## Results\n\n| measure | result | how measured |\n|---|---|---|"
+    yield from _results(training.measured, settings)
+    yield ""
+
+
+def _results(measured: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
+    """The rows of the table of results."""
+    loss, score = measured.get("val_loss"), measured.get("hellaswag_acc_norm")
+    if loss is None:
+        yield "| validation loss | not measured | |"
+    else:
+        yield (
+            f"| validation loss | {loss:.4f} nats per token | the mean over at most "
+            f"{settings.get('val_tokens', 0):,} tokens of the data set's validation split |"
+        )
+    if score is None:
+        yield "| HellaSwag | not measured | |"
+        return
+    total = measured["hellaswag_total"]
+    sample = "" if total == HELLASWAG_EXAMPLES else ", which is NOT the whole benchmark"
+    how = "completion style, zero-shot: the ending of the lowest mean loss per token counts"
+    how += "; not comparable with lm-evaluation-harness"
+    yield f"| HellaSwag, acc_norm | {score:.4f} | {how}; {total:,} examples{sample} |"

@@ -1,0 +1,386 @@
+"""Uploads to a hub and downloads from it: the hub's own client against a server on the loopback."""
+
+import base64
+import hashlib
+import http.server
+import json
+import re
+import threading
+import urllib.parse
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from forked import Commands
+from test_export import save_run
+from test_fineweb import texts_of, write_jsonl
+
+from corpus.shards import Manifest, open_shards
+
+TOKEN = "hf_SECRETaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+REPO = r"/api/(model|dataset)s/([\w-]+/[\w-]+)"
+
+
+def git_oid(content):
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class HubServer(http.server.ThreadingHTTPServer):
+    """What the hub knows: repositories, and large files that were uploaded."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos = {}  # (type, name): {"visibility", "files": {path: bytes}, "commits"}
+        self.large = {}  # by SHA-256, committed or not
+        self.asked = []  # every request: method and path
+        self.head = "a" * 40  # the newest commit
+        self.may_write = True
+        self.uploads_left = 10**6
+        self.damaged = {}  # path: how often it is sent damaged
+
+    def requests(self, method, pattern):
+        return [path for asked, path in self.asked if asked == method and re.search(pattern, path)]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as its client needs to make, fill and read repositories."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, code, body=b"", **headers):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def handle_request(self):
+        path = urllib.parse.unquote(self.path.split("?")[0])
+        self.server.asked.append((self.command, path))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.command == "PUT":
+            return self.upload(path, body)
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            said = {"error": f"bad token {self.headers.get('Authorization')}"}
+            return self.answer(401, said, X_Error_Message=str(said))
+        routes = {
+            "/api/repos/create": self.create,
+            "/api/validate-yaml": lambda _: self.answer(200, {"errors": [], "warnings": []}),
+            REPO + "/preupload/main": self.preupload,
+            REPO + "/commit/main": self.commit,
+            r"/(?:(dataset)s/)?([\w-]+/[\w-]+)\.git/info/lfs/objects/batch": self.batch,
+            REPO + r"(?:/revision/(\w+))?": self.info,
+            r"/(?:(dataset)s/)?([\w-]+/[\w-]+)/resolve/(\w+)/(.+)": self.resolve,
+        }
+        for pattern, route in routes.items():
+            if found := re.fullmatch(pattern, path):
+                return route(body, *found.groups())
+        return self.answer(404, {}, X_Error_Code="RepoNotFound")
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request  # noqa: N815
+
+    def address(self, kind, name):
+        folder = "datasets/" if kind == "dataset" else ""
+        return f"http://127.0.0.1:{self.server.server_port}/{folder}{name}"
+
+    def repo(self, kind, name):
+        return self.server.repos[kind or "model", name]
+
+    def create(self, body):
+        asked = json.loads(body)
+        key = asked.get("type", "model"), f"{asked['organization']}/{asked['name']}"
+        if not self.server.may_write:
+            return self.answer(403, {"error": f"{TOKEN} may not write"})
+        if key in self.server.repos:
+            return self.answer(409, {"error": "it exists", "url": self.address(*key)})
+        new = {"visibility": asked.get("visibility"), "files": {}, "commits": 0}
+        self.server.repos[key] = new
+        return self.answer(200, {"url": self.address(*key)})
+
+    def preupload(self, body, kind, name):
+        files = self.repo(kind, name)["files"]
+        answers = []
+        for asked in json.loads(body)["files"]:
+            is_large = asked["path"].endswith((".npy", ".safetensors"))
+            content = files.get(asked["path"])
+            hashed = hashlib.sha256(content or b"").hexdigest() if is_large else None
+            oid = None if content is None else hashed or git_oid(content)
+            mode = "lfs" if is_large else "regular"
+            answers.append(
+                {"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+            )
+        return self.answer(200, {"files": answers})
+
+    def batch(self, body, kind, name):
+        objects = []
+        for asked in json.loads(body)["objects"]:
+            href = f"http://127.0.0.1:{self.server.server_port}/storage/{asked['oid']}"
+            actions = {} if asked["oid"] in self.server.large else {"upload": {"href": href}}
+            objects.append({**asked, **({"actions": actions} if actions else {})})
+        return self.answer(200, {"transfer": "basic", "objects": objects})
+
+    def upload(self, path, body):
+        self.server.uploads_left -= 1
+        if self.server.uploads_left < 0:
+            return self.answer(400)
+        assert hashlib.sha256(body).hexdigest() == path.rpartition("/")[2]
+        self.server.large[path.rpartition("/")[2]] = body
+        return self.answer(200)
+
+    def commit(self, body, kind, name):
+        repo = self.repo(kind, name)
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                repo["files"][value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                repo["files"][value["path"]] = self.server.large[value["oid"]]
+        repo["commits"] += 1
+        url = f"{self.address(kind, name)}/commit/{self.server.head}"
+        return self.answer(200, {"commitUrl": url, "commitOid": "a" * 40, "pullRequestUrl": None})
+
+    def info(self, body, kind, name, revision):
+        if (kind, name) not in self.server.repos:
+            return self.answer(404, {}, X_Error_Code="RepoNotFound")
+        if revision not in (None, "main", "v1", self.server.head):
+            return self.answer(404, {}, X_Error_Code="RevisionNotFound")
+        siblings = [{"rfilename": path} for path in self.repo(kind, name)["files"]]
+        return self.answer(200, {"id": name, "sha": self.server.head, "siblings": siblings})
+
+    def resolve(self, body, kind, name, commit, path):
+        content = self.repo(kind, name)["files"].get(path)
+        if content is None:
+            return self.answer(404, X_Error_Code="EntryNotFound")
+        tag = hashlib.sha1(content).hexdigest()
+        if self.server.damaged.get(path, 0) > 0 and self.command == "GET":
+            self.server.damaged[path] -= 1
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        return self.answer(200, content, ETag=f'"{tag}"', X_Repo_Commit=commit)
+
+
+@pytest.fixture
+def server():
+    server = HubServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class HubCommands(NamedTuple):
+    """Commands whose hub is a `HubServer`."""
+
+    commands: Commands
+    environment: dict[str, str]
+
+    def run(self, script, *flags, **environment):
+        return self.commands.run(script, *flags, **(self.environment | environment))
+
+
+@pytest.fixture
+def hub(commands, server, tmp_path):
+    environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",  # plain uploads: Xet's protocol is not spoken here
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": TOKEN,
+    }
+    return HubCommands(commands, environment)
+
+
+def contents(folder):
+    """The files of a folder, without hidden ones."""
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")
+    }
+
+
+def assert_refused(done, *parts):
+    """One line of error, at the end, that has all parts and no secret."""
+    assert done.code == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") or "error: " in last
+    for part in parts:
+        assert part in last
+    assert "Traceback" not in done.stderr
+    assert "SECRET" not in done.stdout + done.stderr
+
+
+@pytest.fixture
+def pushed(hub, server, tmp_path):
+    """A data set of five shards, and its copy on the hub."""
+    write_jsonl(tmp_path / "a.jsonl", texts_of(200))
+    flags = (f"--source={tmp_path}/a.jsonl", f"--data-dir={tmp_path}/made", "--shard-size=1000")
+    done = hub.run("fineweb", *flags, "--push-to-hub=o/shards")
+    assert done.code == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("uploaded to http://")
+    return tmp_path / "made"
+
+
+def test_fineweb_uploads_shards_that_another_machine_downloads(hub, server, pushed, tmp_path):
+    repo = server.repos["dataset", "o/shards"]
+    assert repo["visibility"] == "private"
+    assert repo["files"] == contents(pushed)
+    assert len(repo["files"]) > 4
+    flags = ("--source=hub:o/shards", f"--data-dir={tmp_path}/copy", "--revision=v1")
+    done = hub.run("fineweb", *flags)
+    assert done.code == 0, done.stderr
+    assert contents(tmp_path / "copy") == contents(pushed)
+    assert not list((tmp_path / "copy").glob(".*"))
+    ours, theirs = (open_shards(tmp_path / name, "train") for name in ("made", "copy"))
+    assert ours.fingerprint == theirs.fingerprint
+    server.asked.clear()
+    done = hub.run("fineweb", *flags)
+    assert "finished earlier, and unchanged" in done.stdout
+    assert not server.requests("GET", r"\.npy$")
+
+
+def test_fineweb_uploads_only_what_is_missing(hub, server, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", texts_of(200))
+    flags = (f"--source={tmp_path}/a.jsonl", f"--data-dir={tmp_path}/made", "--shard-size=1000")
+    server.uploads_left = 2
+    failed = hub.run("fineweb", *flags, "--push-to-hub=o/shards")
+    assert_refused(failed, "was not uploaded to o/shards", "the same command resumes")
+    arrived = len(server.large)
+    shards = len(list((tmp_path / "made").glob("*.npy")))
+    assert 0 < arrived < shards
+    server.asked.clear()
+    server.uploads_left = 100
+    done = hub.run("fineweb", *flags, "--push-to-hub=o/shards")
+    assert done.code == 0, done.stderr
+    assert len(server.requests("PUT", "")) == shards - arrived
+    assert server.repos["dataset", "o/shards"]["files"] == contents(tmp_path / "made")
+    commits = server.repos["dataset", "o/shards"]["commits"]
+    assert hub.run("fineweb", *flags, "--push-to-hub=o/shards").code == 0
+    assert server.repos["dataset", "o/shards"]["commits"] == commits  # nothing has changed
+
+
+def test_fineweb_fetches_a_damaged_shard_again_once(hub, server, pushed, tmp_path):
+    third = sorted(path.name for path in pushed.glob("train*"))[1]
+    flags = ("--source=hub:o/shards", f"--data-dir={tmp_path}/copy")
+    server.damaged[third] = 2
+    failed = hub.run("fineweb", *flags)
+    assert_refused(failed, f"{third} of o/shards is damaged", "the same command resumes")
+    assert not (tmp_path / "copy" / third).exists()
+    with pytest.raises(ValueError, match="is not finished"):
+        open_shards(tmp_path / "copy", "train")
+    verified = Manifest.load(tmp_path / "copy").shards
+    assert [shard.file for shard in verified] == ["val_000000.npy", "train_000001.npy"]
+    server.damaged[third] = 1
+    server.asked.clear()
+    done = hub.run("fineweb", *flags)
+    assert done.code == 0, done.stderr
+    assert contents(tmp_path / "copy") == contents(pushed)
+    fetched = [path.rpartition("/")[2] for path in server.requests("GET", r"\.npy$")]
+    assert fetched[:2] == [third, third]
+    assert not {shard.file for shard in verified} & set(fetched)
+    path = tmp_path / "copy" / third  # one that the disk damages later is fetched again, alone
+    path.write_bytes(path.read_bytes()[:-2])
+    server.asked.clear()
+    assert hub.run("fineweb", *flags).code == 0
+    assert len(server.requests("GET", r"\.npy$")) == 1
+    assert contents(tmp_path / "copy") == contents(pushed)
+
+
+def test_fineweb_refuses_what_is_no_finished_data_set(hub, server, pushed, tmp_path):
+    files = server.repos["dataset", "o/shards"]["files"]
+    manifest = json.loads(files["manifest.json"])
+    flags = ("--source=hub:o/shards", f"--data-dir={tmp_path}/copy")
+    hostile = [{**shard, "file": "train_gpt2.py"} for shard in manifest["shards"]]
+    for change, message in (
+        ({"complete": False}, "hub:o/shards has no finished data set"),
+        ({"shards": []}, "hub:o/shards has no finished data set"),
+        ({"shards": hostile}, "lists train_gpt2.py, which is no shard"),
+        ({"format": 9}, "is not a shard manifest"),
+    ):
+        files["manifest.json"] = json.dumps(manifest | change).encode()
+        server.head = hashlib.sha1(message.encode() + repr(change).encode()).hexdigest()
+        assert_refused(hub.run("fineweb", *flags), message)
+    del files["manifest.json"]
+    server.head = "b" * 40
+    for source, more, message in (
+        ("o/shards", (), "manifest.json of o/shards was not downloaded"),
+        ("o/none", (), "the hub has no such data set"),
+        ("o/shards", ("--revision=v9",), "--revision v9: o/shards has no such revision"),
+        ("shards", (), "--source hub: shards is not OWNER/NAME"),
+        ("o/shards", ("--part=0", "--parts=2"), "is downloaded alone, and by one process"),
+    ):
+        done = hub.run("fineweb", f"--source=hub:{source}", *flags[1:], *more)
+        assert_refused(done, message)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_fineweb_download_refuses_a_folder_with_other_data(hub, pushed, tmp_path):
+    (tmp_path / "b.txt").write_text("one two three four five")
+    flags = (f"--data-dir={tmp_path}/other", "--shard-size=1000")
+    assert hub.run("fineweb", f"--source={tmp_path}/b.txt", *flags).code == 0
+    before = contents(tmp_path / "other")
+    done = hub.run("fineweb", "--source=hub:o/shards", *flags)
+    assert_refused(done, "other holds other data")
+    assert contents(tmp_path / "other") == before
+    (tmp_path / "theirs").mkdir()
+    np.save(tmp_path / "theirs" / "train.npy", np.zeros(5, np.uint16))
+    done = hub.run("fineweb", "--source=hub:o/shards", f"--data-dir={tmp_path}/theirs")
+    assert_refused(done, "holds .npy files that fineweb.py did not make")
+
+
+def test_export_uploads_a_folder_with_its_card(hub, server, tmp_path):
+    save_run(tmp_path / "run")
+    flags = (f"--model={tmp_path}/run", f"--out={tmp_path}/out", "--push-to-hub=me/tiny")
+    done = hub.run("export", *flags)
+    assert done.code == 0, done.stderr
+    repo = server.repos["model", "me/tiny"]
+    assert repo["visibility"] == "private"
+    assert repo["files"] == contents(tmp_path / "out")
+    assert {"README.md", "config.json", "model.safetensors"} <= repo["files"].keys()
+    assert b'"me/tiny")' in repo["files"]["README.md"]
+    assert "SECRET" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "may_write", "parts"),
+    [
+        ({"HF_TOKEN": ""}, True, ("401", "log in by `hf auth login`")),
+        ({"HF_TOKEN": TOKEN + "x"}, True, ("401", "log in by `hf auth login`")),
+        ({}, False, ("403", "with a token that may write")),
+    ],
+)
+def test_export_that_may_not_upload_says_how_to_log_in(
+    hub, server, tmp_path, environment, may_write, parts
+):
+    save_run(tmp_path / "run")
+    server.may_write = may_write
+    flags = (f"--model={tmp_path}/run", f"--out={tmp_path}/out", "--push-to-hub=me/tiny")
+    done = hub.run("export", *flags, **environment)
+    assert_refused(done, "was not uploaded to me/tiny", *parts)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not server.repos
+
+
+@pytest.mark.parametrize(
+    ("environment", "part"),
+    [
+        ({"HF_ENDPOINT": "http://127.0.0.1:1"}, "the same command resumes"),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set: unset it"),
+    ],
+)
+def test_export_without_a_hub_is_one_line(hub, tmp_path, environment, part):
+    save_run(tmp_path / "run")
+    flags = (f"--model={tmp_path}/run", f"--out={tmp_path}/out")
+    done = hub.run("export", *flags, "--push-to-hub=me/tiny", **environment)
+    assert_refused(done, "was not uploaded to me/tiny", part)
+    wrong = hub.run("export", *flags, "--push-to-hub=tiny")
+    assert_refused(wrong, "--push-to-hub tiny is not OWNER/NAME")
