@@ -34,11 +34,13 @@ from lr_schedule import SCHEDULES
 from model import GPT
 from ops import IGNORE_INDEX
 from optimizers import Muon
+from plot import plot_run
 from runtime import checkpoint, device, distributed, metrics
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
 from runtime.files import LockedFolder, append_atomically
 from runtime.stopping import EvaluationStopped, StopRequest, Watchdog
+from runtime.trackers import Trackers
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import memory, run_dir
@@ -69,6 +71,7 @@ class Trainer:
     hellaswag: Sequence[Example]
     writer: checkpoint.CheckpointWriter
     norms: metrics.RecentNorms
+    trackers: Trackers
     stop: StopRequest
     flops_per_token: int
 
@@ -113,7 +116,7 @@ def run(
         start_step = resume(trainer)
         batches = training_loader(trainer, start_step)
         run_dir.label_run(folder.path, config, resume_from, dist_info)
-        with trainer.stop:
+        with trainer.trackers.follow(folder.path, config.saved(), start_step), trainer.stop:
             train(trainer, batches, start_step)
 
 
@@ -165,6 +168,7 @@ def setup(
             warn=lambda line: print0(dist_info, f"warning: {line}"),
         ),
         norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
+        trackers=Trackers(config.logger, dist_info, lambda: plot_run(folder.path)),
         stop=StopRequest(
             dist_info,
             config.stop_on_write_error,
@@ -510,6 +514,7 @@ def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
         path = trainer.run_dir / "samples.txt"
         with trainer.stop.on_write_error(), FileIO(path, "a") as file:
             append_atomically(file, "".join(line + "\n" for line in lines).encode())
+    trainer.trackers.log(step=step, sample_text="\n".join(lines))
     for line in lines:
         print0(dist_info, line)
     return {"samples": len(lines)}
@@ -635,9 +640,10 @@ def follow_run_dir(trainer: Trainer) -> None:
 
 
 def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str | None) -> None:
-    """Append a record to `metrics.jsonl`."""
+    """Append a record to `metrics.jsonl`, and give it to the trackers."""
     with trainer.stop.on_write_error():
         logger.log(**values)
+    trainer.trackers.log(**values)
 
 
 def log_step(

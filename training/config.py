@@ -12,6 +12,7 @@ from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.device import DeviceName, DtypeName
 from runtime.files import is_plain_name, read_json
+from runtime.trackers import TrackerName
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
@@ -34,7 +35,8 @@ FLAG_HINTS = {  # by flags of other trainers, what to do here
         ("--beta1 --beta2 --eps", "AdamW's are fixed: change train_gpt2.build_optimizers"),
         ("--muon-lr", "use --max-lr: Muon's updates are as large as AdamW's at the same rate"),
         ("--dropout", "there is none: pretraining that sees a text about once needs none"),
-        ("--wandb --tensorboard", "no tracker yet: plot.py draws the run's metrics.jsonl"),
+        ("--wandb --tensorboard --trackio", "use --logger: wandb, tensorboard, trackio"),
+        ("--report-to --tracker", "use --logger: wandb, tensorboard, trackio"),
         ("--bf16 --fp16 --fp32 --precision", "use --dtype bfloat16, float16 or float32"),
         ("--data --dataset --data-path", "use --data-dir"),
         ("--seq-len --context-length --n-ctx", "use --block-size"),
@@ -133,6 +135,8 @@ class TrainConfig:
     and no batch of an evaluation, since it or another one hangs; 0 = never."""
     log_every: int = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
+    logger: tuple[TrackerName, ...] = ()
+    """Trackers that show the run too: metrics, samples, and figures at the end."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass computes again instead of saving it: nothing, all but matrix products
@@ -263,7 +267,7 @@ class TrainConfig:
             for name, value in asdict(self).items()
             if name not in NOT_SAVED
         }
-        return settings | {"warmup_steps": self.warmup}
+        return settings | {"warmup_steps": self.warmup, "logger": list(self.logger)}
 
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
@@ -285,6 +289,8 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
             raise ValueError(f"{source}: {name} is {repr(value)[:60]}, expected {expected}")
         is_path = isinstance(value, str) and Path in (kind, *get_args(kind))
         values[name] = Path(value) if is_path else value
+        if isinstance(value, list):
+            values[name] = tuple(value)
     try:
         return TrainConfig(**values)
     except ValueError as error:
@@ -297,6 +303,8 @@ def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, a union o
         return any(_fits(value, each) for each in get_args(kind))
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return type(value) is list and all(_fits(each, get_args(kind)[0]) for each in value)
     return type(value) in {float: (float, int), Path: (str,)}.get(kind, (kind,))
 
 

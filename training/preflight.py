@@ -29,6 +29,7 @@ from runtime.distributed import (
     setup_distributed,
 )
 from runtime.files import sha256_of
+from runtime.trackers import check_installed
 from training.config import TrainConfig
 from training.memory import CHECKPOINT_BYTES_PER_PARAMETER
 from training.run_dir import check_usable, choose_run_dir, model_dimensions
@@ -124,10 +125,10 @@ def check_software(config: TrainConfig, dist_info: DistInfo) -> str:
     """Check that Python, torch, the scripts and the flags are the same on all ranks.
 
     Every run begins with it: ranks that differ would train different weights, without a word, or
-    wait for each other in different collectives.
+    wait for each other in different collectives. Rank 0 must also have the trackers' packages.
 
     Raises:
-        ValueError: they differ; the message names the first difference.
+        ValueError: they differ; the message names the first difference. Or a package is missing.
         SystemExit: the same, on the other ranks.
         RunStopped: another process is gone.
     """
@@ -140,6 +141,8 @@ def check_software(config: TrainConfig, dist_info: DistInfo) -> str:
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
     with explaining("software"):
         check_same_on_all_ranks("processes", [*versions, *hashes, *flags], dist_info)
+    with raise_on_all_ranks(dist_info):
+        check_installed(config.logger if dist_info.is_main else ())
     return f"{', '.join(versions)}, {len(scripts)} scripts, {len(flags)} flags"
 
 
