@@ -140,6 +140,7 @@ def test_resumed_run_continues_the_curve_without_doubled_steps(recorder, tiny_fl
     assert len(recorded(run_dir, "config")) == 2
 
 
+@pytest.mark.slow
 def test_tracker_that_is_added_at_a_resume_gets_every_step_from_there(
     recorder, tiny_flags, tmp_path
 ):
@@ -220,6 +221,7 @@ def test_tracker_that_is_slow_loses_records(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("warning: --logger tensorboard is too slow") == 1
 
 
+@pytest.mark.slow
 def test_process_ends_though_a_tracker_hangs(tmp_path):
     script = (
         "import sys, time; from pathlib import Path\n"
@@ -260,6 +262,7 @@ def test_missing_package_is_refused_in_one_line(commands, tiny_flags, tmp_path):
     assert not (tmp_path / "runs/a").exists()
 
 
+@pytest.mark.slow
 def test_only_rank_0_has_trackers(commands, tiny_flags, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -307,6 +310,7 @@ def train_and_resume(tiny_flags, tmp_path, logger, **environment):
     return run_dir
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_run(tiny_flags, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing import plugin_event_accumulator
@@ -354,7 +358,7 @@ def wandb_rows(path):
             record, body = Record.FromString(body), b""
             if record.WhichOneof("record_type") == "history":
                 yield {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
                     for item in record.history.item
                 }
 
@@ -395,6 +399,7 @@ def test_trackio_has_the_run(tiny_flags, tmp_path):
     assert json.loads(configs[0][0])["n_embd"] == 32
 
 
+@pytest.mark.slow
 def test_wandb_without_a_login_says_what_to_do(recorder, tmp_path, capsys):
     pytest.importorskip("wandb")
     script = (
