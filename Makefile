@@ -1,6 +1,6 @@
 # make demo:     text to a trained, scored, exported GPT-2 on this machine, in minutes.
 # make test:     lint, types and the fast tests, in at most three minutes on two cores.
-# make test-all: all tests: faults, several processes and machines, the bench.
+# make test-all: all tests: faults, several processes and machines, the bench, the extras.
 # make gpu-check: all that this machine's GPUs can tell, in half an hour; call it again to go on.
 # Each installs what it needs into .venv first.
 
@@ -17,7 +17,7 @@ demo: .venv/.installed
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-test-all: lint
+test-all: lint .venv/.installed-test-all
 	$(BIN)/python -m pytest -n 2
 
 gpu-check: .venv/.installed-dev
@@ -35,6 +35,10 @@ lint: .venv/.installed-dev
 
 .venv/.installed-dev: requirements-dev.txt .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+.venv/.installed-test-all: requirements-test-all.txt requirements-extras.txt .venv/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test-all.txt
 	touch $@
 
 clean:
