@@ -2,6 +2,7 @@
 
     python plot.py runs/my-run                        # runs/my-run/figures/*.png
     python plot.py runs/a runs/b --compare ab.png     # and one figure with both losses
+    python plot.py runs/a runs/b --report             # instead: a page, runs/a/report.html
 
 A run in progress can be plotted.
 """
@@ -13,39 +14,24 @@ if __name__ == "__main__":
 
     prepare_process()  # the imports below take seconds
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from tyro.conf import Positional
 
 from runtime.cli import parse_flags, run_command
 from runtime.files import atomic_write
-from runtime.metrics import read_metrics
+from runtime.metrics import HELLASWAG_EXAMPLES, HELLASWAG_REFERENCES, Series, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Values = npt.NDArray[np.float64]
 Records = list[dict[str, Any]]
 
-HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
-# Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
-HELLASWAG_REFERENCES = {
-    "GPT-2 124M": 0.2945,
-    "GPT-3 124M": 0.337,
-    "GPT-2 350M": 0.3752,
-    "GPT-2 774M": 0.4320,
-    "GPT-3 350M": 0.436,
-    "GPT-2 1558M": 0.4889,
-    "GPT-3 760M": 0.510,
-    "GPT-3 1.3B": 0.547,
-}
 NEARLY_EQUAL = ("GPT-2 774M", "GPT-3 350M")  # the labels below and above their lines
-SMOOTHING = 0.02  # window of the running mean, as a share of the records
 FALL_SHARE = 0.02  # the loss's fall over this share of the tokens may begin above the figure
 MARKED_POINTS = 40  # up to this many points are drawn as dots too
 LONGEST_NAME = 40  # characters of a run's name in a figure
@@ -61,6 +47,9 @@ class PlotConfig:
     """Run folders, such as runs/my-run."""
     compare: Path | None = None
     """Draw the losses of all the runs into this one PNG too."""
+    report: bool = False
+    """Instead of the figures, write a page with everything about the runs to look at in a browser:
+    report.html, in the first run's folder."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -72,9 +61,15 @@ class PlotConfig:
 def main() -> None:
     """Draw the figures and print where they are."""
     config = parse_flags(PlotConfig)
-    for run_dir in config.runs:
+    for run_dir in () if config.report else config.runs:
         for path in plot_run(run_dir):
             print(path)
+    if config.report:
+        from report import write_report
+
+        path = config.runs[0] / "report.html"
+        write_report(config.runs, path)
+        print(path)
     if config.compare is not None:
         plot_comparison(config.runs, config.compare)
         print(config.compare)
@@ -90,7 +85,7 @@ def plot_run(run_dir: Path) -> list[Path]:
         FileNotFoundError: there is no such folder, or no metrics in it.
         ValueError: nothing has been measured yet.
     """
-    records, figures = _read_run(run_dir), run_dir / "figures"
+    records, figures = read_run(run_dir), run_dir / "figures"
     place = f"step {records[-1]['step']:,} · {format_count(records[-1]['tokens_seen'])} tokens"
     title = f"{_short_name(run_dir)} · {place}"
     drawn = [_draw_loss(records, title, figures / "loss.png")]
@@ -108,7 +103,7 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
         FileNotFoundError: as `plot_run`.
         ValueError: as `plot_run`, or the runs have no kind of loss in common.
     """
-    runs = [_read_run(run_dir) for run_dir in run_dirs]
+    runs = [read_run(run_dir) for run_dir in run_dirs]
     kind, lines = "validation", [Series.of(records, "val_loss") for records in runs]
     if not all(len(line.values) for line in lines):
         kind, lines = "training", [Series.of(records, "train_loss").smoothed() for records in runs]
@@ -122,32 +117,6 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     _save(axes, path)
 
 
-class Series(NamedTuple):
-    """One measured quantity over a run."""
-
-    tokens: Values
-    values: Values
-
-    @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]], name: str) -> Series:
-        """The records that have a value of that name; of each step, its last value."""
-        points = {
-            record["tokens_seen"]: record[name]
-            for record in records
-            if isinstance(record.get(name), int | float) and "tokens_seen" in record
-        }
-        tokens = sorted(points)
-        return cls(np.array(tokens, float), np.array([points[token] for token in tokens], float))
-
-    def smoothed(self) -> Series:
-        """The running mean over `SMOOTHING` of the records, centred, narrower at the ends."""
-        index = np.arange(len(self.values))
-        half = np.minimum(len(index) * SMOOTHING / 2, index).astype(int)
-        first, last = index - half, np.minimum(index + half, len(index) - 1)
-        sums = np.concatenate([[0.0], np.cumsum(self.values)])
-        return Series(self.tokens, (sums[last + 1] - sums[first]) / (last + 1 - first))
-
-
 def format_count(count: float) -> str:
     """A count to three digits, in thousands, millions or billions: `250M`, `2.46B`."""
     count = float(f"{count:.3g}")
@@ -155,19 +124,6 @@ def format_count(count: float) -> str:
         if count >= size:
             return f"{count / size:g}{unit}"
     return f"{count:g}"
-
-
-def _read_run(run_dir: Path) -> Records:
-    """A run's records, at least one of them with a loss."""
-    if not run_dir.is_dir():
-        raise FileNotFoundError(f"no run folder {run_dir}: python plot.py runs/NAME")
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl, so it is not a run folder")
-    records = [r for r in read_metrics(path) if isinstance(r.get("tokens_seen"), int)]
-    if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
-        raise ValueError(f"{path} has no losses yet: wait for the run's first step")
-    return records
 
 
 def _short_name(run_dir: Path) -> str:

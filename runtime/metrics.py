@@ -11,17 +11,22 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from runtime.files import append_atomically
 
 if TYPE_CHECKING:  # importing it takes torch, which plot.py does without
     from model import GPTConfig
+
+Values = npt.NDArray[np.float64]
 
 # Dense bfloat16 peaks in FLOP/s (float16 on the T4, which has no bfloat16) with float32
 # accumulation, from NVIDIA's data sheets; where these quote the sparse rate, half of it. The keys
@@ -43,7 +48,20 @@ PEAK_FLOPS = {
     r"\bRTX 4090$": 165e12,
     r"\bRTX 3090$": 71e12,
 }
+HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
+# Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
+HELLASWAG_REFERENCES = {
+    "GPT-2 124M": 0.2945,
+    "GPT-3 124M": 0.337,
+    "GPT-2 350M": 0.3752,
+    "GPT-2 774M": 0.4320,
+    "GPT-3 350M": 0.436,
+    "GPT-2 1558M": 0.4889,
+    "GPT-3 760M": 0.510,
+    "GPT-3 1.3B": 0.547,
+}
 METRICS_NAME = "metrics.jsonl"
+SMOOTHING = 0.02  # window of the running mean, as a share of the records
 ETA_WINDOW = 50  # laps that the time left is estimated from
 NORM_WINDOW = 128
 LEAST_NORMS = NORM_WINDOW // 2  # fewer norms give no limit: the first of a run vary too much
@@ -114,6 +132,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def read_run(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's records with their `tokens_seen`, at least one of them with a loss.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no metrics in it.
+        ValueError: nothing has been measured yet.
+    """
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"no run folder {run_dir}: python plot.py runs/NAME")
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl, so it is not a run folder")
+    records = [r for r in read_metrics(path) if isinstance(r.get("tokens_seen"), int)]
+    if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
+        raise ValueError(f"{path} has no losses yet: wait for the run's first step")
+    return records
+
+
+def resumed_steps(path: Path) -> list[int]:
+    """The steps that a run was resumed from, in the order it was."""
+    steps = (record.get("resumed_from") for record in _read_lines(path))
+    return [step for step in steps if isinstance(step, int) and step > 0]  # 0: it began
+
+
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a metrics file; torn lines are skipped."""
     for line in path.read_bytes().splitlines():
@@ -137,6 +179,32 @@ def logged_metrics(path: Path, step: int) -> set[str]:
     records = read_metrics(path) if path.exists() else []
     names = {name for record in records if record["step"] == step for name in record}
     return names - {"step", "tokens_seen"}
+
+
+class Series(NamedTuple):
+    """One measured quantity over a run."""
+
+    tokens: Values
+    values: Values
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]], name: str) -> "Series":
+        """The records that have a value of that name; of each step, its last value."""
+        points = {
+            record["tokens_seen"]: record[name]
+            for record in records
+            if isinstance(record.get(name), int | float) and "tokens_seen" in record
+        }
+        tokens = sorted(points)
+        return cls(np.array(tokens, float), np.array([points[token] for token in tokens], float))
+
+    def smoothed(self) -> "Series":
+        """The running mean over `SMOOTHING` of the records, centred, narrower at the ends."""
+        index = np.arange(len(self.values))
+        half = np.minimum(len(index) * SMOOTHING / 2, index).astype(int)
+        first, last = index - half, np.minimum(index + half, len(index) - 1)
+        sums = np.concatenate([[0.0], np.cumsum(self.values)])
+        return Series(self.tokens, (sums[last + 1] - sums[first]) / (last + 1 - first))
 
 
 def flops_per_token(model_config: "GPTConfig") -> int:

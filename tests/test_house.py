@@ -13,7 +13,10 @@ FLOORS = (
     ("model", "ops", "tokenizer", "lr_schedule"),
     ("runtime",),
     ("corpus",),
-    ("dataloader", "optimizers", "fineweb", "hellaswag", "sample", "export", "plot", "demo"),
+    (
+        *("dataloader", "optimizers", "fineweb", "hellaswag", "sample", "export", "plot", "report"),
+        "demo",
+    ),
     ("training",),
     ("train_gpt2",),
     ("bench",),

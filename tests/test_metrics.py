@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from model import GPTConfig
@@ -12,6 +13,7 @@ from runtime.metrics import (
     NORM_WINDOW,
     MetricsLogger,
     RecentNorms,
+    Series,
     StepTimer,
     flops_per_token,
     format_duration,
@@ -20,6 +22,7 @@ from runtime.metrics import (
     mfu,
     peak_flops,
     read_metrics,
+    resumed_steps,
 )
 
 PEAKS = {  # the driver's names, and the dense bfloat16 peak
@@ -101,6 +104,12 @@ def test_read_metrics_drops_the_steps_that_a_resumed_run_did_again(path):
     write(path, {"resumed_from": 2}, {"step": 3, "train_loss": 0.5})
     records = [(record["step"], record["train_loss"]) for record in read_metrics(path)]
     assert records == [(1, 9.0), (2, 9.0), (3, 0.5)]
+
+
+def test_resumed_steps_are_those_of_every_resume_but_not_of_the_beginning(path):
+    write(path, {"resumed_from": 0}, {"step": 1}, {"step": 2}, {"resumed_from": 1}, {"step": 2})
+    write(path, {"resumed_from": 2}, {"step": 3})
+    assert resumed_steps(path) == [1, 2]
 
 
 def test_logged_metrics_are_those_of_the_step_that_no_resume_undid(path):
@@ -208,3 +217,25 @@ def test_norm_limit_forgets_norms_before_the_window_and_follows_a_lasting_change
     recent.extend([5.0] * NORM_WINDOW)
     assert recent.limit() == 5.0
     assert recent.as_list() == [5.0] * NORM_WINDOW
+
+
+def test_series_takes_each_step_once_in_order_and_leaves_out_what_is_missing():
+    records = [
+        {"step": 2, "tokens_seen": 20, "train_loss": 2.0},
+        {"step": 1, "tokens_seen": 10, "train_loss": 1.0},
+        {"step": 3, "tokens_seen": 30, "train_loss": None},
+        {"step": 4, "tokens_seen": 40, "val_loss": 9.0},
+        {"step": 2, "tokens_seen": 20, "train_loss": 2.5},
+    ]
+    series = Series.of(records, "train_loss")
+    assert series.tokens.tolist() == [10, 20]
+    assert series.values.tolist() == [1.0, 2.5]
+
+
+def test_series_smoothed_is_a_centred_mean_worked_by_hand():
+    values = np.arange(200.0) ** 2
+    smooth = Series(np.arange(200.0), values).smoothed().values  # 2 % of 200: two to each side
+    assert smooth[0] == 0.0
+    assert smooth[1] == pytest.approx((0 + 1 + 4) / 3)
+    assert smooth[100] == pytest.approx(values[98:103].mean())
+    assert smooth[199] == pytest.approx(values[197:].mean())

@@ -6,7 +6,7 @@ from forked import assert_refused
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from plot import Series, _references_for, format_count, plot_comparison, plot_run
+from plot import _references_for, format_count, plot_comparison, plot_run
 from runtime.metrics import MetricsLogger
 
 BATCH = 8192
@@ -105,28 +105,6 @@ def test_plot_comparison_of_runs_without_a_common_loss_says_so(tmp_path):
         plot_comparison(runs, tmp_path / "ab.png")
 
 
-def test_series_takes_each_step_once_in_order_and_leaves_out_what_is_missing():
-    records = [
-        {"step": 2, "tokens_seen": 20, "train_loss": 2.0},
-        {"step": 1, "tokens_seen": 10, "train_loss": 1.0},
-        {"step": 3, "tokens_seen": 30, "train_loss": None},
-        {"step": 4, "tokens_seen": 40, "val_loss": 9.0},
-        {"step": 2, "tokens_seen": 20, "train_loss": 2.5},
-    ]
-    series = Series.of(records, "train_loss")
-    assert series.tokens.tolist() == [10, 20]
-    assert series.values.tolist() == [1.0, 2.5]
-
-
-def test_series_smoothed_is_a_centred_mean_worked_by_hand():
-    values = np.arange(200.0) ** 2
-    smooth = Series(np.arange(200.0), values).smoothed().values  # 2 % of 200: two to each side
-    assert smooth[0] == 0.0
-    assert smooth[1] == pytest.approx((0 + 1 + 4) / 3)
-    assert smooth[100] == pytest.approx(values[98:103].mean())
-    assert smooth[199] == pytest.approx(values[197:].mean())
-
-
 def test_references_are_the_124m_pair_and_up_to_the_next_one_to_reach():
     assert list(_references_for(0.26)) == ["GPT-2 124M", "GPT-3 124M"]
     assert list(_references_for(0.31)) == ["GPT-2 124M", "GPT-3 124M"]
@@ -151,11 +129,21 @@ def test_plot_command_draws_several_runs_and_prints_where(commands, tmp_path):
     assert all(path.is_file() for path in paths)
 
 
+def test_plot_command_writes_a_report_instead_of_figures(commands, tmp_path):
+    runs = [write_run(tmp_path / name, steps=10) for name in "ab"]
+    done = commands.run("plot", *runs, "--report")
+    assert (done.code, done.stdout, done.stderr) == (0, f"{runs[0] / 'report.html'}\n", "")
+    assert (runs[0] / "report.html").is_file()
+    assert not (runs[0] / "figures").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ([], "python plot.py runs/NAME"),
         (["no-such-run"], "python plot.py runs/NAME"),
+        (["no-such-run", "--report"], "no run folder no-such-run: python plot.py runs/NAME"),
+        (["/", "--report"], "/ has no metrics.jsonl, so it is not a run folder"),
         (["a", "--compare=x.pdf"], "--compare x.pdf must end in .png"),
     ],
 )
