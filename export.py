@@ -22,7 +22,7 @@ from runtime.model_card import TrainingRecord, read_training, write_model_card
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """The flags of `export.py`."""
+    """Write a model as a folder in Hugging Face's format."""
 
     model: str
     """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""

@@ -67,7 +67,7 @@ TOKENS_PER_PRODUCT = {"cpu": 128, "cuda": 1024, "mps": 1024}
 
 @dataclass(frozen=True)
 class HellaSwagConfig:
-    """The flags of `hellaswag.py`."""
+    """Score a model on HellaSwag."""
 
     model: str = "gpt2"
     """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""

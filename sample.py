@@ -29,7 +29,7 @@ from tokenizer import END_OF_TEXT, gpt2_encoding
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The flags of `sample.py`."""
+    """Continue a text with a model."""
 
     model: str = "gpt2"
     """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""

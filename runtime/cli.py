@@ -1,16 +1,33 @@
 """A script's command line: flags from a dataclass, errors as one line with exit code 2."""
 
+import ast
 import contextlib
 import difflib
+import inspect
 import io
 import os
 import re
 import select
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, NoReturn, TextIO, TypeVar, cast
+from dataclasses import MISSING, Field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    TextIO,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 
@@ -20,6 +37,9 @@ from runtime.startup import finish_startup
 Config = TypeVar("Config")
 BOX_DRAWING = "╭╮╰╯│─ "
 COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
+HELP_COLUMNS = 100
+HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
+PLACEHOLDERS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 
 
@@ -35,6 +55,8 @@ def parse_flags(
 ) -> Config:
     """Build a dataclass from command-line flags: each field is one, its docstring the help text.
 
+    `--help` prints `help_text` and exits.
+
     Args:
         config_class: the dataclass.
         args: by default the process's own.
@@ -46,6 +68,9 @@ def parse_flags(
             torchrun only rank 0 raises it; the other ranks exit with code 2 and print nothing.
     """
     args = sys.argv[1:] if args is None else args
+    if {"-h", "--help"} & set(args):
+        print(help_text(config_class, default), end="")
+        raise SystemExit(0)
     try:
         return _parse(config_class, args, default, hints or {})
     except ValueError as error:
@@ -65,16 +90,13 @@ def _parse(
     captured = io.StringIO()
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     columns = os.environ.get("COLUMNS")
-    if not {"-h", "--help"} & set(args):
-        os.environ["COLUMNS"] = "100000"  # otherwise tyro breaks the path in a message in two
+    os.environ["COLUMNS"] = "100000"  # otherwise tyro breaks the path in a message in two
     try:
         with contextlib.redirect_stderr(captured):
             config, unknown = tyro.cli(
                 config_class, args=args, return_unknown_args=True, **defaults
             )
-    except SystemExit as stop:
-        if stop.code in (0, None):  # --help
-            raise
+    except SystemExit:
         raise ValueError(_unboxed(captured.getvalue())) from None
     finally:
         if columns is None:
@@ -104,6 +126,72 @@ def _unboxed(text: str) -> str:
     title, *body = [line.strip(BOX_DRAWING) for line in COLOUR_CODE.sub("", text).splitlines()]
     end = body.index("") if "" in body else len(body)  # a rule; below it is the help text
     return re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(body[:end]) or title)
+
+
+def help_text(config_class: type[Any], default: object | None = None) -> str:
+    """What `--help` prints: each flag with its default and the first sentence of its docstring.
+
+    Plain text, of at most 100 columns.
+
+    Args:
+        config_class: the dataclass; its `HELP_GROUPS`, if any, has titles by their first field.
+        default: has the defaults to show, by default those of the class.
+    """
+    columns = min(HELP_COLUMNS, shutil.get_terminal_size((HELP_COLUMNS, 24)).columns)
+    kinds = get_type_hints(config_class, include_extras=True)
+    flags = {f.name: f"  {_flag(f, kinds[f.name], default)}  " for f in fields(config_class)}
+    indent = min(max(map(len, flags.values())), columns // 2)
+    groups, texts = getattr(config_class, "HELP_GROUPS", {}), _field_docstrings(config_class)
+    summary = (inspect.getdoc(config_class) or "").split("\n\n")[0]
+    lines = [textwrap.fill(f"{summary} {HELP_NOTE}", columns), ""]
+    for name, flag in flags.items():
+        lines += [groups[name]] if name in groups else []
+        sentence = re.split(r"(?<=\.)\s", texts[name], maxsplit=1)[0]
+        choices = _choices(kinds[name])
+        if len(choices) > 1 and not all(choice in sentence for choice in choices):
+            sentence += f" [{', '.join(choices)}]"
+        lines.append(
+            textwrap.fill(
+                sentence,
+                columns,
+                initial_indent=flag.ljust(indent),
+                subsequent_indent=" " * indent,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _flag(field: Field[Any], kind: Any, default: object | None) -> str:  # noqa: ANN401 - a type
+    """A flag with its default, or with a word for its kind where there is none to show."""
+    flag = f"--{field.name.replace('_', '-')}"
+    value = field.default_factory() if callable(field.default_factory) else field.default
+    value = getattr(default, field.name, value)
+    if get_origin(kind) is Annotated:  # tyro's Positional
+        return f"{field.name.upper()} ..."
+    if isinstance(value, bool):
+        return f"{flag} ({'on' if value else 'off'})"
+    if value is None or value is MISSING:
+        words = [word for cls, word in PLACEHOLDERS.items() if cls in (kind, *get_args(kind))]
+        return f"{flag} {words[0] if words else 'NAME'}{' (needed)' if value is MISSING else ''}"
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _choices(kind: Any) -> tuple[str, ...]:  # noqa: ANN401 - a type
+    """The values of the Literals in a field's type."""
+    if get_origin(kind) is Literal:
+        return tuple(map(str, get_args(kind)))
+    return tuple(choice for each in get_args(kind) for choice in _choices(each))
+
+
+def _field_docstrings(config_class: type[Any]) -> dict[str, str]:
+    """The string below each field in the source of a dataclass, on one line."""
+    definition: Any = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
 
 
 class OptionalOutput:

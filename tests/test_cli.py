@@ -1,17 +1,19 @@
 import os
+import pkgutil
 import pty
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from conftest import ROOT
 from forked import free_port
+from tyro.conf import Positional
 
-from runtime.cli import parse_flags
+from runtime.cli import help_text, parse_flags
 
 DEEP_PATH = "/data/" + "a-folder/and_more/" * 7 + "with some words, and more/file.txt"
 PARSE = "print(parse_flags(Config))"
@@ -108,16 +110,96 @@ def test_parse_flags_error_is_one_plain_line(args, message, monkeypatch):
     assert os.environ["COLUMNS"] == "40"
 
 
-def test_parse_flags_help_has_every_flag_and_its_docstring(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+HELP_FLAGS = {  # of `Config`, as `--help` shows them
+    "--data-dir data": "Where the shards are.",
+    "--max-lr 0.0006": "Peak learning rate.",
+    "--max-steps 10": "Updates.",
+    "--compile (on)": "Whether to compile.",
+    "--size gpt2": "Which GPT-2. [gpt2, gpt2-xl]",
+    "--run-name TEXT": "By default, the time.",
+}
+
+
+def test_parse_flags_help_is_a_line_for_each_flag_with_its_default_and_docstring(capsys):
     with pytest.raises(SystemExit) as caught:
-        parse_flags(Config, ["--help"])
-    text = capsys.readouterr().out
-    assert caught.value.code in (0, None)
-    for expected in ("--max-lr FLOAT", "Peak learning rate.", "--no-compile", "{gpt2,gpt2-xl}"):
+        parse_flags(Config, ["--max-steps=3", "--help"])
+    assert caught.value.code == 0
+    top, below = capsys.readouterr().out.split("\n\n")
+    assert top.startswith("Train a model. ")
+    assert [" ".join(line.split()) for line in below.splitlines()] == [
+        f"{flag} {text}" for flag, text in HELP_FLAGS.items()
+    ]
+
+
+def test_help_text_shows_given_defaults_and_breaks_lines_of_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = help_text(Config, Config(Path("my-data"), compile=False, run_name="a"))
+    for expected in ("--data-dir my-data", "--compile (off)", "--run-name a"):
         assert expected in text
-    below_usage = text.split("\n\n", 1)[1]  # the usage line names pytest
-    assert max(len(line) for line in below_usage.splitlines()) <= 80
+    assert max(map(len, text.splitlines())) <= 40
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Take flags of any kind."""
+
+    HELP_GROUPS: ClassVar = {"model": "what", "weights": "numbers"}
+
+    files: Positional[tuple[Path, ...]]
+    """Files."""
+    model: str
+    """A model. The folder of a run, say."""
+    weights: tuple[str, ...] = ("a", "b")
+    """Weights."""
+    workers: int = field(default_factory=lambda: 7)
+    """Threads."""
+    kind: Literal["x", "y"] | None = None
+    """x or y."""
+
+
+def test_help_text_has_titles_and_the_first_sentence_of_flags_of_any_kind():
+    below = help_text(Grouped).split("\n\n")[1]
+    assert [" ".join(line.split()) for line in below.splitlines()] == [
+        *("FILES ... Files.", "what", "--model TEXT (needed) A model."),
+        *("numbers", "--weights a b Weights.", "--workers 7 Threads.", "--kind NAME x or y."),
+    ]
+
+
+SCRIPTS = {  # the configuration of each script
+    "train_gpt2": "training.config:TrainConfig",
+    "fineweb": "fineweb:FineWebConfig",
+    "hellaswag": "hellaswag:HellaSwagConfig",
+    "sample": "sample:SampleConfig",
+    "plot": "plot:PlotConfig",
+    "export": "export:ExportConfig",
+    "demo": "demo:DemoConfig",
+    "bench": "bench.config:BenchConfig",
+    "bench.recipes": "bench.recipes:RecipesConfig",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_of_every_script_fits_a_screen_or_two_and_has_every_flag(script):
+    config_class = pkgutil.resolve_name(SCRIPTS[script])
+    lines = help_text(config_class).splitlines()
+    assert len(lines) < 80
+    assert max(map(len, lines)) <= 100
+    below = lines[lines.index("") + 1 :]
+    shown = {line.split()[0] for line in below}
+    names = {f"--{field.name.replace('_', '-')}" for field in fields(config_class)}
+    assert names - shown == ({"--runs"} if script == "plot" else set())
+    titles = getattr(config_class, "HELP_GROUPS", {})
+    assert titles.keys() <= {field.name for field in fields(config_class)}
+    assert [line for line in below if not line.startswith("  ")] == list(titles.values())
+
+
+def test_help_of_a_script_has_no_colour_on_a_terminal_either(tmp_path):
+    ours, theirs = pty.openpty()
+    run_script(tmp_path, PARSE, "--help", stdout=theirs, stderr=theirs, COLUMNS="100")
+    os.close(theirs)
+    printed = os.read(ours, 10_000).decode().replace("\r\n", "\n")
+    os.close(ours)
+    assert printed == help_text(Config)
 
 
 def test_bad_flag_is_one_line_on_a_terminal_and_told_by_rank_0_only(tmp_path):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from lr_schedule import ScheduleName
 from model import GPT2_SIZES, GPTConfig
@@ -52,12 +52,28 @@ FLAG_HINTS = {  # by flags of other trainers, what to do here
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a GPT-2. With no flags: the 124M model on 10B tokens of FineWeb-Edu."""
+    """Train a GPT-2. With no flags: the 124M model on 10B tokens of FineWeb-Edu.
+
+    `--help` shows the first sentence of each docstring.
+    """
+
+    HELP_GROUPS: ClassVar = {  # by the first field of each
+        "data_dir": "data",
+        "size": "model",
+        "total_batch_size": "batch",
+        "max_steps": "optimizer and schedule",
+        "val_every": "evaluation",
+        "out_dir": "run",
+        "activation_checkpointing": "memory",
+        "parallel": "several processes",
+        "device": "machine",
+        "plan": "look ahead: train nothing",
+    }
 
     data_dir: Path = Path("data/fineweb-edu-10BT")
     """Folder of token shards, as fineweb.py makes it."""
     shuffle: bool = True
-    """Take the training windows in a new random order each epoch, or in sequence."""
+    """Take the training windows in a new random order each epoch. Otherwise in sequence."""
     seed: int = 1337
     """Chooses the initial weights, the data order and the samples."""
 
@@ -72,21 +88,20 @@ class TrainConfig:
     block_size: int = 1024
     """Context length in tokens."""
     init_from: str | None = None
-    """Start from these weights: gpt2, gpt2-medium, …, a Hugging Face folder, or a run."""
+    """Start from weights: gpt2, …, a Hugging Face folder, or a run."""
 
     total_batch_size: int = 524_288
     """Tokens in an optimizer step, over all processes and micro-steps."""
     micro_batch_size: int | Literal["auto"] = "auto"
     """Sequences that a process takes at once; auto is the most that fit and still bring speed."""
     loss_chunks: int | None = None
-    """Parts in which the LM head's logits are computed: more parts take less memory, and the
-    results are the same. By default 4 on a CPU, where it costs no time, and 1 elsewhere."""
+    """Parts in which logits are computed, to save memory; by default 1, on a CPU 4. The results
+    are the same, and on a CPU so is the time."""
 
     max_steps: int = 19_073
     """Optimizer steps in all."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Of the blocks' matrices: AdamW, or Muon, which learns more from every token; all else is
-    AdamW's."""
+    """adamw, or muon for the blocks' matrices: learns more per token. All else is AdamW's."""
     max_lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -94,14 +109,14 @@ class TrainConfig:
     warmup_steps: int | None = None
     """Steps of linear warm-up; by default 715 or a tenth of the run, whichever is less."""
     lr_schedule: ScheduleName = "cosine"
-    """Shape of the decay: half a cosine, or constant and then linear (warm-up, stable, decay)."""
+    """cosine (half of one), or wsd: warm-up, stable, linear decay."""
     weight_decay: float = 0.1
     """AdamW's decay of matrices; biases and LayerNorms have none."""
     grad_clip: float = 1.0
-    """Largest global norm of the gradient; larger ones are scaled down to it."""
+    """Largest global norm of the gradient. Larger ones are scaled down to it."""
     skip_grad_norm_zscore: float = 0.0
-    """Skip the update if the gradient's norm is this many standard deviations above the mean of
-    the last 128; 0 = never."""
+    """Skip an update whose gradient norm is so many standard deviations above the mean of the last
+    128; 0 = never."""
 
     val_every: int = 250
     """Steps between validations; 0 = never."""
@@ -119,62 +134,62 @@ class TrainConfig:
     run_name: str | None = None
     """Name of the run's folder; by default size and time."""
     resume: str | None = None
-    """Resume from a checkpoint: a run folder, a checkpoint, or auto: the latest of --run-name or,
-    without a name, of the run that was at work last; a new run if there is none."""
+    """From a run's folder, a checkpoint, or auto: --run-name's latest, or a new run if there is
+    none. Without a name, auto takes the run that was at work last."""
     config: Path | None = None
-    """Take the flags that are not given from one of recipes/, or from a run's config.json."""
+    """Where flags not given come from: a recipe or a run's config.json."""
     checkpoint_every: int = 1000
-    """Steps between checkpoints; one is saved at the end too, and 0 saves only that."""
+    """Steps between checkpoints; 0 = at the end only. One is saved at the end in any case."""
     keep_checkpoints: int = 0
     """Keep this many checkpoints, the newest; 0 = all."""
     stop_on_write_error: bool = False
-    """Stop all processes when a checkpoint, metrics or samples cannot be written (a full disk),
-    instead of going on with a warning each time."""
+    """Stop if a file cannot be written, instead of warning each time. All processes stop; a full
+    disk is the usual cause, and checkpoints, metrics and samples are the files."""
     step_timeout: float = 20.0
-    """End a process, with exit code 1, that has done nothing for so many minutes, no micro-batch
-    and no batch of an evaluation, since it or another one hangs; 0 = never."""
+    """Minutes without progress that end a process as hung; 0 = never. Progress is a micro-batch, or
+    a batch of an evaluation. The exit code is 1."""
     log_every: int = 1
-    """Steps between lines on the console; metrics.jsonl has every step."""
+    """Steps between lines on the console. metrics.jsonl has every step."""
     logger: tuple[TrackerName, ...] = ()
     """Trackers that show the run too: metrics, samples, and figures at the end."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass computes again instead of saving it: nothing, all but matrix products
-    and attention (selective), or every block (full). Less memory, more time, the same results."""
+    """Compute again instead of saving: none, selective or full. For the backward pass: nothing, all
+    but matrix products and attention, or every block. Less memory, more time, the same results."""
     activation_offload: bool = False
     """On GPUs: keep the saved activations in the CPU's memory."""
 
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """How several processes share the work: ddp, each has the whole model; fsdp, parameters,
-    gradients and optimizer state are sharded; hsdp, they are sharded within each machine only."""
+    """ddp: each has the whole model; fsdp: it is sharded; hsdp: sharded within each machine. So are
+    gradients and optimizer state."""
     reshard_after_forward: bool = True
-    """With fsdp: gather every block again for the backward pass (ZeRO-3), which takes the least
-    memory; without, blocks stay gathered (ZeRO-2), which takes the least time."""
+    """With fsdp: ZeRO-3, which saves memory; off: ZeRO-2, which saves time. Every block is gathered
+    again for the backward pass, or stays gathered."""
     cpu_offload: bool = False
-    """With fsdp on GPUs: keep parameters and optimizer state in the CPU's memory."""
+    """With fsdp on GPUs: parameters and optimizer state in CPU memory."""
 
     device: DeviceName = "auto"
     """Device to train on."""
     dtype: DtypeName = "auto"
     """Dtype of matrix products; auto is bfloat16 where the hardware has it."""
     deterministic: bool = False
-    """On GPUs: repeat every sum in the same order, so that a resumed run repeats the losses bit
-    for bit; slower. CPUs always do."""
+    """On GPUs: a resumed run repeats the losses bit for bit; slower. Every sum is repeated in the
+    same order. CPUs always do so."""
     compile: bool = True
     """Compile the model with torch.compile, where there is a compiler."""
     plan: bool = False
     """Print what the run would take, and exit."""
     preflight: bool = False
-    """Check on every process that the run can start (network, software, settings, clocks, data
-    and disk, one line each), and exit."""
+    """Check on every process that the run can start, and exit. One line each: network, software,
+    settings, clocks, data and disk."""
     gpus: int | None = None
-    """With --plan: plan for this many GPUs in all, rather than for this machine."""
+    """With --plan: so many GPUs in all, instead of this machine."""
     nodes: int = 1
     """With --gpus: machines that they are in."""
     gpu: Literal["A100", "H100", "H200"] = "H100"
     """With --gpus: their kind."""
     mfu: float = 0.4
-    """With --plan: the share of its peak that a single GPU reaches; measure it in a short run."""
+    """With --plan: share of its peak that a single GPU reaches. Measure it in a short run."""
     gpu_hour_price: float = 0.0
     """With --gpus: the price of one for an hour; 0 = show no price."""
 
