@@ -1,12 +1,26 @@
-"""Text from a trained model: `python sample.py --model runs/NAME --prompt "Once upon a time"`."""
+"""Text from a trained model: `python sample.py --model runs/NAME --prompt "Once upon a time"`.
+
+    python sample.py --model runs/NAME --interactive                type a text, see it continued
+    echo "Once upon" | python sample.py --model runs/NAME --prompt -
+    python sample.py --model runs/NAME --prompts-file FILE --json   one JSON object a sample
+
+Without --model it is OpenAI's GPT-2 124M.
+"""
 
 if __name__ == "__main__":
     from runtime.startup import prepare_process
 
     prepare_process()  # the imports below take seconds
 
+import codecs
+import json
 import math
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -26,6 +40,9 @@ from runtime.device import (
 )
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
+GREETING = """Type the beginning of a text; the model goes on after all text so far.
+An empty line: go on. /new: forget the text. Ctrl-C: stop the text. Ctrl-D: end."""
+
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -34,9 +51,16 @@ class SampleConfig:
     model: str = "gpt2"
     """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
     prompt: str = ""
-    """The text to continue; without one, the model starts a document."""
+    """The text to continue; - reads it from a pipe; without one, the model starts a document."""
+    prompts_file: Path | None = None
+    """A text file with a prompt in each line that is not blank, instead of --prompt."""
+    interactive: bool = False
+    """Type texts, and see each continued as its tokens come."""
+    json: bool = False
+    """Print a JSON object a line for each sample: prompt, text, index, tokens. The text and tokens
+    are those that continue the prompt; the index counts its samples from 0."""
     num_samples: int = 4
-    """Number of continuations."""
+    """Number of continuations of a prompt."""
     max_new_tokens: int = 100
     """The most tokens to add; a sample that ends its document stops earlier."""
     temperature: float = 1.0
@@ -66,28 +90,102 @@ class SampleConfig:
             problems.append(f"--top-p must be above 0 and at most 1, not {self.top_p}")
         if self.seed >= 2**63:
             problems.append(f"--seed {self.seed} is not below 2**63")
+        if self.prompt and self.prompts_file:
+            problems.append("--prompt and --prompts-file are two sources: give one of them")
+        if self.interactive and (self.prompt or self.prompts_file or self.json):
+            problems.append("--interactive goes without --prompt, --prompts-file and --json")
         if problems:
             raise ValueError("; ".join(problems))
 
 
 def main() -> None:
-    """Print samples from a model."""
+    """Print samples from a model, or talk to it."""
     config = parse_flags(SampleConfig)
+    prompts = read_prompts(config)
     device = select_device(config.device)
-    model = load_model(config.model, device)
-    prompt = gpt2_encoding().encode_ordinary(config.prompt) or [END_OF_TEXT]
-    samples = generate(
-        model,
-        torch.tensor([prompt] * config.num_samples, device=device),
-        config.max_new_tokens,
+    continue_tokens = partial(
+        generate,
+        load_model(config.model, device),
+        max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         generator=torch.Generator(device).manual_seed(config.seed),
         dtype=select_dtype(config.dtype, device),
     )
-    for number, tokens in enumerate(samples, start=1):
-        print(f"--- sample {number} of {len(samples)} ---\n{decode(tokens)}\n")
+    if config.interactive:
+        converse(lambda ids, on_token: continue_tokens(ids.to(device), on_token=on_token))
+        return
+    for number, prompt in enumerate(prompts):
+        ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
+        samples = continue_tokens(torch.tensor([ids] * config.num_samples, device=device))
+        for index, tokens in enumerate(samples):
+            if config.json:
+                new = tokens[len(ids) :]
+                sample = {"prompt": prompt, "text": decode(new), "index": index, "tokens": new}
+                print(json.dumps(sample))
+            else:
+                place = f"{number * len(samples) + index + 1} of {len(prompts) * len(samples)}"
+                print(f"--- sample {place} ---\n{decode(tokens)}\n")
+
+
+def read_prompts(config: SampleConfig) -> list[str]:
+    """The texts to continue: of the file, of standard input without its last newline, or one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has no prompt.
+    """
+    if config.prompts_file is not None:
+        lines = config.prompts_file.read_text(encoding="utf-8", errors="replace").split("\n")
+        if not any(prompts := [line for line in lines if line.strip()]):
+            raise ValueError(f"--prompts-file {config.prompts_file} has no line with a prompt")
+        return prompts
+    if config.prompt == "-":
+        return [sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")]
+    return [config.prompt]
+
+
+def converse(continue_tokens: Callable[[Tensor, Callable[[Tensor], None]], object]) -> None:
+    """Continue what is typed after all text so far, and print each token as it comes.
+
+    Args:
+        continue_tokens: continues (1, T) tokens and hands out each new one, as `generate` does.
+    """
+    with suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401 - importing it gives `input` its history
+    tokens = list[int]()
+    print(GREETING)
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line == "/new":
+            tokens.clear()
+            continue
+        tokens.extend(gpt2_encoding().encode_ordinary(f"\n{line}" if tokens and line else line))
+        take = token_printer(tokens)
+        print(line, end="", flush=True)
+        with suppress(KeyboardInterrupt):
+            continue_tokens(torch.tensor([tokens or [END_OF_TEXT]]), take)
+        print()
+
+
+def token_printer(tokens: list[int]) -> Callable[[Tensor], None]:
+    """What prints each next token, (1,), at once as text, and adds it to `tokens`.
+
+    The bytes of a character can be in several tokens: it is printed with the last one.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(token: Tensor) -> None:
+        tokens.append(int(token))
+        text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
+        print(text, end="", flush=True)
+
+    return take
 
 
 @overload
@@ -107,6 +205,7 @@ def generate(
     use_cache: bool = True,
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
+    on_token: Callable[[Tensor], None] | None = None,
 ) -> str | list[list[int]]:
     """Continue a text, or each row of a batch of tokens, one token at a time.
 
@@ -126,6 +225,7 @@ def generate(
         use_cache: keep keys and values: the same result in less time.
         dtype: of the matrix products, except the LM head's, which are float32.
         stop_token: a row ends before the first such token that it samples; None = never.
+        on_token: gets the next token of every row, (B,), as soon as it is sampled.
 
     Returns:
         For a text, the text with its continuation. For tokens, B lists of ids, each the prompt
@@ -156,6 +256,8 @@ def generate(
             ended |= next_token == stop_token
             if ended.all():
                 break
+            if on_token is not None:
+                on_token(next_token)
     rows = []
     for row in tokens.tolist():
         end = row.index(stop_token, T) if stop_token in row[T:] else len(row)

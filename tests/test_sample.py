@@ -1,4 +1,9 @@
+import contextlib
+import io
+import json
 import os
+import signal
+import sys
 
 import pytest
 import torch
@@ -6,9 +11,10 @@ from forked import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sample
 from model import GPT, GPTConfig
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
-from sample import SampleConfig, decode, generate, sample_token, window_start
+from sample import SampleConfig, decode, generate, sample_token, token_printer, window_start
 from tokenizer import gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
@@ -216,6 +222,111 @@ def test_main_continues_any_bytes_or_starts_a_document(commands, folder):
     assert done.code == 0, done.stderr
     assert done.stdout.count("--- sample ") == 2
     assert "<|endoftext|>" not in done.stdout
+
+
+def test_generate_hands_out_each_token_of_every_row():
+    model, idx, handed = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 3, 2), []
+    rows = generate(model, idx, 12, temperature=0, stop_token=None, on_token=handed.append)
+    assert torch.stack(handed, dim=1).tolist() == [row[2:] for row in rows]
+    stop = rows[0][5]
+    handed.clear()
+    [row] = generate(model, idx[:1], 12, temperature=0, stop_token=stop, on_token=handed.append)
+    assert [int(token) for token in handed] == row[2:]  # the token that ends the text is not in it
+
+
+@given(text=st.text(max_size=20))
+def test_token_printer_never_tears_a_character(text):
+    encoding, tokens = gpt2_encoding(), []
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        take = token_printer(tokens)
+        for token in encoding.encode_ordinary(text):
+            take(torch.tensor([token]))
+            assert text.startswith(out.getvalue())
+    assert out.getvalue() == text
+    assert decode(tokens) == text
+
+
+def run_main(monkeypatch, capsys, folder, *flags, stdin=""):
+    """What `sample.py` prints in this process, which imports nothing any more."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+    flags = ("--max-new-tokens=5", "--temperature=0", "--device=cpu", *flags)
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--model={folder}", *flags])
+    sample.main()
+    return capsys.readouterr().out
+
+
+def test_main_prints_json_for_each_prompt_of_a_file(monkeypatch, capsys, folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("Once upon\n\ncafé\n")
+    flags = (f"--prompts-file={tmp_path}/prompts.txt", "--num-samples=2", "--json")
+    lines = run_main(monkeypatch, capsys, folder, *flags).splitlines()
+    model = load_pretrained(str(folder))
+    expected_order = [(prompt, index) for prompt in ("Once upon", "café") for index in (0, 1)]
+    for line, (prompt, index) in zip(lines, expected_order, strict=True):
+        record = json.loads(line)
+        expected = {"prompt": prompt, "text": decode(record["tokens"]), "index": index}
+        assert record == expected | {"tokens": record["tokens"]}
+        assert prompt + record["text"] == generate(model, prompt, 5, temperature=0)
+
+
+def test_main_reads_a_prompt_from_a_pipe_as_if_it_were_given(monkeypatch, capsys, folder):
+    piped = run_main(monkeypatch, capsys, folder, "--prompt=-", stdin="café au\n")
+    assert piped == run_main(monkeypatch, capsys, folder, "--prompt", "café au")
+    assert "café au" in piped
+
+
+def test_main_refuses_a_file_without_prompts_and_flags_that_exclude_each_other(
+    monkeypatch, capsys, folder, tmp_path
+):
+    (tmp_path / "prompts.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match=r"prompts\.txt has no line with a prompt"):
+        run_main(monkeypatch, capsys, folder, f"--prompts-file={tmp_path}/prompts.txt")
+    with pytest.raises(ValueError, match="--prompt and --prompts-file"):
+        run_main(monkeypatch, capsys, folder, "--prompt=a", "--prompts-file=b")
+    with pytest.raises(ValueError, match="--interactive goes without"):
+        run_main(monkeypatch, capsys, folder, "--interactive", "--json")
+
+
+def test_main_interactive_goes_on_after_all_text_until_new(monkeypatch, capsys, folder):
+    typed = "Once upon\nHe said\n\n/new\nOnce upon\n"
+    printed = run_main(monkeypatch, capsys, folder, "--interactive", stdin=typed)
+    model = load_pretrained(str(folder))
+    first = generate(model, "Once upon", 5, temperature=0)
+    ids = gpt2_encoding().encode_ordinary("Once upon")
+
+    def goes_on(text):
+        nonlocal ids
+        ids = ids + gpt2_encoding().encode_ordinary(text)
+        [longer] = generate(model, torch.tensor([ids]), 5, temperature=0)
+        added, ids = longer[len(ids) :], longer
+        return decode(added)
+
+    assert printed.startswith(sample.GREETING)
+    texts = printed.removeprefix(sample.GREETING + "\n").split("\n> ")
+    second = goes_on("") and goes_on("\nHe said")
+    assert texts == [f"> {first}", f"He said{second}", goes_on(""), f"> {first}", "\n"]
+
+
+def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(
+    monkeypatch, capsys, folder
+):
+    original, calls = sample.load_model, []
+
+    def load_model(*args):
+        model = original(*args)
+
+        def interrupt(*_):
+            calls.append(1)
+            if len(calls) == 3:
+                signal.raise_signal(signal.SIGINT)
+
+        model.transformer.register_forward_hook(interrupt)
+        return model
+
+    monkeypatch.setattr(sample, "load_model", load_model)
+    printed = run_main(monkeypatch, capsys, folder, "--interactive", stdin="Once upon\n\n")
+    whole = generate(load_pretrained(str(folder)), "Once upon", 7, temperature=0)
+    assert len(calls) == 3 + 5  # two tokens came, then five more
+    assert "".join(printed.removeprefix(sample.GREETING).split("\n> ")).strip() == whole
 
 
 def test_generate_attends_without_cudnn():
