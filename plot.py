@@ -24,7 +24,13 @@ from tyro.conf import Positional
 
 from runtime.cli import parse_flags, run_command
 from runtime.files import atomic_write
-from runtime.metrics import HELLASWAG_EXAMPLES, HELLASWAG_REFERENCES, Series, read_run
+from runtime.metrics import (
+    HELLASWAG_EXAMPLES,
+    HELLASWAG_REFERENCES,
+    Series,
+    format_count,
+    read_run,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,13 +123,6 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     _save(axes, path)
 
 
-def format_count(count: float) -> str:
-    """A count to three digits, in thousands, millions or billions: `250M`, `2.46B`."""
-    count = float(f"{count:.3g}")
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= size:
-            return f"{count / size:g}{unit}"
-    return f"{count:g}"
 
 
 def _short_name(run_dir: Path) -> str:

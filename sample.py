@@ -103,7 +103,7 @@ def main() -> None:
     config = parse_flags(SampleConfig)
     prompts = read_prompts(config)
     device = select_device(config.device)
-    continue_tokens = partial(
+    continue_tokens: Callable[..., Any] = partial(
         generate,
         load_model(config.model, device),
         max_new_tokens=config.max_new_tokens,

@@ -319,6 +319,7 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
     config, dist_info, stop = trainer.config, trainer.dist_info, trainer.stop
     model_config = trainer.raw_model.config
     print0(dist_info, memory.describe_plan(config, model_config, trainer.batch, dist_info))
+    print0(dist_info, run_dir.describe_run(trainer.run_dir))
     timer = metrics.StepTimer(
         start_step,
         config.max_steps,
@@ -559,8 +560,7 @@ def evaluate(
             record["overall_tokens_per_second"] = overall
         tokens_seen = step * trainer.config.total_batch_size
         log(trainer, logger, step=step, tokens_seen=tokens_seen, **record)
-        values = " | ".join(f"{name} {value:.5g}" for name, value in record.items())
-        print0(trainer.dist_info, f"step {step} | {values}")
+        print0(trainer.dist_info, metrics.format_evaluation(step, record))
 
 
 def pending_evaluations(trainer: Trainer, step: int) -> list[str]:

@@ -31,11 +31,11 @@ from bench.measurement import error_line
 from bench.report import device_label, provenance, round_floats
 from bench.trials import TRIALS
 from corpus.shards import open_shards
-from plot import BLUE, GREY, INK, PALE, RED, format_count
+from plot import BLUE, GREY, INK, PALE, RED
 from runtime.cli import parse_flags, run_command
 from runtime.device import DeviceName, select_device
 from runtime.files import atomic_write, read_json, write_json
-from runtime.metrics import read_metrics
+from runtime.metrics import format_count, read_metrics
 from runtime.startup import usable_cores
 
 if TYPE_CHECKING:

@@ -188,7 +188,7 @@ def _field_docstrings(config_class: type[Any]) -> dict[str, str]:
     """The string below each field in the source of a dataclass, on one line."""
     definition: Any = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
     return {
-        field.target.id: " ".join(below.value.value.split())
+        ast.unparse(field.target): " ".join(ast.literal_eval(below.value).split())
         for field, below in pairwise(definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
     }

@@ -62,6 +62,7 @@ HELLASWAG_REFERENCES = {
 }
 METRICS_NAME = "metrics.jsonl"
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
+LINE_COLUMNS = 100  # of the console
 ETA_WINDOW = 50  # laps that the time left is estimated from
 NORM_WINDOW = 128
 LEAST_NORMS = NORM_WINDOW // 2  # fewer norms give no limit: the first of a run vary too much
@@ -305,25 +306,41 @@ class StepTimer:
 
 
 def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:
-    """One console line of a training record; what is missing or None reads `n/a`."""
+    """One console line of a training record; what is missing or None is left out."""
+    speed, share, peak = (record.get(n) for n in ("tokens_per_second", "mfu", "peak_memory_gib"))
+    device = [
+        *([f"{format_count(speed)} tok/s"] if speed is not None else []),
+        *([f"mfu {share:.0%}"] if share is not None else []),
+        *([f"{peak:.3g} GiB"] if peak is not None else []),
+    ]
+    parts = [
+        f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
+        f"loss {record['train_loss']:.4f}",
+        f"lr {record['lr']:.1e}, norm {record['grad_norm']:.3g}",
+        ", ".join(device),
+        f"eta {format_duration(eta_seconds)}",
+    ]
+    return " | ".join(filter(None, parts))
 
-    def show(name: str, spec: str, unit: str = "") -> str:
-        value = record.get(name)
-        return "n/a" if value is None else format(value, spec) + unit
 
-    return " | ".join(
-        [
-            f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
-            f"loss {show('train_loss', '.4f')}",
-            f"lr {show('lr', '.2e')}",
-            f"norm {show('grad_norm', '.2f')}",
-            show("step_time_ms", ".1f", " ms"),
-            show("tokens_per_second", ",.0f", " tok/s"),
-            f"mfu {show('mfu', '.1%')}",
-            f"eta {format_duration(eta_seconds)}",
-            f"peak {show('peak_memory_gib', '.1f', ' GiB')}",
-        ]
-    )
+def format_evaluation(step: int, record: Mapping[str, float]) -> str:
+    """The console lines of an evaluation's metrics: as many as keep each in `LINE_COLUMNS`."""
+    lines = [f"step {step}"]
+    for name, value in record.items():
+        part = f" | {name} {value:.5g}"
+        if len(lines[-1] + part) > LINE_COLUMNS:
+            lines.append(f"step {step}")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def format_count(count: float) -> str:
+    """A count to three digits, in thousands, millions or billions: `250M`, `2.46B`."""
+    count = float(f"{count:.3g}")
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:g}{unit}"
+    return f"{count:g}"
 
 
 def format_duration(seconds: float | None) -> str:

@@ -10,13 +10,16 @@ import pytest
 from model import GPTConfig
 from runtime.metrics import (
     LEAST_NORMS,
+    LINE_COLUMNS,
     NORM_WINDOW,
     MetricsLogger,
     RecentNorms,
     Series,
     StepTimer,
     flops_per_token,
+    format_count,
     format_duration,
+    format_evaluation,
     format_step,
     logged_metrics,
     mfu,
@@ -174,20 +177,52 @@ def test_step_timer_eta_follows_the_recent_steps_after_the_first_which_compiles(
     assert etas[500] == pytest.approx(500 * 5.0)
 
 
-def test_format_step_shows_every_figure_and_na_for_what_is_not_known():
+def test_format_step_shows_every_figure_that_is_known():
     record = {
-        **{"step": 250, "train_loss": 3.28123, "lr": 6e-4, "grad_norm": 0.291, "mfu": 0.523},
+        **{"step": 250, "train_loss": 3.28123, "lr": 6e-4, "grad_norm": 0.2912, "mfu": 0.523},
         **{"step_time_ms": 330.14, "tokens_per_second": 1_588_000.4, "peak_memory_gib": 33.21},
     }
     assert format_step(record, max_steps=19073, eta_seconds=6190.0) == (
-        "step   250/19073 | loss 3.2812 | lr 6.00e-04 | norm 0.29 | 330.1 ms | 1,588,000 tok/s"
-        " | mfu 52.3% | eta 1h43m | peak 33.2 GiB"
+        "step   250/19073 | loss 3.2812 | lr 6.0e-04, norm 0.291"
+        " | 1.59M tok/s, mfu 52%, 33.2 GiB | eta 1h43m"
     )
-    record = {"step": 1, "train_loss": 10.9, "lr": 8e-7, "mfu": None}
+    record = {"step": 1, "train_loss": 10.9, "lr": 8e-7, "grad_norm": 12.0, "mfu": None}
     assert format_step(record, max_steps=10, eta_seconds=None) == (
-        "step  1/10 | loss 10.9000 | lr 8.00e-07 | norm n/a | n/a | n/a | mfu n/a | eta n/a"
-        " | peak n/a"
+        "step  1/10 | loss 10.9000 | lr 8.0e-07, norm 12 | eta n/a"
     )
+
+
+@pytest.mark.parametrize(
+    ("mfu", "max_steps", "eta_seconds"),
+    [(0.523, 19_073, 28 * 3600.0), (0.523, 999_999, 28 * 3600.0), (None, 19_073, 164 * 86_400.0)],
+)
+def test_format_step_fits_100_columns_at_large_values(mfu, max_steps, eta_seconds):
+    record = {
+        **{"step": 1, "train_loss": 10.9876, "lr": 6.25e-4, "grad_norm": 1234.5, "mfu": mfu},
+        **{"tokens_per_second": 12_588_000.4, "peak_memory_gib": 139.81},
+    }
+    line = format_step(record, max_steps, eta_seconds)
+    assert len(line) <= LINE_COLUMNS == 100, len(line)
+
+
+def test_format_evaluation_begins_another_line_where_one_would_be_too_long():
+    record = {"val_loss": 10.82512, "hellaswag_acc": 0.301234, "hellaswag_acc_norm": 0.3012345}
+    record |= {"hellaswag_total": 10042, "hellaswag_left_out": 123, "samples": 4}
+    record |= {"evaluation_seconds": 1234.567, "overall_tokens_per_second": 1.588e6}
+    lines = format_evaluation(19073, record).splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= LINE_COLUMNS
+    parts = [line.split(" | ") for line in lines]
+    assert [part[0] for part in parts] == ["step 19073"] * 2
+    shown = dict(part.split(" ") for line in parts for part in line[1:])
+    assert {name: float(text) for name, text in shown.items()} == pytest.approx(record, rel=1e-4)
+    assert format_evaluation(0, {"val_loss": 10.82512}) == "step 0 | val_loss 10.825"
+
+
+def test_format_count_has_three_digits_and_a_unit():
+    texts = {0: "0", 999: "999", 24_576: "24.6K", 999_900: "1M", 2_457_600: "2.46M", 250e6: "250M"}
+    texts |= {9_999_220_736: "10B", 2.5e9: "2.5B"}
+    assert {count: format_count(count) for count in texts} == texts
 
 
 def test_format_duration_uses_the_two_largest_units():

@@ -6,7 +6,7 @@ from forked import assert_refused
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from plot import _references_for, format_count, plot_comparison, plot_run
+from plot import _references_for, plot_comparison, plot_run
 from runtime.metrics import MetricsLogger
 
 BATCH = 8192
@@ -111,12 +111,6 @@ def test_references_are_the_124m_pair_and_up_to_the_next_one_to_reach():
     assert list(_references_for(0.34)) == ["GPT-2 124M", "GPT-3 124M", "GPT-2 350M"]
     assert len(_references_for(0.434)) == 5
     assert len(_references_for(0.9)) == 8
-
-
-def test_format_count_has_three_digits_and_a_unit():
-    texts = {0: "0", 999: "999", 24_576: "24.6K", 999_900: "1M", 2_457_600: "2.46M", 250e6: "250M"}
-    texts |= {9_999_220_736: "10B", 2.5e9: "2.5B"}
-    assert {count: format_count(count) for count in texts} == texts
 
 
 def test_plot_command_draws_several_runs_and_prints_where(commands, tmp_path):

@@ -336,7 +336,7 @@ def describe_plan(
     dtype = select_dtype(config.dtype, device)
     run = MemoryModel(config, model_config, dtype, dist_info)
     memory = run.estimate(batch.micro_batch_size, batch.grad_accum_steps > 1)
-    base = f"{memory.process:.1f} Python and torch + " if memory.process else ""
+    base = f"{memory.process:.1f} torch + " if memory.process else ""
     peak = peak_flops(device_name(device))
     rows = {
         "model": f"{model_config.n_layer} layers, {model_config.n_head} heads, width "
@@ -351,7 +351,7 @@ def describe_plan(
         "tokens": f"{tokens:,} ({tokens / n_params:,.1f} per parameter)",
         "FLOPs": f"{per_token * tokens:.3g} ({per_token / 1e6:,.0f}M per token)",
         "memory per device": f"at most about {sum(memory):.1f} GiB: {base}"
-        f"{memory.state:.1f} parameters, gradients, moments + {memory.activations:.1f} activations",
+        f"{memory.state:.1f} weights, gradients, moments + {memory.activations:.1f} activations",
         "checkpoint": f"{CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB",
     }
     if peak is not None:

@@ -182,6 +182,14 @@ def finish_run(
     print0(dist_info, f"{reason}: stopped {line}")
 
 
+def describe_run(run_dir: Path) -> str:
+    """Where a run is, and how to follow, stop and resume it."""
+    return (
+        f"run folder  {run_dir}; its figures at any time: python plot.py {run_dir}\n"
+        f"to stop     Ctrl-C or SIGTERM, which save first; to go on: --resume {run_dir}"
+    )
+
+
 def resume_hint(run_dir: Path) -> str:
     """The last checkpoint, and the flags that resume from it."""
     checkpoint = latest_checkpoint(run_dir)
