@@ -313,10 +313,11 @@ def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | 
         *([f"mfu {share:.0%}"] if share is not None else []),
         *([f"{peak:.3g} GiB"] if peak is not None else []),
     ]
+    lr, norm = f"{record['lr']:.1e}".replace("e-0", "e-"), record["grad_norm"]
     parts = [
         f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
         f"loss {record['train_loss']:.4f}",
-        f"lr {record['lr']:.1e}, norm {record['grad_norm']:.3g}",
+        f"lr {lr}, norm {norm:{'.3g' if norm < 1000 else '.0f'}}",
         ", ".join(device),
         f"eta {format_duration(eta_seconds)}",
     ]

@@ -1,6 +1,8 @@
+import inspect
 import os
 import pkgutil
 import pty
+import re
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from conftest import ROOT
 from forked import free_port
 from tyro.conf import Positional
 
-from runtime.cli import help_text, parse_flags
+from runtime.cli import help_text, parse_flags, run_command
 
 DEEP_PATH = "/data/" + "a-folder/and_more/" * 7 + "with some words, and more/file.txt"
 PARSE = "print(parse_flags(Config))"
@@ -223,6 +225,14 @@ def test_bad_flag_is_one_line_on_a_terminal_and_told_by_rank_0_only(tmp_path):
 def test_run_command_ends_in_one_line(body, code, line, tmp_path):
     done = run_script(tmp_path, body)
     assert (done.returncode, done.stderr) == (code, f"{line}\n")
+
+
+def test_exit_codes_are_those_that_the_document_lists():
+    section = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    section = section.split("## Exit codes")[1].split("\n## ")[0]
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
+    source = inspect.getsource(run_command)
+    assert listed == {0, *(int(code) for code in re.findall(r"_exit\((\d+)\)", source))}
 
 
 @pytest.mark.parametrize("size", [10, 10**6])  # printed at the end, or while main runs

@@ -183,12 +183,12 @@ def test_format_step_shows_every_figure_that_is_known():
         **{"step_time_ms": 330.14, "tokens_per_second": 1_588_000.4, "peak_memory_gib": 33.21},
     }
     assert format_step(record, max_steps=19073, eta_seconds=6190.0) == (
-        "step   250/19073 | loss 3.2812 | lr 6.0e-04, norm 0.291"
+        "step   250/19073 | loss 3.2812 | lr 6.0e-4, norm 0.291"
         " | 1.59M tok/s, mfu 52%, 33.2 GiB | eta 1h43m"
     )
     record = {"step": 1, "train_loss": 10.9, "lr": 8e-7, "grad_norm": 12.0, "mfu": None}
     assert format_step(record, max_steps=10, eta_seconds=None) == (
-        "step  1/10 | loss 10.9000 | lr 8.0e-07, norm 12 | eta n/a"
+        "step  1/10 | loss 10.9000 | lr 8.0e-7, norm 12 | eta n/a"
     )
 
 
@@ -210,10 +210,10 @@ def test_format_evaluation_begins_another_line_where_one_would_be_too_long():
     record |= {"hellaswag_total": 10042, "hellaswag_left_out": 123, "samples": 4}
     record |= {"evaluation_seconds": 1234.567, "overall_tokens_per_second": 1.588e6}
     lines = format_evaluation(19073, record).splitlines()
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert max(map(len, lines)) <= LINE_COLUMNS
     parts = [line.split(" | ") for line in lines]
-    assert [part[0] for part in parts] == ["step 19073"] * 2
+    assert [part[0] for part in parts] == ["step 19073"] * 3
     shown = dict(part.split(" ") for line in parts for part in line[1:])
     assert {name: float(text) for name, text in shown.items()} == pytest.approx(record, rel=1e-4)
     assert format_evaluation(0, {"val_loss": 10.82512}) == "step 0 | val_loss 10.825"
