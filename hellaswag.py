@@ -4,7 +4,8 @@
     torchrun --nproc_per_node=8 hellaswag.py --model gpt2 --output predictions.jsonl
 
 Completion style: an ending's loss is that of its own tokens after the context. `acc` takes the
-lowest summed loss, `acc_norm` the lowest mean loss.
+lowest summed loss, `acc_norm` the lowest mean loss. `--style harness` gives the numbers of
+lm-evaluation-harness instead: its prompt, and a mean over characters (docs/evaluation.md).
 
 Each example is one row, in which the four endings share their context:
 
@@ -25,11 +26,12 @@ import http.client
 import itertools
 import json
 import math
+import re
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +65,8 @@ N_ENDINGS = 4
 CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
 # Float32 logits of 128 tokens take 26 MB, which stays in a CPU's cache; GPUs need larger products.
 TOKENS_PER_PRODUCT = {"cpu": 128, "cuda": 1024, "mps": 1024}
+Style = Literal["completion", "harness"]
+CONTEXT_FIELDS = {"completion": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class HellaSwagConfig:
     """A JSONL file in HellaSwag's format; by default the validation set, downloaded once."""
     limit: int = 0
     """Score only this many examples, from the first; 0 = all."""
+    style: Style = "completion"
+    """The nanoGPT family's prompt and acc_norm, or those of lm-evaluation-harness."""
     output: Path | None = None
     """Write the losses and predictions of every scored example to this JSONL file."""
     batch_size: int = 16
@@ -82,7 +88,8 @@ class HellaSwagConfig:
     device: DeviceName = "auto"
     """Device to run on."""
     dtype: DtypeName = "auto"
-    """Dtype of the matrix products; the losses are float32 in any case."""
+    """Dtype of the matrix products; the losses are float32 in any case. In the harness's style,
+    auto is float32, as there."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -102,10 +109,13 @@ class Example:
     label: int
     context: list[int]
     endings: list[list[int]]
+    lengths: list[int]  # of the endings, for `acc_norm`: tokens or, in the harness's style, letters
+    cuts_context: bool = False  # from the left, where it is too long: the harness's style
 
     def fits(self, block_size: int) -> bool:
-        """Whether the context with its longest ending is at most `block_size` tokens."""
-        return len(self.context) + max(map(len, self.endings)) <= block_size
+        """Whether a model with a context of `block_size` tokens can score it."""
+        longest = max(map(len, self.endings))
+        return longest + (0 if self.cuts_context else len(self.context)) <= block_size
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class HellaSwagResult:
 
     labels: Tensor  # (N,) int64
     summed: Tensor  # (N, 4) float32, nats per ending
-    mean: Tensor  # (N, 4) float32, nats per token
+    mean: Tensor  # (N, 4) float32, nats per token or, in the harness's style, per character
     left_out: int = 0  # examples longer than the model's context, which are not among the N
 
     @property
@@ -166,24 +176,27 @@ def main() -> None:
     with distributed.setup_distributed(config.device) as dist_info:
         model = load_model(config.model, dist_info.device)
         path = config.data or download_hellaswag(dist_info)
-        examples = load_examples(path, config.limit)
-        dtype = select_dtype(config.dtype, dist_info.device)
+        examples = load_examples(path, config.limit, config.style)
+        exact = config.style == "harness" and config.dtype == "auto"
+        dtype = select_dtype("float32" if exact else config.dtype, dist_info.device)
         result = evaluate_hellaswag(
             model, examples, dist_info, dtype, batch_size=config.batch_size, progress=True
         )
         if dist_info.is_main:
-            print(f"HellaSwag {path}, {config.model}: {result}")
+            style = ", harness style" if config.style == "harness" else ""
+            print(f"HellaSwag {path}, {config.model}{style}: {result}")
             if config.output is not None:
                 scored = [e for e in examples if e.fits(model.config.block_size)]
                 write_predictions(config.output, scored, result)
 
 
-def load_examples(path: str | Path, limit: int = 0) -> list[Example]:
+def load_examples(path: str | Path, limit: int = 0, style: Style = "completion") -> list[Example]:
     """Read and tokenise a HellaSwag JSONL file.
 
     Args:
         path: one JSON object per line; see `render_example`. Blank lines are skipped.
         limit: read this many examples, from the first; 0 = all.
+        style: of the prompt and of `acc_norm`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -196,7 +209,7 @@ def load_examples(path: str | Path, limit: int = 0) -> list[Example]:
         rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         for number, line in itertools.islice(rows, limit or None):
             try:
-                examples.append(render_example(json.loads(line.decode("utf-8"))))
+                examples.append(render_example(json.loads(line.decode("utf-8")), style))
             except (ValueError, RecursionError) as error:  # of UTF-8 and JSON too
                 raise ValueError(f"{path}:{number}: {error}") from None
     if not examples:
@@ -204,31 +217,53 @@ def load_examples(path: str | Path, limit: int = 0) -> list[Example]:
     return examples
 
 
-def render_example(row: Any) -> Example:  # noqa: ANN401 - any JSON value
+def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: ANN401 - any JSON value
     """Tokenise one row of the data set: the context, and each ending after a space.
 
     Args:
-        row: has `ind` (int), `ctx` (text), `endings` (4 texts) and `label` (int, 0 to 3).
+        row: has `ind` (int), `ctx` (text), `endings` (4 texts) and `label` (0 to 3, as a number or
+            a text). The harness's style takes `activity_label`, `ctx_a` and `ctx_b` for `ctx`.
+        style: of the prompt and of `acc_norm`.
 
     Raises:
         ValueError: one of these is missing, empty or of another kind.
     """
     if not isinstance(row, dict):
         raise ValueError("the row is not a JSON object")
-    missing = [key for key in ("ind", "ctx", "endings", "label") if key not in row]
+    fields = CONTEXT_FIELDS[style]
+    missing = [key for key in ("ind", *fields, "endings", "label") if key not in row]
     if missing:
         raise ValueError(f"the row has no {', '.join(missing)}")
-    ind, ctx, endings, label = row["ind"], row["ctx"], row["endings"], row["label"]
+    ind, endings, label = row["ind"], row["endings"], row["label"]
     if type(ind) is not int:
         raise ValueError(f"ind is {ind!r}, not a whole number")
-    if type(label) is not int or not 0 <= label < N_ENDINGS:
+    if type(label) not in (int, str) or str(label) not in ("0", "1", "2", "3"):
         raise ValueError(f"label is {label!r}, not 0, 1, 2 or 3")
     if not isinstance(endings, list) or len(endings) != N_ENDINGS:
         raise ValueError(f"endings must be a list of {N_ENDINGS} texts")
-    if not all(isinstance(text, str) and text.strip() for text in (ctx, *endings)):
-        raise ValueError("ctx or an ending is empty or not a text")
+    texts = [row[field] for field in fields]
+    is_text = all(isinstance(text, str) for text in (*texts, *endings))
+    if not is_text or not all(text.strip() for text in ("".join(texts), *endings)):
+        raise ValueError(f"{', '.join(fields)} or an ending is empty or not a text")
     encode = gpt2_encoding().encode_ordinary
-    return Example(ind, label, encode(ctx), [encode(" " + text) for text in endings])
+    if style == "completion":
+        tokens = [encode(" " + text) for text in endings]
+        return Example(ind, int(label), encode(texts[0]), tokens, [*map(len, tokens)])
+    # As lm-evaluation-harness does in tasks/hellaswag/utils.py and, from ids on, in api/model.py.
+    activity, ctx_a, ctx_b = texts
+    prompt = _harness_text(f"{activity}: {ctx_a} {ctx_b.capitalize()}")
+    choices = [_harness_text(text) for text in endings]
+    context = encode(prompt.rstrip())  # the spaces at its end belong to the endings
+    if not context:
+        raise ValueError("the context is empty without its [notes]")
+    tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
+    return Example(ind, int(label), context, tokens, [*map(len, choices)], cuts_context=True)
+
+
+def _harness_text(text: str) -> str:
+    """A text without WikiHow's marks; a doubled space becomes one, once."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
 
 
 def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) -> list[Example]:
@@ -304,7 +339,7 @@ def evaluate_hellaswag(
     dist_info = dist_info or DistInfo(next(model.parameters()).device)
     dtype = dtype or torch.float32
     # Equal lengths need little padding; the longest come first, so that memory runs out early.
-    order = sorted(range(len(fitting)), key=lambda i: -len(_pack(fitting[i]).idx))
+    order = sorted(range(len(fitting)), key=lambda i: -_length(fitting[i]))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
     rounds = distributed.rank_batches(
@@ -318,7 +353,7 @@ def evaluate_hellaswag(
                 summed[to_device(torch.tensor(batch), dist_info.device)] = losses
     # Each row is one rank's losses plus the zeros of the others.
     summed = distributed.all_reduce_sum(summed, dist_info).cpu()
-    lengths = torch.tensor([[len(ending) for ending in e.endings] for e in fitting])
+    lengths = torch.tensor([example.lengths for example in fitting])
     labels = torch.tensor([example.label for example in fitting])
     return HellaSwagResult(labels, summed, summed / lengths, len(examples) - len(fitting))
 
@@ -330,7 +365,7 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     The model computes on `device`, even if its weights are offloaded to the CPU, in the caller's
     autocast dtype.
     """
-    rows = [_pack(example) for example in examples]
+    rows = [row for example in examples for row in _rows(example, model.config.block_size)]
     idx = to_device(_pad([row.idx for row in rows], 0), device)
     positions = to_device(_pad([row.positions for row in rows], 0), device)
     segments = to_device(_pad([row.segments for row in rows], PADDING), device)
@@ -354,11 +389,25 @@ class PackedRow(NamedTuple):
     queries: list[int]  # indices in the row that predict the endings' tokens, in their order
 
 
-def _pack(example: Example) -> PackedRow:
-    """Lay an example out as the module's docstring shows."""
-    n_context = len(example.context)
-    row = PackedRow([*example.context], [*range(n_context)], [CONTEXT] * n_context, [])
-    for segment, ending in enumerate(example.endings, start=1):
+def _length(example: Example) -> int:
+    """Tokens of the row in which an example fits."""
+    return len(example.context) + sum(len(ending) - 1 for ending in example.endings)
+
+
+def _rows(example: Example, block_size: int) -> list[PackedRow]:
+    """An example as one row; where its context has to be cut, each ending has a row of its own."""
+    context, endings = example.context, example.endings
+    if len(context) + max(map(len, endings)) <= block_size:
+        return [_pack(context, endings)]
+    kept = [block_size + 1 - len(ending) for ending in endings]  # the last token is no input
+    return [_pack(context[-n:], [ending]) for n, ending in zip(kept, endings, strict=True)]
+
+
+def _pack(context: list[int], endings: list[list[int]]) -> PackedRow:
+    """Lay a context and its endings out as the module's docstring shows."""
+    n_context = len(context)
+    row = PackedRow([*context], [*range(n_context)], [CONTEXT] * n_context, [])
+    for segment, ending in enumerate(endings, start=1):
         n_inputs = len(ending) - 1
         start = len(row.idx)
         row.idx.extend(ending[:-1])

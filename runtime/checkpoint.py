@@ -541,11 +541,6 @@ def copy_weights(source: GPT, target: GPT) -> None:
     for name, parameter in target.named_parameters():
         value = tensors.get(name, parameter)
         if value.shape != parameter.shape and value.shape[:1] == (source_size,):
-            if target_size > source_size:
-                raise ValueError(
-                    f"--block-size {target_size} is beyond this model's {source_size}: "
-                    f"give --block-size {source_size} or less"
-                )
             tensors[name] = value[:target_size]
     _check_fit("the model to start from", tensors, dict(target.named_parameters()))
     _copy_parameters(tensors, target)

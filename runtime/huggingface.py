@@ -108,7 +108,12 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
         file.write(weights)
     write_json(
         folder / "generation_config.json",
-        {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT, "pad_token_id": END_OF_TEXT},
+        {
+            **{f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")},
+            # A pipeline without it asks for 256 tokens more than the prompt, beyond short contexts.
+            # A user's max_length and max_new_tokens go before it.
+            "max_length": config.block_size,
+        },
     )
     _write_tokenizer(folder, config.block_size)
 
@@ -455,6 +460,7 @@ def _write_tokenizer(folder: Path, block_size: int) -> None:
             "bos_token": special,
             "eos_token": special,
             "unk_token": special,
+            "pad_token": special,  # which batches and the collators of trainers need
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,
         },

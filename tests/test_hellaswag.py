@@ -154,6 +154,10 @@ def test_load_examples_takes_any_key_order_blank_lines_and_a_limit(tmp_path):
     assert [decode(ending) for ending in first.endings] == [" " + e for e in ROW["endings"]]
 
 
+def test_render_example_takes_a_label_as_text():
+    assert [render_example({**ROW, "label": label}).label for label in ("3", 0)] == [3, 0]
+
+
 def bad(**changes):
     return json.dumps({**ROW, **changes}).encode()
 
@@ -165,6 +169,8 @@ def bad(**changes):
         (bad(endings=["a", "b", "c", 4]), "an ending is empty or not a text"),
         (bad(ctx=""), "ctx or an ending is empty"),
         (bad(label=4), "label is 4"),
+        (bad(label="03"), "label is '03'"),
+        (bad(label=True), "label is True"),
         (bad(ind="a"), "ind is 'a'"),
         (b'{"ind": 1, "ctx": "a"}', "no endings, label"),
         (b"[1]", "not a JSON object"),

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch._inductor.runtime.triton_compat import OutOfResources
 
-from model import GPTConfig
+from model import GPT, GPTConfig
 from runtime.checkpoint import TrainerState
 from runtime.cli import RunStopped
 from runtime.distributed import DistInfo
 from runtime.files import read_json, write_json
+from runtime.huggingface import save_pretrained
 from training.config import TrainConfig
 from training.run_dir import (
     check_resume_compatible,
@@ -21,6 +22,7 @@ from training.run_dir import (
     is_finished,
     label_run,
     last_run,
+    model_dimensions,
     open_run,
     parse_config,
 )
@@ -287,3 +289,32 @@ NCCL_ERROR = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:
 def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind, said):
     with pytest.raises(kind, match=re.escape(said)), explain_failures(tmp_path, DIST_INFO):
         raise error
+
+
+def test_init_from_takes_the_models_context_unless_another_is_given(tmp_path, capsys):
+    own = GPTConfig(block_size=48, n_layer=1, n_head=2, n_embd=8)
+    save_pretrained(GPT(own), tmp_path / "model")
+    init = [f"--init-from={tmp_path}/model", f"--out-dir={tmp_path}/runs"]
+    recipe = tmp_path / "recipe.json"
+    write_json(recipe, {"block_size": 128, "max_steps": 60})
+    for flags in ([], ["--resume=auto"], [f"--config={recipe}"]):
+        config, _ = parse_config([*init, *flags])
+        assert model_dimensions(config, None) == own
+        assert config.saved()["block_size"] == 48
+    assert capsys.readouterr().out == ""
+
+    config, _ = parse_config([*init, "--block_size", "32"])
+    assert model_dimensions(config, None) == replace(own, block_size=32)
+    said = f"--block-size 32: of {tmp_path}/model, positions 32 to 47 are cut\n"
+    assert capsys.readouterr().out == said
+    write_json(tmp_path / "config.json", config.saved())  # of a run that began so
+    assert parse_config([f"--config={tmp_path}/config.json", *init])[0].block_size == 32
+    config, _ = parse_config([*init, "--block-size=128"])
+    with pytest.raises(ValueError, match="128 is beyond this model's 48: give --block-size 48 or"):
+        model_dimensions(config, None)
+
+
+def test_init_from_is_not_read_where_a_checkpoint_is_resumed(tmp_path):
+    fake_checkpoint(tmp_path / "run", 5, block_size=512)
+    flags = [f"--resume={tmp_path}/run", f"--init-from={tmp_path}/gone"]
+    assert parse_config(flags)[0].block_size == 512

@@ -86,7 +86,7 @@ class TrainConfig:
     n_embd: int | None = None
     """Width, instead of the size's."""
     block_size: int = 1024
-    """Context length in tokens."""
+    """Context length in tokens; with --init-from, by default its model's."""
     init_from: str | None = None
     """Start from weights: gpt2, …, a Hugging Face folder, or a run."""
 

@@ -55,15 +55,16 @@ DATA_ORDER_SETTINGS = ("total_batch_size", "seed", "shuffle")  # a run keeps the
 def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
     """The configuration, and the checkpoint to resume from, if any.
 
-    Flags that are not given have the values of the resumed checkpoint or of `--config`. A resumed
-    run keeps its warm-up, whatever `--max-steps` becomes: the schedule so far must not change.
+    Flags that are not given have the values of the resumed checkpoint or of `--config`, and
+    `--block-size` is the context of the model of a given `--init-from`. A resumed run keeps its
+    warm-up, whatever `--max-steps` becomes: the schedule so far must not change.
 
     Raises:
-        FileNotFoundError: `--config` or `--resume` names nothing that is there.
+        FileNotFoundError: `--config`, `--resume` or `--init-from` names nothing that is there.
         ValueError: a flag or a saved setting is refused.
     """
     locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("config", "resume", "out-dir", "run-name"):
+    for flag in ("config", "resume", "out-dir", "run-name", "init-from"):
         locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?")
     given, _ = locate.parse_known_args(args)
     defaults = read_config(Path(given.config)) if given.config else TrainConfig()
@@ -85,6 +86,9 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
         elif run_name and given.config is None and config_path.is_file():
             defaults = read_config(config_path)  # of a run that ended before its first checkpoint
         defaults = replace(defaults, run_name=run_name)
+    if given.init_from and checkpoint is None and defaults.init_from is None:
+        own = read_model_config(given.init_from).block_size
+        defaults = replace(defaults, block_size=own)
     config = parse_flags(TrainConfig, args, defaults, FLAG_HINTS)
     if checkpoint is None or config.warmup_steps != defaults.warmup_steps:
         check_warmup(config)
@@ -394,9 +398,23 @@ def check_resume_compatible(
 
 
 def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
-    """The dimensions that the flags give or, with `--init-from`, its model's or the run's."""
+    """The dimensions that the flags give or, with `--init-from`, its model's or the run's.
+
+    Raises:
+        ValueError: `--block-size` is longer than the context of the model to start from.
+    """
     if config.init_from is None:
         return config.model_config()
     if checkpoint is not None:  # --init-from may be gone by now
         return GPTConfig(**read_state(checkpoint).model_config)
-    return replace(read_model_config(config.init_from), block_size=config.block_size)
+    model_config = read_model_config(config.init_from)
+    given, own = config.block_size, model_config.block_size
+    if given > own:
+        raise ValueError(
+            f"--block-size {given} is beyond this model's {own}: give --block-size {own} or less"
+        )
+    if given < own:
+        _print0(
+            f"--block-size {given}: of {config.init_from}, positions {given} to {own - 1} are cut"
+        )
+    return replace(model_config, block_size=given)
