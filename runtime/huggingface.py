@@ -38,6 +38,7 @@ EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written
 HUB_TIMEOUT_SECONDS = 10  # of an answer
 HUB_DOWNLOAD_SECONDS = 3 * 3600  # of a model; the 6.4 GB of gpt2-xl at 0.6 MB/s
 
+TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
 # Old files carry the causal mask as a buffer of every attention layer.
@@ -109,7 +110,7 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
     write_json(
         folder / "generation_config.json",
         {
-            **{f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")},
+            **TOKEN_IDS,
             # A pipeline without it asks for 256 tokens more than the prompt, beyond short contexts.
             # A user's max_length and max_new_tokens go before it.
             "max_length": config.block_size,
@@ -358,8 +359,7 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
-        "bos_token_id": END_OF_TEXT,
-        "eos_token_id": END_OF_TEXT,
+        **TOKEN_IDS,
         "torch_dtype": "float32",
         "exported_by": EXPORTED_BY,
     }

@@ -1,0 +1,153 @@
+"""What people load an exported folder with; docs/export.md has a line for each.
+
+All but the first two need packages of `requirements-extras.txt`.
+"""
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from runtime.huggingface import load_pretrained, save_pretrained
+
+transformers = pytest.importorskip("transformers")
+
+SIZE = GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=16)
+EXACT = {"rtol": 0, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    torch.manual_seed(0)
+    model = GPT(SIZE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    folder = tmp_path_factory.mktemp("clients") / "export"
+    save_pretrained(model, folder)
+    return folder
+
+
+@pytest.fixture
+def theirs(exported):
+    return transformers.AutoModelForCausalLM.from_pretrained(exported)
+
+
+@pytest.fixture
+def tokenizer(exported):
+    return transformers.AutoTokenizer.from_pretrained(exported)
+
+
+@pytest.fixture
+def idx():
+    return torch.randint(0, 50257, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def assert_ours_reads(folder, expected, idx):
+    """What a client has saved is a model for --init-from and --model."""
+    with torch.no_grad():
+        torch.testing.assert_close(load_pretrained(folder)(idx).logits, expected, **EXACT)
+
+
+def test_pipeline_stays_in_the_context_obeys_lengths_and_takes_batches(exported):
+    pipe = transformers.pipeline("text-generation", str(exported), device="cpu")
+    transformers.set_seed(0)
+
+    def ids(prompts, **settings):
+        made = pipe(prompts, return_tensors=True, **settings)
+        return [each["generated_token_ids"] for each in made]
+
+    [whole] = ids("def main")
+    assert len(whole) == SIZE.block_size or whole[-1] == pipe.tokenizer.eos_token_id
+    greedy = {"do_sample": False}
+    assert [len(ids("def main", max_length=n, **greedy)[0]) for n in (5, 30)] == [5, 30]
+    assert len(ids("def main", max_new_tokens=7, **greedy)[0]) == 2 + 7
+    prompts = ["def main", "A long prompt of more than one word", "x"]
+    texts = [pipe(prompt, max_new_tokens=6, **greedy)[0]["generated_text"] for prompt in prompts]
+    batched = pipe(prompts, batch_size=3, max_new_tokens=6, **greedy)
+    assert [each["generated_text"] for [each] in batched] == texts
+    with pytest.raises(ValueError, match="max_length"):
+        pipe("a " * 40)
+
+
+def test_tokenizer_pads_for_batches_and_for_the_trainers_collator(theirs, tokenizer):
+    batch = tokenizer(["one", "one two three"], padding=True, return_tensors="pt")
+    assert batch["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 1]]
+    with torch.no_grad():
+        short = theirs(tokenizer("one", return_tensors="pt")["input_ids"]).logits
+        torch.testing.assert_close(theirs(**batch).logits[:1, :1], short, **EXACT)
+    collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    labels = collate([tokenizer("one"), tokenizer("one two three")])["labels"]
+    assert (labels[0] == -100).tolist() == [False, True, True]
+    assert theirs.config.pad_token_id == tokenizer.pad_token_id == 50256
+
+
+def test_peft_trains_saves_loads_and_merges_an_adapter(exported, theirs, idx, tmp_path):
+    peft = pytest.importorskip("peft")
+    before = theirs(idx).logits
+    lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(theirs, lora)
+    optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=10.0)
+    for _ in range(2):  # the first step moves only one of an adapter's two matrices
+        tuned(input_ids=idx, labels=idx).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tuned.eval().save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = tuned(input_ids=idx).logits
+        torch.testing.assert_close(loaded(input_ids=idx).logits, expected, **EXACT)
+    assert (expected - before).abs().max() > 1e-3
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_ours_reads(tmp_path / "merged", expected, idx)
+
+
+def test_trl_fine_tunes_on_texts(exported, idx, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path / "trl"),
+        **{"max_steps": 2, "per_device_train_batch_size": 2, "max_length": SIZE.block_size},
+        **{"learning_rate": 1e-2, "use_cpu": True, "bf16": False, "report_to": "none"},
+        **{"save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True},
+    )
+    texts = ["one two three", "A longer text, of some more words. " * 9, "four", "five six"]
+    data = datasets.Dataset.from_dict({"text": texts})
+    trainer = trl.SFTTrainer(model=str(exported), args=settings, train_dataset=data)
+    before = load_pretrained(exported)(idx).logits
+    result = trainer.train()
+    assert result.global_step == 2
+    assert 5 < result.training_loss < 15
+    trainer.save_model(str(tmp_path / "tuned"))
+    with torch.no_grad():
+        expected = trainer.model.eval()(idx).logits
+    assert (expected - before).abs().max() > 1e-3
+    assert_ours_reads(tmp_path / "tuned", expected, idx)
+
+
+def test_onnx_gives_the_same_logits(theirs, idx, tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    theirs.config.use_cache = False
+    theirs.config.return_dict = False
+    path = str(tmp_path / "model.onnx")
+    program = torch.onnx.export(theirs.eval(), (idx,), dynamo=True, verbose=False)
+    program.save(path)
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    [logits] = session.run(None, {session.get_inputs()[0].name: idx.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(logits), theirs(idx)[0], rtol=0, atol=1e-4)
+
+
+def test_gguf_knows_every_tensor_and_the_tokenizer(exported, theirs, tokenizer):
+    """What llama.cpp's converter reads of a GPT-2; the converter itself is in no package."""
+    gguf = pytest.importorskip("gguf")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, SIZE.n_layer)
+    from safetensors.torch import load_file
+
+    for name in load_file(exported / "model.safetensors"):
+        assert names.get_name(name, try_suffixes=(".weight", ".bias")), name
+    vocab = gguf.SpecialVocab(exported, load_merges=True, n_vocab=50257)
+    assert len(vocab.merges) == 50_000
+    assert vocab.special_token_ids == dict.fromkeys(("bos", "eos", "pad"), 50256)
+    assert max(tokenizer.vocab.values()) < theirs.config.vocab_size
+    assert theirs.config.n_ctx == SIZE.block_size

@@ -1,0 +1,130 @@
+"""`hellaswag.py --style harness` and lm-evaluation-harness itself, on the same export."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+import hellaswag
+from hellaswag import evaluate_hellaswag, load_examples
+from model import GPT, GPTConfig
+from runtime.huggingface import save_pretrained
+
+BLOCK_SIZE = 40
+ENDINGS = ["runs away.", "is a cat.", "sits down on the chair.", "sings"]
+
+
+def row(ctx_a, ctx_b="", endings=ENDINGS, label="3", activity="Cooking soup"):
+    texts = {"activity_label": activity, "ctx_a": ctx_a, "ctx_b": ctx_b, "endings": endings}
+    return {"ind": 0, "split_type": "zeroshot", "label": label, **texts}
+
+
+ROWS = [
+    row("A man stirs.", "THE Man then"),
+    row("[header] How to boil eggs [title] Take a pot. [step] Fill it  with   water."),
+    row("[header] How to wait [step]", endings=["[step] Sit.", "a [title] b", "Go  on", " So "]),
+    row("It ends in a note [substeps]", endings=["[title]", "No [x", "yes] it is", "a"]),
+    row("Ein Mädchen isst 日本語 🙂 naïve", "été", ["Çok güzel.", "日本", "ok", "ﬁn\u00a0é"]),
+    row("tabs\tand\nlines\n", " \n", ["\n\na", "b\n", "don't", "'s"], activity=" 12 "),
+    row("Punctuation ends it...", "", ["...", "!", "?!", "1234567"]),
+    row("a b " * 40, "c"),  # beyond the context: all four are cut
+    row("a b " * 11, "c", ["no", "no", "yes yes yes yes", "maybe, " * 9]),  # some are cut
+    row("A long ending.", "", ["a" + " a" * (BLOCK_SIZE - 1), "b", "c", "d" + " d" * 30]),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """These rows and the sample's 24, whose labels are numbers, as one file."""
+    rows = [json.loads(x) for x in (ROOT / "assets/hellaswag_sample.jsonl").open()]
+    shared = [{**{key: each[key] for key in ROWS[0]}, "label": str(each["label"])} for each in rows]
+    path = tmp_path_factory.mktemp("harness") / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in ROWS + shared))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(block_size=BLOCK_SIZE, n_layer=2, n_head=2, n_embd=16))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def theirs(data, model, tmp_path_factory):
+    """The harness's own result, with its own task, on the exported model."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+
+    folder = tmp_path_factory.mktemp("export") / "model"
+    save_pretrained(model, folder)
+    task = folder.parent / "rows.yaml"  # the harness's own but for where the rows come from
+    hellaswag_yaml = Path(lm_eval.__file__).parent / "tasks/hellaswag/hellaswag.yaml"
+    files = {"train": str(data), "validation": str(data)}
+    kwargs = {"data_files": files, "cache_dir": str(folder.parent / "cache")}
+    task.write_text(
+        f"include: {hellaswag_yaml}\ntask: rows\ndataset_path: json\n"
+        f"dataset_kwargs: {json.dumps(kwargs)}\n"
+    )
+    return lm_eval.simple_evaluate(
+        HFLM(pretrained=str(folder), device="cpu", batch_size=7),
+        tasks=[str(task)],
+        bootstrap_iters=0,
+    )
+
+
+def test_harness_style_gives_the_harness_numbers_to_the_last_example(theirs, data, model):
+    ours = evaluate_hellaswag(model, load_examples(data, style="harness"), batch_size=5)
+    samples = sorted(theirs["samples"]["rows"], key=lambda sample: sample["doc_id"])
+    assert (ours.total, ours.left_out) == (len(samples), 0) == (len(ROWS) + 24, 0)
+    losses = [[-float(each[0][0]) for each in sample["resps"]] for sample in samples]
+    torch.testing.assert_close(ours.summed, torch.tensor(losses), rtol=1e-5, atol=1e-4)
+    right = (ours.predictions == ours.labels, ours.predictions_norm == ours.labels)
+    assert right[0].tolist() == [sample["acc"] == 1 for sample in samples]
+    assert right[1].tolist() == [sample["acc_norm"] == 1 for sample in samples]
+    scores = theirs["results"]["rows"]
+    assert (ours.acc, ours.acc_norm) == (scores["acc,none"], scores["acc_norm,none"])
+    assert 0 < ours.acc != ours.acc_norm > 0  # or equality would say nothing
+
+
+def test_harness_style_leaves_out_only_what_the_harness_cannot_score(model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    too_long = row("A", endings=["b", "c", "d", "a" + " a" * BLOCK_SIZE])
+    path.write_text("\n".join(json.dumps(each) for each in (too_long, ROWS[7])))
+    result = evaluate_hellaswag(model, load_examples(path, style="harness"))
+    assert (result.total, result.left_out) == (1, 1)
+
+
+def test_main_scores_in_the_harness_style_in_float32(data, model, tmp_path, monkeypatch, capsys):
+    save_pretrained(model, tmp_path / "model")
+    flags = [f"--model={tmp_path}/model", f"--data={data}", "--style=harness", "--device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["hellaswag.py", *flags])
+    hellaswag.main()
+    result = evaluate_hellaswag(model, load_examples(data, style="harness"))
+    assert capsys.readouterr().out.endswith(f"model, harness style: {result}\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"activity_label": None},
+            "activity_label, ctx_a, ctx_b or an ending is",
+        ),
+        ({"activity_label": "[", "ctx_a": "]", "ctx_b": ""}, "empty without its"),
+    ],
+)
+def test_load_examples_refuses_a_row_without_the_harness_fields(tmp_path, change, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[0] | change))
+    with pytest.raises(ValueError, match=message):
+        load_examples(path, style="harness")
+    path.write_text(json.dumps({"ind": 0, "ctx": "a", "endings": ENDINGS, "label": 0}))
+    with pytest.raises(ValueError, match="the row has no activity_label, ctx_a, ctx_b"):
+        load_examples(path, style="harness")
