@@ -87,7 +87,13 @@ def test_main_learns_validates_and_saves(tiny_flags, tmp_path, capsys):
     assert record["tokens_seen"] == 12 * 256
     assert record["mfu"] is None  # a CPU's peak is not guessed
     assert record["tokens_per_second"] > 0
-    assert "step 12/12 | loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step 12/12 | loss" in printed
+    before, _ = printed.split("step 0 | ", 1)
+    for words in (f"run folder  {run_dir}", f"plot.py {run_dir}", "Ctrl-C", f"--resume {run_dir}"):
+        assert words in before
+    lines = [line for line in printed.splitlines() if "sample: " not in line]
+    assert max(len(line.replace(str(run_dir), "runs/whole")) for line in lines) <= 100
 
 
 def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path):

@@ -351,7 +351,7 @@ def describe_plan(
         "tokens": f"{tokens:,} ({tokens / n_params:,.1f} per parameter)",
         "FLOPs": f"{per_token * tokens:.3g} ({per_token / 1e6:,.0f}M per token)",
         "memory per device": f"at most about {sum(memory):.1f} GiB: {base}"
-        f"{memory.state:.1f} weights, gradients, moments + {memory.activations:.1f} activations",
+        f"{memory.state:.1f} weights, grads, moments + {memory.activations:.1f} activations",
         "checkpoint": f"{CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB",
     }
     if peak is not None:
