@@ -123,8 +123,6 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     _save(axes, path)
 
 
-
-
 def _short_name(run_dir: Path) -> str:
     name = run_dir.resolve().name
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
