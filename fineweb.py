@@ -52,10 +52,10 @@ class FineWebConfig:
     """
 
     source: tuple[str, ...] = ("fineweb-edu",)
-    """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `stdlib`, the running
-    Python's standard library, which needs no network; or .parquet, .jsonl (also .gz and .zst) and
-    .txt files, or globs of them. A .txt file is one document; a row's `text` is one in the
-    others. hub:OWNER/NAME downloads a data set that was tokenised before."""
+    """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `hub:OWNER/NAME`, shards that
+    --push-to-hub uploaded; `stdlib`, the running Python's standard library, which needs no network;
+    or .parquet, .jsonl (also .gz and .zst) and .txt files, or globs of them. A .txt file is one
+    document; a row's `text` is one in the others."""
     name: str | None = None
     """Configuration of the hub data set; `sample-10BT` of fineweb and fineweb-edu."""
     data_dir: Path | None = None

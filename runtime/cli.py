@@ -174,7 +174,9 @@ def _flag(field: Field[Any], kind: Any, default: object | None) -> str:  # noqa:
     if value is None or value is MISSING:
         words = [word for cls, word in PLACEHOLDERS.items() if cls in (kind, *get_args(kind))]
         return f"{flag} {words[0] if words else 'NAME'}{' (needed)' if value is MISSING else ''}"
-    return f"{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    if isinstance(value, tuple):
+        return f"{flag} {' '.join(value) or 'NAME ...'}"
+    return f"{flag} {value}"
 
 
 def _choices(kind: Any) -> tuple[str, ...]:  # noqa: ANN401 - a type
