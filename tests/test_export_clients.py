@@ -1,6 +1,6 @@
 """What people load an exported folder with; docs/export.md has a line for each.
 
-All but the first two need packages of `requirements-extras.txt`.
+All but the first two need packages of `requirements-test-all.txt`.
 """
 
 import pytest
