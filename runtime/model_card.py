@@ -85,7 +85,7 @@ def write_model_card(
         LIMITS.format(block_size=config.block_size),
     ]
     with atomic_write(path) as file:
-        file.write("\n".join(lines).encode())
+        file.write("\n".join(lines).encode(errors="replace"))  # a name may be no UTF-8
 
 
 def _describe(training: TrainingRecord) -> Iterator[str]:
