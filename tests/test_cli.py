@@ -181,7 +181,8 @@ SCRIPTS = {  # the configuration of each script
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_of_every_script_fits_a_screen_or_two_and_has_every_flag(script):
+def test_help_of_every_script_fits_a_screen_or_two_and_has_every_flag(script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     config_class = pkgutil.resolve_name(SCRIPTS[script])
     lines = help_text(config_class).splitlines()
     assert len(lines) < 80
@@ -195,7 +196,8 @@ def test_help_of_every_script_fits_a_screen_or_two_and_has_every_flag(script):
     assert [line for line in below if not line.startswith("  ")] == list(titles.values())
 
 
-def test_help_of_a_script_has_no_colour_on_a_terminal_either(tmp_path):
+def test_help_of_a_script_has_no_colour_on_a_terminal_either(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     ours, theirs = pty.openpty()
     run_script(tmp_path, PARSE, "--help", stdout=theirs, stderr=theirs, COLUMNS="100")
     os.close(theirs)

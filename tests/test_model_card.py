@@ -34,6 +34,7 @@ def export_card(monkeypatch, source, out):
 
 def save_run_with(run_dir, config, records, step=20):
     """A run's folder with a checkpoint after `step` steps."""
+    run_dir.mkdir()
     model, optimizers = new_training(MODEL)
     with CheckpointWriter(run_dir / "checkpoints") as writer:
         state = replace(trainer_state(step, model), train_config=config)
