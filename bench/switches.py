@@ -50,11 +50,19 @@ def masked_lm_head_loss(
 
 
 class NarrowTransformer(Transformer):
-    """A Transformer whose residual stream is bfloat16, from the sum of the embeddings on."""
+    """A Transformer whose residual stream is bfloat16, as far as matrix products are.
+
+    From the sum of the embeddings on; without autocast it stays float32.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.h[0].register_forward_pre_hook(lambda _, args: (args[0].bfloat16(), *args[1:]))
+        self.h[0].register_forward_pre_hook(self._narrow)
+
+    @staticmethod
+    def _narrow(_: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = args
+        return (x.bfloat16() if torch.is_autocast_enabled(x.device.type) else x, *others)
 
 
 def compressing_ddp(*args: Any, **arguments: Any) -> DistributedDataParallel:  # noqa: ANN401

@@ -60,10 +60,11 @@ def test_recipe_with_a_setting_that_is_none_is_refused(commands, tmp_path, chang
     assert not (tmp_path / "runs").exists()
 
 
-def new_result(recipe, rate, *losses, scale="w64", trial=""):
+def new_result(recipe, rate, *losses, scale="w64", trial="", machine="ours", seconds=1.0):
     """A run of 40 steps with a validation every 10."""
     curve = [Point(10 * place, loss, loss) for place, loss in enumerate(losses)]
-    return Result(Run(scale, 10 * (len(losses) - 1), recipe, rate, trial), curve, 1.0)
+    run = Run(scale, 10 * (len(losses) - 1), recipe, rate, trial)
+    return Result(run, curve, {"machine": machine, "step_seconds": seconds})
 
 
 def test_share_to_reach_a_loss_worked_by_hand():
@@ -88,6 +89,19 @@ def test_tables_compare_with_the_reference_at_its_best_rate():
     lines = tables(results).splitlines()
     assert "| fast | 0.008 | none | 1337 | 3.0000 | 0.50 |" in lines
     assert "| reference | 0.001 | none | 1337 | 5.0000 | not reached |" in lines
+
+
+def test_compare_takes_the_times_of_one_machine():
+    results = [
+        new_result("reference", 1e-3, 10.0, 5.0, seconds=3.0),
+        new_result("reference", 2e-3, 10.0, 6.0, seconds=2.0),
+        new_result("reference", 4e-3, 10.0, 4.0, machine="faster", seconds=0.5),
+        new_result("fast", 8e-3, 10.0, 3.0, seconds=2.5),
+        new_result("muon", 8e-3, 10.0, 3.0, machine="faster", seconds=0.6),
+    ]
+    (comparison,) = compare(results)
+    assert comparison.references[0].run.max_lr == 4e-3
+    assert comparison.step_seconds == (2.0, 2.5)
 
 
 def test_tokens_per_parameter_counts_the_blocks_matrices():

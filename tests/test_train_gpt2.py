@@ -215,7 +215,7 @@ def test_resume_refuses_other_data(tiny_flags, tiny_data, tmp_path):
     main([*tiny_flags, "--run-name=a", "--max-steps=4"])
     other = tmp_path / "other"
     other.mkdir()
-    for path in tiny_data.iterdir():
+    for path in tiny_data.glob("*.npy"):
         np.save(other / path.name, np.load(path)[1:])
     with pytest.raises(ValueError, match="data_fingerprint"):
         main([*tiny_flags, "--run-name=a", "--resume=auto", f"--data-dir={other}"])
