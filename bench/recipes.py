@@ -6,7 +6,7 @@
 On a CPU as many runs train at once as there are cores. It writes `runs.json` (settings and
 thinned metrics of every run), `runs.md` (tables) and two figures into bench/results/recipes. A
 run that is in `runs.json` is not trained again, so the same command goes on after an interrupt or
-on another machine; `--results-dir` of another folder starts anew.
+on another machine; `--results-dir` of another folder trains them all again.
 """
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of who s
 settings.register_profile("repeatable", derandomize=True)  # no test depends on luck
 settings.load_profile("repeatable")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
 TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
 TINY_RUN = (
     *TINY_MODEL,

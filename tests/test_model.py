@@ -286,6 +286,7 @@ def test_gpt_chunked_gradients_in_16_bits_are_as_close_to_float32_as_the_plain_o
     assert 0 < chunked <= 1.1 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="this machine has no C++ compiler")
 def test_gpt_compiled_and_chunked_equals_eager_in_loss_and_gradients():
     # Compiled on a CPU, attention is BlockCausalAttention.

@@ -341,6 +341,17 @@ def test_tensorboard_shows_the_run(tiny_flags, tmp_path):
     assert '"max_steps": 8' in configs[0]
 
 
+def check_rows(run_dir, rows):
+    """A tracker's rows, as (step, values), are those of the run, each step once."""
+    shown = [(step, name, value) for step, row in rows for name, value in row.items()]
+    for name in {name for _, name, _ in measured(run_dir)} - {"tokens_seen"}:
+        expected, found = by_step(measured(run_dir), name), by_step(shown, name)
+        assert list(found) == list(expected)
+        assert found == expected or not is_exact(name)
+    assert list(by_step(shown, "sample_text")) == [0, 8, 10]
+    assert list(by_step(shown, "figures/loss")) == [8, 10]
+
+
 def wandb_rows(path):
     """The history of an offline file: LevelDB's log format, in it wandb's own records."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -371,13 +382,7 @@ def test_wandb_has_the_run(tiny_flags, tmp_path):
     assert len(files) == 2
     assert len({path.name for path in files}) == 1  # of one id
     rows = [row for path in files for row in wandb_rows(path)]
-    shown = [(row["step"], name, value) for row in rows for name, value in row.items()]
-    for name in {name for _, name, _ in measured(run_dir)} - {"tokens_seen"}:
-        expected, found = by_step(measured(run_dir), name), by_step(shown, name)
-        assert list(found) == list(expected)
-        assert found == expected or not is_exact(name)
-    assert list(by_step(shown, "sample_text")) == [0, 8, 10]
-    assert list(by_step(shown, "figures/loss")) == [8, 10]
+    check_rows(run_dir, ((row["step"], row) for row in rows))
 
 
 @pytest.mark.slow
@@ -389,13 +394,7 @@ def test_trackio_has_the_run(tiny_flags, tmp_path):
         configs = database.execute("SELECT config FROM configs").fetchall()
     assert len({run_id for run_id, *_ in rows}) == 1
     assert {name for _, name, *_ in rows} == {"a"}
-    shown = [(row[2], name, value) for row in rows for name, value in json.loads(row[3]).items()]
-    for name in {name for _, name, _ in measured(run_dir)} - {"tokens_seen"}:
-        expected, found = by_step(measured(run_dir), name), by_step(shown, name)
-        assert list(found) == list(expected)
-        assert found == expected or not is_exact(name)
-    assert list(by_step(shown, "sample_text")) == [0, 8, 10]
-    assert list(by_step(shown, "figures/loss")) == [8, 10]
+    check_rows(run_dir, ((step, json.loads(metrics)) for *_, step, metrics in rows))
     assert json.loads(configs[0][0])["n_embd"] == 32
 
 

@@ -265,6 +265,7 @@ def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step):
     assert result_parts.grad_norm == pytest.approx(result_whole.grad_norm, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
 def test_compiled_gradients_are_the_same_each_time_with_two_threads():
     make_deterministic()
