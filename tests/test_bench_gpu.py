@@ -43,7 +43,7 @@ def test_command_measures_everything_and_goes_on_after_an_interrupt(tiny_data, t
     before = json.loads(path.read_text())
     assert [before[name]["complete"] for name in ("peer_transformers", "peer_switches")] == [1, 0]
 
-    stdout, stderr = start(tmp_path, f"--data-dir={tiny_data}").communicate(timeout=600)
+    stdout, stderr = start(tmp_path, f"--data-dir={tiny_data}").communicate(timeout=1800)
     came = outcomes(stdout)
     assert len(came) == len(PARTS), stdout + stderr
     assert came["transformers"] == came["tests"] == "measured before"
