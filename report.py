@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from runtime.files import atomic_write, read_json, redact_secrets
+from runtime.files import atomic_write, read_object, redact_secrets
 from runtime.metrics import (
     HELLASWAG_EXAMPLES,
     HELLASWAG_REFERENCES,
     METRICS_NAME,
     Series,
     format_duration,
+    logged_values,
     read_run,
-    resumed_steps,
 )
 
 Records = list[dict[str, Any]]
@@ -64,8 +64,9 @@ def write_report(run_dirs: Sequence[Path], path: Path) -> None:
 
 def collect_run(run_dir: Path, now: float) -> dict[str, Any]:
     """What the page shows of a run, as JSON values; `now` is in seconds since the epoch."""
-    records, resumed = read_run(run_dir), resumed_steps(run_dir / METRICS_NAME)
-    settings = _read_object(run_dir / "config.json")
+    records, path = read_run(run_dir), run_dir / METRICS_NAME
+    resumed = [step for step in logged_values(path, "resumed_from") if step]  # 0: it began
+    settings = read_object(run_dir / "config.json")
     step, tokens = records[-1]["step"], records[-1]["tokens_seen"]
     max_steps = settings.get("max_steps", step)
     return {
@@ -73,7 +74,7 @@ def collect_run(run_dir: Path, now: float) -> dict[str, Any]:
         "step": step,
         "max_steps": max_steps,
         "tokens": tokens,
-        "last_write": (run_dir / METRICS_NAME).stat().st_mtime,
+        "last_write": path.stat().st_mtime,
         "state": run_state(run_dir, records, max_steps, now),
         "time_left": _time_left(records, max_steps - step),
         "series": {name: thinned_series(records, name) for name in SERIES},
@@ -123,7 +124,7 @@ def thinned_series(records: Records, name: str) -> dict[str, list[float]]:
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """The texts sampled at each step, in order of the steps: `MAX_SAMPLED_STEPS` of them at most.
 
-    Lines that are torn are skipped, and so are texts that a resumed run wrote again.
+    Lines that are torn are skipped, and so are texts that a resumed run wrote again as they were.
     """
     lines = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     by_step: dict[int, list[str]] = {}
@@ -166,13 +167,11 @@ def _time_left(records: Records, steps: int) -> str:
 def _environment(run_dir: Path, records: Records, resumed: Sequence[int]) -> dict[str, str]:
     """What the run's folder tells of data, devices and faults, by name."""
     found = {"folder": str(run_dir.resolve())}
+    for name in ("environment", "data_fingerprint"):
+        logged = map(str, logged_values(run_dir / METRICS_NAME, name))
+        found[name.replace("_", " ")] = "; then ".join(dict.fromkeys(logged)) or "unknown"
     manifests = sorted(run_dir.glob("checkpoints/step_*/manifest.json"))
-    if manifests:
-        state = _read_object(manifests[-1].with_name("trainer_state.json"))
-        found["newest checkpoint"] = manifests[-1].parent.name
-        found["data fingerprint"] = str(state.get("data_fingerprint"))
-        found["devices"] = ", ".join(state.get("rng_states", ()))
-        found["optimizers"] = ", ".join(state.get("optimizers", ()))
+    found["newest checkpoint"] = manifests[-1].parent.name if manifests else "none"
     utilisation = Series.of(records, "mfu").values
     if len(utilisation):
         found["median MFU"] = f"{np.median(utilisation):.1%}"
@@ -180,11 +179,3 @@ def _environment(run_dir: Path, records: Records, resumed: Sequence[int]) -> dic
     skipped = sum(record.get("update_skipped", False) for record in records)
     found["updates skipped"] = f"{skipped:,}"
     return {name: redact_secrets(value) for name, value in found.items()}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty if there is none, or if a trainer just deleted it."""
-    with suppress(OSError, ValueError):
-        value = read_json(path)
-        return value if isinstance(value, dict) else {}
-    return {}

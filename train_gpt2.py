@@ -328,16 +328,19 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
     )
     log_path = trainer.run_dir / metrics.METRICS_NAME
     logger = metrics.MetricsLogger(log_path if dist_info.is_main else None)
+    environment = device.describe_environment(dist_info.device, trainer.dtype, dist_info.world_size)
     with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
         if config.resume is not None:
             log(trainer, logger, resumed_from=start_step)
+        fingerprint = trainer.train_shards.fingerprint
+        log(trainer, logger, environment=environment, data_fingerprint=fingerprint)
         own = trainer.resumed_from is None or run_dir.is_own(trainer.resumed_from, trainer.run_dir)
         saved = start_step if own else None
         stop.sync_stop()  # from here on `train_step` does it
         for step in range(start_step, config.max_steps + 1):
             stop.watchdog.beat(step)
             follow_run_dir(trainer)
-            if due := pending_evaluations(trainer, step):
+            if due := pending_evaluations(trainer, step, may_be_done=step == start_step):
                 with timer.paused():
                     evaluate(trainer, step, due, logger, timer)
             stopping = stop.reason is not None or step == config.max_steps
@@ -563,18 +566,19 @@ def evaluate(
         print0(trainer.dist_info, metrics.format_evaluation(step, record))
 
 
-def pending_evaluations(trainer: Trainer, step: int) -> list[str]:
+def pending_evaluations(trainer: Trainer, step: int, may_be_done: bool = True) -> list[str]:
     """The evaluations that are due after `step` updates and not in `metrics.jsonl` yet.
 
-    They are there already in a run that is resumed where it had evaluated before it stopped.
+    They are there already in a run that is resumed where it had evaluated before it stopped. The
+    file is read only if they `may_be_done`: after days of training this takes a second.
     """
     due = [
         name
         for name, evaluation in EVALUATIONS.items()
         if trainer.is_due(getattr(trainer.config, evaluation.every), step)
     ]
-    if not due:
-        return []
+    if not due or not may_be_done:
+        return due
     logged = ""
     if trainer.dist_info.is_main:
         path = trainer.run_dir / metrics.METRICS_NAME

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -238,6 +239,13 @@ def compile_failure(device: torch.device) -> str | None:
 def device_name(device: torch.device) -> str:
     """The name of the GPU's kind, else the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def describe_environment(device: torch.device, dtype: torch.dtype, count: int) -> str:
+    """How many of which device, the dtype of matrix products, versions of torch and Python."""
+    precision = str(dtype).removeprefix("torch.")
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{count} x {device_name(device)}, {precision}, {versions}"
 
 
 def synchronize(device: torch.device) -> None:

@@ -19,9 +19,11 @@ from typing import Any, BinaryIO, TypeVar
 from filelock import FileLock, Timeout
 
 Item = TypeVar("Item")
-URL_SECRETS = re.compile(  # the second kind is an address without its host, as urllib3 names it
-    r"(\w://)(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
+# Of the first kind, a `Path` has made `//` one `/`; the second has no host, as urllib3 names it.
+URL_SECRETS = re.compile(
+    r"(\w:/{1,2})(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
 )
+SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # of a variable
 MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
 
 
@@ -122,6 +124,14 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object; empty if there is no such file, or a crash tore it."""
+    with suppress(OSError, ValueError):
+        value = read_json(path)
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:
@@ -235,5 +245,8 @@ def _path_of(descriptor: int) -> Path:
 
 
 def redact_secrets(message: str) -> str:
-    """Remove user, password and query, which may be secret, from a message's addresses."""
+    """Remove the environment's secrets, and user, password and query of addresses."""
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name) and len(value) >= 8:  # others may be a part of any message
+            message = message.replace(value, "***")
     return URL_SECRETS.sub(r"\1\2", message)

@@ -142,19 +142,18 @@ def read_run(run_dir: Path) -> list[dict[str, Any]]:
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"no run folder {run_dir}: python plot.py runs/NAME")
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl, so it is not a run folder")
+        raise FileNotFoundError(f"{run_dir} has no {METRICS_NAME}, so it is not a run folder")
     records = [r for r in read_metrics(path) if isinstance(r.get("tokens_seen"), int)]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
         raise ValueError(f"{path} has no losses yet: wait for the run's first step")
     return records
 
 
-def resumed_steps(path: Path) -> list[int]:
-    """The steps that a run was resumed from, in the order it was."""
-    steps = (record.get("resumed_from") for record in _read_lines(path))
-    return [step for step in steps if isinstance(step, int) and step > 0]  # 0: it began
+def logged_values(path: Path, name: str) -> list[Any]:
+    """Every value of a name, in the order they were logged."""
+    return [record[name] for record in _read_lines(path) if name in record]
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -194,7 +193,9 @@ class Series(NamedTuple):
         points = {
             record["tokens_seen"]: record[name]
             for record in records
-            if isinstance(record.get(name), int | float) and "tokens_seen" in record
+            if "tokens_seen" in record
+            and isinstance(value := record.get(name), int | float)
+            and math.isfinite(value)
         }
         tokens = sorted(points)
         return cls(np.array(tokens, float), np.array([points[token] for token in tokens], float))

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import secrets
 import threading
 import time
@@ -20,18 +19,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from runtime.distributed import DistInfo, print0
-from runtime.files import read_json, redact_secrets
+from runtime.files import read_object, redact_secrets
 
 Values = Mapping[str, float | str | Path]
 PROJECT = "gpt2"  # where the environment names none
 QUEUE_RECORDS = 1000  # that may wait for a tracker; further ones are left out
 FINISH_SECONDS = 60  # that the end of a run waits for its trackers, all together
-SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # of an environment variable
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Tracker(ABC):
     package: ClassVar[str | None] = None
     """The module that must be installed."""
     removes_later_steps: ClassVar[bool] = False
-    """Whether `start` removes what a resumed run does again. If not, the tracker keeps the first
-    values of these steps, and is not given them again."""
+    """Whether `start` removes the steps that a resumed run repeats. If not, the tracker keeps their
+    first values, and is not given them again."""
 
     @abstractmethod
     def start(self, run: TrackedRun) -> None:
@@ -103,7 +102,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Weights & Biases, where `wandb login` or the environment leads; `WANDB_MODE=offline` too."""
+    """Weights & Biases, as `wandb login` and WANDB_* variables say, such as WANDB_MODE=offline."""
 
     package = "wandb"
 
@@ -115,6 +114,7 @@ class WandB(Tracker):
         """
         import wandb
 
+        seconds = FINISH_SECONDS // 2
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ValueError("not logged in: run `wandb login`, or set WANDB_MODE=offline")
         self._run: Any = wandb.init(
@@ -124,18 +124,16 @@ class WandB(Tracker):
             name=run.folder.name,
             config=dict(run.config),
             resume="allow",
-            settings=wandb.Settings(console="off", finish_timeout=FINISH_SECONDS - 10),
+            settings=wandb.Settings(console="off", init_timeout=seconds, finish_timeout=seconds),
         )
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Values) -> None:
         """Log one row, with the step as its x axis."""
-        import wandb
+        from wandb import Html, Image
 
-        def text(value: str) -> wandb.Html:
-            return wandb.Html(f"<pre>{html.escape(value)}</pre>")
-
-        self._run.log({"step": step} | _converted(values, text, lambda png: wandb.Image(str(png))))
+        row = _converted(values, lambda text: Html(f"<pre>{html.escape(text)}</pre>"), Image)
+        self._run.log({"step": step} | row)
 
     def finish(self) -> None:
         """Wait until all is sent, or is on disk."""
@@ -143,7 +141,7 @@ class WandB(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio: `TRACKIO_DIR=runs/NAME/trackio trackio show`, or where the environment leads."""
+    """Trackio: `TRACKIO_DIR=runs/NAME/trackio trackio show`, or where your TRACKIO_DIR is."""
 
     package = "trackio"
 
@@ -184,11 +182,11 @@ else:
 
 
 def _converted(
-    values: Values, text: Callable[[str], object], figure: Callable[[Path], object]
+    values: Values, text: Callable[[str], object], figure: Callable[[str], object]
 ) -> dict[str, object]:
     """Values of a step, with texts and figures as a library's own objects."""
     return {
-        name: figure(v) if isinstance(v, Path) else text(v) if isinstance(v, str) else v
+        name: figure(str(v)) if isinstance(v, Path) else text(v) if isinstance(v, str) else v
         for name, v in values.items()
     }
 
@@ -227,136 +225,101 @@ class Trackers:
     ) -> None:
         self._names = dict.fromkeys(names) if dist_info.is_main else {}
         self._draw_figures = draw_figures
-        self._warn: Callable[[str], None] = lambda line: print0(dist_info, f"warning: {line}")
         self._feeds: list[_Feed] = []
         self._last_step: int | None = None
 
     @contextmanager
     def follow(self, folder: Path, config: Mapping[str, Any], start_step: int) -> Iterator[None]:
         """Begin or continue the curves of the run in `folder`; finish them after the body."""
-        self._feeds = [_Feed(name, folder, config, start_step, self._warn) for name in self._names]
+        self._feeds = [_Feed(name, folder, config, start_step) for name in self._names]
         try:
             yield
         finally:
             if self._feeds and self._last_step is not None:
-                self._log_figures(self._last_step)
+                try:
+                    figures = {f"figures/{path.stem}": path for path in self._draw_figures()}
+                    self.log(step=self._last_step, **figures)
+                except Exception as error:  # whatever a library raises: the run itself is done
+                    _warn(f"no figures for the trackers: {_describe(error)}")
+            for feed in self._feeds:
+                feed.queue.put(None)
             deadline = time.monotonic() + FINISH_SECONDS
             for feed in self._feeds:
-                feed.end()
-            for feed in self._feeds:
-                feed.join(deadline)
+                feed.join(max(0.0, deadline - time.monotonic()))
+                if feed.is_alive():
+                    feed.warn(f"has not finished after {FINISH_SECONDS} s, and is left to itself")
 
     def log(self, **values: float | str | Path | None) -> None:
         """Give the trackers a record, without what is None or not finite; never waits.
 
         A record without a `step` belongs to no curve, and is passed over.
         """
-        step = values.pop("step", None)
-        if not isinstance(step, int):
+        if not isinstance(step := values.pop("step", None), int):
             return
         self._last_step = step
         known = {
             name: value
             for name, value in values.items()
-            if value is not None and not (isinstance(value, float) and not math.isfinite(value))
+            if isinstance(value, str | Path) or (value is not None and math.isfinite(value))
         }
         for feed in self._feeds:
-            feed.put(step, known)
-
-    def _log_figures(self, step: int) -> None:
-        try:
-            figures = {f"figures/{path.stem}": path for path in self._draw_figures()}
-            self.log(step=step, **figures)
-        except Exception as error:  # whatever a library raises: the run itself is done
-            self._warn(f"no figures for the trackers: {_describe(error)}")
+            if feed.queue.qsize() >= QUEUE_RECORDS:
+                feed.warn(f"is too slow: records beyond {QUEUE_RECORDS:,} waiting are left out")
+            elif feed.is_alive():
+                feed.queue.put((step, known))
 
 
-@dataclass
-class _Feed:
-    """A tracker in a thread, which the end of the process does not wait for, and its queue."""
+class _Feed(threading.Thread):
+    """A tracker's thread, which the end of the process does not wait for, and its queue."""
 
-    name: str
-    folder: Path
-    config: Mapping[str, Any]
-    start_step: int
-    warn: Callable[[str], None]
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
+        super().__init__(name=name, daemon=True)
+        self._track_run = partial(self._track, folder, config, start_step)
         self._has_warned = False
-        self._queue: SimpleQueue[tuple[int, Values] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self.queue: SimpleQueue[tuple[int, Values] | None] = SimpleQueue()
+        self.start()
 
-    def put(self, step: int, values: Values) -> None:
-        """Hand a record over, or leave it out if too many wait or the tracker has failed."""
-        if self._queue.qsize() >= QUEUE_RECORDS:
-            self._warn_once(f"is too slow: records beyond {QUEUE_RECORDS:,} waiting are left out")
-        elif self._thread.is_alive():
-            self._queue.put((step, values))
-
-    def end(self) -> None:
-        """Let the tracker finish after the records that wait."""
-        self._queue.put(None)
-
-    def join(self, deadline: float) -> None:
-        """Wait for the tracker until `deadline`, by `time.monotonic`."""
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._warn_once(f"has not finished after {FINISH_SECONDS} s, and is left to itself")
-
-    def _warn_once(self, problem: str) -> None:
+    def warn(self, problem: str) -> None:
+        """Warn, if this tracker has not been warned of."""
         if not self._has_warned:
             self._has_warned = True
-            self.warn(f"--logger {self.name} {problem}")
+            _warn(f"--logger {self.name} {problem}")
 
-    def _work(self) -> None:
+    def run(self) -> None:
+        """Feed the tracker until the queue's end."""
         try:
-            self._track(TRACKERS[self.name]())
+            self._track_run()
         except BaseException as error:  # whatever a library raises; it ends this tracker only
-            self._warn_once(f"has failed, and gets nothing more: {_describe(error)}")
+            self.warn(f"has failed, and gets nothing more: {_describe(error)}")
 
-    def _track(self, tracker: Tracker) -> None:
-        """Give the tracker every record, but for those that it had before a resume.
+    def _track(self, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
+        """Give the tracker each value of a step once, also over resumed runs.
 
-        Which these are is kept in the run's folder. A record is logged twice only if the process
-        was killed between logging and noting it.
+        The last step of each name is kept in the run's folder. A value is logged twice only if the
+        process was killed between logging and noting it.
         """
-        path = self.folder / "trackers" / f"{self.name}.json"
-        is_known, temporary = path.is_file(), path.with_suffix(".tmp")
-        had = read_json(path) if is_known else {"id": secrets.token_hex(4), "step": -1, "names": []}
-        tracker.start(
-            TrackedRun(self.folder, self.config, self.start_step, str(had["id"]), is_known)
-        )
+        tracker, path = TRACKERS[self.name](), folder / "trackers" / f"{self.name}.json"
+        temporary = path.with_suffix(".tmp")
+        state = {"id": secrets.token_hex(4), "steps": {}} | read_object(path)
+        last: dict[str, int] = state["steps"]
+        if tracker.removes_later_steps:
+            last |= {name: min(step, start_step) for name, step in last.items()}
+        tracker.start(TrackedRun(folder, config, start_step, state["id"], path.is_file()))
         path.parent.mkdir(exist_ok=True)
-        last = dict(had)
-        while (record := self._queue.get()) is not None:
+        while (record := self.queue.get()) is not None:
             step, values = record
-            if not tracker.removes_later_steps:
-                values = _not_logged(step, values, had, self.start_step)
-            if not values:
-                continue
-            tracker.log(step, values)
-            if step > last["step"]:
-                last |= {"step": step, "names": []}
-            if step == last["step"]:
-                last["names"] = [*last["names"], *values]
-            temporary.write_text(json.dumps(last))  # not `write_json`, which waits for the disk
-            temporary.replace(path)
+            if values := {name: v for name, v in values.items() if step > last.get(name, -1)}:
+                tracker.log(step, values)
+                last |= dict.fromkeys(values, step)
+                temporary.write_text(json.dumps(state))  # `write_json` would wait for the disk
+                temporary.replace(path)
         tracker.finish()
 
 
-def _not_logged(step: int, values: Values, had: Mapping[str, Any], start_step: int) -> Values:
-    """The values that are not of the steps that a tracker `had` beyond the resumed one."""
-    if start_step < step < had["step"]:
-        return {}
-    known = had["names"] if step == had["step"] else ()
-    return {name: value for name, value in values.items() if name not in known}
+def _warn(line: str) -> None:
+    print0(DistInfo(), f"warning: {line}")  # only rank 0 has trackers
 
 
 def _describe(error: BaseException) -> str:
     """An error in one line, without the secrets of the environment."""
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= 8:  # others may be a part of any message
-            line = line.replace(value, "***")
-    return redact_secrets(line)[:300]
+    return redact_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

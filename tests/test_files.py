@@ -147,6 +147,7 @@ def test_locked_folder_is_followed_where_it_goes(tmp_path, way):
         ('"https://h/x?X-Signature=secret&a=b" failed', '"https://h/x" failed'),
         ("http://a:s3@cr3t@h/x then https://b:s@i/?t=s end", "http://h/x then https://i/ end"),
         ("mail me@here?", "mail me@here?"),
+        ("no folder https:/me:secret@host.org/x?t=secret here", "no folder https:/host.org/x here"),
     ],
 )
 def test_redact_secrets_keeps_the_address(message, expected):

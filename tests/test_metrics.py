@@ -22,10 +22,10 @@ from runtime.metrics import (
     format_evaluation,
     format_step,
     logged_metrics,
+    logged_values,
     mfu,
     peak_flops,
     read_metrics,
-    resumed_steps,
 )
 
 PEAKS = {  # the driver's names, and the dense bfloat16 peak
@@ -109,10 +109,10 @@ def test_read_metrics_drops_the_steps_that_a_resumed_run_did_again(path):
     assert records == [(1, 9.0), (2, 9.0), (3, 0.5)]
 
 
-def test_resumed_steps_are_those_of_every_resume_but_not_of_the_beginning(path):
+def test_logged_values_are_in_order(path):
     write(path, {"resumed_from": 0}, {"step": 1}, {"step": 2}, {"resumed_from": 1}, {"step": 2})
     write(path, {"resumed_from": 2}, {"step": 3})
-    assert resumed_steps(path) == [1, 2]
+    assert logged_values(path, "resumed_from") == [0, 1, 2]
 
 
 def test_logged_metrics_are_those_of_the_step_that_no_resume_undid(path):

@@ -13,6 +13,7 @@ from test_plot import BATCH, write_run
 from report import collect_run, read_samples, run_state, thinned_series, write_report
 from runtime.files import write_json
 from runtime.metrics import MetricsLogger, read_metrics
+from train_gpt2 import main
 
 HOSTILE = "</script><script>alert('pwned')</script><img src=x onerror=alert(1)>"
 FULL = {"lr": 6e-4, "grad_norm": 0.5, "peak_memory_gib": 1.5, "step_time_ms": 200.0}
@@ -103,17 +104,23 @@ def test_secrets_in_settings_are_not_in_the_page(run_dir):
     assert page.data["runs"][0]["settings"]["init_from"] == "https://host.org/x"
 
 
-def test_environment_is_of_the_newest_checkpoint(run_dir):
-    for step, fingerprint in ((50, "old"), (100, "new"), (150, "not complete")):
-        folder = run_dir / "checkpoints" / f"step_{step:08}"
-        state = {"data_fingerprint": fingerprint, "rng_states": {"cpu": "AA==", "cuda": "AA=="}}
-        write_json(folder / "trainer_state.json", state | {"optimizers": ["Muon", "AdamW"]})
-        if step <= 100:
-            write_json(folder / "manifest.json", {})
+def test_environment_is_of_every_session(run_dir):
+    with MetricsLogger(run_dir / "metrics.jsonl") as logger:
+        for machine in ("1 x cpu", "8 x NVIDIA B200", "8 x NVIDIA B200"):
+            logger.log(environment=machine, data_fingerprint="12ab")
+    write_json(run_dir / "checkpoints/step_00000100/manifest.json", {})
+    (run_dir / "checkpoints/step_00000150").mkdir()  # not complete
     environment = collect_run(run_dir, time.time())["environment"]
+    assert environment["environment"] == "1 x cpu; then 8 x NVIDIA B200"
+    assert environment["data fingerprint"] == "12ab"
     assert environment["newest checkpoint"] == "step_00000100"
-    assert environment["data fingerprint"] == "new"
-    assert (environment["devices"], environment["optimizers"]) == ("cpu, cuda", "Muon, AdamW")
+
+
+def test_environment_is_logged_by_a_run(tiny_flags, tmp_path):
+    main([*tiny_flags, "--run-name=a", "--max-steps=1"])
+    environment = collect_run(tmp_path / "runs/a", time.time())["environment"]
+    assert environment["environment"].startswith("1 x cpu, float32, torch ")
+    assert re.fullmatch(r"[0-9a-f]{16}", environment["data fingerprint"])
 
 
 def test_run_in_progress_with_a_torn_line_and_nothing_but_a_loss(tmp_path):
