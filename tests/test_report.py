@@ -288,12 +288,26 @@ def test_page_draws_its_charts_in_a_browser(run_dir, tmp_path):
     assert "Written " in dom.text
 
 
-def test_page_can_be_seen(run_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("scheme", "width", "curve", "card"),
+    [(1, 1280, (0x00, 0x72, 0xB2), (0xFF, 0xFF, 0xFF)), (0, 500, (0x56, 0xB4, 0xE9), (24, 29, 35))],
+)
+def test_page_can_be_seen_light_and_dark(run_dir, tmp_path, scheme, width, curve, card):
     from PIL import Image
 
     report_of(run_dir)
-    browse(run_dir / "report.html", f"--screenshot={tmp_path}/light.png")
-    with Image.open(tmp_path / "light.png") as image:
-        assert image.size == (1280, 900)
-        colours = image.convert("RGB").getcolors(1 << 20)
-    assert {(0x00, 0x72, 0xB2), (0xFF, 0xFF, 0xFF)} <= {colour for _, colour in colours}
+    flags = [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},1800"]
+    browse(run_dir / "report.html", *flags, f"--screenshot={tmp_path}/page.png")
+    with Image.open(tmp_path / "page.png") as image:
+        assert image.size == (width, 1800)
+        colours = image.convert("RGB").getcolors(1 << 22)
+    assert {curve, card} <= {colour for _, colour in colours}
+
+
+def test_page_fits_a_phone(run_dir, tmp_path):
+    path = tmp_path / "report.html"
+    write_report([run_dir], path)
+    measure = "<script>document.body.dataset.width = document.documentElement.scrollWidth;</script>"
+    path.write_text(path.read_text().replace("</body>", f"{measure}</body>"))
+    dom = Dom(browse(path, "--window-size=500,900", "--dump-dom"))  # the narrowest of headless ones
+    assert int(dom.body["data-width"]) <= 500
