@@ -57,7 +57,7 @@ class SampleConfig:
     interactive: bool = False
     """Type texts, and see each continued as its tokens come."""
     json: bool = False
-    """Print a JSON object a line for each sample: prompt, text, index, tokens. The text and tokens
+    """Print one line of JSON per sample: prompt, text, index, tokens. The text and tokens
     are those that continue the prompt; the index counts its samples from 0."""
     num_samples: int = 4
     """Number of continuations of a prompt."""
@@ -137,12 +137,14 @@ def read_prompts(config: SampleConfig) -> list[str]:
         ValueError: the file has no prompt.
     """
     if config.prompts_file is not None:
-        lines = config.prompts_file.read_text(encoding="utf-8", errors="replace").split("\n")
-        if not any(prompts := [line for line in lines if line.strip()]):
+        text = config.prompts_file.read_text(encoding="utf-8-sig", errors="replace")
+        prompts = [line for line in text.split("\n") if line.strip()]
+        if not prompts:
             raise ValueError(f"--prompts-file {config.prompts_file} has no line with a prompt")
         return prompts
     if config.prompt == "-":
-        return [sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")]
+        text = sys.stdin.buffer.read().decode(errors="replace")
+        return [text.removesuffix("\n").removesuffix("\r")]
     return [config.prompt]
 
 
@@ -159,7 +161,10 @@ def converse(continue_tokens: Callable[[Tensor, Callable[[Tensor], None]], objec
     while True:
         try:
             line = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except KeyboardInterrupt:  # the text had just ended
+            print()
+            continue
+        except EOFError:
             print()
             return
         if line == "/new":

@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -520,7 +521,7 @@ def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
             append_atomically(file, "".join(line + "\n" for line in lines).encode())
     trainer.trackers.log(step=step, sample_text="\n".join(lines))
     for line in lines:
-        print0(dist_info, line)
+        print0(dist_info, textwrap.fill(line, 100, subsequent_indent="    "))
     return {"samples": len(lines)}
 
 

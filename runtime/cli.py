@@ -171,7 +171,7 @@ def _flag(field: Field[Any], kind: Any, default: object | None) -> str:  # noqa:
         return f"{field.name.upper()} ..."
     if isinstance(value, bool):
         return f"{flag} ({'on' if value else 'off'})"
-    if value is None or value is MISSING:
+    if value in (None, "", MISSING):
         words = [word for cls, word in PLACEHOLDERS.items() if cls in (kind, *get_args(kind))]
         return f"{flag} {words[0] if words else 'NAME'}{' (needed)' if value is MISSING else ''}"
     if isinstance(value, tuple):

@@ -187,12 +187,15 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def compile_error(error: Exception) -> str | None:
-    """What to do about an error of torch.compile's; None if it is another error.
+    """What to do about an error of torch.compile's; None if it is another, as one in the model.
 
     A process that is killed while it compiles can leave a torn library in torch's cache. A kernel
     may need more registers or shared memory than the GPU has (Triton's `OutOfResources`).
     """
-    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+    kind = type(error)
+    if not kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        return None
+    if kind.__name__ == "TorchRuntimeError":  # what was traced fails: shapes that do not match
         return None
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # is imported by now
 

@@ -11,6 +11,7 @@ from forked import assert_refused
 
 from runtime.device import (
     attention_of_any_shape,
+    compile_error,
     compiler_problem,
     device_name,
     is_out_of_memory,
@@ -104,6 +105,18 @@ def test_compiler_problem_without_a_compiler_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     assert "compiler" in compiler_problem(CPU)
     assert "MPS" in compiler_problem(torch.device("mps"))
+
+
+def test_compile_error_is_none_of_a_mistake_in_the_model():
+    def wrong_shapes(x):
+        return x @ torch.ones(3, 3)
+
+    with pytest.raises(RuntimeError) as raised:
+        torch.compile(wrong_shapes, backend="eager")(torch.ones(2, 2))
+    assert compile_error(raised.value) is None
+    with pytest.raises(RuntimeError) as raised:
+        torch.compile(lambda x: print(x), backend="eager", fullgraph=True)(torch.ones(2, 2))
+    assert "delete its cache" in compile_error(raised.value)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a compiler of two lines of shell")

@@ -2,11 +2,14 @@ import contextlib
 import io
 import json
 import os
+import pty
+import select
 import signal
 import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from forked import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -327,6 +330,38 @@ def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(
     whole = generate(load_pretrained(str(folder)), "Once upon", 7, temperature=0)
     assert len(calls) == 3 + 5  # two tokens came, then five more
     assert "".join(printed.removeprefix(sample.GREETING).split("\n> ")).strip() == whole
+
+
+def test_main_interactive_on_a_terminal_has_a_history_and_outlives_ctrl_c(folder):
+    pid, terminal = pty.fork()
+    if not pid:
+        command = [sys.executable, ROOT / "sample.py", f"--model={folder}", "--interactive"]
+        os.execv(sys.executable, [*map(str, command), "--temperature=0", "--max-new-tokens=3"])
+    shown = ""
+
+    def type_text(text):
+        """Type, and wait for the next prompt; what was shown until then."""
+        nonlocal shown
+        os.write(terminal, text)
+        shown = ""
+        while not shown.endswith("> "):
+            assert select.select([terminal], [], [], 120)[0], shown
+            shown += os.read(terminal, 1000).decode(errors="replace")
+        return shown
+
+    try:
+        assert "Ctrl-D: end" in type_text(b"")
+        type_text(b"\x03")  # at the prompt: nothing to stop
+        assert len(type_text(b"Once upon\n")) > len("Once upon") * 2
+        assert type_text(b"\x1b[A\n").count("Once upon") == 2  # arrow up, from the history
+        os.write(terminal, b"\x04")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    finally:
+        os.close(terminal)
 
 
 def test_generate_attends_without_cudnn():

@@ -92,8 +92,9 @@ def test_main_learns_validates_and_saves(tiny_flags, tmp_path, capsys):
     before, _ = printed.split("step 0 | ", 1)
     for words in (f"run folder  {run_dir}", f"plot.py {run_dir}", "Ctrl-C", f"--resume {run_dir}"):
         assert words in before
-    lines = [line for line in printed.splitlines() if "sample: " not in line]
-    assert max(len(line.replace(str(run_dir), "runs/whole")) for line in lines) <= 100
+    lines = printed.replace(str(run_dir), "runs/gpt2-medium-20261122-212815").splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "".join(line.lstrip() for line in lines).count("sample: ") == 8
 
 
 def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path):

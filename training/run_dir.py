@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -188,10 +189,20 @@ def finish_run(
 
 def describe_run(run_dir: Path) -> str:
     """Where a run is, and how to follow, stop and resume it."""
+    path = as_typed(run_dir)
     return (
-        f"run folder  {run_dir}; its figures at any time: python plot.py {run_dir}\n"
-        f"to stop     Ctrl-C or SIGTERM, which save first; to go on: --resume {run_dir}"
+        f"run folder  {path}\n"
+        f"figures     python plot.py {path}, at any time\n"
+        f"to stop     Ctrl-C or SIGTERM, which save first\n"
+        f"to resume   python train_gpt2.py --resume {path}"
     )
+
+
+def as_typed(path: Path) -> str:
+    """A path for a shell: relative if it is below the working folder, and quoted."""
+    with suppress(ValueError, OSError):
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(path.as_posix())
 
 
 def resume_hint(run_dir: Path) -> str:
@@ -199,7 +210,7 @@ def resume_hint(run_dir: Path) -> str:
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
         return f"no checkpoint yet, begin again with --resume auto --run-name {run_dir.name}"
-    return f"last checkpoint {checkpoint.name}, go on with --resume {run_dir}"
+    return f"last checkpoint {checkpoint.name}, go on with --resume {as_typed(run_dir)}"
 
 
 @contextmanager
