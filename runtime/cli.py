@@ -140,7 +140,7 @@ def help_text(config_class: type[Any], default: object | None = None) -> str:
     columns = min(HELP_COLUMNS, shutil.get_terminal_size((HELP_COLUMNS, 24)).columns)
     kinds = get_type_hints(config_class, include_extras=True)
     flags = {f.name: f"  {_flag(f, kinds[f.name], default)}  " for f in fields(config_class)}
-    indent = min(max(map(len, flags.values())), columns // 2)
+    indent = min(max(map(len, flags.values())), columns // 3)
     groups, texts = getattr(config_class, "HELP_GROUPS", {}), _field_docstrings(config_class)
     summary = (inspect.getdoc(config_class) or "").split("\n\n")[0]
     lines = [textwrap.fill(f"{summary} {HELP_NOTE}", columns), ""]

@@ -73,9 +73,9 @@ class TrainConfig:
     data_dir: Path = Path("data/fineweb-edu-10BT")
     """Folder of token shards, as fineweb.py makes it."""
     shuffle: bool = True
-    """Take the training windows in a new random order each epoch. Otherwise in sequence."""
+    """A new random order of the windows each epoch. Otherwise in sequence."""
     seed: int = 1337
-    """Chooses the initial weights, the data order and the samples."""
+    """Of the initial weights, the data order and samples."""
 
     size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Model size: 124M, 350M, 774M or 1558M parameters."""
@@ -86,22 +86,24 @@ class TrainConfig:
     n_embd: int | None = None
     """Width, instead of the size's."""
     block_size: int = 1024
-    """Context length in tokens; with --init-from, by default its model's."""
+    """Context in tokens; with --init-from, its model's."""
     init_from: str | None = None
-    """Start from weights: gpt2, …, a Hugging Face folder, or a run."""
+    """Start from gpt2, …, a Hugging Face folder, or a run."""
 
     total_batch_size: int = 524_288
-    """Tokens in an optimizer step, over all processes and micro-steps."""
+    """Tokens in an optimizer step, over all processes. Micro-steps make up what does not fit."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences that a process takes at once; auto is the most that fit and still bring speed."""
+    """Sequences at once, per process; auto: what is fastest. That is the largest that fits and is
+    still faster than a smaller one."""
     loss_chunks: int | None = None
-    """Parts in which logits are computed, to save memory; by default 1, on a CPU 4. The results
-    are the same, and on a CPU so is the time."""
+    """Parts in which logits are computed, to save memory; by default 1, on a CPU 4. The results are
+    the same, and on a CPU so is the time."""
 
     max_steps: int = 19_073
     """Optimizer steps in all."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the blocks' matrices: learns more per token. All else is AdamW's."""
+    """adamw, or muon, which learns more per token. Muon has the blocks' matrices, AdamW the
+    rest."""
     max_lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -109,14 +111,14 @@ class TrainConfig:
     warmup_steps: int | None = None
     """Steps of linear warm-up; by default 715 or a tenth of the run, whichever is less."""
     lr_schedule: ScheduleName = "cosine"
-    """cosine (half of one), or wsd: warm-up, stable, linear decay."""
+    """cosine (half of one), or wsd: stable, linear decay. Both begin with the warm-up."""
     weight_decay: float = 0.1
-    """AdamW's decay of matrices; biases and LayerNorms have none."""
+    """Decay of matrices; biases and LayerNorms have none."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient. Larger ones are scaled down to it."""
     skip_grad_norm_zscore: float = 0.0
-    """Skip an update whose gradient norm is so many standard deviations above the mean of the last
-    128; 0 = never."""
+    """Skip an update whose gradient norm is so many standard deviations above the mean; 0 = never.
+    The mean is that of the last 128."""
 
     val_every: int = 250
     """Steps between validations; 0 = never."""
@@ -125,7 +127,7 @@ class TrainConfig:
     hellaswag_every: int = 250
     """Steps between HellaSwag evaluations; 0 = never."""
     hellaswag_data: Path | None = None
-    """A HellaSwag JSONL file; by default the validation set, downloaded once."""
+    """A JSONL file; by default it is downloaded once."""
     sample_every: int = 250
     """Steps between samples; 0 = never."""
 
@@ -137,61 +139,61 @@ class TrainConfig:
     """From a run's folder, a checkpoint, or auto: --run-name's latest, or a new run if there is
     none. Without a name, auto takes the run that was at work last."""
     config: Path | None = None
-    """Where flags not given come from: a recipe or a run's config.json."""
+    """Take defaults from a recipe or a run's config.json."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 = at the end only. One is saved at the end in any case."""
     keep_checkpoints: int = 0
     """Keep this many checkpoints, the newest; 0 = all."""
     stop_on_write_error: bool = False
-    """Stop if a file cannot be written, instead of warning each time. All processes stop; a full
-    disk is the usual cause, and checkpoints, metrics and samples are the files."""
+    """Stop if a write fails, instead of warning. All processes stop; a full disk is the usual
+    cause, and checkpoints, metrics and samples are the files."""
     step_timeout: float = 20.0
     """Minutes without progress that end a process as hung; 0 = never. Progress is a micro-batch, or
     a batch of an evaluation. The exit code is 1."""
     log_every: int = 1
     """Steps between lines on the console. metrics.jsonl has every step."""
     logger: tuple[TrackerName, ...] = ()
-    """Trackers that show the run too: metrics, samples, and figures at the end."""
+    """Trackers: tensorboard, wandb, trackio. They get metrics, samples, and figures at the end."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
     """Compute again instead of saving: none, selective or full. For the backward pass: nothing, all
     but matrix products and attention, or every block. Less memory, more time, the same results."""
     activation_offload: bool = False
-    """On GPUs: keep the saved activations in the CPU's memory."""
+    """On GPUs: saved activations in CPU memory."""
 
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """ddp: each has the whole model; fsdp: it is sharded; hsdp: sharded within each machine. So are
     gradients and optimizer state."""
     reshard_after_forward: bool = True
-    """With fsdp: ZeRO-3, which saves memory; off: ZeRO-2, which saves time. Every block is gathered
-    again for the backward pass, or stays gathered."""
+    """With fsdp: ZeRO-3; off: ZeRO-2, faster. Every block is gathered again for the backward pass,
+    or stays gathered."""
     cpu_offload: bool = False
-    """With fsdp on GPUs: parameters and optimizer state in CPU memory."""
+    """With fsdp on GPUs: parameters in CPU memory. The optimizer's state, too."""
 
     device: DeviceName = "auto"
     """Device to train on."""
     dtype: DtypeName = "auto"
-    """Dtype of matrix products; auto is bfloat16 where the hardware has it."""
+    """Of matrix products; auto is bfloat16 where possible."""
     deterministic: bool = False
-    """On GPUs: a resumed run repeats the losses bit for bit; slower. Every sum is repeated in the
-    same order. CPUs always do so."""
+    """On GPUs: resume bit for bit; slower. Every sum is repeated in the same order. CPUs always do
+    so."""
     compile: bool = True
-    """Compile the model with torch.compile, where there is a compiler."""
+    """torch.compile the model, where there is a compiler."""
     plan: bool = False
     """Print what the run would take, and exit."""
     preflight: bool = False
-    """Check on every process that the run can start, and exit. One line each: network, software,
-    settings, clocks, data and disk."""
+    """Check that the run can start, and exit. One line each: network, software, settings, clocks,
+    data and disk."""
     gpus: int | None = None
-    """With --plan: so many GPUs in all, instead of this machine."""
+    """With --plan: number of GPUs, not this machine's."""
     nodes: int = 1
-    """With --gpus: machines that they are in."""
+    """With --gpus: number of machines that have them."""
     gpu: Literal["A100", "H100", "H200"] = "H100"
     """With --gpus: their kind."""
     mfu: float = 0.4
-    """With --plan: share of its peak that a single GPU reaches. Measure it in a short run."""
+    """With --plan: share of its peak that a GPU reaches. Measure it in a short run."""
     gpu_hour_price: float = 0.0
-    """With --gpus: the price of one for an hour; 0 = show no price."""
+    """With --gpus: price of one for an hour; 0 = no price."""
 
     def __post_init__(self) -> None:
         problems = [*self._bad_numbers(), *self._conflicts()]
