@@ -212,8 +212,8 @@ def download_whole(config: FineWebConfig, part: Part | None) -> Path:
     folder = config.data_dir or Path("data") / repo.split("/")[1]
     with folder_lock(folder):
         earlier = find_earlier(folder)
-        manifest = published.fetch_shards(repo, config.revision, folder, earlier)
-    print(summary(folder, manifest, earlier, time.perf_counter() - start))
+        manifest, whole = published.fetch_shards(repo, config.revision, folder, earlier)
+    print(summary(folder, manifest, whole, time.perf_counter() - start))
     return folder
 
 

@@ -2,15 +2,17 @@
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from corpus.shards import SHARD_MANIFEST, Manifest, ShardInfo, check_same_dataset
 from corpus.sources import resolve_revision
-from runtime.files import sha256_of, sync_folder
+from runtime.files import read_json, sha256_of, sync_folder, write_json
 from runtime.hub import download_file, push_folder
 
 DOWNLOADS = ".downloads"  # in the data folder: files whose hash is not checked yet
+ORIGIN = ".hub.json"  # in the data folder: the commit that its shards are of, by repository
 ATTEMPTS = 2  # to fetch a shard undamaged
 
 
@@ -30,24 +32,34 @@ def push_shards(folder: Path, repo: str) -> str:
 
 def fetch_shards(
     repo: str, revision: str | None, folder: Path, earlier: Manifest | None
-) -> Manifest:
+) -> tuple[Manifest, Manifest | None]:
     """Download a finished data set; shards that are there already are checked, and stay.
 
     The folder's manifest says that the data set is unfinished until every shard has the hash of
-    the repository's manifest.
+    the repository's manifest. A rerun stays at the commit of the first run, and needs no network
+    where the data set is whole.
 
     Args:
         repo: OWNER/NAME.
-        revision: commit, branch or tag; by default the newest.
-        folder: gets the shards and the manifest, which is also returned.
+        revision: commit, branch or tag; by default the newest or, in a rerun, the same.
+        folder: gets the shards and the manifest.
         earlier: the manifest that the folder has.
+
+    Returns:
+        The manifest, and the earlier one without shards that are damaged or gone.
 
     Raises:
         OSError: the hub cannot be reached, or a file is not there.
         ValueError: the repository has no finished data set, a shard of it is damaged, or the folder
             holds other data.
     """
-    commit = resolve_revision(repo, revision)
+    whole, commit = earlier and _without_damage(folder, earlier), None
+    if earlier is not None and revision is None:
+        with suppress(OSError, ValueError, AttributeError):  # there is no such file, or another
+            commit = read_json(folder / ORIGIN).get(repo)
+    if commit and whole and whole.complete:
+        return whole, whole
+    commit = commit or resolve_revision(repo, revision)
     manifest = Manifest.load(download_file(repo, SHARD_MANIFEST, commit).parent)
     shards = manifest.shards if manifest else ()
     if manifest is None or not manifest.complete or not shards:
@@ -56,17 +68,34 @@ def fetch_shards(
         raise ValueError(f"--source hub:{repo}: the manifest lists {other[0]}, which is no shard")
     if earlier is not None:
         check_same_dataset(folder, earlier, manifest)
+        if earlier.shards != shards[: len(earlier.shards)]:
+            raise ValueError(
+                f"{repo} has other tokens at commit {commit} than {folder}: choose another "
+                f"--data-dir, or delete it"
+            )
     try:
         for i, shard in enumerate(shards):
-            path = folder / shard.file
-            if not path.is_file() or sha256_of(path) != shard.sha256:
+            is_known = whole is not None and shard in whole.shards
+            if not is_known and not _is_whole(folder / shard.file, shard):
                 replace(manifest, shards=shards[:i], complete=False).save(folder)
                 _fetch_shard(repo, commit, folder, shard)
+                write_json(folder / ORIGIN, {repo: commit})
     finally:
         shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
-    if manifest != Manifest.load(folder):
-        manifest.save(folder)
-    return manifest
+    manifest.save(folder)
+    write_json(folder / ORIGIN, {repo: commit})
+    return manifest, whole
+
+
+def _without_damage(folder: Path, manifest: Manifest) -> Manifest:
+    """A manifest of the shards that are there and have their hash; unfinished if some have not."""
+    shards = tuple(shard for shard in manifest.shards if _is_whole(folder / shard.file, shard))
+    complete = manifest.complete and shards == manifest.shards
+    return replace(manifest, shards=shards, complete=complete)
+
+
+def _is_whole(path: Path, shard: ShardInfo) -> bool:
+    return path.is_file() and sha256_of(path) == shard.sha256
 
 
 def _fetch_shard(repo: str, commit: str, folder: Path, shard: ShardInfo) -> None:

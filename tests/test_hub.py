@@ -35,6 +35,7 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.asked = []  # every request: method and path
         self.head = "a" * 40  # the newest commit
         self.may_write = True
+        self.history = {}  # by commit: the files, where they are not the newest
         self.uploads_left = 10**6
         self.damaged = {}  # path: how often it is sent damaged
 
@@ -154,13 +155,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def info(self, body, kind, name, revision):
         if (kind, name) not in self.server.repos:
             return self.answer(404, {}, X_Error_Code="RepoNotFound")
-        if revision not in (None, "main", "v1", self.server.head):
+        known = self.server.head, *self.server.history
+        if revision not in (None, "main", "v1", *known):
             return self.answer(404, {}, X_Error_Code="RevisionNotFound")
         siblings = [{"rfilename": path} for path in self.repo(kind, name)["files"]]
-        return self.answer(200, {"id": name, "sha": self.server.head, "siblings": siblings})
+        sha = revision if revision in known else self.server.head
+        return self.answer(200, {"id": name, "sha": sha, "siblings": siblings})
 
     def resolve(self, body, kind, name, commit, path):
-        content = self.repo(kind, name)["files"].get(path)
+        files = self.server.history.get(commit) or self.repo(kind, name)["files"]
+        content = files.get(path)
         if content is None:
             return self.answer(404, X_Error_Code="EntryNotFound")
         tag = hashlib.sha1(content).hexdigest()
@@ -239,13 +243,35 @@ def test_fineweb_uploads_shards_that_another_machine_downloads(hub, server, push
     done = hub.run("fineweb", *flags)
     assert done.code == 0, done.stderr
     assert contents(tmp_path / "copy") == contents(pushed)
-    assert not list((tmp_path / "copy").glob(".*"))
+    assert [path.name for path in (tmp_path / "copy").glob(".*")] == [".hub.json"]
     ours, theirs = (open_shards(tmp_path / name, "train") for name in ("made", "copy"))
     assert ours.fingerprint == theirs.fingerprint
     server.asked.clear()
     done = hub.run("fineweb", *flags)
     assert "finished earlier, and unchanged" in done.stdout
     assert not server.requests("GET", r"\.npy$")
+    done = hub.run("fineweb", *flags[:2], HF_ENDPOINT="http://127.0.0.1:1")
+    assert "finished earlier, and unchanged" in done.stdout  # and that needs no network
+
+
+def test_fineweb_refuses_shards_that_have_changed_on_the_hub(hub, server, pushed, tmp_path):
+    """Of the same names and sizes, so that only their hashes tell them apart."""
+    flags = ("--source=hub:o/shards", f"--data-dir={tmp_path}/copy")
+    assert hub.run("fineweb", *flags).code == 0
+    before = contents(tmp_path / "copy")
+    files = server.repos["dataset", "o/shards"]["files"]
+    server.history[server.head] = files.copy()
+    last = max(name for name in files if name.endswith(".npy"))
+    files[last] = files[last][:-2] + b"\0\0"
+    manifest = json.loads(files["manifest.json"])
+    manifest["shards"][-1]["sha256"] = hashlib.sha256(files[last]).hexdigest()
+    files["manifest.json"] = json.dumps(manifest).encode()
+    server.head = "b" * 40
+    assert "finished earlier" in hub.run("fineweb", *flags).stdout  # the folder is whole
+    assert_refused(hub.run("fineweb", *flags, "--revision=main"), "has other tokens at commit bbb")
+    (tmp_path / "copy" / last).unlink()
+    assert hub.run("fineweb", *flags).code == 0  # it is fetched from the first run's commit
+    assert contents(tmp_path / "copy") == before
 
 
 def test_fineweb_uploads_only_what_is_missing(hub, server, tmp_path):
@@ -290,7 +316,8 @@ def test_fineweb_fetches_a_damaged_shard_again_once(hub, server, pushed, tmp_pat
     path = tmp_path / "copy" / third  # one that the disk damages later is fetched again, alone
     path.write_bytes(path.read_bytes()[:-2])
     server.asked.clear()
-    assert hub.run("fineweb", *flags).code == 0
+    done = hub.run("fineweb", *flags)
+    assert (done.code, "unchanged" in done.stdout) == (0, False)
     assert len(server.requests("GET", r"\.npy$")) == 1
     assert contents(tmp_path / "copy") == contents(pushed)
 
