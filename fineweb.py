@@ -17,7 +17,6 @@ if __name__ == "__main__":
     prepare_process()  # the imports below take seconds
 
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,7 @@ from corpus.shards import SHARD_MANIFEST, Manifest, check_same_dataset
 from corpus.sources import WHOLE, Cursor, Document, Part, Source
 from runtime.cli import parse_flags, print_error, run_command
 from runtime.files import lock_folder
-from runtime.hub import check_repo_name
+from runtime.hub import REPO_NAME, check_repo_name, resolve_revision
 from runtime.startup import usable_cores
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
@@ -201,7 +200,7 @@ def download_whole(config: FineWebConfig, part: Part | None) -> Path:
     """Download a tokenised data set, or resume that; print what its folder holds, and return it.
 
     Raises:
-        OSError: the hub cannot be reached.
+        OSError: the hub cannot be reached, or has no such data set or revision for this user.
         ValueError: it is no such data set, or the folder holds other data.
     """
     start = time.perf_counter()
@@ -382,7 +381,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     if first not in sources.FINEWEB and Path(first).is_dir():
         raise ValueError(f"--source {first} is a folder: name its files, as in {first}/*.jsonl")
     dataset = sources.FINEWEB.get(first, first)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
+    if not REPO_NAME.fullmatch(dataset):
         raise ValueError(
             f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
             f"a hub data set (OWNER/NAME), or files that end in {', '.join(sources.FILE_TYPES)}"
@@ -398,13 +397,12 @@ def open_hub(
     """A hub data set at `revision`, by default that of the earlier run, or else the newest.
 
     Raises:
-        ConnectionError: the hub cannot be reached.
-        ValueError: there is no such data set or revision.
+        OSError: the hub cannot be reached, or has no such data set or revision for this user.
     """
     known = earlier.source.get("revision") if earlier else None
     revision = revision or known
     if earlier is None or not earlier.complete or revision != known:
-        revision = sources.resolve_revision(dataset, revision)
+        revision = resolve_revision(dataset, revision)
     return sources.HubSource(dataset, name, str(revision))
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from corpus.shards import SHARD_MANIFEST, Manifest, ShardInfo, check_same_dataset
-from corpus.sources import resolve_revision
 from runtime.files import read_json, sha256_of, sync_folder, write_json
-from runtime.hub import download_file, push_folder
+from runtime.hub import download_file, push_folder, resolve_revision
 
 DOWNLOADS = ".downloads"  # in the data folder: files whose hash is not checked yet
 ORIGIN = ".hub.json"  # in the data folder: the commit that its shards are of, by repository

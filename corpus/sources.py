@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from runtime.files import redact_secrets
+from runtime.hub import explain_hub_errors
 
 if TYPE_CHECKING:
     import pyarrow
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 FILE_TYPES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}  # by suffix: the name that pyarrow has for it
-NO_NETWORK = (
-    "without network, use --source stdlib (Python's own sources) "
-    "or --source FILES (.parquet, .jsonl, .txt)"
+STREAM_REMEDY = (
+    "finished shards stay, and the same command resumes; if that fails again, the file is damaged "
+    "or gone: choose another --name or --revision, with another --data-dir"
 )
-HUB_TIMEOUT_S = 10.0
 STREAM_CURSOR = ("state", "first", "row")  # see `stream_documents`
 
 TABLE_ROWS = 256  # rows that are read together
@@ -461,7 +460,7 @@ class HubSource:
         """
         import datasets
 
-        with _naming_remedy(self.dataset):
+        with explain_hub_errors(f"reading {self.dataset} failed", STREAM_REMEDY):
             stream = datasets.load_dataset(
                 self.dataset,
                 self.identity["name"],
@@ -475,20 +474,6 @@ class HubSource:
             stream = stream.shard(part.count, part.index, contiguous=True)
             origin += f" (part {part.index} of {part.count})"
         yield from stream_documents(stream, cursor, origin)
-
-
-@contextmanager
-def _naming_remedy(origin: str) -> Iterator[None]:
-    """Say how to go on after any error of the libraries that read the hub; they vary by version."""
-    try:
-        yield
-    except Exception as error:
-        raise OSError(
-            f"reading {origin} failed ({type(error).__name__}: {redact_secrets(str(error))}); "
-            f"finished shards stay, and the same command resumes; if that fails again, the file is "
-            f"damaged, gone or closed to you: log in by `hf auth login`, or choose another --name "
-            f"or --revision, with another --data-dir"
-        ) from None
 
 
 def stream_documents(
@@ -521,7 +506,7 @@ def _tables(
     dataset: "IterableDataset", state: Cursor | None, origin: str
 ) -> Iterator[tuple[Cursor, "pyarrow.Table"]]:
     """A stream's tables of `TABLE_ROWS` rows, from a state on; each with the state before it."""
-    with _naming_remedy(origin):
+    with explain_hub_errors(f"reading {origin} failed", STREAM_REMEDY):
         dataset = dataset.with_format("arrow")
         if state is not None:
             dataset.load_state_dict(state)
@@ -529,29 +514,6 @@ def _tables(
         for table in dataset.iter(batch_size=TABLE_ROWS):
             yield state, table
             state = dataset.state_dict()
-
-
-def resolve_revision(dataset: str, revision: str | None) -> str:
-    """The commit of a hub data set's branch or tag; by default of its main branch.
-
-    Raises:
-        ConnectionError: the hub cannot be reached.
-        ValueError: there is no such data set or revision.
-    """
-    from huggingface_hub import HfApi, errors
-
-    try:
-        return str(HfApi().dataset_info(dataset, revision=revision, timeout=HUB_TIMEOUT_S).sha)
-    except errors.RepositoryNotFoundError:
-        raise ValueError(f"--source {dataset}: the hub has no such data set") from None
-    except errors.RevisionNotFoundError:
-        raise ValueError(f"--revision {revision}: {dataset} has no such revision") from None
-    except errors.HFValidationError as error:
-        raise ValueError(f"--source {dataset}: {error}") from None
-    except Exception as error:  # of whichever HTTP library the hub's client uses
-        raise ConnectionError(
-            f"the Hugging Face hub cannot be reached ({type(error).__name__}); {NO_NETWORK}"
-        ) from None
 
 
 Source = FileSource | TextSource | HubSource

@@ -9,7 +9,12 @@ from typing import Literal
 from runtime.files import finish_within, redact_secrets
 
 RepoType = Literal["model", "dataset"]
-DOWNLOAD_SECONDS = 3 * 3600  # of a file
+TIMEOUT_SECONDS = 10  # of an answer
+DOWNLOAD_SECONDS = 3 * 3600  # of a file, or of a model: the 6.4 GB of gpt2-xl at 0.6 MB/s
+NO_NETWORK = (
+    "without network, use --source stdlib (Python's own sources) "
+    "or --source FILES (.parquet, .jsonl, .txt)"
+)
 REPO_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -21,6 +26,19 @@ def check_repo_name(flag: str, repo: str) -> None:
     """
     if not REPO_NAME.fullmatch(repo):
         raise ValueError(f"{flag} {repo} is not OWNER/NAME, such as my-name/my-gpt2")
+
+
+def resolve_revision(repo: str, revision: str | None) -> str:
+    """The commit of a data set's branch or tag; by default of its main branch.
+
+    Raises:
+        OSError: the hub cannot be reached, or has no such data set or revision for this user.
+    """
+    from huggingface_hub import HfApi
+
+    name = repo if revision is None else f"--revision {revision} of {repo}"
+    with explain_hub_errors(f"asking the Hugging Face hub for {name} failed", NO_NETWORK):
+        return str(HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_SECONDS).sha)
 
 
 def push_folder(
@@ -71,7 +89,9 @@ def download_file(repo: str, name: str, revision: str, folder: Path | None = Non
 
 
 @contextmanager
-def explain_hub_errors(failure: str) -> Iterator[None]:
+def explain_hub_errors(
+    failure: str, remedy: str = "once that is mended, the same command resumes"
+) -> Iterator[None]:
     """Say what failed and what to do after any error of the hub's libraries; they vary by version.
 
     A server may repeat the token in its message, so only the first line, the client's own, is told.
@@ -81,10 +101,10 @@ def explain_hub_errors(failure: str) -> Iterator[None]:
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = redact_secrets(str(error).strip().partition("\n")[0])
-        remedy = "the same command resumes, once the hub can be reached"
+        cause = ""
         if status in (401, 403, 404):
-            remedy = "it is not there, or not open to you: log in by `hf auth login`, with a token "
-            remedy += "that may write to upload, and check OWNER/NAME"
+            cause = "it is not there, or not open to you: log in by `hf auth login`, with a token "
+            cause += "that may write to upload, and check OWNER/NAME; "
         elif type(error).__name__ == "OfflineModeIsEnabled":
-            remedy = "HF_HUB_OFFLINE is set: unset it"
-        raise OSError(f"{failure} ({type(error).__name__}: {reason}); {remedy}") from None
+            cause = "HF_HUB_OFFLINE is set: unset it; "
+        raise OSError(f"{failure} ({type(error).__name__}: {reason}); {cause}{remedy}") from None

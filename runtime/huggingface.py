@@ -21,22 +21,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import (
-    atomic_write,
-    finish_within,
-    is_plain_name,
-    read_json,
-    redact_secrets,
-    write_json,
-)
+from runtime import hub
+from runtime.files import atomic_write, finish_within, is_plain_name, read_json, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
 HF_INDEX_NAME = "model.safetensors.index.json"  # lists the weight files where there are several
 EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written over
-HUB_TIMEOUT_SECONDS = 10  # of an answer
-HUB_DOWNLOAD_SECONDS = 3 * 3600  # of a model; the 6.4 GB of gpt2-xl at 0.6 MB/s
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -65,12 +57,13 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
 
     Args:
         source: a folder with `config.json` and `model.safetensors`; or `gpt2`, `gpt2-medium`,
-            `gpt2-large`, `gpt2-xl`, or any `owner/name` on the hub. A downloaded model stays in
+            `gpt2-large`, `gpt2-xl`, or any `OWNER/NAME` on the hub. A downloaded model stays in
             the hub's cache and needs no network again.
         device: where to put the model.
 
     Raises:
-        FileNotFoundError: there is no such folder or model, or the hub cannot be reached.
+        FileNotFoundError: there is no such folder.
+        OSError: the hub cannot be reached, or has no such model for this user.
         ValueError: it is not a GPT-2 that `model.py` can compute, a weight is not finite, or a
             file is damaged.
     """
@@ -407,24 +400,18 @@ def _download(source: str) -> Path:
 
     repo = f"openai-community/{source}" if source in GPT2_SIZES else source
     names = (HF_CONFIG_NAME, HF_WEIGHTS_NAME)
-    try:
+    failure = f"{source!r} is not a folder, and the Hugging Face hub did not give it"
+    remedy = f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
+    with hub.explain_hub_errors(failure, remedy + "OWNER/NAME"):
         try:
             paths = [hf_hub_download(repo, name, local_files_only=True) for name in names]
         except LocalEntryNotFoundError:
             for name in names:
                 # Fails at once where the download itself would try again for half a minute.
-                get_hf_file_metadata(hf_hub_url(repo, name), timeout=HUB_TIMEOUT_SECONDS)
+                get_hf_file_metadata(hf_hub_url(repo, name), timeout=hub.TIMEOUT_SECONDS)
             paths = finish_within(
-                HUB_DOWNLOAD_SECONDS, lambda: [hf_hub_download(repo, name) for name in names]
+                hub.DOWNLOAD_SECONDS, lambda: [hf_hub_download(repo, name) for name in names]
             )
-    except Exception as error:  # the hub's HTTP library, and so its errors, vary by version
-        reason = redact_secrets(str(error).strip().partition("\n")[0])
-        raise FileNotFoundError(
-            f"{source!r} is not a folder, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {reason}); "
-            f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
-            f"owner/name"
-        ) from None
     return Path(paths[0]).parent
 
 

@@ -632,7 +632,7 @@ def test_download_that_drips_ends_in_one_line(signing_hub, tmp_path, damage):
     script.write_text(
         "import pathlib, sys, hellaswag, runtime.huggingface\n"
         "from runtime.cli import run_command\n"
-        "hellaswag.DOWNLOAD_TIMEOUT_SECONDS = runtime.huggingface.HUB_DOWNLOAD_SECONDS = 1\n"
+        "hellaswag.DOWNLOAD_TIMEOUT_SECONDS = runtime.hub.DOWNLOAD_SECONDS = 1\n"
         "if sys.argv[1:] == ['model']:\n"
         "    run_command(lambda: runtime.huggingface.load_pretrained('o/n'))\n"
         "run_command(lambda: hellaswag.fetch(sys.argv[1], pathlib.Path('x'), 1000, ''))\n"

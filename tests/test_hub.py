@@ -254,6 +254,14 @@ def test_fineweb_uploads_shards_that_another_machine_downloads(hub, server, push
     assert "finished earlier, and unchanged" in done.stdout  # and that needs no network
 
 
+@pytest.mark.parametrize("token", ["", TOKEN + "x"])
+@pytest.mark.parametrize("source", ["hub:o/shards", "o/texts"])
+def test_fineweb_of_a_private_repository_says_how_to_log_in(hub, tmp_path, source, token):
+    flags = (f"--source={source}", f"--data-dir={tmp_path}/copy")
+    done = hub.run("fineweb", *flags, HF_TOKEN=token)
+    assert_refused(done, "asking the Hugging Face hub for o/", "401", "log in by `hf auth login`")
+
+
 def test_fineweb_refuses_shards_that_have_changed_on_the_hub(hub, server, pushed, tmp_path):
     """Of the same names and sizes, so that only their hashes tell them apart."""
     flags = ("--source=hub:o/shards", f"--data-dir={tmp_path}/copy")
@@ -340,8 +348,8 @@ def test_fineweb_refuses_what_is_no_finished_data_set(hub, server, pushed, tmp_p
     server.head = "b" * 40
     for source, more, message in (
         ("o/shards", (), "manifest.json of o/shards was not downloaded"),
-        ("o/none", (), "the hub has no such data set"),
-        ("o/shards", ("--revision=v9",), "--revision v9: o/shards has no such revision"),
+        ("o/none", (), "asking the Hugging Face hub for o/none failed (RepositoryNotFoundError"),
+        ("o/shards", ("--revision=v9",), "for --revision v9 of o/shards failed (RevisionNotFound"),
         ("shards", (), "--source hub: shards is not OWNER/NAME"),
         ("o/shards", ("--part=0", "--parts=2"), "is downloaded alone, and by one process"),
     ):
