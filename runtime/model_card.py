@@ -1,5 +1,6 @@
 """The `README.md` of an exported model: what it is, how it was trained and measured, its limits."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +41,8 @@ class TrainingRecord(NamedTuple):
     """What a checkpoint and its run tell about a model's training."""
 
     state: TrainerState
-    measured: dict[str, Any]
-    """The last values in `metrics.jsonl`, by name, up to the checkpoint's step."""
+    measured: dict[str, dict[str, Any]]
+    """By name, the last record of `metrics.jsonl` with that value, up to the checkpoint's step."""
 
 
 def read_training(checkpoint: Path) -> TrainingRecord:
@@ -51,10 +52,10 @@ def read_training(checkpoint: Path) -> TrainingRecord:
         ValueError: the checkpoint's state is damaged.
     """
     state, path = read_state(checkpoint), checkpoint.absolute().parent.parent / METRICS_NAME
-    measured: dict[str, Any] = {}
+    measured: dict[str, dict[str, Any]] = {}
     for record in read_metrics(path) if path.is_file() else ():
         if record["step"] <= state.step:
-            measured |= record
+            measured |= dict.fromkeys(record, record)
     return TrainingRecord(state, measured)
 
 
@@ -98,27 +99,35 @@ def _describe(training: TrainingRecord) -> Iterator[str]:
     if settings.get("init_from") is not None:
         yield "- training began with the weights of another model"
     yield "\n## Settings\n\n| setting | value |\n|---|---|"
-    yield from (f"| `{name}` | {settings[name]} |" for name in SETTINGS if name in settings)
+    chosen = {name: settings[name] for name in SETTINGS if settings.get(name, "auto") != "auto"}
+    yield from (f"| `{name}` | {value} |" for name, value in chosen.items())
     yield "\n## Results\n\n| measure | result | how measured |\n|---|---|---|"
     yield from _results(training.measured, settings)
     yield ""
 
 
-def _results(measured: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
+def _results(
+    measured: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
+) -> Iterator[str]:
     """The rows of the table of results."""
-    loss, score = measured.get("val_loss"), measured.get("hellaswag_acc_norm")
-    if loss is None:
+    record = measured.get("val_loss", {})
+    loss = record.get("val_loss")
+    if loss is None or not math.isfinite(loss):
         yield "| validation loss | not measured | |"
     else:
         yield (
-            f"| validation loss | {loss:.4f} nats per token | the mean over at most "
-            f"{settings.get('val_tokens', 0):,} tokens of the data set's validation split |"
+            f"| validation loss at step {record['step']:,} | {loss:.4f} nats per token | the mean "
+            f"over at most {settings.get('val_tokens', 0):,} tokens of the data set's validation "
+            f"split |"
         )
+    record = measured.get("hellaswag_total", {})
+    score = record.get("hellaswag_acc_norm")
     if score is None:
         yield "| HellaSwag | not measured | |"
         return
-    total = measured["hellaswag_total"]
+    total = record["hellaswag_total"]
     sample = "" if total == HELLASWAG_EXAMPLES else ", which is NOT the whole benchmark"
     how = "completion style, zero-shot: the ending of the lowest mean loss per token counts"
     how += "; not comparable with lm-evaluation-harness"
-    yield f"| HellaSwag, acc_norm | {score:.4f} | {how}; {total:,} examples{sample} |"
+    measure = f"HellaSwag, acc_norm at step {record['step']:,}"
+    yield f"| {measure} | {score:.4f} | {how}; {total:,} examples{sample} |"

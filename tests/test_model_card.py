@@ -1,6 +1,7 @@
 """The card of an exported model: what it says is what the run's files say, and no more."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ CONFIG = {
     "max_lr": 0.003,
     "optimizer": "muon",
     "val_tokens": 4096,
+    "dtype": "auto",
 }
 
 
@@ -65,9 +67,13 @@ def test_card_says_what_the_run_says(tmp_path, monkeypatch):
         "| `optimizer` | muon |",
     ):
         assert line in body.splitlines()
-    assert "| validation loss | 3.2500 nats per token | the mean over at most 4,096 tokens" in body
-    assert "| HellaSwag, acc_norm | 0.2500 | completion style" in body
+    assert (
+        "| validation loss at step 20 | 3.2500 nats per token | the mean over at most 4,096 tokens"
+        in body
+    )
+    assert "| HellaSwag, acc_norm at step 10 | 0.2500 | completion style" in body
     assert "10,042 examples |" in body
+    assert "| `dtype` |" not in body  # which one `auto` came to depends on the machine
     assert "SECRET" not in card
     assert str(tmp_path) not in card
 
@@ -83,6 +89,11 @@ def test_card_says_what_was_not_measured_and_what_is_no_benchmark(tmp_path, monk
     card = export_card(monkeypatch, tmp_path / "sample", tmp_path / "b")
     assert "20 examples, which is NOT the whole benchmark |" in card
     assert "| validation loss | not measured | |" in card
+    records = [{"step": 1, "hellaswag_acc_norm": 0.5, "val_loss": math.nan}]  # of another writer
+    save_run_with(tmp_path / "other", {}, records)
+    card = export_card(monkeypatch, tmp_path / "other", tmp_path / "c")
+    assert "| validation loss | not measured | |" in card
+    assert "| HellaSwag | not measured | |" in card
 
 
 def test_card_of_a_model_that_was_not_trained_here_is_short(tmp_path, monkeypatch):
