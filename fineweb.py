@@ -85,6 +85,11 @@ class FineWebConfig:
                 raise ValueError(f"--part {self.part}: parts of {self.parts} are 0 to {last}")
         if self.push_to_hub is not None:
             check_repo_name("--push-to-hub", self.push_to_hub)
+            if self.part is not None and self.parts != 1:
+                raise ValueError(
+                    f"--push-to-hub with --part {self.part}: give it where you merge, with "
+                    f"--parts {self.parts} alone"
+                )
 
 
 def main() -> None:
@@ -205,9 +210,14 @@ def download_whole(config: FineWebConfig, part: Part | None) -> Path:
     """
     start = time.perf_counter()
     repo = config.source[0].removeprefix(PUBLISHED)
-    check_repo_name("--source hub:", repo)
+    if not REPO_NAME.fullmatch(repo):
+        raise ValueError(f"--source {PUBLISHED}{repo} is not {PUBLISHED}OWNER/NAME")
     if len(config.source) > 1 or part is not None:
         raise ValueError(f"--source {PUBLISHED}{repo} is downloaded alone, and by one process")
+    for flag in ("name", "shard_size", "workers"):
+        if getattr(config, flag) != getattr(FineWebConfig(), flag):
+            flag = flag.replace("_", "-")
+            raise ValueError(f"--source {PUBLISHED}{repo} is downloaded as it is: drop --{flag}")
     folder = config.data_dir or Path("data") / repo.split("/")[1]
     with folder_lock(folder):
         earlier = find_earlier(folder)

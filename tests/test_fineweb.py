@@ -443,6 +443,10 @@ def test_read_plain_names_the_bad_byte_and_a_remedy_that_works(tmp_path, monkeyp
         (["--source", "."], r"\. is a folder: name its files, as in \./\*\.jsonl"),
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),
+        (
+            ["--part", "0", "--parts", "2", "--push-to-hub", "o/n"],
+            "--push-to-hub with --part 0: give it where you merge, with --parts 2 alone",
+        ),
         (["--shard-size", "0"], "--shard-size must be at least 1, not 0"),
     ],
 )

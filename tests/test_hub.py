@@ -350,7 +350,10 @@ def test_fineweb_refuses_what_is_no_finished_data_set(hub, server, pushed, tmp_p
         ("o/shards", (), "manifest.json of o/shards was not downloaded"),
         ("o/none", (), "asking the Hugging Face hub for o/none failed (RepositoryNotFoundError"),
         ("o/shards", ("--revision=v9",), "for --revision v9 of o/shards failed (RevisionNotFound"),
-        ("shards", (), "--source hub: shards is not OWNER/NAME"),
+        ("shards", (), "--source hub:shards is not hub:OWNER/NAME"),
+        ("o/shards", ("--shard-size=500",), "is downloaded as it is: drop --shard-size"),
+        ("o/shards", ("--name=x",), "is downloaded as it is: drop --name"),
+        ("o/shards", ("--workers=99",), "is downloaded as it is: drop --workers"),
         ("o/shards", ("--part=0", "--parts=2"), "is downloaded alone, and by one process"),
     ):
         done = hub.run("fineweb", f"--source=hub:{source}", *flags[1:], *more)
@@ -360,10 +363,11 @@ def test_fineweb_refuses_what_is_no_finished_data_set(hub, server, pushed, tmp_p
 
 def test_fineweb_download_refuses_a_folder_with_other_data(hub, pushed, tmp_path):
     (tmp_path / "b.txt").write_text("one two three four five")
-    flags = (f"--data-dir={tmp_path}/other", "--shard-size=1000")
-    assert hub.run("fineweb", f"--source={tmp_path}/b.txt", *flags).code == 0
+    other = f"--data-dir={tmp_path}/other"
+    made = hub.run("fineweb", f"--source={tmp_path}/b.txt", other, "--shard-size=1000")
+    assert made.code == 0, made.stderr
     before = contents(tmp_path / "other")
-    done = hub.run("fineweb", "--source=hub:o/shards", *flags)
+    done = hub.run("fineweb", "--source=hub:o/shards", other)
     assert_refused(done, "other holds other data")
     assert contents(tmp_path / "other") == before
     (tmp_path / "theirs").mkdir()
