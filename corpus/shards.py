@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -316,6 +316,14 @@ class TokenShards:
             shard += 1
         return tokens
 
+    def check_file(self, path: Path, vocab_size: int) -> None:
+        """Refuse a shard with an id >= `vocab_size`; the message gives the id's offset."""
+        shard = self.paths.index(path)
+        end = int(self.offsets[shard + 1])
+        for start in range(int(self.offsets[shard]), end, SCAN_BLOCK_TOKENS):
+            tokens = self.read(start, min(SCAN_BLOCK_TOKENS, end - start))
+            self.check_tokens(tokens, start, vocab_size)
+
     def check_tokens(self, tokens: TokenArray, start: int, vocab_size: int) -> None:
         """Refuse ids >= `vocab_size` in `tokens`, which were read from position `start`.
 
@@ -337,9 +345,8 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
     """Open one split of a data folder and check what can be checked quickly.
 
     Every file's dtype, shape and, where there is a manifest, size are checked, and the hash of each
-    file that is newer than the manifest. Without a manifest, all ids are read and checked, once for
-    each file: the result is remembered. A shard may be a link to another disk: its content is
-    checked.
+    file that is newer than the manifest; without a manifest, all ids. A file is read for this once:
+    the result is remembered. A shard may be a link to another disk: its content is checked.
 
     Raises:
         FileNotFoundError: the folder or the split is missing; the message names other data folders.
@@ -357,7 +364,9 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
         raise FileNotFoundError(_explain_missing(folder, split))
     shards = TokenShards(paths, _fingerprint(infos, paths))
     if manifest is None:
-        _scan_tokens(folder, split, shards, vocab_size)
+        with _unchecked(folder, split, dict.fromkeys(paths, vocab_size)) as unchecked:
+            for path in unchecked:
+                shards.check_file(path, vocab_size)
         return shards
     finished_ns = (folder / SHARD_MANIFEST).stat().st_mtime_ns
     for info, path, length in zip(infos, paths, shards.lengths, strict=True):
@@ -366,8 +375,13 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
                 f"{path} has {length:,} tokens, the manifest says {info.tokens:,}: "
                 f"delete {folder} and run python fineweb.py again"
             )
-        if path.stat().st_mtime_ns >= finished_ns:  # copied or changed after the manifest
-            verify_shards(folder, [info])
+    newer = {  # copied or changed after the manifest
+        path: info.sha256
+        for info, path in zip(infos, paths, strict=True)
+        if path.stat().st_mtime_ns >= finished_ns
+    }
+    with _unchecked(folder, split, newer) as unchecked:
+        verify_shards(folder, [info for info in infos if folder / info.file in unchecked])
     return shards
 
 
@@ -388,6 +402,8 @@ def _shards_by_name(folder: Path, split: Split) -> list[Path]:
     if both := [path for path, names in splits.items() if len(names) > 1]:
         raise ValueError(f"{both[0]} names both splits, train and val: rename it")
     shards = [path for path, names in splits.items() if names]
+    if folders := [path for path in shards if path.is_dir()]:
+        raise ValueError(f"{folders[0]} is a folder, not a shard: move it elsewhere")
     if len({path.suffix for path in shards}) > 1:
         raise ValueError(
             f"{folder} mixes formats ({shards[0].name}, {shards[-1].name}): move the .npy or the "
@@ -401,40 +417,39 @@ def _shards_by_name(folder: Path, split: Split) -> list[Path]:
     return [path for path in shards if split in splits[path]]
 
 
-def _scan_tokens(folder: Path, split: Split, shards: TokenShards, vocab_size: int) -> None:
-    """Check all ids of a split; files that are as they were at the last scan are not read.
+@contextmanager
+def _unchecked(folder: Path, split: Split, files: Mapping[Path, int | str]) -> Iterator[list[Path]]:
+    """The files that are not as they were at the last check; after the body, all are checked.
 
-    Raises:
-        ValueError: an id is not below `vocab_size`; the message gives its shard and offset.
+    Args:
+        folder: the data folder.
+        split: that the files are of.
+        files: each with what it is checked for: the size of the vocabulary, or its hash.
     """
-    stats = [path.stat() for path in shards.paths]
-    files = {
-        path.name: [stat.st_size, stat.st_mtime_ns, vocab_size]
-        for path, stat in zip(shards.paths, stats, strict=True)
-    }
-    records = _scan_records(folder, split)
-    unknown = files
+    current = {}
+    for path, expected in files.items():
+        stat = path.stat()
+        times = stat.st_mtime_ns, stat.st_ctime_ns  # a file moved here keeps the first
+        current[path.name] = [stat.st_size, *times, expected]
+    records = _check_records(folder, split)
+    unknown = current
     for record in records:
         with suppress(OSError, ValueError, AttributeError):  # there is none, or it is damaged
             seen = read_json(record).get
             unknown = {name: file for name, file in unknown.items() if seen(name) != file}
-    if not unknown:
-        return
-    for name, first, end in zip(files, shards.offsets, shards.offsets[1:], strict=False):
-        for start in range(int(first), int(end) if name in unknown else 0, SCAN_BLOCK_TOKENS):
-            tokens = shards.read(start, min(SCAN_BLOCK_TOKENS, int(end) - start))
-            shards.check_tokens(tokens, start, vocab_size)
-    for record in records:
+    yield [path for path in files if path.name in unknown]
+    for record in records if unknown else ():
         with suppress(OSError):  # a read-only folder, or a full disk
-            write_json(record, files)
+            write_json(record, current)
             break
 
 
-def _scan_records(folder: Path, split: Split) -> tuple[Path, Path]:
-    """Where a scan is remembered: in the data folder or, if that is read-only, in the cache."""
+def _check_records(folder: Path, split: Split) -> list[Path]:
+    """Where checks are remembered: in the data folder or, if that is read-only, in the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     of_folder = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-    return folder / f".{split}_scan.json", cache / "gpt2_scans" / f"{of_folder}_{split}.json"
+    records = [folder / f".{split}_scan.json", cache / "gpt2_scans" / f"{of_folder}_{split}.json"]
+    return [record for record in records if record.parts[0] != "~"]  # of a user without a home
 
 
 def _explain_missing(folder: Path, split: Split) -> str:

@@ -236,36 +236,75 @@ def test_open_shards_refuses_a_folder_of_two_formats_or_another_vocabulary(tmp_p
             open_shards(tmp_path, split)
     (tmp_path / "train.npy").unlink()
     assert open_shards(tmp_path, "train").total_tokens == 30
+    (tmp_path / "train_2.bin").mkdir()
+    with pytest.raises(ValueError, match=r"train_2\.bin is a folder, not a shard"):
+        open_shards(tmp_path, "train")
+    (tmp_path / "train_2.bin").rmdir()
     (tmp_path / "meta.pkl").touch()  # nanoGPT's shakespeare_char
     with pytest.raises(ValueError, match=r"meta\.pkl says .* a vocabulary of their own"):
         open_shards(tmp_path, "train")
 
 
+def exchange(path, content):
+    """Another content of the same size and time, as by `mv` of a copy; only ctime tells them."""
+    before = path.stat()
+    path.write_bytes(content)
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock has ticks
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 @pytest.mark.parametrize("read_only", [False, True])
-def test_open_shards_reads_a_file_without_manifest_once(tmp_path, monkeypatch, read_only):
-    """Ids that change while size and time of the file stay are only found by reading them."""
+@pytest.mark.parametrize("manifest", [False, True])
+def test_open_shards_reads_a_file_once(tmp_path, monkeypatch, read_only, manifest):
+    """One of a manifest, too, if it is newer: `cp` may have copied the manifest first."""
     folder, cache = tmp_path / "data", tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    folder.mkdir()
-    for number in range(2):
-        (folder / f"train_{number}.bin").write_bytes(tokens_of(30).tobytes())
-    record = folder / ".train_scan.json"
+    write(folder, 40)
+    if manifest:
+        os.utime(folder / "manifest.json", ns=(0, 0))
+    else:
+        (folder / "manifest.json").unlink()
     if read_only:  # for root, too: no file can get this name
-        record.mkdir()
-    assert open_shards(folder, "train").total_tokens == 60
+        (folder / ".train_scan.json").mkdir()
+    assert open_shards(folder, "train").total_tokens == 30
     assert cache.exists() == read_only
-    second = folder / "train_1.bin"
-    time = second.stat().st_mtime_ns
-    second.write_bytes(b"\xff" * 60)
-    os.utime(second, ns=(time, time))
-    shards = open_shards(folder, "train")  # the second time it is not read
+    path, place = (
+        folder / "train_000002.npy",
+        "has changed" if manifest else "offset 9: token id 65",
+    )
+    exchange(path, path.read_bytes()[:-2] + b"\xff\xff")
+    for _ in range(2):  # a refusal is not remembered
+        with pytest.raises(ValueError, match=rf"train_000002\.npy.*{place}"):
+            open_shards(folder, "train")
+    [record] = [path for path in tmp_path.rglob("*train*.json") if path.is_file()]
+    values = json.loads(record.read_text())
+    values[path.name][2] = path.stat().st_ctime_ns
+    record.write_text(json.dumps(values))
+    shards = open_shards(folder, "train")  # the file is believed to be known: it is not read
     with pytest.raises(ValueError, match="token id 65535"):  # as the loader does for each batch
-        shards.check_tokens(shards.read(30, 1), 30, 50257)
-    with pytest.raises(ValueError, match=r"train_0\.bin, offset 20: token id 20 "):
-        open_shards(folder, "train", vocab_size=20)
-    os.utime(second, ns=(time, time + 1))
-    with pytest.raises(ValueError, match=r"train_1\.bin, offset 0: token id 65535"):
-        open_shards(folder, "train")
+        shards.check_tokens(shards.read(19, 1), 19, 50257)
+    if not manifest:
+        with pytest.raises(ValueError, match=r"train_000001\.npy, offset 0: token id 10 "):
+            open_shards(folder, "train", vocab_size=10)
+
+
+def test_open_shards_without_a_home_writes_nowhere_else(tmp_path):
+    """Where even the system knows no home, `~` is no path: in a process, as another user."""
+    source = (
+        "import os, sys; from corpus import shards\n"
+        "os.path.expanduser = lambda path: path\n"  # as without HOME, of an unknown user
+        "print(shards.open_shards(sys.argv[1], 'train').total_tokens, os.listdir())\n"
+    )
+    folder, cwd = tmp_path / "data", tmp_path / "cwd"
+    cwd.mkdir()
+    write(folder, 40)
+    (folder / "manifest.json").unlink()
+    (folder / ".train_scan.json").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": ""}
+    command = [sys.executable, "-c", source, str(folder)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.stdout == "30 []\n", done.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"train.npy": 3}'])
