@@ -9,10 +9,10 @@ from pathlib import Path
 from corpus.shards import SHARD_MANIFEST, Manifest, ShardInfo, check_same_dataset
 from runtime.files import read_json, sha256_of, sync_folder, write_json
 from runtime.hub import download_file, push_folder, resolve_revision
+from tokenizer import VOCAB_SHA256
 
 DOWNLOADS = ".downloads"  # in the data folder: files whose hash is not checked yet
 ORIGIN = ".hub.json"  # in the data folder: the commit that its shards are of, by repository
-ATTEMPTS = 2  # to fetch a shard undamaged
 
 
 def push_shards(folder: Path, repo: str) -> str:
@@ -59,26 +59,22 @@ def fetch_shards(
     if commit and whole and whole.complete:
         return whole, whole
     commit = commit or resolve_revision(repo, revision)
-    manifest = Manifest.load(download_file(repo, SHARD_MANIFEST, commit).parent)
-    shards = manifest.shards if manifest else ()
-    if manifest is None or not manifest.complete or not shards:
-        raise ValueError(f"--source hub:{repo} has no finished data set of fineweb.py")
-    if other := [shard.file for shard in shards if not shard.file.endswith(".npy")]:
-        raise ValueError(f"--source hub:{repo}: the manifest lists {other[0]}, which is no shard")
-    if earlier is not None:
-        check_same_dataset(folder, earlier, manifest)
-        if earlier.shards != shards[: len(earlier.shards)]:
-            raise ValueError(
-                f"{repo} has other tokens at commit {commit} than {folder}: choose another "
-                f"--data-dir, or delete it"
-            )
     try:
-        for i, shard in enumerate(shards):
-            is_known = whole is not None and shard in whole.shards
-            if not is_known and not _is_whole(folder / shard.file, shard):
-                replace(manifest, shards=shards[:i], complete=False).save(folder)
+        manifest = _fetch_manifest(repo, commit, folder)
+        if earlier is not None:
+            check_same_dataset(folder, earlier, manifest)
+            if not set(earlier.shards) <= set(manifest.shards):
+                raise ValueError(
+                    f"{repo} has other tokens at commit {commit} than {folder}: choose another "
+                    f"--data-dir, or delete it"
+                )
+        shards = whole.shards if whole else ()
+        for shard in manifest.shards:
+            if shard not in shards:
+                replace(manifest, shards=shards, complete=False).save(folder)
                 _fetch_shard(repo, commit, folder, shard)
                 write_json(folder / ORIGIN, {repo: commit})
+                shards += (shard,)
     finally:
         shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
     manifest.save(folder)
@@ -88,27 +84,42 @@ def fetch_shards(
 
 def _without_damage(folder: Path, manifest: Manifest) -> Manifest:
     """A manifest of the shards that are there and have their hash; unfinished if some have not."""
-    shards = tuple(shard for shard in manifest.shards if _is_whole(folder / shard.file, shard))
+    there = [shard for shard in manifest.shards if (folder / shard.file).is_file()]
+    shards = tuple(shard for shard in there if sha256_of(folder / shard.file) == shard.sha256)
     complete = manifest.complete and shards == manifest.shards
     return replace(manifest, shards=shards, complete=complete)
 
 
-def _is_whole(path: Path, shard: ShardInfo) -> bool:
-    return path.is_file() and sha256_of(path) == shard.sha256
+def _fetch_manifest(repo: str, commit: str, folder: Path) -> Manifest:
+    """Download the manifest of a finished data set, and check it."""
+    with suppress(FileNotFoundError):
+        download_file(repo, SHARD_MANIFEST, commit, folder / DOWNLOADS)
+    manifest = Manifest.load(folder / DOWNLOADS)
+    if manifest is None or not manifest.complete or not manifest.shards:
+        raise ValueError(
+            f"--source hub:{repo} has no finished shards of fineweb.py; for its texts: "
+            f"--source {repo}"
+        )
+    if other := [shard.file for shard in manifest.shards if not shard.file.endswith(".npy")]:
+        raise ValueError(f"--source hub:{repo}: the manifest lists {other[0]}, which is no shard")
+    if manifest.tokenizer_sha256 != VOCAB_SHA256:
+        raise ValueError(
+            f"--source hub:{repo}: tokenizer_sha256 {manifest.tokenizer_sha256} is not GPT-2's, "
+            f"{VOCAB_SHA256}: tokenise its texts again"
+        )
+    return manifest
 
 
 def _fetch_shard(repo: str, commit: str, folder: Path, shard: ShardInfo) -> None:
-    """Download a shard, which gets its name only if its hash is right; try again once."""
-    for _ in range(ATTEMPTS):
-        path = download_file(repo, shard.file, commit, folder / DOWNLOADS)
-        if sha256_of(path) == shard.sha256:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            path.replace(folder / shard.file)
-            sync_folder(folder)
-            return
-        path.unlink()
-    raise ValueError(
-        f"{shard.file} of {repo} is damaged: its SHA-256 is not the manifest's; verified shards "
-        f"stay, and the same command resumes once its owner has mended it"
-    )
+    """Download a shard, which gets its name only if its hash is right."""
+    path = download_file(repo, shard.file, commit, folder / DOWNLOADS)
+    if sha256_of(path) != shard.sha256:
+        raise ValueError(
+            f"{shard.file} of {repo} came damaged: its SHA-256 is not the manifest's; verified "
+            f"shards stay, and the same command resumes; if that fails again, its owner has to "
+            f"mend it"
+        )
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    path.replace(folder / shard.file)
+    sync_folder(folder)

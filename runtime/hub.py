@@ -73,11 +73,12 @@ def push_folder(
     return str(url)
 
 
-def download_file(repo: str, name: str, revision: str, folder: Path | None = None) -> Path:
-    """Fetch a file of a data set's repository, into a folder or the hub's own cache.
+def download_file(repo: str, name: str, revision: str, folder: Path) -> Path:
+    """Fetch a file of a data set's repository into a folder.
 
     Raises:
-        OSError: the hub cannot be reached, or has no such file for this user.
+        FileNotFoundError: the repository has no such file.
+        OSError: the hub cannot be reached, or lets this user not read it.
     """
     from huggingface_hub import hf_hub_download
 
@@ -107,4 +108,5 @@ def explain_hub_errors(
             cause += "that may write to upload, and check OWNER/NAME; "
         elif type(error).__name__ == "OfflineModeIsEnabled":
             cause = "HF_HUB_OFFLINE is set: unset it; "
-        raise OSError(f"{failure} ({type(error).__name__}: {reason}); {cause}{remedy}") from None
+        kind = FileNotFoundError if status == 404 else OSError
+        raise kind(f"{failure} ({type(error).__name__}: {reason}); {cause}{remedy}") from None

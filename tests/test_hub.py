@@ -1,9 +1,11 @@
 """Uploads to a hub and downloads from it: the hub's own client against a server on the loopback."""
 
 import base64
+import errno
 import hashlib
 import http.server
 import json
+import os
 import re
 import threading
 import urllib.parse
@@ -16,6 +18,7 @@ from test_export import save_run
 from test_fineweb import texts_of, write_jsonl
 
 from corpus.shards import Manifest, open_shards
+from runtime.hub import explain_hub_errors
 
 TOKEN = "hf_SECRETaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 REPO = r"/api/(model|dataset)s/([\w-]+/[\w-]+)"
@@ -37,7 +40,7 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.may_write = True
         self.history = {}  # by commit: the files, where they are not the newest
         self.uploads_left = 10**6
-        self.damaged = {}  # path: how often it is sent damaged
+        self.damaged = self.cut = None  # the file that is sent damaged, or in part
 
     def requests(self, method, pattern):
         return [path for asked, path in self.asked if asked == method and re.search(pattern, path)]
@@ -168,9 +171,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if content is None:
             return self.answer(404, X_Error_Code="EntryNotFound")
         tag = hashlib.sha1(content).hexdigest()
-        if self.server.damaged.get(path, 0) > 0 and self.command == "GET":
-            self.server.damaged[path] -= 1
+        if self.server.damaged == path:
             content = content[:-1] + bytes([content[-1] ^ 1])
+        if self.server.cut == path and self.command == "GET":
+            self.close_connection = True
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            return self.wfile.write(content[: len(content) // 2])
         return self.answer(200, content, ETag=f'"{tag}"', X_Repo_Commit=commit)
 
 
@@ -302,24 +310,39 @@ def test_fineweb_uploads_only_what_is_missing(hub, server, tmp_path):
     assert server.repos["dataset", "o/shards"]["commits"] == commits  # nothing has changed
 
 
-def test_fineweb_fetches_a_damaged_shard_again_once(hub, server, pushed, tmp_path):
+def test_fineweb_goes_on_after_a_download_that_was_cut_off(hub, server, pushed, tmp_path):
+    """The connection ends in the midst of a shard, and no other attempt of the client succeeds."""
     third = sorted(path.name for path in pushed.glob("train*"))[1]
     flags = ("--source=hub:o/shards", f"--data-dir={tmp_path}/copy")
-    server.damaged[third] = 2
+    server.cut = third
     failed = hub.run("fineweb", *flags)
-    assert_refused(failed, f"{third} of o/shards is damaged", "the same command resumes")
+    assert_refused(failed, f"{third} of o/shards was not downloaded", "the same command resumes")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "copy").glob("*.npy")}
+    assert sorted(path.name for path in before) == ["train_000001.npy", "val_000000.npy"]
+    server.cut = None
+    assert hub.run("fineweb", *flags).code == 0
+    assert contents(tmp_path / "copy") == contents(pushed)
+    assert before == {path: path.stat().st_mtime_ns for path in before}  # not fetched again
+
+
+def test_fineweb_fetches_a_damaged_shard_again(hub, server, pushed, tmp_path):
+    third = sorted(path.name for path in pushed.glob("train*"))[1]
+    flags = ("--source=hub:o/shards", f"--data-dir={tmp_path}/copy")
+    server.damaged = third
+    failed = hub.run("fineweb", *flags)
+    assert_refused(failed, f"{third} of o/shards came damaged", "the same command resumes")
     assert not (tmp_path / "copy" / third).exists()
     with pytest.raises(ValueError, match="is not finished"):
         open_shards(tmp_path / "copy", "train")
     verified = Manifest.load(tmp_path / "copy").shards
     assert [shard.file for shard in verified] == ["val_000000.npy", "train_000001.npy"]
-    server.damaged[third] = 1
+    server.damaged = None
     server.asked.clear()
     done = hub.run("fineweb", *flags)
     assert done.code == 0, done.stderr
     assert contents(tmp_path / "copy") == contents(pushed)
     fetched = [path.rpartition("/")[2] for path in server.requests("GET", r"\.npy$")]
-    assert fetched[:2] == [third, third]
+    assert fetched[0] == third
     assert not {shard.file for shard in verified} & set(fetched)
     path = tmp_path / "copy" / third  # one that the disk damages later is fetched again, alone
     path.write_bytes(path.read_bytes()[:-2])
@@ -336,8 +359,9 @@ def test_fineweb_refuses_what_is_no_finished_data_set(hub, server, pushed, tmp_p
     flags = ("--source=hub:o/shards", f"--data-dir={tmp_path}/copy")
     hostile = [{**shard, "file": "train_gpt2.py"} for shard in manifest["shards"]]
     for change, message in (
-        ({"complete": False}, "hub:o/shards has no finished data set"),
-        ({"shards": []}, "hub:o/shards has no finished data set"),
+        ({"complete": False}, "hub:o/shards has no finished shards of fineweb.py"),
+        ({"shards": []}, "hub:o/shards has no finished shards of fineweb.py"),
+        ({"tokenizer_sha256": "0" * 64}, f"tokenizer_sha256 {'0' * 64} is not GPT-2's"),
         ({"shards": hostile}, "lists train_gpt2.py, which is no shard"),
         ({"format": 9}, "is not a shard manifest"),
     ):
@@ -347,7 +371,7 @@ def test_fineweb_refuses_what_is_no_finished_data_set(hub, server, pushed, tmp_p
     del files["manifest.json"]
     server.head = "b" * 40
     for source, more, message in (
-        ("o/shards", (), "manifest.json of o/shards was not downloaded"),
+        ("o/shards", (), "no finished shards of fineweb.py; for its texts: --source o/shards"),
         ("o/none", (), "asking the Hugging Face hub for o/none failed (RepositoryNotFoundError"),
         ("o/shards", ("--revision=v9",), "for --revision v9 of o/shards failed (RevisionNotFound"),
         ("shards", (), "--source hub:shards is not hub:OWNER/NAME"),
@@ -387,6 +411,12 @@ def test_export_uploads_a_folder_with_its_card(hub, server, tmp_path):
     assert {"README.md", "config.json", "model.safetensors"} <= repo["files"].keys()
     assert b'"me/tiny")' in repo["files"]["README.md"]
     assert "SECRET" not in done.stdout + done.stderr
+
+
+def test_explain_hub_errors_does_not_blame_the_hub_for_a_full_disk():
+    problem = r"x was not downloaded \(OSError: \[Errno 28\] .*\); once that is mended, the same "
+    with pytest.raises(OSError, match=problem), explain_hub_errors("x was not downloaded"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
