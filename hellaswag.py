@@ -109,7 +109,7 @@ class Example:
     label: int
     context: list[int]
     endings: list[list[int]]
-    lengths: list[int]  # of the endings, for `acc_norm`: tokens or, in the harness's style, letters
+    lengths: list[int]  # of the endings, for `acc_norm`: tokens; in the harness's style, characters
     cuts_context: bool = False  # from the left, where it is too long: the harness's style
 
     def fits(self, block_size: int) -> bool:
@@ -454,12 +454,17 @@ def write_predictions(path: Path, examples: Sequence[Example], result: HellaSwag
             line = {
                 "ind": example.ind,
                 "label": example.label,
-                "mean_losses": [round(x, 6) for x in result.mean[row].tolist()],
-                "summed_losses": [round(x, 6) for x in result.summed[row].tolist()],
+                "mean_losses": _rounded(result.mean[row]),
+                "summed_losses": _rounded(result.summed[row]),
                 "prediction": int(result.predictions[row]),
                 "prediction_norm": int(result.predictions_norm[row]),
             }
             file.write((json.dumps(line) + "\n").encode())
+
+
+def _rounded(losses: Tensor) -> list[float | None]:
+    """For JSON, which has no infinity: the mean of an ending that is empty after its clean-up."""
+    return [round(x, 6) if math.isfinite(x) else None for x in losses.tolist()]
 
 
 def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = DATA_URL) -> Path:

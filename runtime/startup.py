@@ -14,7 +14,8 @@ def prepare_process() -> None:
     """Set up this process for slow imports: Ctrl-C ends it in one line, a long wait is explained.
 
     Standard streams that are closed (`>&-`) are opened on the null device: the next file would get
-    their number, and the messages with it. A rank ends when `torchrun` is gone.
+    their number, and the messages with it. A log gets no bars of the hub's downloads. A rank ends
+    when `torchrun` is gone.
 
     libgomp, which torch loads, reads its settings only then. Its waiting threads spin, which costs
     nothing alone but slows down all that shares the cores: on 2 cores next to two busy loops the
@@ -28,6 +29,8 @@ def prepare_process() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored

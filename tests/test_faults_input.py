@@ -16,6 +16,7 @@ from forked import assert_refused
 from corpus.shards import Manifest, ShardWriter
 from model import GPT, GPTConfig
 from runtime.huggingface import save_pretrained
+from runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks")
 TOKENS = (np.arange(2000) % 50257).astype(np.uint16)
@@ -153,6 +154,22 @@ def test_two_ranks_refuse_a_bad_shard(commands, data):
     refusals = [line for line in done.stderr.splitlines() if "train_000002.npy is not a" in line]
     assert len(refusals) == 1
     assert not (data.parent / "runs").exists()
+
+
+def test_training_reads_bin_files_as_the_same_tokens_in_npy(commands, data):
+    (data / "manifest.json").unlink()
+    theirs = data.parent / "theirs"
+    theirs.mkdir()
+    for path in data.glob("*.npy"):
+        np.load(path).tofile(theirs / f"{path.stem}.bin")
+    losses = []
+    for name in (data, theirs):
+        assert train(commands, name, f"--run-name={name.name}").code == 0
+        records = read_metrics(data.parent / "runs" / name.name / "metrics.jsonl")
+        losses.append([record.get("train_loss", record.get("val_loss")) for record in records])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) > 8
+    assert {path.suffix for path in theirs.iterdir()} == {".bin", ".json"}  # the scan's record
 
 
 # More shards than files that may be open

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,12 +103,23 @@ def test_harness_style_leaves_out_only_what_the_harness_cannot_score(model, tmp_
 
 
 def test_main_scores_in_the_harness_style_in_float32(data, model, tmp_path, monkeypatch, capsys):
+    """On a CPU that has bfloat16, too; an ending of no characters has no mean, which JSON can say.
+
+    The fourth row has one: `[title]`.
+    """
     save_pretrained(model, tmp_path / "model")
     flags = [f"--model={tmp_path}/model", f"--data={data}", "--style=harness", "--device=cpu"]
-    monkeypatch.setattr(sys, "argv", ["hellaswag.py", *flags])
+    monkeypatch.setattr(sys, "argv", ["hellaswag.py", *flags, f"--output={tmp_path}/out.jsonl"])
+    cpuinfo = SimpleNamespace(read_text=lambda: "amx_bf16")
+    monkeypatch.setattr("runtime.device.Path", lambda _: cpuinfo)
     hellaswag.main()
     result = evaluate_hellaswag(model, load_examples(data, style="harness"))
     assert capsys.readouterr().out.endswith(f"model, harness style: {result}\n")
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    losses = torch.tensor([row["summed_losses"] for row in rows])
+    torch.testing.assert_close(losses, result.summed, rtol=0, atol=1e-4)
+    assert [row["mean_losses"].index(None) for row in rows if None in row["mean_losses"]] == [0]
 
 
 @pytest.mark.parametrize(

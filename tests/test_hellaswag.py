@@ -158,6 +158,22 @@ def test_render_example_takes_a_label_as_text():
     assert [render_example({**ROW, "label": label}).label for label in ("3", 0)] == [3, 0]
 
 
+def test_render_example_in_the_harness_style_worked_by_hand():
+    """Without lm_eval: ` [title]` is a full stop and notes go, then doubled spaces become one."""
+    row = {
+        "activity_label": "Boiling eggs",
+        "ctx_a": "[header] How to [title] Take a pot. [step] Fill it  with   water.",
+        "ctx_b": "THE Man",
+        "endings": ["[step] sits", "a [title] b", "goes  on", " sings "],
+    }
+    example = render_example({"ind": 0, "label": "1", **row}, "harness")
+    decode = gpt2_encoding().decode
+    prompt = "Boiling eggs: How to. Take a pot. Fill it with  water. The man"
+    assert decode(example.context) == prompt
+    assert [*map(decode, example.endings)] == ["  sits", " a. b", " goes on", " sings"]
+    assert example.lengths == [5, 4, 7, 5]  # characters of ` sits`, `a. b`, `goes on`, `sings`
+
+
 def bad(**changes):
     return json.dumps({**ROW, **changes}).encode()
 
