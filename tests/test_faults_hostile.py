@@ -7,7 +7,6 @@ import ast
 import contextlib
 import dataclasses
 import hashlib
-import http.server
 import importlib
 import json
 import os
@@ -18,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -26,8 +24,9 @@ import pytest
 import torch
 from conftest import ROOT, TINY_RUN, torchrun
 from forked import Commands, assert_refused
+from hub_server import HubHandler, HubServer
 from safetensors.torch import load_file, save_file
-from test_fineweb import Hub, texts_of, write_parquet
+from test_fineweb import texts_of, write_parquet
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks")
 FOLDERS = (".", "bench", "corpus", "runtime", "training")
@@ -417,37 +416,6 @@ SECRETS = {
 }
 
 
-class RefusingHub(http.server.BaseHTTPRequestHandler):
-    """A hub that fails in the way that its path asks for, and notes the tokens it was sent."""
-
-    sent = []  # noqa: RUF012
-
-    def do_GET(self):
-        self.sent.append(self.headers.get("Authorization", ""))
-        code = int(self.path.strip("/").split("/")[0])
-        body = json.dumps({"error": f"bad token {self.sent[-1]}"}).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET  # noqa: N815 - the name that http.server looks for
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def hub():
-    RefusingHub.sent.clear()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RefusingHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
 def assert_no_secret(folder, *done):
     """No file below a folder, no file's name and no output has a secret's text."""
     told = [(command.stdout + command.stderr).encode() for command in done]
@@ -474,19 +442,18 @@ def test_no_secret_is_written_by_training_sampling_or_export(commands, tiny_data
 @pytest.mark.parametrize(
     ("user", "status", "sent"), [("", 401, "Bearer hf_SECRET"), ("me:SECRETword@", 500, "Basic ")]
 )
-def test_no_secret_is_told_where_the_hub_fails(tmp_path, hub, user, status, sent):
+def test_no_secret_is_told_where_the_hub_fails(tmp_path, user, status, sent):
     """The token, or the password in the hub's address, goes to the hub and nowhere else."""
-    environment = SECRETS | {
-        "HF_ENDPOINT": f"http://{user}{hub}/{status}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(tmp_path / "hf"),
-    }
-    with Commands(tmp_path, **environment) as commands:
-        texts = commands.run("fineweb", "--source=o/n", f"--data-dir={tmp_path}/data")
-        model = commands.run("sample", "--model=o/n")
+    with HubServer() as hub:
+        hub.fails = status
+        address = {"HF_ENDPOINT": f"http://{user}127.0.0.1:{hub.server_port}"}
+        environment = hub.environment(tmp_path / "hf") | SECRETS | address
+        with Commands(tmp_path, **environment) as commands:
+            texts = commands.run("fineweb", "--source=o/n", f"--data-dir={tmp_path}/data")
+            model = commands.run("sample", "--model=o/n")
     assert texts.code == model.code == 2
     assert_no_secret(tmp_path, texts, model)
-    assert any(token.startswith(sent) for token in RefusingHub.sent)
+    assert any(token.startswith(sent) for token in hub.sent)
 
 
 LEAK = """
@@ -520,44 +487,34 @@ def test_no_message_of_any_kind_shows_a_signed_address(commands, tmp_path):
     assert "SECRET" not in done.stderr.replace(LEAK, "")
 
 
-class SigningHub(Hub):
+class SigningHub(HubHandler):
     """A hub that redirects every large file to a signed address, at which it is not to be had."""
 
     damage = ""
     left = 0  # answers of the storage that are right
 
-    def do_GET(self):  # noqa: N802 - the names that http.server looks for
-        path = self.path.split("?")[0]
-        if path.startswith("/storage/"):
-            return self.storage(path.removeprefix("/storage/"))
-        if found := re.fullmatch(r"/o/n/resolve/main/(.+)", path):  # of a model
-            return self.file("a" * 40, found[1])
-        return super().do_GET()
-
-    do_HEAD = do_GET  # noqa: N815
-
-    def file(self, commit, name):
-        if not name.endswith((".parquet", ".safetensors")):
-            return super().file(commit, name)
-        address = f"http://localhost:{self.server.server_port}/storage/{name}"  # another host
-        size = ("X-Linked-Size", str(len(self.files[name])))
+    def resolve(self, body, kind, name, repo, commit, path):
+        if not path.endswith((".parquet", ".safetensors")):
+            return super().resolve(body, kind, name, repo, commit, path)
+        address = f"http://localhost:{self.server.server_port}/storage/{path}"  # another host
         signature = "X-Amz-Signature=SECRET&X-Amz-Credential=SECRET"
-        place = [("Location", f"{address}?{signature}"), ("ETag", '"tag"'), size]
-        return self.answer(302, headers=[*place, ("X-Repo-Commit", commit)])
+        place = {"Location": f"{address}?{signature}", "ETag": '"tag"'}
+        size = str(len(repo["files"][path]))
+        return self.answer(302, **place, X_Linked_Size=size, X_Repo_Commit="a" * 40)
 
-    def storage(self, name):
+    def storage(self, name, body):
         SigningHub.left -= 1
+        files = [file for repo in self.server.repos.values() for file in repo["files"].items()]
+        whole = dict(files).get(name, b"")
         if self.left >= 0:
-            return super().file("a" * 40, name)
+            return self.send_file(whole, "tag")
         if self.damage == "cut off" and self.left == -1:
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
         if self.damage.startswith("slow"):
             return self.drip(self.damage)
         if self.damage == "damaged":
-            whole = self.files[name]
-            self.files = {name: whole[:50] + b"x" * (len(whole) - 100) + whole[-50:]}
-            return super().file("a" * 40, name)
+            return self.send_file(whole[:50] + b"x" * (len(whole) - 100) + whole[-50:], "tag")
         return self.answer(404 if self.damage == "gone" else 403, b"Request has expired")
 
     def drip(self, part):
@@ -575,18 +532,12 @@ class SigningHub(Hub):
 def signing_hub(tmp_path_factory):
     """Commands whose hub is a `SigningHub`, which has the data set and the model o/n."""
     folder = tmp_path_factory.mktemp("signing")
-    SigningHub.files = {"config.json": b"{}", "model.safetensors": bytes(1000)}
-    for part in "01":
-        path = write_parquet(folder / "part.parquet", texts_of(1000))
-        SigningHub.files[f"{part}.parquet"] = path.read_bytes()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SigningHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    environment = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "hf")}
-    with Commands(folder, **environment) as commands:
-        yield commands
-    server.shutdown()
-    server.server_close()
+    texts = [write_parquet(folder / "part.parquet", texts_of(1000)).read_bytes() for _ in "01"]
+    with HubServer(handler=SigningHub) as server:
+        server.add("model", "o/n", {"config.json": b"{}", "model.safetensors": bytes(1000)})
+        server.add("dataset", "o/n", {f"{part}.parquet": text for part, text in enumerate(texts)})
+        with Commands(folder, **server.environment(folder / "hf")) as commands:
+            yield commands
 
 
 @pytest.mark.parametrize("damage", ["expired", "gone", "damaged"])

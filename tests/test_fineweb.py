@@ -2,8 +2,6 @@
 
 import glob
 import gzip
-import hashlib
-import http.server
 import json
 import os
 import random
@@ -11,14 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import urllib.parse
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hub_server import HubServer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -545,100 +542,32 @@ def test_stream_documents_goes_on_from_any_document_and_names_the_bad_row(tmp_pa
         list(stream_documents(parquet_stream(tmp_path), None, "the hub"))
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as one public data set needs, on the loopback."""
-
-    protocol_version = "HTTP/1.1"
-    files: dict[str, bytes] = {}  # noqa: RUF012 - set by the test
-    head = "a" * 40
-    asked: list[str] = []  # noqa: RUF012
-
-    def log_message(self, *args):
-        pass
-
-    def answer(self, code, body=b"", headers=()):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(code)
-        for name, value in [*headers, ("Content-Length", str(len(data)))]:
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def do_GET(self):
-        path = urllib.parse.unquote(self.path.split("?")[0])
-        self.asked.append(path)
-        if found := re.fullmatch(r"/api/datasets/o/n(?:/revision/(\w+))?", path):
-            commit = found[1] if found[1] and len(found[1]) == 40 else self.head
-            if found[1] == "nowhere":
-                return self.answer(404, {}, [("X-Error-Code", "RevisionNotFound")])
-            siblings = [{"rfilename": name} for name in self.files]
-            return self.answer(200, {"id": "o/n", "sha": commit, "siblings": siblings})
-        if found := re.fullmatch(r"/api/datasets/o/n/tree/\w{40}/?(.*)", path):
-            return self.answer(200, list(self.entries(found[1]).values()))
-        if found := re.fullmatch(r"/datasets/o/n/resolve/(\w{40})/(.+)", path):
-            return self.file(found[1], found[2])
-        return self.answer(404, {}, [("X-Error-Code", "RepoNotFound")])
-
-    do_HEAD = do_GET  # noqa: N815 - the name that http.server looks for
-
-    def entries(self, folder):
-        entries = {}
-        for name, data in self.files.items():
-            if not folder or name.startswith(folder + "/"):
-                depth = folder.count("/") + 1 if folder else 0
-                child = "/".join(name.split("/")[: depth + 1])
-                kind = (
-                    {"type": "file", "size": len(data)} if child == name else {"type": "directory"}
-                )
-                oid = hashlib.sha1(child.encode()).hexdigest()
-                entries[child] = {"path": child, "oid": oid, **kind}
-        return entries
-
-    def file(self, commit, name):
-        if name not in self.files:
-            return self.answer(404, headers=[("X-Error-Code", "EntryNotFound")])
-        data = self.files[name]
-        headers = [("ETag", f'"{hashlib.sha1(data).hexdigest()}"'), ("X-Repo-Commit", commit)]
-        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
-            start, end = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
-            span = ("Content-Range", f"bytes {start}-{end}/{len(data)}")
-            return self.answer(206, data[start : end + 1], [*headers, span])
-        return self.answer(200, data, headers)
-
-
 @pytest.fixture
 def hub(tmp_path):
-    """A hub with the data set o/n, and the environment that leads to it."""
+    """A hub with the data set o/n; its `texts`."""
     texts = texts_of(300)
-    Hub.files = {
+    files = {
         "README.md": b"---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n"
         b"  - split: train\n    path: sample/10BT/*\n---\n"
     }
     for part in range(2):
         path = write_parquet(tmp_path / "part.parquet", texts[150 * part : 150 * part + 150])
-        Hub.files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
-    Hub.head, Hub.asked, Hub.texts = "a" * 40, [], texts
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    Hub.environment = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_OFFLINE": "0",
-    }
-    yield Hub
-    server.shutdown()
-    server.server_close()
+        files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
+    with HubServer() as server:
+        server.add("dataset", "o/n", files)
+        server.texts = texts
+        yield server
 
 
 def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     flags = ["--source", "o/n", "--name", "sample-10BT", "--shard-size", "1500"]
-    assert_killed(run_driver(tmp_path, *flags, kill_at=8, environment=hub.environment))
+    environment = hub.environment(tmp_path / "hf")
+    assert_killed(run_driver(tmp_path, *flags, kill_at=8, environment=environment))
     folder = tmp_path / "data" / "n-10BT"
     assert len(Manifest.load(folder).shards) > 2
     hub.head = "b" * 40  # the data set has moved on, the rerun has not
     hub.asked.clear()
-    done = run_driver(tmp_path, *flags, environment=hub.environment)
+    done = run_driver(tmp_path, *flags, environment=environment)
     assert done.returncode == 0, done.stderr
     assert tokens_of(folder) == reference(hub.texts)
     assert Manifest.load(folder).source == {
@@ -647,11 +576,11 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
         "name": "sample-10BT",
         "revision": "a" * 40,
     }
-    assert not any("b" * 40 in path for path in hub.asked)
-    closed = {**hub.environment, "HF_ENDPOINT": "http://127.0.0.1:1"}
+    assert not any("b" * 40 in path for _, path in hub.asked)
+    closed = {**environment, "HF_ENDPOINT": "http://127.0.0.1:1"}
     done = run_driver(tmp_path, *flags, environment=closed)
     assert "finished earlier" in done.stdout  # and that needs no network
-    done = run_driver(tmp_path, *flags, "--revision", "main", environment=hub.environment)
+    done = run_driver(tmp_path, *flags, "--revision", "main", environment=environment)
     assert done.returncode == 2
     assert f"revision {'a' * 40} instead of {'b' * 40}" in done.stderr
 
@@ -661,7 +590,7 @@ def test_main_names_what_the_hub_does_not_have(hub, tmp_path):
         (["--source=o/nothing"], "for o/nothing failed (RepositoryNotFoundError"),
         (["--source=o/n", "--revision=nowhere"], "for --revision nowhere of o/n failed (Revision"),
     ]:
-        done = run_driver(tmp_path, *flags, environment=hub.environment)
+        done = run_driver(tmp_path, *flags, environment=hub.environment(tmp_path / "hf"))
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert f"error: asking the Hugging Face hub {message}" in done.stderr
 

@@ -1,19 +1,15 @@
 """Uploads to a hub and downloads from it: the hub's own client against a server on the loopback."""
 
-import base64
 import errno
 import hashlib
-import http.server
 import json
 import os
-import re
-import threading
-import urllib.parse
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from forked import Commands
+from hub_server import HubServer
 from test_export import save_run
 from test_fineweb import texts_of, write_jsonl
 
@@ -21,174 +17,12 @@ from corpus.shards import Manifest, open_shards
 from runtime.hub import explain_hub_errors
 
 TOKEN = "hf_SECRETaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
-REPO = r"/api/(model|dataset)s/([\w-]+/[\w-]+)"
-
-
-def git_oid(content):
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-class HubServer(http.server.ThreadingHTTPServer):
-    """What the hub knows: repositories, and large files that were uploaded."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.repos = {}  # (type, name): {"visibility", "files": {path: bytes}, "commits"}
-        self.large = {}  # by SHA-256, committed or not
-        self.asked = []  # every request: method and path
-        self.head = "a" * 40  # the newest commit
-        self.may_write = True
-        self.history = {}  # by commit: the files, where they are not the newest
-        self.uploads_left = 10**6
-        self.damaged = self.cut = None  # the file that is sent damaged, or in part
-
-    def requests(self, method, pattern):
-        return [path for asked, path in self.asked if asked == method and re.search(pattern, path)]
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as its client needs to make, fill and read repositories."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def answer(self, code, body=b"", **headers):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(code)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def handle_request(self):
-        path = urllib.parse.unquote(self.path.split("?")[0])
-        self.server.asked.append((self.command, path))
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            body = b""
-            while size := int(self.rfile.readline(), 16):
-                body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-        else:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.command == "PUT":
-            return self.upload(path, body)
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            said = {"error": f"bad token {self.headers.get('Authorization')}"}
-            return self.answer(401, said, X_Error_Message=str(said))
-        routes = {
-            "/api/repos/create": self.create,
-            "/api/validate-yaml": lambda _: self.answer(200, {"errors": [], "warnings": []}),
-            REPO + "/preupload/main": self.preupload,
-            REPO + "/commit/main": self.commit,
-            r"/(?:(dataset)s/)?([\w-]+/[\w-]+)\.git/info/lfs/objects/batch": self.batch,
-            REPO + r"(?:/revision/(\w+))?": self.info,
-            r"/(?:(dataset)s/)?([\w-]+/[\w-]+)/resolve/(\w+)/(.+)": self.resolve,
-        }
-        for pattern, route in routes.items():
-            if found := re.fullmatch(pattern, path):
-                return route(body, *found.groups())
-        return self.answer(404, {}, X_Error_Code="RepoNotFound")
-
-    do_GET = do_HEAD = do_POST = do_PUT = handle_request  # noqa: N815
-
-    def address(self, kind, name):
-        folder = "datasets/" if kind == "dataset" else ""
-        return f"http://127.0.0.1:{self.server.server_port}/{folder}{name}"
-
-    def repo(self, kind, name):
-        return self.server.repos[kind or "model", name]
-
-    def create(self, body):
-        asked = json.loads(body)
-        key = asked.get("type", "model"), f"{asked['organization']}/{asked['name']}"
-        if not self.server.may_write:
-            return self.answer(403, {"error": f"{TOKEN} may not write"})
-        if key in self.server.repos:
-            return self.answer(409, {"error": "it exists", "url": self.address(*key)})
-        new = {"visibility": asked.get("visibility"), "files": {}, "commits": 0}
-        self.server.repos[key] = new
-        return self.answer(200, {"url": self.address(*key)})
-
-    def preupload(self, body, kind, name):
-        files = self.repo(kind, name)["files"]
-        answers = []
-        for asked in json.loads(body)["files"]:
-            is_large = asked["path"].endswith((".npy", ".safetensors"))
-            content = files.get(asked["path"])
-            hashed = hashlib.sha256(content or b"").hexdigest() if is_large else None
-            oid = None if content is None else hashed or git_oid(content)
-            mode = "lfs" if is_large else "regular"
-            answers.append(
-                {"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
-            )
-        return self.answer(200, {"files": answers})
-
-    def batch(self, body, kind, name):
-        objects = []
-        for asked in json.loads(body)["objects"]:
-            href = f"http://127.0.0.1:{self.server.server_port}/storage/{asked['oid']}"
-            actions = {} if asked["oid"] in self.server.large else {"upload": {"href": href}}
-            objects.append({**asked, **({"actions": actions} if actions else {})})
-        return self.answer(200, {"transfer": "basic", "objects": objects})
-
-    def upload(self, path, body):
-        self.server.uploads_left -= 1
-        if self.server.uploads_left < 0:
-            return self.answer(400)
-        assert hashlib.sha256(body).hexdigest() == path.rpartition("/")[2]
-        self.server.large[path.rpartition("/")[2]] = body
-        return self.answer(200)
-
-    def commit(self, body, kind, name):
-        repo = self.repo(kind, name)
-        for line in map(json.loads, body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                repo["files"][value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                repo["files"][value["path"]] = self.server.large[value["oid"]]
-        repo["commits"] += 1
-        url = f"{self.address(kind, name)}/commit/{self.server.head}"
-        return self.answer(200, {"commitUrl": url, "commitOid": "a" * 40, "pullRequestUrl": None})
-
-    def info(self, body, kind, name, revision):
-        if (kind, name) not in self.server.repos:
-            return self.answer(404, {}, X_Error_Code="RepoNotFound")
-        known = self.server.head, *self.server.history
-        if revision not in (None, "main", "v1", *known):
-            return self.answer(404, {}, X_Error_Code="RevisionNotFound")
-        siblings = [{"rfilename": path} for path in self.repo(kind, name)["files"]]
-        sha = revision if revision in known else self.server.head
-        return self.answer(200, {"id": name, "sha": sha, "siblings": siblings})
-
-    def resolve(self, body, kind, name, commit, path):
-        files = self.server.history.get(commit) or self.repo(kind, name)["files"]
-        content = files.get(path)
-        if content is None:
-            return self.answer(404, X_Error_Code="EntryNotFound")
-        tag = hashlib.sha1(content).hexdigest()
-        if self.server.damaged == path:
-            content = content[:-1] + bytes([content[-1] ^ 1])
-        if self.server.cut == path and self.command == "GET":
-            self.close_connection = True
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            return self.wfile.write(content[: len(content) // 2])
-        return self.answer(200, content, ETag=f'"{tag}"', X_Repo_Commit=commit)
 
 
 @pytest.fixture
 def server():
-    server = HubServer()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with HubServer(TOKEN) as server:
+        yield server
 
 
 class HubCommands(NamedTuple):
@@ -203,14 +37,7 @@ class HubCommands(NamedTuple):
 
 @pytest.fixture
 def hub(commands, server, tmp_path):
-    environment = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",  # plain uploads: Xet's protocol is not spoken here
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_TOKEN": TOKEN,
-    }
-    return HubCommands(commands, environment)
+    return HubCommands(commands, server.environment(tmp_path / "hf") | {"HF_TOKEN": TOKEN})
 
 
 def contents(folder):

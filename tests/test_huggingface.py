@@ -2,13 +2,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
+from hub_server import HubServer
 from safetensors.torch import load_file
 from torch import nn
 
@@ -306,50 +304,23 @@ LOAD = (
 )
 
 
-def load_in_a_process(endpoint, cache, *names):
-    hub = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+def load_in_a_process(environment, *names):
     command = [sys.executable, "-c", LOAD, *names]
-    return subprocess.run(command, env=os.environ | hub, cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | environment
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_load_pretrained_downloads_once_then_needs_no_network(exported, tmp_path):
-    requests = []
-
-    class Hub(BaseHTTPRequestHandler):
-        """The part of the hub's protocol that a file download uses."""
-
-        def do_HEAD(self):
-            requests.append(self.path)
-            path = exported / Path(self.path).name
-            if not self.path.startswith("/openai-community/gpt2/resolve/main/"):
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Length", str(path.stat().st_size))
-            self.send_header("ETag", f'"{path.name}"')
-            self.send_header("X-Repo-Commit", "0" * 40)
-            self.end_headers()
-
-        def do_GET(self):
-            self.do_HEAD()
-            self.wfile.write((exported / Path(self.path).name).read_bytes())
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    try:
-        first = load_in_a_process(endpoint, tmp_path / "cache", "gpt2")
-    finally:
-        server.shutdown()
-        server.server_close()
+    with HubServer() as hub:
+        files = {path.name: path.read_bytes() for path in exported.iterdir()}
+        hub.add("model", "openai-community/gpt2", files)
+        environment = hub.environment(tmp_path / "hf")
+        first = load_in_a_process(environment, "gpt2")
     assert first.stdout.strip() == str(TINY.n_embd), first.stderr
-    assert any(path.endswith("/model.safetensors") for path in requests)
+    assert hub.requests("GET", "/model.safetensors$")
 
     # The server is gone: what it gave is there, anything else is one line of error.
-    again = load_in_a_process(endpoint, tmp_path / "cache", "gpt2", "gpt2-medium")
+    again = load_in_a_process(environment, "gpt2", "gpt2-medium")
     assert again.stdout.strip() == str(TINY.n_embd), again.stderr
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
