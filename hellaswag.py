@@ -88,8 +88,8 @@ class HellaSwagConfig:
     device: DeviceName = "auto"
     """Device to run on."""
     dtype: DtypeName = "auto"
-    """Dtype of the matrix products; the losses are float32 in any case. In the harness's style,
-    auto is float32, as there."""
+    """Dtype of the matrix products; auto is float32 in the harness's style. The losses are float32
+    in any case."""
 
     def __post_init__(self) -> None:
         problems = [

@@ -269,7 +269,8 @@ class TokenShards:
     Args:
         paths: the shard files, in order; each must be a 1-D uint16 `.npy` array, or a `.bin` file
             of llm.c or nanoGPT.
-        fingerprint: a hash that changes when the tokens do.
+        fingerprint: a hash that changes when the tokens do; without a manifest, when the files'
+            names, sizes or first 64 KiB do.
 
     Raises:
         ValueError: (of every method) a file is not such an array, or no longer the one that it

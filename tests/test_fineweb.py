@@ -307,7 +307,7 @@ def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_main_gives_the_same_tokens_of_a_compressed_file(make, tmp_path, suffix):
-    """Also as the system's own tool writes it, and if it is compressed again before a resume."""
+    """Each document is at the place of the plain file's, and reading can resume there."""
     texts = texts_of(300)
     plain = write_jsonl(tmp_path / "a.jsonl", texts)
     packed = compress(write_jsonl(tmp_path / f"b.jsonl{suffix}", texts))

@@ -315,7 +315,8 @@ def test_open_shards_scans_again_where_the_record_is_damaged(tmp_path, content):
     assert list(json.loads((tmp_path / ".train_scan.json").read_bytes())) == ["train.npy"]
 
 
-def test_fingerprint_changes_with_any_token(tmp_path):
+def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):
+    """Without a manifest only with a token of a file's first 64 KiB, as this one is."""
     prints = set()
     for name, first in (("a", 0), ("b", 1)):
         tokens = tokens_of(40)
