@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import signal
@@ -99,6 +100,36 @@ def check_on_ranks(commands, source, tmp_path, processes=2, **environment):
     done = commands.run_ranks(processes, script, **environment)
     assert done.code == 0, done.stderr
     assert done.stdout.count("fine") == processes
+
+
+def randomize_weights(model, scale=0.1):
+    """Change every parameter: biases start at 0 and gains at 1, which would hide a swap."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return model
+
+
+def save_run(run_dir, config=None, records=None, step=1):
+    """A run's folder with a checkpoint after `step` steps, and its metrics; returns the model."""
+    from test_checkpoint import new_training, trainer_state
+
+    from model import GPTConfig
+    from runtime.checkpoint import CheckpointWriter
+
+    run_dir.mkdir()
+    model, optimizers = new_training(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
+    state = trainer_state(step, model)
+    if config is not None:
+        state = replace(state, train_config=config)
+    with CheckpointWriter(run_dir / "checkpoints") as writer:
+        writer.save(state, model, optimizers)
+    if records is not None:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (run_dir / "metrics.jsonl").write_text(lines)
+    return model
 
 
 def tiny_trainer(data_dir, model=None, **settings):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_MODEL
+from conftest import ROOT, TINY_MODEL, randomize_weights
 
 from bench.components import COMPONENTS, component_table, score_one_at_a_time
 from bench.config import BenchConfig
@@ -51,10 +51,7 @@ def test_busy_loops_end_with_the_body():
 def test_score_one_at_a_time_equals_the_batched_scorer():
     """Two layouts of the endings: a row for each, and one row that shares the context."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model = randomize_weights(GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)))
     examples = load_examples(EXAMPLES)
     batched = evaluate_hellaswag(model, examples, DistInfo(torch.device("cpu")), torch.float32)
     single = score_one_at_a_time(model, examples, torch.float32)

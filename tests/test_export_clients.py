@@ -5,6 +5,7 @@ All but the first two need packages of `requirements-test-all.txt`.
 
 import pytest
 import torch
+from conftest import randomize_weights
 from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
@@ -19,10 +20,7 @@ EXACT = {"rtol": 0, "atol": 1e-5}
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     torch.manual_seed(0)
-    model = GPT(SIZE)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model = randomize_weights(GPT(SIZE))
     folder = tmp_path_factory.mktemp("clients") / "export"
     save_pretrained(model, folder)
     return folder

@@ -172,27 +172,6 @@ def test_training_reads_bin_files_as_the_same_tokens_in_npy(commands, data):
     assert {path.suffix for path in theirs.iterdir()} == {".bin", ".json"}  # the scan's record
 
 
-# More shards than files that may be open
-
-
-def test_training_reads_more_shards_than_files_may_be_open(commands, data, tmp_path):
-    """Under `ulimit -n 64`: 240 training shards in a loader that shuffles, next to 120 others."""
-    for number, tokens in enumerate(np.split(TOKENS[:1920].repeat(3), 360)):
-        np.save(data / f"{'train' if number % 3 else 'val'}_{number:06}.npy", tokens)
-    (data / "manifest.json").unlink()
-    script = tmp_path / "limited.py"
-    script.write_text(
-        "import resource, train_gpt2\n"
-        "from runtime.cli import run_command\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "run_command(train_gpt2.main)\n"
-    )
-    flags = (*TINY_RUN, f"--data-dir={data}", f"--out-dir={tmp_path}/runs", "--max-steps=16")
-    done = commands.run(script, *flags, "--val-tokens=1900")
-    assert done.code == 0, done.stderr
-    assert "done: " in done.stdout
-
-
 # Manifests
 
 

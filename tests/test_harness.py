@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, randomize_weights
 
 import hellaswag
 from hellaswag import evaluate_hellaswag, load_examples
@@ -50,11 +50,9 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(3)
-    model = GPT(GPTConfig(block_size=BLOCK_SIZE, n_layer=2, n_head=2, n_embd=16))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return randomize_weights(
+        GPT(GPTConfig(block_size=BLOCK_SIZE, n_layer=2, n_head=2, n_embd=16)), 0.2
+    )
 
 
 @pytest.fixture(scope="module")

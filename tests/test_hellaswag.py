@@ -7,7 +7,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, randomize_weights
 
 from hellaswag import (
     HellaSwagConfig,
@@ -32,11 +32,7 @@ TOO_LONG = {**ROW, "ctx": "a" + " a" * 60}
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    model = GPT(TINY)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return randomize_weights(GPT(TINY))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from conftest import save_run
 from forked import Commands
 from hub_server import HubServer
-from test_export import save_run
 from test_fineweb import texts_of, write_jsonl
 
 from corpus.shards import Manifest, open_shards

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, randomize_weights
 from hub_server import HubServer
 from safetensors.torch import load_file
 from torch import nn
@@ -28,25 +28,17 @@ STAND_INS = {
 TINY = GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)
 
 
-@torch.no_grad()
-def randomized(model):
-    """Biases start at 0 and gains at 1, which would hide a swap."""
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
-
-
 def hf_model(config):
     torch.manual_seed(0)
     sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
     no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     hf_config = transformers.GPT2Config(n_positions=config.block_size, **sizes, **no_dropout)
-    return randomized(transformers.GPT2LMHeadModel(hf_config))
+    return randomize_weights(transformers.GPT2LMHeadModel(hf_config)).eval()
 
 
 def random_model(config=TINY):
     torch.manual_seed(1)
-    return randomized(GPT(config))
+    return randomize_weights(GPT(config)).eval()
 
 
 @pytest.fixture(scope="module")

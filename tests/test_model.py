@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from conftest import randomize_weights
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -34,14 +35,6 @@ def _seed():
 def tiny(**dimensions):
     settings = {"block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE, **STAND_INS["gpt2"]}
     return GPT(GPTConfig(**(settings | dimensions)))
-
-
-def randomize_weights(model):
-    """Redraw the parameters so large that every part of the model shows in the logits."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
 
 
 def hugging_face_twin(model):

@@ -1,17 +1,14 @@
 """The card of an exported model: what it says is what the run's files say, and no more."""
 
-import json
 import math
 import sys
-from dataclasses import replace
 
 import huggingface_hub
-from test_checkpoint import new_training, trainer_state
-from test_export import save_run
+from conftest import save_run
+from test_checkpoint import new_training
 
 import export
 from model import GPTConfig
-from runtime.checkpoint import CheckpointWriter
 from runtime.huggingface import save_pretrained
 from runtime.model_card import MARK
 
@@ -34,24 +31,13 @@ def export_card(monkeypatch, source, out):
     return (out / "README.md").read_text()
 
 
-def save_run_with(run_dir, config, records, step=20):
-    """A run's folder with a checkpoint after `step` steps."""
-    run_dir.mkdir()
-    model, optimizers = new_training(MODEL)
-    with CheckpointWriter(run_dir / "checkpoints") as writer:
-        state = replace(trainer_state(step, model), train_config=config)
-        writer.save(state, model, optimizers)
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (run_dir / "metrics.jsonl").write_text(lines)
-
-
 def test_card_says_what_the_run_says(tmp_path, monkeypatch):
     records = [
         {"step": 10, "val_loss": 5.5, "hellaswag_acc_norm": 0.25, "hellaswag_total": 10042},
         {"step": 20, "val_loss": 3.25},
         {"step": 30, "val_loss": 1.0, "hellaswag_acc_norm": 0.9, "hellaswag_total": 10042},
     ]
-    save_run_with(tmp_path / "run", CONFIG, records)
+    save_run(tmp_path / "run", CONFIG, records, step=20)
     card = export_card(monkeypatch, tmp_path / "run", tmp_path / "tales")
     _, front, body = card.split("---\n", 2)
     assert front.splitlines() == [
@@ -85,12 +71,12 @@ def test_card_says_what_was_not_measured_and_what_is_no_benchmark(tmp_path, monk
     assert "| HellaSwag | not measured | |" in card
     assert "base_model" not in card
     records = [{"step": 1, "hellaswag_acc_norm": 0.5, "hellaswag_total": 20, "val_loss": None}]
-    save_run_with(tmp_path / "sample", {}, records)
+    save_run(tmp_path / "sample", {}, records)
     card = export_card(monkeypatch, tmp_path / "sample", tmp_path / "b")
     assert "20 examples, which is NOT the whole benchmark |" in card
     assert "| validation loss | not measured | |" in card
     records = [{"step": 1, "hellaswag_acc_norm": 0.5, "val_loss": math.nan}]  # of another writer
-    save_run_with(tmp_path / "other", {}, records)
+    save_run(tmp_path / "other", {}, records)
     card = export_card(monkeypatch, tmp_path / "other", tmp_path / "c")
     assert "| validation loss | not measured | |" in card
     assert "| HellaSwag | not measured | |" in card
@@ -115,7 +101,7 @@ def test_card_that_its_owner_has_written_stays(tmp_path, monkeypatch):
 
 
 def test_card_has_metadata_that_the_hub_reads(tmp_path, monkeypatch):
-    save_run_with(tmp_path / "run", CONFIG, [])
+    save_run(tmp_path / "run", CONFIG, [])
     export_card(monkeypatch, tmp_path / "run", tmp_path / "out")
     data = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
     assert data["pipeline_tag"] == "text-generation"

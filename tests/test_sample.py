@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, randomize_weights
 from forked import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +27,7 @@ SMALL_VOCAB = GPTConfig(block_size=8, vocab_size=100, n_layer=2, n_head=2, n_emb
 def random_model(config, seed=0):
     """A model whose logits differ enough that no two are near each other."""
     torch.manual_seed(seed)
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
+    return randomize_weights(GPT(config), 0.3)
 
 
 def prompts(config, B, T):
