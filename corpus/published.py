@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from corpus.shards import SHARD_MANIFEST, Manifest, ShardInfo, check_same_dataset
-from runtime.files import read_json, sha256_of, sync_folder, write_json
+from runtime.files import read_object, sha256_of, sync_folder, write_json
 from runtime.hub import download_file, push_folder, resolve_revision
 from tokenizer import VOCAB_SHA256
 
@@ -54,8 +54,7 @@ def fetch_shards(
     """
     whole, commit = earlier and _without_damage(folder, earlier), None
     if earlier is not None and revision is None:
-        with suppress(OSError, ValueError, AttributeError):  # there is no such file, or another
-            commit = read_json(folder / ORIGIN).get(repo)
+        commit = read_object(folder / ORIGIN).get(repo)
     if commit and whole and whole.complete:
         return whole, whole
     commit = commit or resolve_revision(repo, revision)
