@@ -50,7 +50,7 @@ def parse(args, config_class=TrainConfig):
     return message
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(FLAGS), VALUES, max_size=4))
 @example({"run_name": ""})
 @example({"seed": str(2**63)})

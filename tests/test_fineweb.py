@@ -471,7 +471,7 @@ def test_main_without_network_or_with_piped_input_says_what_works(tmp_path):
 SPACES = "a9. \n\t\x85\xa0\u1680\u2003\u3000éж日🦄\u0d10\u1000\u2020\u3001"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text() | st.text(st.sampled_from(SPACES)), st.integers(1, 20))
 @example("0ࠀ ࠀ 0", 3)
 def test_read_plain_blocks_have_the_tokens_of_the_whole(tmp_path_factory, text, block_bytes):

@@ -164,19 +164,20 @@ def test_parts_have_locks_of_their_own(make, flags):
 
 def test_parts_of_the_hub_are_of_one_revision(hub, make, tmp_path, monkeypatch):
     texts = [texts_of(40 + 9 * part, seed=part) for part in range(5)]
+    files, environment = hub.repos["dataset", "o/n"]["files"], hub.environment(tmp_path / "hf")
     for part in range(5):
         path = write_parquet(tmp_path / "part.parquet", texts[part])
-        hub.files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
+        files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
     flags = ["--source=o/n", "--name=sample-10BT", "--shard-size=1500", "--data-dir=merged"]
     flags += ["--parts=2"]
-    done = run_driver(tmp_path, *flags, "--part=1", environment=hub.environment)
+    done = run_driver(tmp_path, *flags, "--part=1", environment=environment)
     assert done.returncode == 0, done.stderr
     hub.head = "b" * 40  # the data set has moved on, the other part has not
-    done = run_driver(tmp_path, *flags, "--part=0", "--revision=main", environment=hub.environment)
+    done = run_driver(tmp_path, *flags, "--part=0", "--revision=main", environment=environment)
     assert done.returncode == 2
     assert f"part_00001_of_00002 holds other data, revision {'a' * 40} instead of" in done.stderr
-    assert_killed(run_driver(tmp_path, *flags, "--part=0", kill_at=4, environment=hub.environment))
-    done = run_driver(tmp_path, *flags, "--part=0", environment=hub.environment)
+    assert_killed(run_driver(tmp_path, *flags, "--part=0", kill_at=4, environment=environment))
+    done = run_driver(tmp_path, *flags, "--part=0", environment=environment)
     assert done.returncode == 0, done.stderr
     path = part_path("merged", 1, 2) / "manifest.json"
     manifest = path.read_text()

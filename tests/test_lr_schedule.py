@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
@@ -54,7 +54,6 @@ def settings_of_a_run(draw):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(deadline=None)
 @given(run=settings_of_a_run())
 def test_every_schedule_rises_to_the_peak_in_warmup_and_then_never(name, run):
     warmup_steps = run["warmup_steps"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, torchrun
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
@@ -200,6 +200,7 @@ def test_describe_contexts_says_where_a_step_has_one_micro_batch():
     ]
 
 
+@settings(max_examples=25)  # each plans for 124M, twice
 @given(
     micro=st.integers(1, 64),
     accum=st.integers(1, 64),
@@ -216,6 +217,7 @@ def test_plan_batch_splits_every_token(micro, accum, world_size, block_size):
     assert chosen.micro_batch_size * chosen.grad_accum_steps * world_size * block_size == total
 
 
+@settings(max_examples=25)
 @given(total=st.integers(1, 10**6), micro=st.integers(1, 20), world_size=st.integers(1, 9))
 def test_plan_batch_names_nearest_sizes_that_do_divide(total, micro, world_size):
     model = GPTConfig(block_size=64)

@@ -39,7 +39,7 @@ def test_shard_writer_cuts_by_hand(tmp_path, count, sizes):
     assert np.concatenate(arrays).tolist() == list(range(count))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 25), min_size=1, max_size=6), st.integers(4, 12))
 def test_shard_writer_shards_do_not_depend_on_how_tokens_arrive(tmp_path_factory, pieces, size):
     folder = tmp_path_factory.mktemp("pieces")
@@ -330,7 +330,7 @@ def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):
     assert len(prints) == 4
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     manifest=st.booleans(),
@@ -354,7 +354,7 @@ def test_open_shards_reads_any_layout_as_one_array(tmp_path_factory, sizes, mani
     assert shards.read(start, count).tolist() == tokens[start : start + count].tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), manifest=st.booleans())
 def test_open_shards_refuses_any_damage_that_changes_the_tokens(tmp_path_factory, data, manifest):
     """A file is cut, extended or changed anywhere: the message names it, or its ids are valid."""
@@ -398,7 +398,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_manifest_with_any_value_in_any_place_opens_or_is_refused(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "manifests"

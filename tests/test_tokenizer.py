@@ -65,7 +65,7 @@ def encoder():
     return tokenizer._Encoder(workers=2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts=st.lists(TEXTS, max_size=5))
 def test_encode_documents_ids_are_tiktokens(encoder, texts):
     with pytest.MonkeyPatch.context() as monkeypatch:  # loading gigatoken takes 0.1 s
@@ -83,7 +83,7 @@ def test_encode_documents_of_megabytes_has_tiktokens_ids():
     assert np.array_equal(tokens, np.array(reference(texts), np.uint16))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(TEXTS, max_size=5))
 def test_encode_documents_without_gigatoken_gives_the_same_ids(texts):
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -93,7 +93,7 @@ def test_encode_documents_without_gigatoken_gives_the_same_ids(texts):
     assert tokens.tolist() == reference(texts)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(TEXTS, st.integers(1, 8))
 def test_cut_text_leaves_the_ids_as_they_were(text, min_chars):
     pieces = cut_text(text, min_chars)

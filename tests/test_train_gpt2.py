@@ -127,6 +127,7 @@ def test_main_resumed_where_it_had_evaluated_does_not_evaluate_again(tiny_flags,
     assert [line.split(" | ")[0] for line in samples[::4]] == ["step 0", "step 4", "step 8"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
 def test_main_compiled_run_resumes_exactly_and_evaluates(tiny_flags, tmp_path):
     sample = ROOT / "assets" / "hellaswag_sample.jsonl"
