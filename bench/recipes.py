@@ -363,10 +363,13 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
 def fastest_steps(results: Iterable[Result], fast: Result) -> tuple[float, float]:
     """Seconds of a step by AdamW and by Muon, of the run that other programs disturbed least.
 
-    Both of the model and the machine of `fast`; 0 where AdamW did not run there.
+    Both of the model and the machine of `fast`, without trials, most of which are Muon's; 0 where
+    AdamW did not run there.
     """
     steps = defaultdict[bool, list[float]](list)
     for result in results:
+        if result.run.trial:
+            continue
         if (result.run.scale, result.record["machine"]) == (fast.run.scale, fast.record["machine"]):
             steps[result.run.recipe == "reference"].append(result.step_seconds)
     return min(steps[True], default=0.0), min(steps[False])
