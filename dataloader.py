@@ -275,7 +275,7 @@ def open_data(
         FileNotFoundError: the folder or a split is missing.
         ValueError: a shard is damaged, or the processes have different data.
     """
-    with raise_on_all_ranks(dist_info):
+    with raise_on_all_ranks():
         train_shards = open_shards(data_dir, "train")
         val_shards = open_shards(data_dir, "val")
         if validates and not count_windows(val_shards.total_tokens, block_size):
@@ -289,5 +289,5 @@ def open_data(
         for path, length in zip(shards.paths, shards.lengths, strict=True)
     ]
     fingerprints = f"fingerprints {train_shards.fingerprint} and {val_shards.fingerprint}"
-    check_same_on_all_ranks("the data shards", [*content, fingerprints], dist_info)
+    check_same_on_all_ranks("the data shards", [*content, fingerprints])
     return train_shards, val_shards

@@ -279,10 +279,10 @@ def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) ->
     examples: list[Example] = []
     problem = ""
     if path is not None:
-        with distributed.raise_on_all_ranks(dist_info):
+        with distributed.raise_on_all_ranks():
             examples = load_examples(path)
             content = sha256_of(path)
-        distributed.check_same_on_all_ranks("the HellaSwag files", [content], dist_info)
+        distributed.check_same_on_all_ranks("the HellaSwag files", [content])
     else:
         try:
             examples = load_examples(download_hellaswag(dist_info))
@@ -291,9 +291,9 @@ def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) ->
     if examples and not any(example.fits(block_size) for example in examples):
         problem = f"every example is longer than --block-size {block_size}"
     # All ranks score together: where one of them cannot, none may begin.
-    problems = [text for text in distributed.gather_text(problem, dist_info) if text]
+    problems = [text for text in distributed.gather_text(problem) if text]
     if problems:
-        distributed.print0(dist_info, f"warning: HellaSwag will not be scored: {problems[0]}")
+        distributed.print0(f"warning: HellaSwag will not be scored: {problems[0]}")
     return [] if problems else examples
 
 
@@ -352,7 +352,7 @@ def evaluate_hellaswag(
             if counts:
                 summed[to_device(torch.tensor(batch), dist_info.device)] = losses
     # Each row is one rank's losses plus the zeros of the others.
-    summed = distributed.all_reduce_sum(summed, dist_info).cpu()
+    summed = distributed.all_reduce_sum(summed).cpu()
     lengths = torch.tensor([example.lengths for example in fitting])
     labels = torch.tensor([example.label for example in fitting])
     return HellaSwagResult(labels, summed, summed / lengths, len(examples) - len(fitting))
@@ -480,7 +480,7 @@ def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = D
             fetch(url, path, DATA_BYTES, DATA_SHA256)
             fetched = True
     finally:  # the other ranks wait for this after a failure too
-        fetched = bool(distributed.broadcast_int(fetched, dist_info))
+        fetched = bool(distributed.broadcast_int(fetched))
     if not fetched or not path.is_file():
         raise FileNotFoundError(
             f"rank {dist_info.rank} has no {path}, which rank 0 downloads from {url}; on a machine "

@@ -107,8 +107,8 @@ def run(
     folder: LockedFolder, config: TrainConfig, resume_from: Path | None, dist_info: DistInfo
 ) -> None:
     """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
-    if distributed.broadcast_int(run_dir.is_finished(resume_from, config), dist_info):
-        print0(dist_info, f"{folder.path} is finished: give a larger --max-steps to train on")
+    if distributed.broadcast_int(run_dir.is_finished(resume_from, config)):
+        print0(f"{folder.path} is finished: give a larger --max-steps to train on")
         return
     if dist_info.device.type == "cpu":
         device.tune_malloc()
@@ -129,7 +129,7 @@ def setup(
 ) -> Trainer:
     """Open the data, build model and optimizers for the run in `folder`; nothing is written yet."""
     described = [checkpoint.describe_checkpoint(resume_from)]
-    distributed.check_same_on_all_ranks("the checkpoints to resume from", described, dist_info)
+    distributed.check_same_on_all_ranks("the checkpoints to resume from", described)
     if dist_info.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: float32 products on tensor cores
     elif dist_info.device.type == "cpu":
@@ -148,7 +148,7 @@ def setup(
     shape = raw_model.config
     batch = memory.choose_batch(config, shape, model, dtype, dist_info)
     what = "the batches that fit (set --micro-batch-size)"
-    distributed.check_same_on_all_ranks(what, [str(batch)], dist_info)
+    distributed.check_same_on_all_ranks(what, [str(batch)])
     return Trainer(
         config=config,
         dist_info=dist_info,
@@ -166,7 +166,7 @@ def setup(
         writer=checkpoint.CheckpointWriter(
             folder.path / "checkpoints" if dist_info.is_main else None,
             config.keep_checkpoints,
-            warn=lambda line: print0(dist_info, f"warning: {line}"),
+            warn=lambda line: print0(f"warning: {line}"),
         ),
         norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
         trackers=Trackers(config.logger, dist_info, lambda: plot_run(folder.path)),
@@ -183,7 +183,7 @@ def init_model(
     config: TrainConfig, resume_from: Path | None, dtype: torch.dtype, dist_info: DistInfo
 ) -> GPT:
     """The raw model with new weights or those of `--init-from`; a checkpoint is loaded later."""
-    with distributed.raise_on_all_ranks(dist_info):
+    with distributed.raise_on_all_ranks():
         check_parallel_mode(config, dist_info)
     dimensions = run_dir.model_dimensions(config, resume_from)
     # A sharded model begins without memory, so that no process ever holds all of it.
@@ -230,10 +230,10 @@ def compile_and_wrap(model: GPT, config: TrainConfig, dist_info: DistInfo) -> nn
 def can_compile(dist_info: DistInfo) -> bool:
     """Whether torch.compile works here; if not, a warning says why."""
     takes = "the first validation and the first step take longer, on a CPU up to a minute"
-    print0(dist_info, f"compiling: {takes}")
+    print0(f"compiling: {takes}")
     problem = device.prepare_compiler(dist_info.device)
     if problem is not None:
-        print0(dist_info, f"warning: not compiled, training will be slower: {problem}")
+        print0(f"warning: not compiled, training will be slower: {problem}")
     return problem is None
 
 
@@ -280,7 +280,7 @@ def resume(trainer: Trainer) -> int:
     path = trainer.resumed_from
     if path is None:
         return 0
-    with distributed.raise_on_all_ranks(trainer.dist_info):
+    with distributed.raise_on_all_ranks():
         run_dir.check_resume_compatible(
             path, trainer.raw_model.config, trainer.config, trainer.train_shards.fingerprint
         )
@@ -293,7 +293,7 @@ def resume(trainer: Trainer) -> int:
         verified=trainer.config.resume == "auto",  # it was chosen by its hashes
     )
     trainer.norms.extend(state.grad_norms)
-    print0(trainer.dist_info, f"resumed from {path}")
+    print0(f"resumed from {path}")
     return state.step
 
 
@@ -319,8 +319,8 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
     """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step."""
     config, dist_info, stop = trainer.config, trainer.dist_info, trainer.stop
     model_config = trainer.raw_model.config
-    print0(dist_info, memory.describe_plan(config, model_config, trainer.batch, dist_info))
-    print0(dist_info, run_dir.describe_run(trainer.run_dir))
+    print0(memory.describe_plan(config, model_config, trainer.batch, dist_info))
+    print0(run_dir.describe_run(trainer.run_dir))
     timer = metrics.StepTimer(
         start_step,
         config.max_steps,
@@ -397,7 +397,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     # processes have the same norm, but for its last bits, which must not decide on an update.
     # Whether any process was asked to stop comes along.
     asked = torch.full_like(norm, trainer.stop.is_asked)
-    totals = distributed.all_reduce_mean(torch.stack([loss_sum, norm, asked]), dist_info)
+    totals = distributed.all_reduce_mean(torch.stack([loss_sum, norm, asked]))
     loss_value, norm_value, any_asked = totals.tolist()
     if any_asked:
         trainer.stop.sync_stop()
@@ -473,7 +473,7 @@ def evaluate_loss(
         count = (targets != IGNORE_INDEX).sum()
         totals[0] += torch.where(count > 0, loss * count, 0.0)
         totals[1] += count
-    loss_sum, count_sum = distributed.all_reduce_sum(totals, dist_info).tolist()
+    loss_sum, count_sum = distributed.all_reduce_sum(totals).tolist()
     return float(loss_sum / count_sum)
 
 
@@ -517,7 +517,7 @@ def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
             append_atomically(file, "".join(line + "\n" for line in lines).encode())
     trainer.trackers.log(step=step, sample_text="\n".join(lines))
     for line in lines:
-        print0(dist_info, textwrap.fill(line, 100, subsequent_indent="    "))
+        print0(textwrap.fill(line, 100, subsequent_indent="    "))
     return {"samples": len(lines)}
 
 
@@ -560,7 +560,7 @@ def evaluate(
             record["overall_tokens_per_second"] = overall
         tokens_seen = step * trainer.config.total_batch_size
         log(trainer, logger, step=step, tokens_seen=tokens_seen, **record)
-        print0(trainer.dist_info, metrics.format_evaluation(step, record))
+        print0(metrics.format_evaluation(step, record))
 
 
 def pending_evaluations(trainer: Trainer, step: int, may_be_done: bool = True) -> list[str]:
@@ -580,7 +580,7 @@ def pending_evaluations(trainer: Trainer, step: int, may_be_done: bool = True) -
     if trainer.dist_info.is_main:
         path = trainer.run_dir / metrics.METRICS_NAME
         logged = " ".join(metrics.logged_metrics(path, step))
-    done = distributed.gather_text(logged, trainer.dist_info)[0].split()
+    done = distributed.gather_text(logged)[0].split()
     return [name for name in due if name not in done]
 
 
@@ -617,7 +617,7 @@ def save(trainer: Trainer, step: int, logger: metrics.MetricsLogger) -> None:
     )
 
     def on_saved(path: Path) -> None:
-        print0(dist_info, f"step {step} | saved {path}")
+        print0(f"step {step} | saved {path}")
         log(trainer, logger, saved_step=step)
         with trainer.stop.on_write_error():
             run_dir.clear_preemption(trainer.run_dir)
@@ -684,12 +684,12 @@ def log_step(
     }
     if result.skipped:
         record["update_skipped"] = True
-        print0(dist_info, f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
+        print0(f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
     log(trainer, logger, **record)
     bar.set_postfix_str(f"eta {metrics.format_duration(timing.eta_seconds)}", refresh=False)
     bar.update()
     if step % config.log_every == 0 or step == config.max_steps:
-        print0(dist_info, metrics.format_step(record, config.max_steps, timing.eta_seconds))
+        print0(metrics.format_step(record, config.max_steps, timing.eta_seconds))
     with trainer.stop.on_write_error():
         trainer.writer.check()  # has a checkpoint failed since the last step?
 

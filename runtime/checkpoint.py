@@ -264,7 +264,7 @@ def load_checkpoint(
         ValueError: a file is damaged, or does not fit the model or the optimizers.
     """
     checkpoint, dist_info = Path(checkpoint), dist_info or DistInfo()
-    with raise_on_all_ranks(dist_info):
+    with raise_on_all_ranks():
         if not verified:
             verify_checkpoint(checkpoint)
         state = read_state(checkpoint)
@@ -274,7 +274,7 @@ def load_checkpoint(
         optimizer_state = read_tensors(checkpoint / OPTIMIZER_NAME) | state.optimizer_values
     for optimizer in optimizers:
         _make_state(optimizer)  # may communicate: so every rank has read its files before
-    with raise_on_all_ranks(dist_info):
+    with raise_on_all_ranks():
         by_parameter = _states_by_name(model, optimizers)
         for name, own in by_parameter.items():
             if name in state.stateless:  # it never had a gradient
@@ -586,7 +586,7 @@ def find_nonfinite(
         if isinstance(local, Tensor) and not is_finite(local):
             own = name
             break
-    return next(filter(None, gather_text(own, dist_info)), None)
+    return next(filter(None, gather_text(own)), None)
 
 
 def _write_checkpoint(

@@ -210,46 +210,61 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
         cast(Any, model).set_requires_gradient_sync(enabled)
 
 
-def all_reduce_sum(tensor: Tensor, dist_info: DistInfo) -> Tensor:
+def world_size() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which prints and writes; true before the process group, too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _device() -> str:
+    """Where the process group wants its tensors; `cuda` is the current GPU."""
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum `tensor` over all processes, in place; every process gets the result."""
-    if dist_info.world_size > 1:
+    if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def all_reduce_mean(tensor: Tensor, dist_info: DistInfo) -> Tensor:
+def all_reduce_mean(tensor: Tensor) -> Tensor:
     """Average a float `tensor` over all processes, in place; every process gets the result."""
-    return all_reduce_sum(tensor, dist_info).div_(dist_info.world_size)
+    return all_reduce_sum(tensor).div_(world_size())
 
 
-def all_reduce_max(value: int, dist_info: DistInfo) -> int:
+def all_reduce_max(value: int) -> int:
     """The largest `value` of all processes, on every process."""
-    if dist_info.world_size == 1:
+    if world_size() == 1:
         return value
-    tensor = torch.tensor(value, dtype=torch.int64, device=dist_info.device)
+    tensor = torch.tensor(value, dtype=torch.int64, device=_device())
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return int(tensor)
 
 
-def gather_text(text: str, dist_info: DistInfo) -> list[str]:
+def gather_text(text: str) -> list[str]:
     """Every process's `text`, in the order of their ranks, on every process.
 
     Not by `all_gather_object`, which would unpickle what other machines send. A path that is not
     UTF-8 goes through as Python has it.
     """
-    if dist_info.world_size == 1:
+    if world_size() == 1:
         return [text]
     encoded = text.encode(errors="surrogateescape")
-    data = torch.tensor(list(encoded), dtype=torch.uint8, device=dist_info.device)
-    longest = max(1, all_reduce_max(len(data), dist_info))
+    data = torch.tensor(list(encoded), dtype=torch.uint8, device=_device())
+    longest = max(1, all_reduce_max(len(data)))
     padded = nn.functional.pad(data, (0, longest - len(data)))  # with NULs, which no text has
-    texts = [torch.empty_like(padded) for _ in range(dist_info.world_size)]
+    texts = [torch.empty_like(padded) for _ in range(world_size())]
     dist.all_gather(texts, padded)
     return [bytes(each.tolist()).rstrip(b"\0").decode(errors="surrogateescape") for each in texts]
 
 
 @contextmanager
-def raise_on_all_ranks(dist_info: DistInfo) -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """If one process raises in the body what a user can cause, end every process.
 
     Without this the others would wait for it in the next collective. The body itself must not
@@ -264,10 +279,10 @@ def raise_on_all_ranks(dist_info: DistInfo) -> Iterator[None]:
         yield
     except (OSError, ValueError) as caught:
         error = caught
-    messages = gather_text("" if error is None else str(error) or repr(error), dist_info)
+    messages = gather_text("" if error is None else str(error) or repr(error))
     if not any(messages):
         return
-    if not dist_info.is_main:
+    if not is_main():
         raise SystemExit(2)
     if error is not None:
         raise error
@@ -275,15 +290,15 @@ def raise_on_all_ranks(dist_info: DistInfo) -> Iterator[None]:
     raise ValueError(f"on rank {rank}: {messages[rank]}")
 
 
-def check_same_on_all_ranks(what: str, lines: Sequence[str], dist_info: DistInfo) -> None:
+def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
     """End every process if `lines`, which describe `what`, are not the same on all of them.
 
     Raises:
         ValueError: on the main process, naming the first difference.
         SystemExit: on the others, exit code 2.
     """
-    texts = gather_text("\n".join(lines), dist_info)
-    with raise_on_all_ranks(dist_info):
+    texts = gather_text("\n".join(lines))
+    with raise_on_all_ranks():
         for rank, text in enumerate(texts):
             pairs = itertools.zip_longest(text.split("\n"), texts[0].split("\n"))
             for own, main in pairs:
@@ -328,24 +343,24 @@ def is_lost_process(error: Exception) -> bool:
     return is_gloos or isinstance(error, dist.DistError)
 
 
-def broadcast_int(value: int, dist_info: DistInfo) -> int:
+def broadcast_int(value: int) -> int:
     """The main process's `value`, on every process."""
-    if dist_info.world_size == 1:
+    if world_size() == 1:
         return value
-    tensor = torch.tensor(value, dtype=torch.int64, device=dist_info.device)
+    tensor = torch.tensor(value, dtype=torch.int64, device=_device())
     dist.broadcast(tensor, src=0)
     return int(tensor)
 
 
-def barrier(dist_info: DistInfo) -> None:
+def barrier() -> None:
     """Wait until every process has come here."""
-    if dist_info.world_size > 1:
+    if world_size() > 1:
         dist.barrier()
 
 
-def print0(dist_info: DistInfo, line: str) -> None:
+def print0(line: str) -> None:
     """Print a line on rank 0, above the progress bar if there is one."""
-    if not dist_info.is_main:
+    if not is_main():
         return
     with suppress(OSError):  # a full disk or a closed pipe must not end a run
         # In one write, which is taken or left out as a whole.

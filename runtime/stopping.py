@@ -132,11 +132,11 @@ class StopRequest:
             if at_end or self._stop_on_write_error:
                 self.fail(error)
             else:
-                print0(self._dist_info, f"warning: {error}")
+                print0(f"warning: {error}")
 
     def sync_stop(self) -> bool:
         """Whether any process was asked to stop: an all-reduce, which every process must call."""
-        self._code = all_reduce_max(self._own_code, self._dist_info)
+        self._code = all_reduce_max(self._own_code)
         return self._code > 0
 
     def interrupt_evaluation(self) -> None:

@@ -316,7 +316,7 @@ class _Feed(threading.Thread):
 
 
 def _warn(line: str) -> None:
-    print0(DistInfo(), f"warning: {line}")  # only rank 0 has trackers
+    print0(f"warning: {line}")  # only rank 0 has trackers
 
 
 def _describe(error: BaseException) -> str:

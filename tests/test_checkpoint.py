@@ -152,7 +152,7 @@ def check(dist_info):
         folder = Path("FOLDER") / kind
         with CheckpointWriter(folder if dist_info.is_main else None) as writer:
             writer.save(trainer_state(2, model), model, optimizers)
-        barrier(dist_info)
+        barrier()
         train(model, optimizers, 2)
         other, other_optimizers = sharded(kind)
         load_checkpoint(folder / "step_00000002", other, other_optimizers)

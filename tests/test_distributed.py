@@ -9,24 +9,24 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 def fail_on_one(dist_info):
-    with raise_on_all_ranks(dist_info):
+    with raise_on_all_ranks():
         if dist_info.rank:
             raise ValueError("one")
 
 def differ(dist_info):
-    check_same_on_all_ranks("numbers", ["same", str(dist_info.rank)], dist_info)
+    check_same_on_all_ranks("numbers", ["same", str(dist_info.rank)])
 
 def check(dist_info):
     me = float(dist_info.rank)
     assert dist_info.world_size == 2
-    assert all_reduce_sum(torch.tensor([1.0, me]), dist_info).tolist() == [2.0, 1.0]
-    assert all_reduce_mean(torch.tensor(me), dist_info).item() == 0.5
-    assert broadcast_int(41 + dist_info.rank, dist_info) == 41
-    assert all_reduce_max(dist_info.rank, dist_info) == 1
-    assert gather_text("Grüße" * dist_info.rank, dist_info) == ["", "Grüße"]
+    assert all_reduce_sum(torch.tensor([1.0, me])).tolist() == [2.0, 1.0]
+    assert all_reduce_mean(torch.tensor(me)).item() == 0.5
+    assert broadcast_int(41 + dist_info.rank) == 41
+    assert all_reduce_max(dist_info.rank) == 1
+    assert gather_text("Grüße" * dist_info.rank) == ["", "Grüße"]
     path = os.fsdecode(b"runs\\xff")  # not UTF-8
-    assert gather_text(path, dist_info) == [path, path]
-    check_same_on_all_ranks("numbers", ["one", "two"], dist_info)
+    assert gather_text(path) == [path, path]
+    check_same_on_all_ranks("numbers", ["one", "two"])
     for end_on_one, message in ((fail_on_one, "on rank 1: one"), (differ, "rank 1 has 1, rank 0")):
         try:
             end_on_one(dist_info)
@@ -64,9 +64,9 @@ def test_setup_distributed_of_one_process_is_free(monkeypatch):
     with setup_distributed("cpu") as dist_info:
         assert (dist_info.rank, dist_info.world_size, dist_info.is_main) == (0, 1, True)
         assert not torch.distributed.is_initialized()
-        assert all_reduce_mean(torch.tensor(3.0), dist_info).item() == 3.0
-        assert all_reduce_sum(torch.tensor(3.0), dist_info).item() == 3.0
-        assert broadcast_int(7, dist_info) == 7
+        assert all_reduce_mean(torch.tensor(3.0)).item() == 3.0
+        assert all_reduce_sum(torch.tensor(3.0)).item() == 3.0
+        assert broadcast_int(7) == 7
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

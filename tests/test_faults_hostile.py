@@ -471,7 +471,7 @@ def main():
     thread = threading.Thread(target=open, args=[f"RAISED {url}"])
     thread.start()
     thread.join()
-    print0(DistInfo(), f"PRINTED {url}")
+    print0(f"PRINTED {url}")
     raise OSError(f"FAILED {url}")
 run_command(main)
 """

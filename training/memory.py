@@ -174,9 +174,9 @@ def fit_batch(batch: BatchPlan, attempt: Callable[[int], None], dist_info: DistI
             failed = True
         gc.collect()  # the failed attempt's tensors go only now, with its traceback
         torch.cuda.empty_cache()
-        failed = bool(all_reduce_max(failed, dist_info))
+        failed = bool(all_reduce_max(failed))
         outcome = "does not fit" if failed else "fits"
-        print0(dist_info, f"a micro-batch of {batch.micro_batch_size} {outcome}")
+        print0(f"a micro-batch of {batch.micro_batch_size} {outcome}")
         if not failed:
             return batch
         if batch.micro_batch_size == 1:

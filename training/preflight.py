@@ -58,18 +58,18 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
     with ExitStack() as stack:
         with explaining("network"):
             dist_info = stack.enter_context(setup_distributed(config.device, config.cpu_offload))
-            print0(dist_info, f"network   {check_network(dist_info)}")
-        print0(dist_info, f"software  {check_software(config, dist_info)}")
+            print0(f"network   {check_network(dist_info)}")
+        print0(f"software  {check_software(config, dist_info)}")
         with explaining("clocks"):
-            print0(dist_info, f"clocks    {check_clocks(dist_info)}")
+            print0(f"clocks    {check_clocks(dist_info)}")
         with explaining("data", patient=True):  # reading or hashing it all may take long
-            print0(dist_info, f"data      {check_data(config, dist_info)}")
+            print0(f"data      {check_data(config, dist_info)}")
         run_dir = choose_run_dir(config, checkpoint)
-        with raise_on_all_ranks(dist_info):
+        with raise_on_all_ranks():
             check_usable(run_dir, config, checkpoint)
         with explaining("disk"):
             found = check_disk(run_dir.parent, config, checkpoint, dist_info)
-            print0(dist_info, f"disk      {found}")
+            print0(f"disk      {found}")
 
 
 @contextmanager
@@ -105,13 +105,13 @@ def check_network(dist_info: DistInfo) -> str:
     tensor, seconds = torch.empty(REDUCED_BYTES // 4, device=device), []
     for _ in range(1 + ROUNDS):  # the first round makes the connections
         tensor.fill_(dist_info.rank + 1)
-        barrier(dist_info)
+        barrier()
         synchronize(device)
         start = time.perf_counter()
-        all_reduce_sum(tensor, dist_info)
+        all_reduce_sum(tensor)
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    with raise_on_all_ranks(dist_info):
+    with raise_on_all_ranks():
         if not torch.all(tensor == n * (n + 1) / 2):
             raise ValueError("an all-reduce gave a wrong sum")
     place = f"{n} x {device_name(device)}, {dist_info.local_world_size} per machine"
@@ -140,19 +140,19 @@ def check_software(config: TrainConfig, dist_info: DistInfo) -> str:
     settings = {"resume": config.resume} | config.saved()
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
     with explaining("software"):
-        check_same_on_all_ranks("processes", [*versions, *hashes, *flags], dist_info)
-    with raise_on_all_ranks(dist_info):
+        check_same_on_all_ranks("processes", [*versions, *hashes, *flags])
+    with raise_on_all_ranks():
         check_installed(config.logger if dist_info.is_main else ())
     return f"{', '.join(versions)}, {len(scripts)} scripts, {len(flags)} flags"
 
 
 def check_clocks(dist_info: DistInfo) -> str:
     """Check that clocks agree: `--resume auto` compares the times of files."""
-    barrier(dist_info)  # all ranks leave it within milliseconds
-    times = [int(each) / 1e9 for each in gather_text(str(time.time_ns()), dist_info)]
+    barrier()  # all ranks leave it within milliseconds
+    times = [int(each) / 1e9 for each in gather_text(str(time.time_ns()))]
     skew, rank = max((abs(each - times[0]), rank) for rank, each in enumerate(times))
     found = f"rank {rank}'s is {skew:.3f} s from rank 0's" if len(times) > 1 else "one"
-    with raise_on_all_ranks(dist_info):
+    with raise_on_all_ranks():
         if skew > CLOCK_LIMIT_SECONDS:
             raise ValueError(f"{found}, more than {CLOCK_LIMIT_SECONDS:.0f} s")
     return f"warning: {found}" if skew > CLOCK_WARNING_SECONDS else found
@@ -164,7 +164,7 @@ def check_data(config: TrainConfig, dist_info: DistInfo) -> str:
     train, val = open_data(config.data_dir, config.block_size, dist_info, validates)
     manifest, checked = Manifest.load(config.data_dir), "no manifest, all ids right"
     if manifest is not None:
-        with raise_on_all_ranks(dist_info):  # the ranks of a machine share the work
+        with raise_on_all_ranks():  # the ranks of a machine share the work
             own = manifest.shards[dist_info.local_rank :: dist_info.local_world_size]
             verify_shards(config.data_dir, own)
         checked = "all hashes right"
@@ -179,12 +179,12 @@ def check_disk(
     needed = CHECKPOINT_BYTES_PER_PARAMETER * model_dimensions(config, checkpoint).n_params / 2**30
     name = ""
     with ExitStack() as stack:
-        with raise_on_all_ranks(dist_info):
+        with raise_on_all_ranks():
             if dist_info.is_main:
                 out_dir.mkdir(parents=True, exist_ok=True)
                 name = stack.enter_context(tempfile.NamedTemporaryFile(dir=out_dir)).name
-        name = Path(gather_text(name, dist_info)[0]).name
-        with raise_on_all_ranks(dist_info):
+        name = Path(gather_text(name)[0]).name
+        with raise_on_all_ranks():
             if not (out_dir / name).is_file():
                 raise ValueError(f"rank 0 wrote to {out_dir}, and this rank does not see it")
             free = shutil.disk_usage(out_dir).free / 2**30

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -74,7 +73,7 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Path | None]:
         out_dir, run_name = Path(given.out_dir or defaults.out_dir), given.run_name
         if given.resume == "auto" and run_name is None and (last := last_run(out_dir)):
             run_name, event = last
-            _print0(
+            print0(
                 f"--resume auto takes {out_dir / run_name}, the last run that was at work: it "
                 f"{event}; --run-name chooses another run"
             )
@@ -102,7 +101,7 @@ def _find_to_resume(resume: str, run_dir: Path | None) -> Path | None:
         return find_checkpoint(Path(resume))
     if run_dir is None:
         return None
-    return latest_valid_checkpoint(run_dir, lambda line: _print0(f"warning: {line}"))
+    return latest_valid_checkpoint(run_dir, lambda line: print0(f"warning: {line}"))
 
 
 def _with_settings(checkpoint: Path | None) -> tuple[Path | None, TrainConfig | None]:
@@ -130,11 +129,6 @@ def last_run(out_dir: Path) -> tuple[str, str] | None:
         return None
     seconds, name, what = max(events)
     return name, f"{what} on {time.strftime('%Y-%m-%d at %H:%M:%S', time.localtime(seconds))}"
-
-
-def _print0(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # there is no process group yet
-        print(line, flush=True)
 
 
 def is_finished(checkpoint: Path | None, config: TrainConfig) -> bool:
@@ -176,15 +170,15 @@ def finish_run(
                 clear_preemption(run_dir)
             else:
                 write_json(run_dir / PREEMPTED_NAME, {"step": step, "reason": reason})
-    barrier(dist_info)  # all is written
+    barrier()  # all is written
     if reason is None:
-        print0(dist_info, f"done: {run_dir}")
+        print0(f"done: {run_dir}")
         return
     stop.raise_failure()
     line = f"after step {step}; {resume_hint(run_dir)}"
     if reason == "SIGINT":
         raise KeyboardInterrupt(line) if dist_info.is_main else SystemExit(130)
-    print0(dist_info, f"{reason}: stopped {line}")
+    print0(f"{reason}: stopped {line}")
 
 
 def describe_run(run_dir: Path) -> str:
@@ -225,7 +219,7 @@ def explain_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
     try:
         yield
     except FloatingPointError as error:
-        barrier(dist_info)  # all ranks come here, rank 0 when its last save is complete
+        barrier()  # all ranks come here, rank 0 when its last save is complete
         raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
     except Exception as error:  # Triton's are no RuntimeErrors
         if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
@@ -307,17 +301,17 @@ def open_run(
     """
     with ExitStack() as stack:
         folder = LockedFolder(Path())  # of rank 0, as soon as that has it
-        with raise_on_all_ranks(dist_info):
+        with raise_on_all_ranks():
             if dist_info.is_main:
                 folder = _lock(stack, config, checkpoint)
-        folder.path = Path(gather_text(str(folder.path), dist_info)[0])
+        folder.path = Path(gather_text(str(folder.path))[0])
         latest = latest_checkpoint(folder.path)
         has_changed = (latest and latest.name) != (checkpoint and checkpoint.name)
-        if config.resume is not None and broadcast_int(has_changed, dist_info):
+        if config.resume is not None and broadcast_int(has_changed):
             name = ("--run-name", folder.path.name) if config.resume == "auto" else ()
-            with raise_on_all_ranks(dist_info):
+            with raise_on_all_ranks():
                 config, checkpoint = parse_config([*args, *name])
-        with raise_on_all_ranks(dist_info):
+        with raise_on_all_ranks():
             if dist_info.is_main and checkpoint is None:
                 check_nothing_lost(folder.path)
         yield folder, config, checkpoint
@@ -360,7 +354,7 @@ def label_run(
     Raises:
         ValueError: the folder cannot be written.
     """
-    with raise_on_all_ranks(dist_info):
+    with raise_on_all_ranks():
         if not dist_info.is_main:
             return
         try:
@@ -368,7 +362,7 @@ def label_run(
                 step = read_state(checkpoint).step
                 if moved := set_newer_aside(run_dir / "checkpoints", step):
                     names = ", ".join(path.name for path in moved)
-                    print0(dist_info, f"set aside in {moved[0].parent}: {names}")
+                    print0(f"set aside in {moved[0].parent}: {names}")
             write_json(run_dir / RUN_CONFIG_NAME, config.saved())
         except OSError as error:
             raise ValueError(f"the run folder cannot be written: {error}") from None
@@ -425,7 +419,7 @@ def model_dimensions(config: TrainConfig, checkpoint: Path | None) -> GPTConfig:
             f"--block-size {given} is beyond this model's {own}: give --block-size {own} or less"
         )
     if given < own:
-        _print0(
+        print0(
             f"--block-size {given}: of {config.init_from}, positions {given} to {own - 1} are cut"
         )
     return replace(model_config, block_size=given)
