@@ -329,12 +329,8 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
     )
     log_path = trainer.run_dir / metrics.METRICS_NAME
     logger = metrics.MetricsLogger(log_path if dist_info.is_main else None)
-    environment = device.describe_environment(dist_info.device, trainer.dtype, dist_info.world_size)
     with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
-        if config.resume is not None:
-            log(trainer, logger, resumed_from=start_step)
-        fingerprint = trainer.train_shards.fingerprint
-        log(trainer, logger, environment=environment, data_fingerprint=fingerprint)
+        log_start(trainer, logger, start_step)
         own = trainer.resumed_from is None or run_dir.is_own(trainer.resumed_from, trainer.run_dir)
         saved = start_step if own else None
         stop.sync_stop()  # from here on `train_step` does it
@@ -649,6 +645,16 @@ def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str |
     with trainer.stop.on_write_error():
         logger.log(**values)
     trainer.trackers.log(**values)
+
+
+def log_start(trainer: Trainer, logger: metrics.MetricsLogger, start_step: int) -> None:
+    """Log where a resumed run begins, the machine and the data."""
+    if trainer.config.resume is not None:
+        log(trainer, logger, resumed_from=start_step)
+    info = trainer.dist_info
+    environment = device.describe_environment(info.device, trainer.dtype, info.world_size)
+    fingerprint = trainer.train_shards.fingerprint
+    log(trainer, logger, environment=environment, data_fingerprint=fingerprint)
 
 
 def log_step(

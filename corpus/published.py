@@ -67,17 +67,16 @@ def fetch_shards(
                     f"{repo} has other tokens at commit {commit} than {folder}: choose another "
                     f"--data-dir, or delete it"
                 )
+        write_json(folder / ORIGIN, {repo: commit})
         shards = whole.shards if whole else ()
         for shard in manifest.shards:
             if shard not in shards:
                 replace(manifest, shards=shards, complete=False).save(folder)
                 _fetch_shard(repo, commit, folder, shard)
-                write_json(folder / ORIGIN, {repo: commit})
                 shards += (shard,)
     finally:
         shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
     manifest.save(folder)
-    write_json(folder / ORIGIN, {repo: commit})
     return manifest, whole
 
 
@@ -115,8 +114,8 @@ def _fetch_shard(repo: str, commit: str, folder: Path, shard: ShardInfo) -> None
     if sha256_of(path) != shard.sha256:
         raise ValueError(
             f"{shard.file} of {repo} came damaged: its SHA-256 is not the manifest's; verified "
-            f"shards stay, and the same command resumes; if that fails again, its owner has to "
-            f"mend it"
+            f"shards stay, and the same command resumes; once its owner has mended it, add "
+            f"--revision main"
         )
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -273,8 +272,9 @@ class _Feed(threading.Thread):
     """A tracker's thread, which the end of the process does not wait for, and its queue."""
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
-        super().__init__(name=name, daemon=True)
-        self._track_run = partial(self._track, folder, config, start_step)
+        super().__init__(
+            target=self._work, args=(folder, config, start_step), name=name, daemon=True
+        )
         self._has_warned = False
         self.queue: SimpleQueue[tuple[int, Values] | None] = SimpleQueue()
         self.start()
@@ -285,10 +285,9 @@ class _Feed(threading.Thread):
             self._has_warned = True
             _warn(f"--logger {self.name} {problem}")
 
-    def run(self) -> None:
-        """Feed the tracker until the queue's end."""
+    def _work(self, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
         try:
-            self._track_run()
+            self._track(folder, config, start_step)
         except BaseException as error:  # whatever a library raises; it ends this tracker only
             self.warn(f"has failed, and gets nothing more: {_describe(error)}")
 

@@ -93,8 +93,7 @@ class TrainConfig:
     total_batch_size: int = 524_288
     """Tokens in an optimizer step, over all processes. Micro-steps make up what does not fit."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences at once, per process; auto: what is fastest. That is the largest that fits and is
-    still faster than a smaller one."""
+    """Sequences that a process takes at once; auto is the most that fit and still bring speed."""
     loss_chunks: int | None = None
     """Parts in which logits are computed, to save memory; by default 1, on a CPU 4. The results are
     the same, and on a CPU so is the time."""
