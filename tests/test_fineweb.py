@@ -570,6 +570,7 @@ def hub(tmp_path):
         yield server
 
 
+@pytest.mark.slow
 def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     flags = ["--source", "o/n", "--name", "sample-10BT", "--shard-size", "1500"]
     environment = hub.environment(tmp_path / "hf")
