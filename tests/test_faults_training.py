@@ -59,6 +59,14 @@ if "disk" in slow:
     os.fsync = slowed(os.fsync, "flushing", 0.1)
 if "step" in slow:
     train_gpt2.train_step = slowed(train_gpt2.train_step, "training")
+if "asked" in slow:  # the twelfth step waits until this process was asked to stop
+    train_step, steps = train_gpt2.train_step, []
+    def when_asked(trainer, *args):
+        steps.append(args)
+        while len(steps) == 12 and not trainer.stop.is_asked:
+            time.sleep(0.01)
+        return train_step(trainer, *args)
+    train_gpt2.train_step = when_asked
 {more}
 run_command(train_gpt2.main, optional_output=True)
 """
@@ -273,7 +281,7 @@ def test_kill_of_one_rank_ends_the_job_and_leaves_no_process(
 
 
 def test_kill_of_torchrun_ends_its_ranks_saved(commands, slowed, flags, run_dir, whole):
-    with Job(*torchrun(slowed("step"), *flags, "--micro-batch-size=2")) as job:
+    with Job(*torchrun(slowed("asked"), *flags, "--micro-batch-size=2")) as job:
         job.wait_for("step  9/")
         ranks = job.ranks()
         job.process.kill()
