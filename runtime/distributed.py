@@ -23,6 +23,7 @@ from tqdm import tqdm
 from model import GPT
 from runtime.device import DeviceName, select_device
 from runtime.files import redact_secrets
+from runtime.startup import usable_cores
 
 Item = TypeVar("Item")
 GROUP_TIMEOUT = timedelta(minutes=30)  # NCCL's 10 are too few where rank 0 waits for a slow disk
@@ -98,7 +99,7 @@ def setup_distributed(
     if device.type == "mps":
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist_info.local_world_size))
+        torch.set_num_threads(usable_cores())
     if device.type == "cuda" and cpu_offload:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=GROUP_TIMEOUT)
     elif device.type == "cuda":

@@ -6,9 +6,11 @@ of one run, with its own arguments, environment, output and exit code.
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,8 +60,8 @@ def wait(pids, seconds):
     return list(codes.values()), peak
 
 for line in sys.stdin:
-    *job, environments, seconds = json.loads(line)
-    print(json.dumps(wait([start(*job, each) for each in environments], seconds)), flush=True)
+    action, *job = json.loads(line)
+    print(json.dumps({"start": start, "wait": wait}[action](*job)), flush=True)
 """
 
 
@@ -70,16 +72,23 @@ class Done(NamedTuple):
     stdout: str
     stderr: str
     peak_bytes: int
+    codes: list[int]  # of every rank
 
 
 def free_port():
-    """A TCP port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A TCP port that nobody listens at.
+
+    It is below those that systems hand out themselves, and so give to the next who asks for any.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with suppress(OSError), socket.socket() as server:
+            server.bind(("", port))
+            return port
 
 
 class Commands:
-    """A context manager; `run` runs one command and waits for it."""
+    """A context manager; `run` runs one command and waits for it, `start` does not wait."""
 
     def __init__(self, folder, root=ROOT, **environment):
         self.folder, self.root = folder, root
@@ -87,24 +96,24 @@ class Commands:
 
     def __enter__(self):
         self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(self.root), *SCRIPTS],
+            [sys.executable, "-X", "utf8", "-c", SERVER, str(self.root), *SCRIPTS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             env=self.environment,
         )
         return self
 
     def __exit__(self, *_):
         self.server.stdin.close()
-        self.server.wait(10)
+        self.server.wait(300)
         self.server.stdout.close()
 
     def run(self, script, *args, **environment):
         """Run `script` (a name of `SCRIPTS`, or a file) with flags, in `self.folder`."""
         return self._run(script, args, [environment])
 
-    def run_ranks(self, processes, script, *args, timeout=240, **environment):
+    def run_ranks(self, processes, script, *args, timeout=600, **environment):
         """The same as the gloo ranks of one run, with what torchrun would tell each of them.
 
         None is ended because another failed: a rank that waits for ever fails the test.
@@ -115,18 +124,29 @@ class Commands:
         shared = meeting | sizes | environment
         return self._run(script, args, [shared | place for place in places], timeout)
 
-    def _run(self, script, args, environments, timeout=300):
-        for name in ("stdout", "stderr"):
-            (self.folder / name).write_bytes(b"")
+    def start(self, folder, script, *args, **environment):
+        """Start a command in `folder`, whose `stdout` and `stderr` it writes; return its pid."""
         path = str(self.root / f"{script}.py") if script in SCRIPTS else str(script)
         encoded = [os.fsencode(str(arg)).hex() for arg in args]
-        job = [path, encoded, str(self.folder), environments, timeout]
-        print(json.dumps(job), file=self.server.stdin, flush=True)
-        codes, peak_bytes = json.loads(self.server.stdout.readline())
+        return self._ask("start", path, encoded, str(folder), environment)
+
+    def wait(self, pids, timeout=600):
+        """The exit codes of started processes, and the most memory that one of them took."""
+        return self._ask("wait", pids, timeout)
+
+    def _ask(self, *request):
+        print(json.dumps(request), file=self.server.stdin, flush=True)
+        return json.loads(self.server.stdout.readline())
+
+    def _run(self, script, args, environments, timeout=600):
+        for name in ("stdout", "stderr"):
+            (self.folder / name).write_bytes(b"")
+        pids = [self.start(self.folder, script, *args, **each) for each in environments]
+        codes, peak_bytes = self.wait(pids, timeout)
         stdout, stderr = (
-            (self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr")
+            (self.folder / name).read_text("utf-8", "replace") for name in ("stdout", "stderr")
         )
-        return Done(next(filter(None, codes), 0), stdout, stderr, peak_bytes)
+        return Done(next(filter(None, codes), 0), stdout, stderr, peak_bytes, codes)
 
 
 def assert_refused(done, *parts):

@@ -45,8 +45,14 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.server_close()
 
     def environment(self, home):
-        """What leads the hub's client here; plain transfers, for Xet's protocol is not spoken."""
-        where = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home)}
+        """What leads the hub's client here; plain transfers, for Xet's protocol is not spoken.
+
+        The machine's own proxy, caches and logins are not used, and a slow answer is waited for.
+        """
+        where = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "no_proxy": "127.0.0.1"}
+        where |= {"HF_HUB_CACHE": f"{home}/hub", "HF_DATASETS_CACHE": f"{home}/datasets"}
+        where |= {"HF_TOKEN_PATH": f"{home}/token", "HUGGING_FACE_HUB_TOKEN": ""}
+        where |= {"HF_HUB_DOWNLOAD_TIMEOUT": "300", "HF_HUB_ETAG_TIMEOUT": "300"}
         return where | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
 
     def add(self, kind, name, files, visibility=None):

@@ -1,7 +1,9 @@
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from bench import recipes
 from bench.recipes import Run, Scale
@@ -16,10 +18,24 @@ RUNS = (
 )
 
 
+@pytest.fixture
+def forked_runs(commands, monkeypatch):
+    """Training runs are forks, one after the other, and find no compiler: tiny ones need none."""
+
+    def run(command, env, **_):
+        assert command[:3] == [sys.executable, "-m", "bench.trials"]
+        environment = {"PATH": "/nonexistent", "CXX": "", "OMP_NUM_THREADS": env["OMP_NUM_THREADS"]}
+        done = commands.run(ROOT / "bench" / "trials.py", *command[3:], **environment)
+        return SimpleNamespace(returncode=done.code, stderr=done.stderr)
+
+    monkeypatch.setattr(recipes, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(recipes, "usable_cores", lambda: 1)
+
+
+@pytest.mark.usefixtures("forked_runs")
 def test_command_trains_and_compares_recipes_and_goes_on(tiny_data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "/nonexistent")  # no compiler is found: tiny runs need none
     monkeypatch.setattr(recipes, "RUNS", RUNS)
-    monkeypatch.setitem(recipes.SCALES, "tiny", Scale(1, 1, 16, 16, 256))
+    monkeypatch.setitem(recipes.SCALES, "tiny", Scale(1, 1, 16, 8, 32))
     places = [f"--out-dir={tmp_path}/runs", f"--results-dir={tmp_path}/results"]
     flags = ["recipes.py", f"--data-dir={tiny_data}", "--device=cpu", *places]
     monkeypatch.setattr(sys, "argv", [*flags, "--only=huge"])

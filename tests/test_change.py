@@ -1,5 +1,6 @@
 """What people change first, done by a small patch to a copy of the code; see README's table."""
 
+import os
 import shutil
 import subprocess
 
@@ -20,7 +21,10 @@ def patched(tmp_path):
     def start(patch):
         copy = copy_code(tmp_path / "copy")
         patch = str(ROOT / "tests/patches" / patch)
-        subprocess.run(["git", "apply", "--unidiff-zero", patch], cwd=copy, check=True)
+        # In a repository, as that of a TMPDIR or of a hook, git would look for the files elsewhere.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        own["GIT_CEILING_DIRECTORIES"] = str(tmp_path)
+        subprocess.run(["git", "apply", "--unidiff-zero", patch], cwd=copy, check=True, env=own)
         opened.append(Commands(tmp_path, copy).__enter__())
         return opened[0]
 

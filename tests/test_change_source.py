@@ -21,10 +21,11 @@ FLAGS = ("--source=numbers", "--shard-size=800")
 def add_source(root):
     """The patch: the function before the table, the line as the table's last one."""
     path = root / "corpus" / "sources.py"
-    code = path.read_text()
+    code = path.read_text(encoding="utf-8")
     assert code.count(BEFORE) == 1
     assert code.endswith("}\n")
-    path.write_text(code.removesuffix("}\n").replace(BEFORE, FUNCTION + BEFORE) + LINE + "}\n")
+    code = code.removesuffix("}\n").replace(BEFORE, FUNCTION + BEFORE) + LINE + "}\n"
+    path.write_text(code, encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,10 @@ def test_source_in_parts_gives_the_same_bytes(work):
 def test_source_that_gives_other_texts_than_before_is_not_resumed(work):
     assert_killed(run(work, "changed", kill_at=9))
     path = work / "copy" / "corpus" / "sources.py"
-    code = path.read_text()
-    path.write_text(code.replace("range(1, 400)", "range(2, 400)"))
+    code = path.read_text(encoding="utf-8")
+    # Of another size: Python tells a file from its bytecode by that and by whole seconds only.
+    path.write_text(code.replace("range(1, 400)", "range(10, 400)"), encoding="utf-8")
     done = run(work, "changed")
-    path.write_text(code)
+    path.write_text(code, encoding="utf-8")
     assert done.returncode == 2
     assert done.stderr.startswith("error: the manifest resumes at {'document': ")

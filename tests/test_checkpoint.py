@@ -278,7 +278,8 @@ def test_save_sets_one_of_the_same_step_aside_and_one_without_a_manifest_counts_
     assert find_checkpoint(path) == path
 
 
-def test_latest_checkpoint_is_there_at_every_moment_of_a_rotation(saved):
+def test_latest_checkpoint_is_there_at_every_moment_of_a_rotation(saved, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # 2000 would take a hard disk a minute
     newest, state = saved[0], read_json(saved[0] / "trainer_state.json")
 
     def rotate():
@@ -421,7 +422,7 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_lets_training_go_
     def on_saved(path):
         verify_checkpoint(path)
         events.append(path.name)
-        may_end.wait(30)
+        may_end.wait(600)
         events.append("written")
 
     with CheckpointWriter(tmp_path) as writer:
@@ -447,7 +448,7 @@ def test_writer_that_fails_says_so_and_leaves_the_older_checkpoint(saved, surfac
             with pytest.raises(OSError, match=r"step_00000004 was not saved: .*too large"):  # noqa: PT012
                 if surface == "save":
                     writer.save(trainer_state(5, model), model, optimizers)
-                for _ in range(10_000):
+                for _ in range(300_000):
                     writer.check()
                     time.sleep(0.001)
         assert os.listdir(path.parent) == [path.name]

@@ -1,14 +1,21 @@
 """fineweb.py killed, stopped, or on a full disk: real processes, signals and limits."""
 
-import os
 import random
 import resource
 import signal
-import time
 
 import pytest
 from soak_kill import faults_of_shards
-from test_fineweb import contents, run_driver, start_fineweb, texts_of, write_jsonl, write_parquet
+from test_fineweb import (
+    TIMEOUT_S,
+    assert_killed,
+    contents,
+    run_driver,
+    start_fineweb,
+    texts_of,
+    write_jsonl,
+    write_parquet,
+)
 
 from corpus.shards import Manifest
 
@@ -29,18 +36,8 @@ def work(tmp_path_factory):
 def finish(work, name):
     """Run to the end."""
     process = start_fineweb(work, *FLAGS, f"--data-dir={name}")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
-
-
-def wait_for(condition, process):
-    """Wait until a condition holds; the process is not to end before."""
-    deadline = time.monotonic() + 30
-    while not (found := condition()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return found
 
 
 def limit_files_to(size):
@@ -50,26 +47,27 @@ def limit_files_to(size):
 
 def assert_refused(process, start, end=""):
     """Exit code 2; the last line is the error, and there is no traceback."""
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert errors.splitlines()[-1].startswith(f"error: {start}")
     assert errors.splitlines()[-1].endswith(end)
     assert "Traceback" not in errors
 
 
+AT_TENTH_SHARD = 20  # renaming: see AT_THIRD_SHARD
+
+
 def test_main_killed_at_random_moments_loses_and_repeats_nothing(work, tmp_path):
+    """By the kernel's own timer: a test that waits for a core would kill when all is finished."""
     rng = random.Random(0)
     killed = tmp_path / "killed"
     flags = (*FLAGS, f"--data-dir={killed}")
     kept = 0
     for attempt in range(6):
-        process = start_fineweb(work, *flags, hide=attempt % 2)
-        wanted = len(list(killed.glob("*.npy"))) + rng.randrange(20)
-        wait_for(lambda n=wanted: len(list(killed.glob("*.npy"))) >= n, process)
-        time.sleep(rng.uniform(0, 0.01))
-        process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        renaming, seconds = rng.randrange(1, 40), rng.uniform(0.0001, 0.01)
+        kill = {"INSTEAD": f"signal.setitimer(signal.ITIMER_REAL, {seconds})"}  # no handler
+        done = run_driver(work, *flags, hide=attempt % 2, kill_at=renaming, environment=kill)
+        assert done.returncode == -signal.SIGALRM, done.stderr
         assert faults_of_shards(killed, work / "whole") == []
         manifest = Manifest.load(killed)
         shards = 0 if manifest is None else len(manifest.shards)
@@ -85,14 +83,14 @@ def test_main_killed_at_random_moments_loses_and_repeats_nothing(work, tmp_path)
 def test_main_stopped_by_a_signal_ends_its_threads_and_goes_on(work, tmp_path, hide, stop, code):
     stopped = tmp_path / "stopped"
     flags = (*FLAGS, f"--data-dir={stopped}")
-    process = start_fineweb(work, *flags, hide=hide, start_new_session=True)
-    wait_for((stopped / "train_000009.npy").exists, process)
-    os.killpg(process.pid, stop)  # the whole group, as the terminal does
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert "Traceback" not in errors
+    # To the whole group, as from the terminal, and soon after a shard: from here it could be late.
+    send = f"import threading; threading.Timer(0.003, os.killpg, (0, {stop:d})).start()"
+    options = {"kill_at": AT_TENTH_SHARD, "environment": {"INSTEAD": send}}
+    done = run_driver(work, *flags, hide=hide, start_new_session=True, **options)
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
     if stop == signal.SIGINT:
-        assert errors.splitlines()[-1] == "interrupted"
+        assert done.stderr.splitlines()[-1] == "interrupted"
         assert not list(stopped.glob(".*"))
     assert faults_of_shards(stopped, work / "whole") == []
     finish(work, stopped)
@@ -106,10 +104,7 @@ def test_main_that_cannot_write_says_so_and_goes_on(work, tmp_path, too_long):
     limit = SHARD_BYTES
     if too_long == "shard":  # after some finished ones
         limit -= 1000
-        process = start_fineweb(work, *flags)
-        wait_for((full / "train_000009.npy").exists, process)
-        process.kill()
-        process.communicate()
+        assert_killed(run_driver(work, *flags, kill_at=AT_TENTH_SHARD))
     kept = Manifest.load(full).shards if full.exists() else ()
     written = {shard.file: (full / shard.file).stat().st_mtime_ns for shard in kept}
     process = start_fineweb(work, *flags, hide=True, preexec_fn=limit_files_to(limit))
@@ -138,7 +133,7 @@ AT_THIRD_SHARD = 6  # renaming: two shards, the manifest, a shard, the manifest,
 def write_source(path, texts):
     """Texts in the format that the file's name says; returns its bytes."""
     if path.suffix == ".txt":
-        path.write_text("\n".join(texts))
+        path.write_text("\n".join(texts), encoding="utf-8")
     else:
         {".jsonl": write_jsonl, ".parquet": write_parquet}[path.suffix](path, texts)
     return path.read_bytes()
@@ -157,7 +152,7 @@ def test_main_refuses_a_source_that_changes_while_it_is_read(tmp_path, kind, cha
     changes = {
         "grown": f"open('{source}', 'ab').write({whole[len(before) :]!r})",
         "cut": f"os.truncate('{source}', {len(before) // 2})",
-        "touched": f"os.utime('{source}')",
+        "touched": f"os.utime('{source}', (0, 0))",  # now may be the time that it has
     }
     change_file = {"INSTEAD": "exec(open('change.py').read())"}
     (tmp_path / "change.py").write_text(changes[change])

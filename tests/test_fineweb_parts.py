@@ -11,6 +11,7 @@ from conftest import torchrun
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import (
+    TIMEOUT_S,
     assert_killed,
     contents,
     mtimes,
@@ -36,7 +37,7 @@ def write_files(folder, kinds, documents=40):
         texts = texts_of(documents * (i % 3 + 1), seed=i)
         path = folder / f"{i}.{kind}"
         if kind == "txt":
-            path.write_text("\n".join(texts))
+            path.write_text("\n".join(texts), encoding="utf-8")
         else:
             {"jsonl": write_jsonl, "parquet": write_parquet}[kind](path, texts)
     return ["--source", *(f"{i}.{kind}" for i, kind in enumerate(kinds))]
@@ -92,7 +93,7 @@ def test_torchrun_gives_each_process_a_part_and_the_first_merges(flags, tmp_path
     script = tmp_path / "driver.py"
     script.write_text(single.DRIVER.format(root=str(single.ROOT), hide=False))
     command = torchrun(script, *flags, "--data-dir=merged")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if not line.startswith("waiting for")]
     assert sorted(line.split(":")[0] for line in said) == [

@@ -1,11 +1,8 @@
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, randomize_weights
+from conftest import randomize_weights
 from hub_server import HubServer
 from safetensors.torch import load_file
 from torch import nn
@@ -288,32 +285,30 @@ def test_save_pretrained_replaces_exports_and_nothing_else(exported, tmp_path):
         save_pretrained(GPT(GPTConfig(4, 300, 1, 1, 4)), tmp_path / "new")
 
 
-LOAD = (
-    "import sys, torch; from runtime.cli import run_command\n"
-    "from runtime.huggingface import load_pretrained;"
-    "load = lambda name: print(load_pretrained(name).config.n_embd);"
-    "run_command(lambda: [load(name) for name in sys.argv[1:]])"
-)
+LOAD = """
+import sys
+from runtime.cli import run_command
+from runtime.huggingface import load_pretrained
+
+load = lambda name: print(load_pretrained(name).config.n_embd)
+run_command(lambda: [load(name) for name in sys.argv[1:]])
+"""
 
 
-def load_in_a_process(environment, *names):
-    command = [sys.executable, "-c", LOAD, *names]
-    environment = os.environ | environment
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_load_pretrained_downloads_once_then_needs_no_network(exported, tmp_path):
+def test_load_pretrained_downloads_once_then_needs_no_network(commands, exported, tmp_path):
+    script = tmp_path / "load.py"
+    script.write_text(LOAD)
     with HubServer() as hub:
         files = {path.name: path.read_bytes() for path in exported.iterdir()}
         hub.add("model", "openai-community/gpt2", files)
         environment = hub.environment(tmp_path / "hf")
-        first = load_in_a_process(environment, "gpt2")
+        first = commands.run(script, "gpt2", **environment)
     assert first.stdout.strip() == str(TINY.n_embd), first.stderr
     assert hub.requests("GET", "/model.safetensors$")
 
     # The server is gone: what it gave is there, anything else is one line of error.
-    again = load_in_a_process(environment, "gpt2", "gpt2-medium")
+    again = commands.run(script, "gpt2", "gpt2-medium", **environment)
     assert again.stdout.strip() == str(TINY.n_embd), again.stderr
-    assert again.returncode == 2
+    assert again.code == 2
     assert again.stderr.count("\n") == 1
     assert "'gpt2-medium' is not a folder, and the Hugging Face hub did not give" in again.stderr

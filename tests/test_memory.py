@@ -1,13 +1,10 @@
 import itertools
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
@@ -132,14 +129,18 @@ WIDE = ("--n-layer=2", "--n-head=4", "--n-embd=256", "--block-size=256", "--tota
     ("processes", "flags"),
     [(1, SMALL), (2, (*WIDE, "--parallel=fsdp", "--micro-batch-size=2"))],
 )
-def test_planned_memory_of_a_process_is_about_what_it_takes(processes, flags, tiny_data, tmp_path):
+def test_planned_memory_of_a_process_is_about_what_it_takes(
+    processes, flags, commands, tiny_data, tmp_path
+):
     flags = [*flags, f"--data-dir={tiny_data}", f"--out-dir={tmp_path}", "--run-name=a"]
     flags += ["--max-steps=2", "--hellaswag-every=0", "--val-every=0", "--sample-every=0"]
     flags += ["--checkpoint-every=1", "--device=cpu", "--dtype=float32", "--no-compile"]
-    one, many = [sys.executable, str(ROOT / "train_gpt2.py")], torchrun("train_gpt2.py")
-    command = one if processes == 1 else many
-    output = subprocess.check_output([*command, *flags], text=True, cwd=tmp_path)
-    planned = float(re.search(r"memory per device +at most about (\S+) GiB", output)[1])
+    if processes == 1:
+        done = commands.run("train_gpt2", *flags)
+    else:
+        done = commands.run_ranks(processes, "train_gpt2", *flags)
+    assert done.code == 0, done.stderr
+    planned = float(re.search(r"memory per device +at most about (\S+) GiB", done.stdout)[1])
     records = read_metrics(tmp_path / "a/metrics.jsonl")
     taken = max(record.get("peak_memory_gib", 0) for record in records)
     # The same run takes 0.7 to 1.2 GiB: how many holes freed tensors leave is malloc's luck. The

@@ -1,7 +1,5 @@
 import math
 import statistics
-import subprocess
-import sys
 from contextlib import suppress
 
 import numpy as np
@@ -83,15 +81,16 @@ def test_logger_starts_on_its_own_line_after_a_torn_one(path, torn_at):
     assert {record["step"] for record in read_metrics(path)} >= {1, 3}
 
 
-def test_logger_keeps_every_finished_record_when_the_process_is_killed(path):
-    script = (
+def test_logger_keeps_every_finished_record_when_the_process_is_killed(commands, path, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
         "import os, signal, sys; from pathlib import Path\n"
         "from runtime.metrics import MetricsLogger\n"
         "logger = MetricsLogger(Path(sys.argv[1]))\n"
         "for step in range(100): logger.log(step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", script, path], check=False).returncode != 0
+    assert commands.run(script, path).code == -9
     assert [record["step"] for record in read_metrics(path)] == list(range(100))
 
 

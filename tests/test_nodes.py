@@ -14,7 +14,8 @@ from runtime.metrics import read_metrics
 from train_gpt2 import main
 
 SCRIPT = ROOT / "scripts/slurm_train.sh"
-LOOPBACK = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+TIMEOUT_S = 600  # ends a process that hangs; none that is slow
+LOOPBACK = os.environ | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 SRUN = """#!/usr/bin/env bash
 # srun --flag=… command …: the command once per node; signals go to all, as Slurm sends them.
 while [[ $1 == --* ]]; do shift; done
@@ -44,7 +45,7 @@ def two_nodes(*flags, processes=1):
     command = [*launcher, str(ROOT / "train_gpt2.py"), *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [subprocess.Popen(command, env=LOOPBACK, **pipes) for _ in range(2)]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    outputs = [node.communicate(timeout=TIMEOUT_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
 
 
@@ -128,7 +129,7 @@ def test_slurm_job_is_requeued_where_it_was_preempted_again(
     if not environment.get("MARK"):
         mark.unlink()
     started = job("a", "--max-steps=9", **environment)
-    output = started.communicate(timeout=60)[0]
+    output = started.communicate(timeout=TIMEOUT_S)[0]
     assert started.returncode == code, output
     assert (tmp_path / "requeued").exists() == requeued
     launches = (tmp_path / "launches").read_text().splitlines()
@@ -139,7 +140,7 @@ def test_slurm_job_is_requeued_where_it_was_preempted_again(
 
 def test_slurm_job_trains_nothing_after_a_failed_preflight(job, tmp_path):
     started = job("a", PREFLIGHT="3", MARK="step 9")
-    started.communicate(timeout=60)
+    started.communicate(timeout=TIMEOUT_S)
     assert started.returncode == 3
     assert len((tmp_path / "launches").read_text().splitlines()) == 2
     assert not (tmp_path / "requeued").exists()
@@ -147,7 +148,7 @@ def test_slurm_job_trains_nothing_after_a_failed_preflight(job, tmp_path):
 
 def test_slurm_job_without_a_name_says_how_it_is_used(job):
     started = job("--max-steps=9")
-    assert started.communicate(timeout=60)[0].startswith("usage: sbatch")
+    assert started.communicate(timeout=TIMEOUT_S)[0].startswith("usage: sbatch")
     assert started.returncode == 2
 
 
@@ -156,14 +157,14 @@ def test_slurm_job_saves_at_usr1_is_requeued_and_goes_on(job, tmp_path, tiny_fla
     run_dir, python = tmp_path / "runs/a", {"PYTHON": sys.executable}
     first = job("a", *flags, "--max-steps=100000", **python)
     metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + TIMEOUT_S
     while not metrics.exists() or len(read_metrics(metrics)) < 3:
         assert first.poll() is None, first.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.1)
     for pid in (tmp_path / "pids").read_text().splitlines()[-1].split():
         os.kill(int(pid), signal.SIGUSR1)
-    output = first.communicate(timeout=120)[0]
+    output = first.communicate(timeout=TIMEOUT_S)[0]
     assert first.returncode == 0, output
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     stopped = max(r["step"] for r in read_metrics(metrics))

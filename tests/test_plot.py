@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import matplotlib.font_manager  # noqa: F401 - warns here of a HOME without its list of fonts
 import numpy as np
 import pytest
 from forked import assert_refused

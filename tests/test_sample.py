@@ -6,7 +6,9 @@ import pty
 import select
 import signal
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, randomize_weights
@@ -247,15 +249,17 @@ def test_token_printer_never_tears_a_character(text):
 
 def run_main(monkeypatch, capsys, folder, *flags, stdin=""):
     """What `sample.py` prints in this process, which imports nothing any more."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-    flags = ("--max-new-tokens=5", "--temperature=0", "--device=cpu", *flags)
+    typed = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
+    # The tests compare texts with those of `generate`, whose dtype is not the machine's.
+    flags = ("--max-new-tokens=5", "--temperature=0", "--device=cpu", "--dtype=float32", *flags)
     monkeypatch.setattr(sys, "argv", ["sample.py", f"--model={folder}", *flags])
     sample.main()
     return capsys.readouterr().out
 
 
 def test_main_prints_json_for_each_prompt_of_a_file(monkeypatch, capsys, folder, tmp_path):
-    (tmp_path / "prompts.txt").write_text("Once upon\n\ncafé\n")
+    (tmp_path / "prompts.txt").write_text("Once upon\n\ncafé\n", encoding="utf-8")
     flags = (f"--prompts-file={tmp_path}/prompts.txt", "--num-samples=2", "--json")
     lines = run_main(monkeypatch, capsys, folder, *flags).splitlines()
     model = load_pretrained(str(folder))
@@ -329,10 +333,13 @@ def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(
 
 
 def test_main_interactive_on_a_terminal_has_a_history_and_outlives_ctrl_c(folder):
+    pytest.importorskip("readline")
+    command = [sys.executable, ROOT / "sample.py", f"--model={folder}", "--interactive"]
+    command += ["--device=cpu", "--temperature=0", "--max-new-tokens=3"]
+    plain = os.environ | {"INPUTRC": os.devnull, "TERM": "dumb"}  # no user's keys or colours
     pid, terminal = pty.fork()
     if not pid:
-        command = [sys.executable, ROOT / "sample.py", f"--model={folder}", "--interactive"]
-        os.execv(sys.executable, [*map(str, command), "--temperature=0", "--max-new-tokens=3"])
+        os.execve(sys.executable, [*map(str, command)], plain)
     shown = ""
 
     def type_text(text):
@@ -341,12 +348,17 @@ def test_main_interactive_on_a_terminal_has_a_history_and_outlives_ctrl_c(folder
         os.write(terminal, text)
         shown = ""
         while not shown.endswith("> "):
-            assert select.select([terminal], [], [], 120)[0], shown
+            assert select.select([terminal], [], [], 600)[0], shown
             shown += os.read(terminal, 1000).decode(errors="replace")
         return shown
 
     try:
         assert "Ctrl-D: end" in type_text(b"")
+        # For a tenth of a millisecond after the prompt, readline does not wait yet: it would see
+        # Ctrl-C with the next key only. (Not every system tells who sleeps.)
+        deadline = time.monotonic() + 10
+        while psutil.Process(pid).status() != "sleeping" and time.monotonic() < deadline:
+            time.sleep(0.01)
         type_text(b"\x03")  # at the prompt: nothing to stop
         assert len(type_text(b"Once upon\n")) > len("Once upon") * 2
         assert type_text(b"\x1b[A\n").count("Once upon") == 2  # arrow up, from the history

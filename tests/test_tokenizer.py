@@ -150,7 +150,8 @@ def test_encode_documents_in_threads_keeps_order_and_holds_only_a_few_batches(mo
     with pytest.warns(UserWarning, match="gigatoken is not installed"):
         ids, most = encode_and_count(texts, workers=3)
     assert ids == [reference(batch) for batch in texts]
-    assert most <= tokenizer.BATCHES_AHEAD + 2  # and the one just read, the one just done
+    # And the one just read, and those just done: a thread that was stopped may hold one longer.
+    assert most <= tokenizer.BATCHES_AHEAD + 1 + 3
 
 
 def test_encode_documents_reencodes_a_batch_that_gigatoken_got_wrong(monkeypatch):
@@ -187,8 +188,9 @@ def test_encode_documents_workers_are_gigatokens_threads():
         "    seen.append(len(os.listdir('/proc/self/task'))); time.sleep(0.02)\n"
         "print(min(seen))"
     )
-    one, three = (
-        int(subprocess.check_output([sys.executable, "-c", script, workers], cwd=ROOT))
-        for workers in ("1", "3")
-    )
+    command = [sys.executable, "-c", script]
+    counting = [
+        subprocess.Popen([*command, workers], cwd=ROOT, stdout=subprocess.PIPE) for workers in "13"
+    ]
+    one, three = (int(process.communicate()[0]) for process in counting)
     assert three - one == 2
