@@ -267,7 +267,7 @@ def to_batch(tokens: Tensor, device: torch.device) -> Batch:
 
 
 def open_data(
-    data_dir: Path, block_size: int, dist_info: DistInfo, validates: bool = True
+    data_dir: Path, block_size: int, validates: bool = True
 ) -> tuple[TokenShards, TokenShards]:
     """Open and check both splits of a data folder; every process must find the same data.
 

@@ -112,7 +112,7 @@ def run(
         return
     if dist_info.device.type == "cpu":
         device.tune_malloc()
-    with run_dir.explain_failures(folder.path, dist_info):
+    with run_dir.explain_failures(folder.path):
         trainer = setup(config, resume_from, folder, dist_info)
         start_step = resume(trainer)
         batches = training_loader(trainer, start_step)
@@ -136,7 +136,7 @@ def setup(
         device.make_deterministic()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
     train_shards, val_shards = open_data(
-        config.data_dir, config.block_size, dist_info, validates=config.val_every > 0
+        config.data_dir, config.block_size, validates=config.val_every > 0
     )
     raw_model = init_model(config, resume_from, dtype, dist_info)
     raw_model.loss_chunks = memory.loss_chunks(config, dist_info.device.type)
@@ -289,7 +289,6 @@ def resume(trainer: Trainer) -> int:
         trainer.raw_model,
         trainer.optimizers,
         trainer.scaler,
-        dist_info=trainer.dist_info,
         verified=trainer.config.resume == "auto",  # it was chosen by its hashes
     )
     trainer.norms.extend(state.grad_norms)
@@ -598,10 +597,9 @@ def save(trainer: Trainer, step: int, logger: metrics.MetricsLogger) -> None:
     Raises:
         FloatingPointError: the weights or the optimizer's state are not finite, on every process.
     """
-    config, dist_info = trainer.config, trainer.dist_info
-    model, optimizers = trainer.raw_model, trainer.optimizers
+    config, model, optimizers = trainer.config, trainer.raw_model, trainer.optimizers
     distributed.reshard(model)  # after an evaluation
-    if name := checkpoint.find_nonfinite(model, optimizers, dist_info):
+    if name := checkpoint.find_nonfinite(model, optimizers):
         raise FloatingPointError(
             f"{name} is not finite after step {step}, which is not saved: use a lower --max-lr"
         )

@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from model import GPT, GPTConfig, build_on_meta
 from runtime.device import synchronize
 from runtime.distributed import (
-    DistInfo,
     distribute_like,
     full_tensor,
     gather_text,
@@ -241,10 +240,11 @@ def load_checkpoint(
     optimizers: Sequence[Optimizer],
     scaler: torch.amp.GradScaler | None = None,
     *,
-    dist_info: DistInfo | None = None,
     verified: bool = False,
 ) -> TrainerState:
     """Restore a model, its optimizers and the random generators; return the rest of the state.
+
+    Every process must call this: an error on one of them ends all.
 
     Each optimizer first makes its own state, by a step with zero gradients. So the state has
     the names, dtypes, devices and shardings that this optimizer gives it, and the file's values
@@ -256,14 +256,13 @@ def load_checkpoint(
         optimizers: of the same classes, over the same parameters as the saved ones. Their
             settings (`param_groups`) stay as they are.
         scaler: the loss scaler, with float16.
-        dist_info: if other processes load too: an error on one of them then ends all.
         verified: whether this process has checked the files' hashes already.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or does not fit the model or the optimizers.
     """
-    checkpoint, dist_info = Path(checkpoint), dist_info or DistInfo()
+    checkpoint = Path(checkpoint)
     with raise_on_all_ranks():
         if not verified:
             verify_checkpoint(checkpoint)
@@ -572,9 +571,7 @@ def _copy_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         parameter.copy_(distribute_like(tensors[name], parameter))
 
 
-def find_nonfinite(
-    model: nn.Module, optimizers: Sequence[Optimizer], dist_info: DistInfo
-) -> str | None:
+def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     """The name of a tensor to be saved that has a NaN or an infinity; None if all are finite.
 
     Every process must call this, and gets the same name.

@@ -163,7 +163,7 @@ def check(dist_info):
     path = folder / ("step_00000002" if dist_info.is_main else "nothing")
     error, message = (ValueError, "rank 1: .*nothing") if dist_info.is_main else (SystemExit, "2")
     with pytest.raises(error, match=message):
-        load_checkpoint(path, other, other_optimizers, dist_info=dist_info)
+        load_checkpoint(path, other, other_optimizers)
     source = GPT(GPTConfig(32, 100, n_layer=2, n_head=2, n_embd=16))  # the same on each rank
     copy_weights(source, model)
     for name, parameter in model.named_parameters():

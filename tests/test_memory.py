@@ -246,7 +246,7 @@ def test_fit_batch_halves_until_the_memory_is_there(start, found, capsys):
         tried.append(sequences)
         torch.empty(2**10 if sequences <= 3 else 2**52, dtype=torch.uint8)  # no machine has that
 
-    assert fit_batch(BatchPlan(start, 5), attempt, ALONE) == BatchPlan(found, start * 5 // found)
+    assert fit_batch(BatchPlan(start, 5), attempt) == BatchPlan(found, start * 5 // found)
     assert tried[-1] == found
     assert all(later <= earlier // 2 for earlier, later in itertools.pairwise(tried))
     lines = capsys.readouterr().out.splitlines()
@@ -256,9 +256,9 @@ def test_fit_batch_halves_until_the_memory_is_there(start, found, capsys):
 
 def test_fit_batch_without_memory_for_one_sequence_says_so_and_hides_no_other_error():
     with pytest.raises(ValueError, match="not enough memory for a single sequence"):
-        fit_batch(BatchPlan(4, 1), lambda _: torch.empty(2**52), ALONE)
+        fit_batch(BatchPlan(4, 1), lambda _: torch.empty(2**52))
     with pytest.raises(RuntimeError, match="must match"):
-        fit_batch(BatchPlan(4, 1), lambda _: torch.ones(2) + torch.ones(3), ALONE)
+        fit_batch(BatchPlan(4, 1), lambda _: torch.ones(2) + torch.ones(3))
 
 
 def test_probe_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():

@@ -291,7 +291,7 @@ NCCL_ERROR = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:
     ],
 )
 def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind, said):
-    with pytest.raises(kind, match=re.escape(said)), explain_failures(tmp_path, DIST_INFO):
+    with pytest.raises(kind, match=re.escape(said)), explain_failures(tmp_path):
         raise error
 
 

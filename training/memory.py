@@ -129,7 +129,6 @@ def choose_batch(
         return fit_batch(
             plan_batch(config, model_config, dist_info, OVERCOMMIT),
             lambda micro_batch_size: probe_step(model, idx.repeat(micro_batch_size, 1), dtype),
-            dist_info,
         )
 
 
@@ -154,7 +153,7 @@ def probe_step(model: nn.Module, idx: Tensor, dtype: torch.dtype) -> None:
     del moments
 
 
-def fit_batch(batch: BatchPlan, attempt: Callable[[int], None], dist_info: DistInfo) -> BatchPlan:
+def fit_batch(batch: BatchPlan, attempt: Callable[[int], None]) -> BatchPlan:
     """Halve the micro-batch until every process has the memory for it.
 
     The global batch stays the same: half the micro-batch takes twice the micro-steps. Every

@@ -61,7 +61,7 @@ def run_preflight(config: TrainConfig, checkpoint: Path | None) -> None:
             print0(f"network   {check_network(dist_info)}")
         print0(f"software  {check_software(config, dist_info)}")
         with explaining("clocks"):
-            print0(f"clocks    {check_clocks(dist_info)}")
+            print0(f"clocks    {check_clocks()}")
         with explaining("data", patient=True):  # reading or hashing it all may take long
             print0(f"data      {check_data(config, dist_info)}")
         run_dir = choose_run_dir(config, checkpoint)
@@ -146,7 +146,7 @@ def check_software(config: TrainConfig, dist_info: DistInfo) -> str:
     return f"{', '.join(versions)}, {len(scripts)} scripts, {len(flags)} flags"
 
 
-def check_clocks(dist_info: DistInfo) -> str:
+def check_clocks() -> str:
     """Check that clocks agree: `--resume auto` compares the times of files."""
     barrier()  # all ranks leave it within milliseconds
     times = [int(each) / 1e9 for each in gather_text(str(time.time_ns()))]
@@ -161,7 +161,7 @@ def check_clocks(dist_info: DistInfo) -> str:
 def check_data(config: TrainConfig, dist_info: DistInfo) -> str:
     """Check that all ranks have the same data, and every shard's hash or, without any, ids."""
     validates = config.val_every > 0
-    train, val = open_data(config.data_dir, config.block_size, dist_info, validates)
+    train, val = open_data(config.data_dir, config.block_size, validates)
     manifest, checked = Manifest.load(config.data_dir), "no manifest, all ids right"
     if manifest is not None:
         with raise_on_all_ranks():  # the ranks of a machine share the work

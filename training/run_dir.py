@@ -208,7 +208,7 @@ def resume_hint(run_dir: Path) -> str:
 
 
 @contextmanager
-def explain_failures(run_dir: Path, dist_info: DistInfo) -> Iterator[None]:
+def explain_failures(run_dir: Path) -> Iterator[None]:
     """Add to a failure of the body which checkpoint is left, and what to do.
 
     Raises:
