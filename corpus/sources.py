@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -413,10 +414,11 @@ def _decode(data: bytes, path: Path, row: int, byte: int, errors: str = "strict"
         line = row + data.count(b"\n", 0, error.start) + 1
         first = "decompress it, and " if path.suffix in COMPRESSION else ""
         plain = path.with_suffix("") if first else path
+        source, target = shlex.quote(str(plain)), plain.with_suffix(".utf8" + plain.suffix)
         raise ValueError(
             f"{path}, line {line}: invalid UTF-8 ({error.reason}) at byte {byte + error.start}; "
             f"if it is Latin-1, {first}convert it: "
-            f"iconv -f latin1 -t utf-8 {plain} > {plain.with_suffix('.utf8' + plain.suffix)}"
+            f"iconv -f latin1 -t utf-8 {source} > {shlex.quote(str(target))}"
         ) from None
 
 

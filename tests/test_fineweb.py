@@ -426,15 +426,15 @@ def test_read_parquet_names_the_bad_row(tmp_path, column, message):
 def test_read_plain_names_the_bad_byte_and_a_remedy_that_works(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 16)
     text = "a line of text\n" * 20 + "café noir\nmore\n"
-    path = tmp_path / "a.txt"
+    path = tmp_path / "a text.txt"  # whose name a shell tears unless it is quoted
     path.write_text(text, encoding="latin-1")
-    message = r"a\.txt, line 21: invalid UTF-8 .* byte 303; .* convert it: (iconv .*\.utf8\.txt)"
+    message = r"text\.txt, line 21: invalid UTF-8 .* byte 303; .* convert it: (iconv .*)"
     with pytest.raises(ValueError, match=message) as refusal:
         list(read_plain(path, 0, 0, "strict"))
     if shutil.which("iconv") is None:
         pytest.skip("runs iconv")
     subprocess.run(re.search(message, str(refusal.value))[1], shell=True, check=True)
-    converted = read_plain(tmp_path / "a.utf8.txt", 0, 0, "strict")
+    converted = read_plain(tmp_path / "a text.utf8.txt", 0, 0, "strict")
     assert "".join(block.text for block in converted) == text
 
 

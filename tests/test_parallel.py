@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, check_on_ranks
+from conftest import ROOT, TINY_RUN, check_on_ranks, no_spaces
 from forked import assert_refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -259,6 +259,7 @@ def test_gradients_are_those_of_kept_activations(mode, dtype):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@no_spaces
 @pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_gradients_are_the_same_compiled(mode):
