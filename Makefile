@@ -1,5 +1,5 @@
 # make demo:     text to a trained, scored, exported GPT-2 on this machine, in minutes.
-# make test:     lint, types and the fast tests, in at most three minutes on two cores.
+# make test:     lint, types and the fast tests, in about two minutes on two cores.
 # make test-all: all tests: faults, several processes and machines, the bench, the extras.
 # make gpu-check: all that this machine's GPUs can tell, in half an hour; call it again to go on.
 # Each installs what it needs into .venv first.
