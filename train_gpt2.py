@@ -13,20 +13,18 @@ if __name__ == "__main__":
 
 import math
 import sys
-import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.compiler import set_stance
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from tqdm import tqdm
 
 from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
@@ -36,18 +34,18 @@ from model import GPT
 from ops import IGNORE_INDEX
 from optimizers import Muon
 from plot import plot_run
-from runtime import checkpoint, device, distributed, metrics
+from runtime import checkpoint, device, distributed
+from runtime.checkpoint import Checkpoint
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
-from runtime.files import LockedFolder, append_atomically
-from runtime.stopping import EvaluationStopped, StopRequest, Watchdog
-from runtime.trackers import Trackers
+from runtime.metrics import flops_per_token
+from runtime.run_log import RunLog
+from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
-from training import memory, run_dir
-from training.cluster import print_plan
+from training import plan, run_dir
 from training.config import TrainConfig
-from training.preflight import check_parallel_mode, check_software, run_preflight
+from training.preflight import check_parallel_mode, describe_software, run_preflight
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -59,10 +57,8 @@ class Trainer:
 
     config: TrainConfig
     dist_info: DistInfo
-    folder: LockedFolder
-    resumed_from: Path | None
-    batch: memory.BatchPlan
-    dtype: torch.dtype
+    batch: plan.BatchPlan
+    dtype: torch.dtype  # of matrix products
     raw_model: GPT  # neither compiled nor wrapped: for evaluation, sampling and saving
     model: nn.Module  # the same parameters, compiled and wrapped: for training
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -70,125 +66,119 @@ class Trainer:
     train_shards: TokenShards
     val_shards: TokenShards
     hellaswag: Sequence[Example]
-    writer: checkpoint.CheckpointWriter
-    norms: metrics.RecentNorms
-    trackers: Trackers
     stop: StopRequest
-    flops_per_token: int
+    log: RunLog
+    writer: checkpoint.CheckpointWriter
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether something that happens `every` so many steps, and at the end, happens now."""
         return every > 0 and (step % every == 0 or step == self.config.max_steps)
 
-    @property
-    def run_dir(self) -> Path:
-        """The run's folder, which may be moved while the run trains."""
-        return self.folder.path
-
 
 def main(args: Sequence[str] | None = None) -> None:
     """Print the plan, check the machines, or join the other processes and train."""
-    args = sys.argv[1:] if args is None else args
-    config, resume_from = run_dir.parse_config(args)
+    config, resumed = run_dir.parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
-        print_plan(config, run_dir.model_dimensions(config, resume_from))
+        plan.print_plan(config, run_dir.model_dimensions(config, resumed))
     elif config.preflight:
-        run_preflight(config, resume_from)
+        run_preflight(config, resumed)
     else:
         if config.deterministic:
             device.make_deterministic()  # now, since NCCL then sums in another way, too
-        with distributed.setup_distributed(config.device, config.cpu_offload) as dist_info:
-            check_software(config, dist_info)
-            with run_dir.open_run(args, config, resume_from, dist_info) as opened:
-                run(*opened, dist_info)
+        with distributed.setup_distributed(
+            config.device, config.cpu_offload, config.step_timeout
+        ) as dist_info:
+            run(config, resumed, dist_info)
 
 
-def run(
-    folder: LockedFolder, config: TrainConfig, resume_from: Path | None, dist_info: DistInfo
-) -> None:
+def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> None:
     """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
-    if distributed.broadcast_int(run_dir.is_finished(resume_from, config)):
-        print0(f"{folder.path} is finished: give a larger --max-steps to train on")
+    if run_dir.is_finished(resumed, config):
+        print0("this run is finished: give a larger --max-steps to train on")
         return
-    if dist_info.device.type == "cpu":
-        device.tune_malloc()
-    with run_dir.explain_failures(folder.path):
-        trainer = setup(config, resume_from, folder, dist_info)
-        start_step = resume(trainer)
-        batches = training_loader(trainer, start_step)
-        run_dir.label_run(folder.path, config, resume_from, dist_info)
-        with trainer.trackers.follow(folder.path, config.saved(), start_step), trainer.stop:
-            train(trainer, batches, start_step)
+    splits = run_dir.open_same_data(config, resumed, dist_info)
+    with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
+        trainer = setup(config, resumed, splits, folder, dist_info)
+        with trainer.stop, trainer.log, trainer.writer:
+            step, is_complete = train(trainer, resumed.state.step if resumed else 0)
+            run_dir.finish_run(folder, step, is_complete, trainer.stop)
 
 
 # --- setting up -------------------------------------------------------------------------------
 
 
 def setup(
-    config: TrainConfig, resume_from: Path | None, folder: LockedFolder, dist_info: DistInfo
+    config: TrainConfig,
+    resumed: Checkpoint | None,
+    splits: tuple[TokenShards, TokenShards],
+    folder: Path,
+    dist_info: DistInfo,
 ) -> Trainer:
-    """Open the data, build model and optimizers for the run in `folder`; nothing is written yet."""
-    described = [checkpoint.describe_checkpoint(resume_from)]
-    distributed.check_same_on_all_ranks("the checkpoints to resume from", described)
+    """Build the model, its optimizers and what records the run; load the checkpoint, if any."""
     if dist_info.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: float32 products on tensor cores
     elif dist_info.device.type == "cpu":
         device.make_deterministic()
+        device.tune_malloc()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
-    train_shards, val_shards = open_data(
-        config.data_dir, config.block_size, validates=config.val_every > 0
-    )
-    raw_model = init_model(config, resume_from, dtype, dist_info)
-    raw_model.loss_chunks = memory.loss_chunks(config, dist_info.device.type)
-    raw_model.set_activation_checkpointing(config.activation_checkpointing)
+    raw_model = build_model(config, resumed, dtype, dist_info)
     model = compile_and_wrap(raw_model, config, dist_info)
+    batch = plan.choose_batch(config, raw_model.config, model, dtype, dist_info)
+    optimizers = build_optimizers(raw_model, config, dist_info)
+    scaler = torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16)
+    if resumed is not None:
+        checkpoint.load_checkpoint(resumed, raw_model, optimizers, scaler)
+        print0(f"resumed from {resumed.path}")
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
         hellaswag = examples_or_none(config.hellaswag_data, config.block_size, dist_info)
-    shape = raw_model.config
-    batch = memory.choose_batch(config, shape, model, dtype, dist_info)
-    what = "the batches that fit (set --micro-batch-size)"
-    distributed.check_same_on_all_ranks(what, [str(batch)])
+    stop = StopRequest(config.stop_on_write_error)
+    log = RunLog(
+        folder,
+        settings=config.saved(),
+        trackers=config.logger,
+        start_step=resumed.state.step if resumed else 0,
+        max_steps=config.max_steps,
+        tokens_per_step=config.total_batch_size,
+        log_every=config.log_every,
+        flops_per_token=flops_per_token(raw_model.config),
+        device=dist_info.device,
+        dtype=dtype,
+        on_write_error=stop.on_write_error,
+        draw_figures=lambda: plot_run(folder),
+    )
     return Trainer(
         config=config,
         dist_info=dist_info,
-        folder=folder,
-        resumed_from=resume_from,
         batch=batch,
         dtype=dtype,
         raw_model=raw_model,
         model=model,
-        optimizers=build_optimizers(raw_model, config, dist_info),
-        scaler=torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16),
-        train_shards=train_shards,
-        val_shards=val_shards,
+        optimizers=optimizers,
+        scaler=scaler,
+        train_shards=splits[0],
+        val_shards=splits[1],
         hellaswag=hellaswag,
+        stop=stop,
+        log=log,
         writer=checkpoint.CheckpointWriter(
-            folder.path / "checkpoints" if dist_info.is_main else None,
+            folder / "checkpoints" if dist_info.is_main else None,
             config.keep_checkpoints,
-            warn=lambda line: print0(f"warning: {line}"),
+            on_error=stop.write_failed,
+            on_saved=log.saved,
         ),
-        norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
-        trackers=Trackers(config.logger, dist_info, lambda: plot_run(folder.path)),
-        stop=StopRequest(
-            dist_info,
-            config.stop_on_write_error,
-            Watchdog(config.step_timeout, lambda: run_dir.resume_hint(folder.path)),
-        ),
-        flops_per_token=metrics.flops_per_token(shape),
     )
 
 
-def init_model(
-    config: TrainConfig, resume_from: Path | None, dtype: torch.dtype, dist_info: DistInfo
+def build_model(
+    config: TrainConfig, resumed: Checkpoint | None, dtype: torch.dtype, dist_info: DistInfo
 ) -> GPT:
     """The raw model with new weights or those of `--init-from`; a checkpoint is loaded later."""
-    with distributed.raise_on_all_ranks():
-        check_parallel_mode(config, dist_info)
-    dimensions = run_dir.model_dimensions(config, resume_from)
     # A sharded model begins without memory, so that no process ever holds all of it.
     with torch.device("meta") if config.is_sharded else dist_info.device:
-        model = GPT(dimensions)
+        model = GPT(run_dir.model_dimensions(config, resumed))
+    model.loss_chunks = plan.loss_chunks(config, dist_info.device.type)
+    model.set_activation_checkpointing(config.activation_checkpointing)
     if config.is_sharded:
         distributed.shard_model(
             model,
@@ -198,8 +188,10 @@ def init_model(
             cpu_offload=config.cpu_offload,
             dtype=dtype,
         )
-    if config.init_from is not None and resume_from is None:
-        checkpoint.copy_weights(checkpoint.load_model(config.init_from), model)
+    if config.init_from is not None and resumed is None:
+        with distributed.raise_on_all_ranks():
+            source = checkpoint.load_model(config.init_from)
+        checkpoint.copy_weights(source, model)
     else:
         init_weights(model, config.seed)
     return model
@@ -271,32 +263,7 @@ def build_optimizers(
     return (*optimizers, AdamW(groups, lr=0.0, betas=(0.9, beta2), eps=1e-8, fused=True))
 
 
-def resume(trainer: Trainer) -> int:
-    """Load the checkpoint to resume from, if there is one; return the updates done.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or of a run on another model, data or batch.
-    """
-    path = trainer.resumed_from
-    if path is None:
-        return 0
-    with distributed.raise_on_all_ranks():
-        run_dir.check_resume_compatible(
-            path, trainer.raw_model.config, trainer.config, trainer.train_shards.fingerprint
-        )
-    state = checkpoint.load_checkpoint(
-        path,
-        trainer.raw_model,
-        trainer.optimizers,
-        trainer.scaler,
-        verified=trainer.config.resume == "auto",  # it was chosen by its hashes
-    )
-    trainer.norms.extend(state.grad_norms)
-    print0(f"resumed from {path}")
-    return state.step
-
-
-def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
+def training_batches(trainer: Trainer, start_step: int) -> ShardedDataLoader:
     """This process's training micro-batches, from `start_step` on."""
     return ShardedDataLoader(
         trainer.train_shards,
@@ -314,45 +281,44 @@ def training_loader(trainer: Trainer, start_step: int) -> ShardedDataLoader:
 # --- training ---------------------------------------------------------------------------------
 
 
-def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None:
-    """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step."""
-    config, dist_info, stop = trainer.config, trainer.dist_info, trainer.stop
-    model_config = trainer.raw_model.config
-    print0(memory.describe_plan(config, model_config, trainer.batch, dist_info))
-    print0(run_dir.describe_run(trainer.run_dir))
-    timer = metrics.StepTimer(
-        start_step,
-        config.max_steps,
-        config.total_batch_size,
-        synchronize=lambda: device.synchronize(dist_info.device),
-    )
-    log_path = trainer.run_dir / metrics.METRICS_NAME
-    logger = metrics.MetricsLogger(log_path if dist_info.is_main else None)
-    with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
-        log_start(trainer, logger, start_step)
-        own = trainer.resumed_from is None or run_dir.is_own(trainer.resumed_from, trainer.run_dir)
-        saved = start_step if own else None
+def train(trainer: Trainer, start_step: int) -> tuple[int, bool]:
+    """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step.
+
+    Returns:
+        The updates done, and whether the run is complete with its last evaluation.
+    """
+    config, stop, writer = trainer.config, trainer.stop, trainer.writer
+    log_start(trainer, start_step)
+    with training_batches(trainer, start_step) as batches:
         stop.sync_stop()  # from here on `train_step` does it
         for step in range(start_step, config.max_steps + 1):
-            stop.watchdog.beat(step)
-            follow_run_dir(trainer)
-            if due := pending_evaluations(trainer, step, may_be_done=step == start_step):
-                with timer.paused():
-                    evaluate(trainer, step, due, logger, timer)
+            is_evaluated = evaluate(trainer, step)
             stopping = stop.reason is not None or step == config.max_steps
-            if step != saved and (stopping or trainer.is_due(config.checkpoint_every, step)):
-                with timer.paused():
-                    save(trainer, step, logger)
+            is_new = step > start_step  # an earlier step is saved already, if any is done
+            if is_new and (stopping or trainer.is_due(config.checkpoint_every, step)):
+                save(trainer, step)
             if stopping:  # the last turn only evaluates and saves
                 break
             lr = learning_rate(config, step)
             result = train_step(trainer, batches, lr)
-            log_step(trainer, logger, timer, bar, step + 1, lr, result)
-        with stop.on_write_error(at_end=True):
-            trainer.writer.wait()
-        stop.sync_stop()
-    is_complete = step == config.max_steps and not pending_evaluations(trainer, step)
-    run_dir.finish_run(trainer.run_dir, step, is_complete, stop, dist_info)
+            trainer.log.step(step + 1, lr=lr, loss=result.loss, grad_norm=result.grad_norm)
+    writer.wait()
+    if writer.error is not None:
+        stop.write_failed(writer.error, at_end=True)
+    stop.sync_stop()
+    return step, step == config.max_steps and is_evaluated
+
+
+def log_start(trainer: Trainer, start_step: int) -> None:
+    """Say what the run takes; log where a resumed run begins, the machine and the data."""
+    config, info, shape = trainer.config, trainer.dist_info, trainer.raw_model.config
+    print0(plan.describe_plan(config, shape, trainer.batch, info))
+    print0(run_dir.describe_run(trainer.log.run_dir))
+    if config.resume is not None:
+        trainer.log.record(resumed_from=start_step)
+    environment = device.describe_environment(info.device, trainer.dtype, info.world_size)
+    fingerprint = trainer.train_shards.fingerprint
+    trainer.log.record(environment=environment, data_fingerprint=fingerprint)
 
 
 class StepResult(NamedTuple):
@@ -360,7 +326,6 @@ class StepResult(NamedTuple):
 
     loss: float  # mean cross-entropy, nats per token
     grad_norm: float  # global, before clipping
-    skipped: bool = False  # no update was made: the norm was above `RecentNorms.limit`
 
 
 def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepResult:
@@ -380,7 +345,6 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     loss_sum = torch.zeros((), device=dist_info.device)
     for micro_step in range(grad_accum_steps):
         distributed.set_gradient_sync(model, micro_step == grad_accum_steps - 1)
-        trainer.stop.watchdog.beat()
         inputs, targets = next(batches)
         with (
             device.autocast(dist_info.device, trainer.dtype),
@@ -400,16 +364,14 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     loss_value, norm_value, any_asked = totals.tolist()
     if any_asked:
         trainer.stop.sync_stop()
-    result = StepResult(loss_value, norm_value, skipped=norm_value > trainer.norms.limit())
+    result = StepResult(loss_value, norm_value)
     check_finite(result, trainer.scaler)
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
-        if not result.skipped:
-            trainer.scaler.step(optimizer)  # float16: skips an update whose gradient overflowed
+        trainer.scaler.step(optimizer)  # float16: skips an update whose gradient overflowed
         optimizer.zero_grad(set_to_none=True)
     trainer.scaler.update()
-    trainer.norms.extend([result.grad_norm])
     return result
 
 
@@ -510,13 +472,7 @@ def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
             stop_token=None,  # as many tokens on every process, which a sharded model needs
         )
     lines = [f"step {step} | sample: {encoding.decode(sequence)!r}" for sequence in sequences]
-    if dist_info.is_main:
-        path = trainer.run_dir / "samples.txt"
-        with trainer.stop.on_write_error(), FileIO(path, "a") as file:
-            append_atomically(file, "".join(line + "\n" for line in lines).encode())
-    trainer.trackers.log(step=step, sample_text="\n".join(lines))
-    for line in lines:
-        print0(textwrap.fill(line, 100, subsequent_indent="    "))
+    trainer.log.samples(step, lines)
     return {"samples": len(lines)}
 
 
@@ -540,47 +496,23 @@ EVALUATIONS = {  # by a metric that each logs
 }
 
 
-def evaluate(
-    trainer: Trainer,
-    step: int,
-    due: Sequence[str],
-    logger: metrics.MetricsLogger,
-    timer: metrics.StepTimer,
-) -> None:
-    """Run the evaluations of `EVALUATIONS` that are `due`, until asked to stop; log them."""
-    record: dict[str, float] = {}
-    begun = timer.clock()
-    with suppress(EvaluationStopped):
-        for name in due:
-            record |= EVALUATIONS[name].run(trainer, step)
-    if record:
-        record["evaluation_seconds"] = timer.clock() - begun
-        if overall := timer.overall_tokens_per_second():
-            record["overall_tokens_per_second"] = overall
-        tokens_seen = step * trainer.config.total_batch_size
-        log(trainer, logger, step=step, tokens_seen=tokens_seen, **record)
-        print0(metrics.format_evaluation(step, record))
-
-
-def pending_evaluations(trainer: Trainer, step: int, may_be_done: bool = True) -> list[str]:
-    """The evaluations that are due after `step` updates and not in `metrics.jsonl` yet.
-
-    They are there already in a run that is resumed where it had evaluated before it stopped. The
-    file is read only if they `may_be_done`: after days of training this takes a second.
-    """
+def evaluate(trainer: Trainer, step: int) -> bool:
+    """Run what is due of `EVALUATIONS` and log it; False if a request to stop cut it short."""
     due = [
-        name
-        for name, evaluation in EVALUATIONS.items()
-        if trainer.is_due(getattr(trainer.config, evaluation.every), step)
+        e for e in EVALUATIONS.values() if trainer.is_due(getattr(trainer.config, e.every), step)
     ]
-    if not due or not may_be_done:
-        return due
-    logged = ""
-    if trainer.dist_info.is_main:
-        path = trainer.run_dir / metrics.METRICS_NAME
-        logged = " ".join(metrics.logged_metrics(path, step))
-    done = distributed.gather_text(logged)[0].split()
-    return [name for name in due if name not in done]
+    if not due:
+        return True
+    if trainer.stop.reason is not None:
+        return False
+    record: dict[str, float] = {}
+    with trainer.log.paused():
+        begun = time.perf_counter()
+        with suppress(EvaluationStopped):
+            for evaluation in due:
+                record |= evaluation.run(trainer, step)
+        trainer.log.evaluation(step, record, time.perf_counter() - begun)
+    return trainer.stop.reason is None
 
 
 def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
@@ -588,122 +520,33 @@ def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
     return set_stance("force_eager") if config.compile and config.is_sharded else nullcontext()
 
 
-# --- saving and logging -----------------------------------------------------------------------
+# --- saving -----------------------------------------------------------------------------------
 
 
-def save(trainer: Trainer, step: int, logger: metrics.MetricsLogger) -> None:
+def save(trainer: Trainer, step: int) -> None:
     """Begin this step's checkpoint; training goes on while it is written.
 
     Raises:
         FloatingPointError: the weights or the optimizer's state are not finite, on every process.
     """
     config, model, optimizers = trainer.config, trainer.raw_model, trainer.optimizers
-    distributed.reshard(model)  # after an evaluation
-    if name := checkpoint.find_nonfinite(model, optimizers):
-        raise FloatingPointError(
-            f"{name} is not finite after step {step}, which is not saved: use a lower --max-lr"
-        )
-    state = checkpoint.TrainerState(
-        step=step,
-        tokens_seen=step * config.total_batch_size,
-        model_config=asdict(model.config),
-        train_config=config.saved(),
-        data_fingerprint=trainer.train_shards.fingerprint,
-        rng_states=checkpoint.rng_states(),
-        grad_scaler=trainer.scaler.state_dict(),
-        grad_norms=trainer.norms.as_list(),
-    )
-
-    def on_saved(path: Path) -> None:
-        print0(f"step {step} | saved {path}")
-        log(trainer, logger, saved_step=step)
-        with trainer.stop.on_write_error():
-            run_dir.clear_preemption(trainer.run_dir)
-
-    with trainer.stop.on_write_error():
-        trainer.writer.wait()  # the checkpoint before this one may have failed
-    trainer.writer.save(state, model, optimizers, on_saved)
-
-
-def follow_run_dir(trainer: Trainer) -> None:
-    """If the run's folder was moved or deleted, stop, and save into what it is now."""
-    was = trainer.run_dir
-    if trainer.folder.follow():
-        trainer.writer.checkpoints_dir = trainer.run_dir / "checkpoints"
-        trainer.stop.fail(
-            ValueError(
-                f"{was} was moved or deleted while it trained: the run is saved and stopped in "
-                f"{trainer.run_dir}, go on with --resume {trainer.run_dir}"
+    with trainer.log.paused():
+        distributed.reshard(model)  # after an evaluation
+        if name := checkpoint.find_nonfinite(model, optimizers):
+            raise FloatingPointError(
+                f"{name} is not finite after step {step}, which is not saved: use a lower --max-lr"
             )
+        state = checkpoint.TrainerState(
+            step=step,
+            tokens_seen=step * config.total_batch_size,
+            model_config=asdict(model.config),
+            train_config=config.saved(),
+            data_fingerprint=trainer.train_shards.fingerprint,
+            rng_states=checkpoint.rng_states(),
+            grad_scaler=trainer.scaler.state_dict(),
         )
-
-
-def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str | None) -> None:
-    """Append a record to `metrics.jsonl`, and give it to the trackers."""
-    with trainer.stop.on_write_error():
-        logger.log(**values)
-    trainer.trackers.log(**values)
-
-
-def log_start(trainer: Trainer, logger: metrics.MetricsLogger, start_step: int) -> None:
-    """Log where a resumed run begins, the machine and the data."""
-    if trainer.config.resume is not None:
-        log(trainer, logger, resumed_from=start_step)
-    info = trainer.dist_info
-    environment = device.describe_environment(info.device, trainer.dtype, info.world_size)
-    fingerprint = trainer.train_shards.fingerprint
-    log(trainer, logger, environment=environment, data_fingerprint=fingerprint)
-
-
-def log_step(
-    trainer: Trainer,
-    logger: metrics.MetricsLogger,
-    timer: metrics.StepTimer,
-    bar: "tqdm[Any]",
-    step: int,
-    lr: float,
-    result: StepResult,
-) -> None:
-    """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
-    config, dist_info = trainer.config, trainer.dist_info
-    timing = timer.lap(step)
-    peak = metrics.peak_flops(device.device_name(dist_info.device))
-    speed, per_token = timing.tokens_per_second, trainer.flops_per_token
-    record = {
-        "step": step,
-        "tokens_seen": step * config.total_batch_size,
-        "train_loss": result.loss,
-        "lr": lr,
-        "grad_norm": result.grad_norm,
-        "step_time_ms": timing.step_time_ms,
-        "tokens_per_second": speed,
-        "mfu": metrics.mfu(speed, per_token, peak, dist_info.world_size),
-        "peak_memory_gib": device.peak_memory_gib(dist_info.device),
-    }
-    if result.skipped:
-        record["update_skipped"] = True
-        print0(f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
-    log(trainer, logger, **record)
-    bar.set_postfix_str(f"eta {metrics.format_duration(timing.eta_seconds)}", refresh=False)
-    bar.update()
-    if step % config.log_every == 0 or step == config.max_steps:
-        print0(metrics.format_step(record, config.max_steps, timing.eta_seconds))
-    with trainer.stop.on_write_error():
-        trainer.writer.check()  # has a checkpoint failed since the last step?
-
-
-def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
-    """A bar over the run's steps, if rank 0's output is a terminal.
-
-    tqdm's own estimate of the time left would count evaluations too; `log_step` gives the timer's.
-    """
-    return tqdm(
-        total=trainer.config.max_steps,
-        initial=start_step,
-        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
-        disable=None if trainer.dist_info.is_main else True,
-    )
+        trainer.writer.save(state, model, optimizers)
 
 
 if __name__ == "__main__":
-    run_command(main, optional_output=True)
+    run_command(main)

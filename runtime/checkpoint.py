@@ -12,19 +12,15 @@ the copy is written.
 """
 
 import base64
-import difflib
-import itertools
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -62,9 +58,6 @@ FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
 UNFINISHED, DELETED = ".tmp", ".deleted"  # endings of folders that are no checkpoints
-Found = TypeVar("Found", bound=Path | None)
-Result = TypeVar("Result")
-MAX_LAYERS = 1000  # more are believed only of a file with as many tensors
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,6 @@ class TrainerState:
     """Generator states by device type, base64."""
     grad_scaler: dict[str, Any]
     """The loss scaler's state; empty unless float16 is in use."""
-    grad_norms: list[float] = field(default_factory=list)
-    """The last gradient norms, to compare the next ones with."""
     optimizers: list[str] = field(default_factory=lambda: ["AdamW"])
     """The optimizers' class names. This field and the next two are set by `save`."""
     optimizer_values: dict[str, Any] = field(default_factory=dict)
@@ -96,9 +87,14 @@ class TrainerState:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self)).items()
         check_types(vars(self), {name: get_origin(hint) or hint for name, hint in hints})
-        if not all(type(norm) is float for norm in self.grad_norms):
-            raise ValueError("grad_norms are not all numbers")
         GPTConfig(**self.model_config)
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint's folder, and the state that was read from it."""
+
+    path: Path
+    state: TrainerState
 
 
 class CheckpointWriter:
@@ -111,29 +107,28 @@ class CheckpointWriter:
         checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
             that write nothing: their `save` only contributes their shards.
         keep: once a checkpoint is complete, delete the oldest but `keep`; 0 deletes none.
-        warn: called with a line about each checkpoint that cannot be deleted.
+        on_error: called, in the thread, with what could not be written or deleted.
+        on_saved: called, in the thread, with the step and the folder of a complete checkpoint.
     """
 
     def __init__(
         self,
         checkpoints_dir: Path | None,
         keep: int = 0,
-        warn: Callable[[str], None] = warnings.warn,
+        on_error: Callable[[OSError], object] = lambda _: None,
+        on_saved: Callable[[int, Path], object] = lambda *_: None,
     ) -> None:
-        self.checkpoints_dir = checkpoints_dir
+        self.error: OSError | None = None
+        """Why the last checkpoint was not saved; None if it was."""
+        self._checkpoints_dir = checkpoints_dir
         self._keep = keep
-        self._warn = warn
+        self._on_error = on_error
+        self._on_saved = on_saved
         self._copies: dict[str, dict[str, Tensor]] = {}  # by file, then by tensor
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
 
-    def save(
-        self,
-        state: TrainerState,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        on_saved: Callable[[Path], None] = lambda _: None,
-    ) -> None:
+    def save(self, state: TrainerState, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Wait for the last checkpoint, copy the present state, and start to write it.
 
         If the model is sharded, every rank must call this: tensors are gathered one at a time.
@@ -142,15 +137,13 @@ class CheckpointWriter:
             state: what to save next to the tensors; its `step` names the folder.
             model: the raw model, neither compiled nor wrapped; the same each time.
             optimizers: of any class, over the model's parameters.
-            on_saved: the thread calls it with the checkpoint's folder once that is complete.
 
         Raises:
-            OSError: the last checkpoint was not saved.
             ValueError: an optimizer has state that is neither a tensor nor a plain value.
         """
         self.wait()
         tensors_by_file, state = _collect(state, model, optimizers)
-        if self.checkpoints_dir is None:
+        if self._checkpoints_dir is None:
             for tensors in tensors_by_file.values():
                 for tensor in tensors.values():
                     full_tensor(tensor)
@@ -160,7 +153,7 @@ class CheckpointWriter:
             for file, tensors in tensors_by_file.items()
         }
         synchronize(next(model.parameters()).device)  # once: a GPU copies without being waited for
-        self._last = self._thread.submit(self._write, self.checkpoints_dir, state, on_saved)
+        self._last = self._thread.submit(self._write, self._checkpoints_dir, state)
 
     def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
         """A full copy on the CPU, in the memory of the last one, which a GPU may still fill."""
@@ -170,60 +163,62 @@ class CheckpointWriter:
             copy = torch.empty_like(full, device="cpu", pin_memory=full.is_cuda)
         return copy.copy_(full, non_blocking=full.is_cuda)
 
-    def check(self) -> None:
-        """Raise the last checkpoint's error, if it has failed by now."""
-        if self._last is not None and self._last.done():
-            self.wait()
-
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete.
-
-        Raises:
-            OSError: the disk is full or cannot be written; older checkpoints are as they were.
-        """
-        if self._last is None:
-            return
-        wait_for([self._last])  # Ctrl-C may interrupt this: then `_last` is still there
-        last, self._last = self._last, None
-        last.result()
+        """Wait until the last checkpoint is complete, or has failed: see `error`."""
+        if self._last is not None:
+            wait_for([self._last])  # Ctrl-C may interrupt this: then `_last` is still there
+            last, self._last = self._last, None
+            last.result()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            self.wait()
-        except OSError as failure:
-            if error is None:
-                raise
-            warnings.warn(str(failure), stacklevel=2)  # the body's own error goes on
-        finally:
-            self._thread.shutdown()
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        self._thread.shutdown()
 
-    def _write(
-        self, checkpoints_dir: Path, state: TrainerState, on_saved: Callable[[Path], None]
-    ) -> None:
-        saved = _write_checkpoint(checkpoints_dir, state, self._copies)
-        on_saved(saved)
+    def _write(self, checkpoints_dir: Path, state: TrainerState) -> None:
+        self.error = None
+        try:
+            saved = _write_checkpoint(checkpoints_dir, state, self._copies)
+        except OSError as error:
+            self.error = error
+            self._on_error(error)
+            return
+        self._on_saved(state.step, saved)
         older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < saved.name]
         for checkpoint in older[self._keep - 1 :] if self._keep else ():
             try:
                 _delete(checkpoint)
             except OSError as error:
-                self._warn(f"{checkpoint} could not be deleted: {error}")
+                self._on_error(OSError(f"{checkpoint} could not be deleted: {error}"))
 
 
-def clean_up(checkpoints_dir: Path) -> None:
-    """Finish what a process left behind that died while it saved or deleted a checkpoint."""
-    for leftover in checkpoints_dir.glob(f".step_*{UNFINISHED}"):
-        final = leftover.with_name(leftover.name[1 : -len(UNFINISHED)])
-        try:
-            verify_checkpoint(leftover)
-            leftover.rename(final)  # it was complete, and only its name was missing
-        except (OSError, ValueError):
-            shutil.rmtree(leftover, ignore_errors=True)
-    for leftover in checkpoints_dir.glob(f".step_*{DELETED}"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def _write_checkpoint(
+    checkpoints_dir: Path, state: TrainerState, tensors_by_file: dict[str, dict[str, Tensor]]
+) -> Path:
+    """Write a checkpoint that appears under its name once it is complete; return its folder."""
+    final = checkpoints_dir / f"step_{state.step:08d}"
+    temporary = checkpoints_dir / f".{final.name}{UNFINISHED}"
+    try:
+        checkpoints_dir.mkdir(exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that failed
+        temporary.mkdir()
+        for name, tensors in tensors_by_file.items():
+            save_file(tensors, temporary / name)
+            with (temporary / name).open("r+b") as file:
+                os.fsync(file.fileno())
+        write_json(temporary / STATE_NAME, asdict(state))
+        write_json(temporary / CHECKPOINT_MANIFEST, _manifest(temporary))
+        if os.path.lexists(final):  # a damaged one, or it would have been resumed from
+            _delete(final)
+        temporary.rename(final)
+        sync_folder(checkpoints_dir)
+    except (OSError, SafetensorError) as error:  # safetensors raises its own on a full disk
+        raise OSError(f"{final} was not saved: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # is there only if saving failed
+    return final
 
 
 def _delete(checkpoint: Path) -> None:
@@ -234,92 +229,23 @@ def _delete(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{DELETED}")))
 
 
-def load_checkpoint(
-    checkpoint: str | Path,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    scaler: torch.amp.GradScaler | None = None,
-    *,
-    verified: bool = False,
-) -> TrainerState:
-    """Restore a model, its optimizers and the random generators; return the rest of the state.
-
-    Every process must call this: an error on one of them ends all.
-
-    Each optimizer first makes its own state, by a step with zero gradients. So the state has
-    the names, dtypes, devices and shardings that this optimizer gives it, and the file's values
-    are compared with it and copied into it.
-
-    Args:
-        checkpoint: a checkpoint's folder.
-        model: the raw model, with the same parameters as the saved one; it may be sharded.
-        optimizers: of the same classes, over the same parameters as the saved ones. Their
-            settings (`param_groups`) stay as they are.
-        scaler: the loss scaler, with float16.
-        verified: whether this process has checked the files' hashes already.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or does not fit the model or the optimizers.
-    """
-    checkpoint = Path(checkpoint)
-    with raise_on_all_ranks():
-        if not verified:
-            verify_checkpoint(checkpoint)
-        state = read_state(checkpoint)
-        parameters = read_tensors(checkpoint / MODEL_NAME)
-        _check_fit(checkpoint / MODEL_NAME, parameters, dict(model.named_parameters()))
-        _check_classes(checkpoint, state, optimizers)
-        optimizer_state = read_tensors(checkpoint / OPTIMIZER_NAME) | state.optimizer_values
-    for optimizer in optimizers:
-        _make_state(optimizer)  # may communicate: so every rank has read its files before
-    with raise_on_all_ranks():
-        by_parameter = _states_by_name(model, optimizers)
-        for name, own in by_parameter.items():
-            if name in state.stateless:  # it never had a gradient
-                own.clear()
-        _check_fit(checkpoint / OPTIMIZER_NAME, optimizer_state, _flatten(by_parameter))
-        for name, own in by_parameter.items():
-            for key in own:
-                own[key] = _filled(own[key], optimizer_state[f"{key}.{name}"])
-        _copy_parameters(parameters, model)  # last: that step may have changed them
-        try:
-            if scaler is not None and state.grad_scaler:
-                scaler.load_state_dict(state.grad_scaler)
-            restore_rng_states(state.rng_states)
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{checkpoint / STATE_NAME} has no valid generator states: {error}"
-            ) from None
-    return state
+def clean_up(checkpoints_dir: Path) -> None:
+    """Delete what a process left behind that died while it saved or deleted a checkpoint."""
+    for ending in (UNFINISHED, DELETED):
+        for leftover in checkpoints_dir.glob(f".step_*{ending}"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def complete_checkpoints(
-    checkpoints_dir: Path, warn: Callable[[str], None] = lambda _: None
-) -> list[Path]:
+def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
     """The checkpoints of a run, the highest step first; one whose files are damaged counts, too.
 
-    They are named `step_` and eight digits, and hold the state of that step: a user's copy under
-    another name is none of them. `warn` is called with a line about each that does not count.
+    They are named `step_` and eight digits: a user's copy under another name is none of them.
     """
-    found = []
-    for folder in sorted(checkpoints_dir.glob("step_*"), reverse=True):
-        if not (name := CHECKPOINT_NAME.fullmatch(folder.name)):
-            continue
-        try:
-            step = read_state(folder).step
-        except (OSError, ValueError):
-            step = int(name[1])  # loading will say what is wrong
-        is_complete = (folder / CHECKPOINT_MANIFEST).is_file()
-        if not os.path.lexists(folder):  # deleted since it was listed: there is a newer one
-            return complete_checkpoints(checkpoints_dir, warn)
-        if not is_complete:
-            warn(f"{folder} has no {CHECKPOINT_MANIFEST}, so it is not complete")
-        elif step != int(name[1]):
-            warn(f"{folder} is not taken: it holds the state of step {step}")
-        else:
-            found.append(folder)
-    return found
+    return [
+        folder
+        for folder in sorted(checkpoints_dir.glob("step_*"), reverse=True)
+        if CHECKPOINT_NAME.fullmatch(folder.name) and (folder / CHECKPOINT_MANIFEST).is_file()
+    ]
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -330,18 +256,16 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
     """The run's undamaged checkpoint of the highest step; None if the run has no checkpoint.
 
-    `warn` is called with a line about each of a higher step that is damaged or not complete.
+    `warn` is called with a line about each of a higher step that is damaged.
 
     Raises:
         ValueError: every checkpoint is damaged.
     """
-    checkpoints = complete_checkpoints(run_dir / "checkpoints", warn)
+    checkpoints = complete_checkpoints(run_dir / "checkpoints")
     for checkpoint in checkpoints:
         try:
             verify_checkpoint(checkpoint)
         except (OSError, ValueError) as error:
-            if not checkpoint.exists():  # a trainer keeps only newer ones
-                return latest_valid_checkpoint(run_dir, warn)
             warn(f"{error}; going back to the checkpoint before it")
         else:
             return checkpoint
@@ -352,24 +276,6 @@ def latest_valid_checkpoint(run_dir: Path, warn: Callable[[str], None]) -> Path 
     return None
 
 
-def set_newer_aside(checkpoints_dir: Path, step: int) -> list[Path]:
-    """Move checkpoints of later steps to `set_aside`, and return where they are now."""
-    moved = []
-    for folder in sorted(checkpoints_dir.glob("step_*")):
-        if (name := CHECKPOINT_NAME.fullmatch(folder.name)) and int(name[1]) > step:
-            moved.append(_set_aside(folder))
-    return moved
-
-
-def _set_aside(checkpoint: Path) -> Path:
-    """Move a checkpoint to the folder `set_aside`, under a name that is free there."""
-    folder = checkpoint.with_name("set_aside")
-    folder.mkdir(exist_ok=True)
-    endings = itertools.chain([""], (f".{n}" for n in itertools.count(2)))
-    paths = (folder / f"{checkpoint.name}{ending}" for ending in endings)
-    return checkpoint.rename(next(path for path in paths if not os.path.lexists(path)))
-
-
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a path means: itself, or a run folder's latest.
 
@@ -378,90 +284,166 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
         return path
-    latest = latest_checkpoint(path)
-    if latest is None:
-        raise FileNotFoundError(_explain_missing(path))
-    return latest
-
-
-def read_latest(find: Callable[[], Found], read: Callable[[Found], Result]) -> Result:
-    """What `read` makes of the checkpoint that `find` returns, or of None.
-
-    If a trainer, which keeps only newer ones, deletes it meanwhile, both are called again.
-    """
-    while True:
-        checkpoint = find()
-        try:
-            return read(checkpoint)
-        except (OSError, ValueError):
-            if checkpoint is None or checkpoint.exists():
-                raise
-
-
-def _explain_missing(path: Path) -> str:
-    """Why a path has no checkpoint to load, and what to give instead."""
-    if _is_run(path):
-        return (
-            f"the run {path} has no checkpoint yet: continue it with train_gpt2.py --resume auto "
-            f"--out-dir {path.parent} --run-name {path.name}"
+    if latest := latest_checkpoint(path):
+        return latest
+    if is_run(path):
+        raise FileNotFoundError(
+            f"the run {path} has no checkpoint yet: start it again, with its flags and "
+            f"--resume auto --out-dir {path.parent} --run-name {path.name}"
         )
     problem = "is no run, checkpoint or Hugging Face model" if path.exists() else "does not exist"
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    runs = [run.name for run in sorted(folder.iterdir()) if _is_run(run)]
-    closest = difflib.get_close_matches(path.name, runs, n=5, cutoff=0.0)
-    if not closest:
-        return f"{path} {problem}: give a run's folder, as in runs/NAME"
-    shown = ", ".join(str(folder / name) for name in closest)
-    more = f" and {len(runs) - len(closest)} more" if len(runs) > len(closest) else ""
-    return f"{path} {problem}: the runs there are {shown}{more}"
+    raise FileNotFoundError(f"{path} {problem}: {list_runs(folder)}")
 
 
-def _is_run(path: Path) -> bool:
+def list_runs(out_dir: Path) -> str:
+    """The runs that are in a folder, for a message."""
+    runs = [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
+    return (
+        f"the runs in {out_dir} are {', '.join(runs)}" if runs else f"there are none in {out_dir}"
+    )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's."""
     # Not Path.is_dir, which raises an error in another user's folder.
     return os.path.isdir(path / "checkpoints") or os.path.isfile(path / "metrics.jsonl")
 
 
-def verify_checkpoint(checkpoint: Path) -> None:
-    """Check every file of a checkpoint against its manifest.
+def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> None:
+    """Check files of a checkpoint against its manifest, and its name against its step.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file's size or hash is not the manifest's.
+        ValueError: a file's size or hash is not the manifest's, or the folder was renamed.
     """
     path = checkpoint / CHECKPOINT_MANIFEST
-    manifest, expected = read_json(path), _manifest(checkpoint)
+    manifest = read_json(path)
     listed = manifest.get("files") if isinstance(manifest, dict) else None
-    for name, entry in expected["files"].items():
-        if isinstance(listed, dict) and listed.get(name, entry) != entry:
+    if not isinstance(listed, dict) or manifest.get("format") != CHECKPOINT_FORMAT:
+        raise ValueError(f"{path} is damaged: it is not what was written")
+    for name in names:
+        if listed.get(name) != _manifest_entry(checkpoint / name):
             raise ValueError(
                 f"{checkpoint / name} is damaged: its size or SHA-256 is not the manifest's"
             )
-    if manifest != expected:
-        raise ValueError(f"{path} is damaged: it is not what was written")
+    step, name = read_state(checkpoint).step, CHECKPOINT_NAME.fullmatch(checkpoint.name)
+    if name is not None and step != int(name[1]):
+        raise ValueError(f"{checkpoint} holds the state of step {step}: rename it")
 
 
-def describe_checkpoint(checkpoint: Path | None) -> str:
+def describe_checkpoint(checkpoint: Checkpoint | None) -> str:
     """A checkpoint's folder and the first digits of its manifest's hash, to compare over ranks."""
     if checkpoint is None:
-        return "none"
-    return f"{checkpoint} ({sha256_of(checkpoint / CHECKPOINT_MANIFEST)[:8]})"
+        return "no checkpoint"
+    return f"{checkpoint.path} ({sha256_of(checkpoint.path / CHECKPOINT_MANIFEST)[:8]})"
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """Read a checkpoint's `trainer_state.json`.
+    """Read a checkpoint's `trainer_state.json`; fields of earlier versions are passed over.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is not one of this format.
     """
-    path = checkpoint / STATE_NAME
+    path, known = checkpoint / STATE_NAME, {each.name for each in fields(TrainerState)}
+    content = read_json(path)
     try:
-        state = TrainerState(**read_json(path))
+        state = TrainerState(**{name: content[name] for name in content if name in known})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
     if state.format != CHECKPOINT_FORMAT:
         raise ValueError(f"{path} has format {state.format}, this code reads {CHECKPOINT_FORMAT}")
     return state
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """Restore a model, its optimizers and the random generators, on every process.
+
+    The files' hashes are not checked here: see `verify_checkpoint`.
+
+    Args:
+        checkpoint: what `read_state` has read, and where.
+        model: the raw model, with the same parameters as the saved one; it may be sharded.
+        optimizers: of the same classes, over the same parameters as the saved ones. Their
+            settings (`param_groups`) stay as they are.
+        scaler: the loss scaler, with float16.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file does not fit the model or the optimizers.
+    """
+    path, state = checkpoint
+    with raise_on_all_ranks():
+        parameters = read_tensors(path / MODEL_NAME)
+        _check_fit(path / MODEL_NAME, parameters, dict(model.named_parameters()))
+        _check_classes(path, state, optimizers)
+        optimizer_state = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
+        by_parameter = _unflatten(path / OPTIMIZER_NAME, optimizer_state, model, state.stateless)
+    _copy_parameters(parameters, model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        _load_optimizer(optimizer, names, by_parameter)
+    with raise_on_all_ranks():
+        try:
+            if scaler is not None and state.grad_scaler:
+                scaler.load_state_dict(state.grad_scaler)
+            restore_rng_states(state.rng_states)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path / STATE_NAME} has no valid generator states: {error}"
+            ) from None
+
+
+def _unflatten(
+    path: Path, flat: Mapping[str, Any], model: nn.Module, stateless: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Optimizer state by parameter and key, once it is sure that it fits the model."""
+    parameters = dict(model.named_parameters())
+    by_parameter: dict[str, dict[str, Any]] = {n: {} for n in parameters if n not in stateless}
+    for flat_name, value in flat.items():
+        key, _, name = flat_name.partition(".")
+        if name not in by_parameter:
+            raise ValueError(f"{path} does not fit this model: {flat_name} is of no parameter")
+        if isinstance(value, Tensor) and value.shape not in ((), parameters[name].shape):
+            raise ValueError(
+                f"{path} does not fit this model: {flat_name} is {tuple(value.shape)}, "
+                f"expected {tuple(parameters[name].shape)}"
+            )
+        by_parameter[name][key] = value
+    if missing := [name for name, own in by_parameter.items() if not own]:
+        raise ValueError(f"{path} does not fit this model: it has no state of {missing[0]}")
+    return by_parameter
+
+
+def _load_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    by_parameter: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Give an optimizer the state of its parameters, sharded as they are."""
+    own = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own["state"] = {
+        index: {
+            key: _placed(value, parameter) for key, value in by_parameter[names[parameter]].items()
+        }
+        for index, parameter in enumerate(parameters)
+        if names[parameter] in by_parameter
+    }
+    optimizer.load_state_dict(own)
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - a tensor or a plain value
+    """A copy of a saved value; a tensor of the parameter's shape is sharded as that is."""
+    if not isinstance(value, Tensor):
+        return value
+    return (distribute_like(value, parameter) if value.dim() else value).clone()
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
@@ -479,16 +461,13 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     """
     if is_hugging_face(source):
         return load_pretrained(source, device)
-
-    def read(checkpoint: Path) -> GPT:
-        verify_checkpoint(checkpoint)
-        tensors, config = _open_model(checkpoint)
-        check_finite(tensors, checkpoint)
-        model = build_model(config, device)
-        _copy_parameters(tensors, model)
-        return model
-
-    return read_latest(partial(find_checkpoint, Path(source)), read)
+    path = find_checkpoint(Path(source))
+    verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
+    tensors, config = _open_model(path)
+    check_finite(tensors, path)
+    model = build_model(config, device)
+    _copy_parameters(tensors, model)
+    return model
 
 
 def read_model_config(source: str | Path) -> GPTConfig:
@@ -500,13 +479,13 @@ def read_model_config(source: str | Path) -> GPTConfig:
     """
     if is_hugging_face(source):
         return read_pretrained_config(source)
-    return read_latest(partial(find_checkpoint, Path(source)), _open_model)[1]
+    return _open_model(find_checkpoint(Path(source)))[1]
 
 
 def is_hugging_face(source: str | Path) -> bool:
     """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
     path = Path(source)
-    return not is_local(source) or ((path / HF_CONFIG_NAME).is_file() and not _is_run(path))
+    return not is_local(source) or ((path / HF_CONFIG_NAME).is_file() and not is_run(path))
 
 
 def _open_model(checkpoint: Path) -> tuple[dict[str, Tensor], GPTConfig]:
@@ -516,7 +495,7 @@ def _open_model(checkpoint: Path) -> tuple[dict[str, Tensor], GPTConfig]:
     """
     path, config = checkpoint / MODEL_NAME, GPTConfig(**read_state(checkpoint).model_config)
     tensors = read_tensors(path)
-    if config.n_layer > max(MAX_LAYERS, len(tensors)):
+    if config.n_layer > len(tensors):
         raise ValueError(f"{path} has {len(tensors)} tensors, too few for {config.n_layer} layers")
     try:
         expected = dict(build_on_meta(config).named_parameters())
@@ -586,38 +565,14 @@ def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | N
     return next(filter(None, gather_text(own)), None)
 
 
-def _write_checkpoint(
-    checkpoints_dir: Path, state: TrainerState, tensors_by_file: dict[str, dict[str, Tensor]]
-) -> Path:
-    """Write a checkpoint that appears under its name once it is complete; return its folder."""
-    final = checkpoints_dir / f"step_{state.step:08d}"
-    temporary = checkpoints_dir / f".{final.name}{UNFINISHED}"
-    try:
-        checkpoints_dir.mkdir(exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that failed
-        temporary.mkdir()
-        for name, tensors in tensors_by_file.items():
-            save_file(tensors, temporary / name)
-            with (temporary / name).open("r+b") as file:
-                os.fsync(file.fileno())
-        write_json(temporary / STATE_NAME, asdict(state))
-        write_json(temporary / CHECKPOINT_MANIFEST, _manifest(temporary))
-        if os.path.lexists(final):  # such as a damaged one
-            _set_aside(final)
-        temporary.rename(final)
-        sync_folder(checkpoints_dir)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own on a full disk
-        raise OSError(f"{final} was not saved: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # is there only if saving failed
-    return final
-
-
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest that the files in this folder should have."""
-    paths = [checkpoint / name for name in FILE_NAMES]
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in paths}
+    """The manifest of the files in this folder."""
+    files = {name: _manifest_entry(checkpoint / name) for name in FILE_NAMES}
     return {"format": CHECKPOINT_FORMAT, "files": files}
+
+
+def _manifest_entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _collect(
@@ -674,21 +629,6 @@ def _check_classes(checkpoint: Path, state: TrainerState, optimizers: Sequence[O
             f"use the same --optimizer, or start a new run from the weights by "
             f"--init-from {checkpoint}"
         )
-
-
-def _make_state(optimizer: Optimizer) -> None:
-    """Let an optimizer make the state that its first step makes."""
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _filled(value: Any, saved: Any) -> Any:  # noqa: ANN401 - a tensor or a plain value
-    """An optimizer's value as it was saved: a tensor stays, with the saved content."""
-    return value.copy_(distribute_like(saved, value)) if isinstance(value, Tensor) else saved
 
 
 def _check_fit(source: str | Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -22,11 +22,10 @@ from tqdm import tqdm
 
 from model import GPT
 from runtime.device import DeviceName, select_device
-from runtime.files import redact_secrets
 from runtime.startup import usable_cores
 
 Item = TypeVar("Item")
-GROUP_TIMEOUT = timedelta(minutes=30)  # NCCL's 10 are too few where rank 0 waits for a slow disk
+LONGEST_TIMEOUT = 60 * 24 * 365  # minutes: no limit
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
 
 @contextmanager
 def setup_distributed(
-    device_name: DeviceName = "auto", cpu_offload: bool = False
+    device_name: DeviceName = "auto", cpu_offload: bool = False, timeout_minutes: float = 0.0
 ) -> Iterator[DistInfo]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 
@@ -78,6 +77,7 @@ def setup_distributed(
     Args:
         device_name: see `select_device`; with CUDA each process takes the GPU of its local rank.
         cpu_offload: tensors on the CPU are reduced and gathered too, next to those on GPUs.
+        timeout_minutes: a process that waits longer for the others in a collective ends; 0 = never.
 
     Yields:
         This process.
@@ -100,12 +100,13 @@ def setup_distributed(
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
         torch.set_num_threads(usable_cores())
+    timeout = timedelta(minutes=min(timeout_minutes or LONGEST_TIMEOUT, LONGEST_TIMEOUT))
     if device.type == "cuda" and cpu_offload:
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=GROUP_TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
     elif device.type == "cuda":
-        dist.init_process_group("nccl", timeout=GROUP_TIMEOUT, device_id=device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+        dist.init_process_group("gloo", timeout=timeout)
     yield dist_info
     # Not after an error: others may wait in a collective, and torchrun ends them.
     gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit
@@ -364,6 +365,5 @@ def print0(line: str) -> None:
     if not is_main():
         return
     with suppress(OSError):  # a full disk or a closed pipe must not end a run
-        # In one write, which is taken or left out as a whole.
-        tqdm.write(redact_secrets(line) + "\n", end="")
+        tqdm.write(f"{line}\n", end="")
         sys.stdout.flush()  # so that a log file or a pipe has the line at once

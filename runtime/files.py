@@ -1,24 +1,18 @@
-"""Files that are complete or absent: atomic writes, downloads, locks, hashes, JSON."""
+"""Files that are complete or absent: atomic writes, locks, hashes, JSON."""
 
 import hashlib
-import itertools
 import json
 import os
 import re
 import secrets
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-Item = TypeVar("Item")
 # Of the first kind, a `Path` has made `//` one `/`; the second has no host, as urllib3 names it.
 URL_SECRETS = re.compile(
     r"(\w:/{1,2})(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
@@ -72,29 +66,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def finish_within(seconds: float, download: Callable[[], Item]) -> Item:
-    """Run a download in a thread and wait for its result; a late one is left to itself.
-
-    A library's own timeout is of each read, so that a server which sends a byte now and then would
-    hold the caller for ever.
-
-    Raises:
-        TimeoutError: it has not ended in time.
-    """
-    future: Future[Item] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(download())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    if not wait([future], seconds).done:
-        raise TimeoutError(f"not complete after {seconds:,} s")
-    return future.result()
 
 
 def sha256_of(path: Path) -> str:
@@ -151,97 +122,23 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
 
-@dataclass
-class LockedFolder:
-    """A folder that `lock_folder` keeps for this process."""
-
-    path: Path
-    descriptor: int | None = None
-    """Of the folder itself, wherever it is moved; None where there are no such descriptors."""
-
-    def follow(self) -> bool:
-        """Whether the folder was moved or deleted; `path` is then where it is now.
-
-        Instead of a deleted folder a new one is made, under a name that is free.
-        """
-        if self.descriptor is None or _is_same(self.path, self.descriptor):
-            return False
-        found = _path_of(self.descriptor)
-        if found.is_dir() and found == self.path.resolve():
-            return False  # a file system without lasting inode numbers
-        if not found.is_dir():
-            copies = (self.path.with_name(f"{self.path.name}-{n}") for n in itertools.count(2))
-            found = next(path for path in copies if not path.exists())
-            found.mkdir(parents=True)
-            opened = os.open(found, os.O_RDONLY)
-            os.dup2(opened, self.descriptor)  # to follow this one from now on
-            os.close(opened)
-        self.path = found
-        return True
-
-
 @contextmanager
-def lock_folder(path: Path, file_name: str) -> Iterator[LockedFolder]:
+def lock_folder(path: Path, file_name: str) -> Iterator[None]:
     """Make a folder, and keep other processes out of it for the length of the body.
 
-    A file in it is locked and, where the file system can do that, the folder itself, so that
-    deleting the file admits nobody. Folders that were made here and are empty at the end go again.
+    If the body leaves nothing in a folder, it goes again.
 
     Raises:
         filelock.Timeout: (an OSError) another process has the folder.
     """
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    folder, is_locked = LockedFolder(path), False
-    try:
-        with FileLock(path / file_name, timeout=0):
-            try:
-                if os.name == "posix":
-                    folder.descriptor = os.open(path, os.O_RDONLY)
-                    is_locked = _lock_descriptor(folder.descriptor)
-                yield folder
-            finally:
-                if is_locked:
-                    with suppress(OSError):  # the folder may be gone
-                        (folder.path / file_name).unlink()
-                if folder.descriptor is not None:
-                    os.close(folder.descriptor)
-    finally:
-        for each in made:
-            with suppress(OSError):  # it is not empty
-                each.rmdir()
-
-
-def _lock_descriptor(descriptor: int) -> bool:
-    """Lock an open folder; False where the file system can lock files only, as NFS."""
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Timeout("the folder") from None
-    except OSError:
-        return False
-    return True
-
-
-def _is_same(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-    except OSError:  # its disk cannot be reached, which is no move
-        return True
-
-
-def _path_of(descriptor: int) -> Path:
-    """The path of an open folder; one that is not there if it was deleted."""
-    if sys.platform == "darwin":
-        import fcntl
-
-        name = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
-        return Path(os.fsdecode(name))
-    return Path(f"/proc/self/fd/{descriptor}").resolve()
+    with FileLock(path / file_name, timeout=0):
+        try:
+            yield
+        finally:
+            if os.name == "posix" and os.listdir(path) == [file_name]:
+                (path / file_name).unlink()
+                path.rmdir()
 
 
 def redact_secrets(message: str) -> str:

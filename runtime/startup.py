@@ -6,16 +6,13 @@ import sys
 import threading
 import time
 
-QUIET_SECONDS = 2.0  # of imports, before a line says what the wait is for
 ORPHAN_SECONDS = 120  # in which a rank that has lost its parent can save
 
 
 def prepare_process() -> None:
-    """Set up this process for slow imports: Ctrl-C ends it in one line, a long wait is explained.
+    """Set up this process for slow imports: Ctrl-C ends it in one line.
 
-    Standard streams that are closed (`>&-`) are opened on the null device: the next file would get
-    their number, and the messages with it. A log gets no bars of the hub's downloads. A rank ends
-    when `torchrun` is gone.
+    A log gets no bars of the hub's downloads. A rank ends when `torchrun` is gone.
 
     libgomp, which torch loads, reads its settings only then. Its waiting threads spin, which costs
     nothing alone but slows down all that shares the cores: on 2 cores next to two busy loops the
@@ -24,31 +21,18 @@ def prepare_process() -> None:
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
-    if not sys.stderr.isatty():
+    if not (sys.stderr and sys.stderr.isatty()):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
-        timer = threading.Timer(QUIET_SECONDS, _explain_wait)
-        timer.daemon = True
-        timer.start()
 
 
 def finish_startup() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again; the imports are done."""
-    if _is_starting():
+    if signal.getsignal(signal.SIGINT) is _exit_on_ctrl_c:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _is_starting() -> bool:
-    return signal.getsignal(signal.SIGINT) is _exit_on_ctrl_c
 
 
 def _end_with(parent: int) -> None:
@@ -62,11 +46,6 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_SECONDS)
     os._exit(1)
-
-
-def _explain_wait() -> None:
-    if _is_starting():
-        os.write(2, b"starting: importing libraries\n")
 
 
 def _exit_on_ctrl_c(*_: object) -> None:
