@@ -1,7 +1,7 @@
 """Trackers: a run's metrics, samples and figures in TensorBoard, Weights & Biases or Trackio.
 
-Rank 0 feeds each tracker from a thread and a bounded queue of its own. A tracker that fails, hangs
-or is slow loses records, and one warning says so; training does not wait for it.
+Rank 0 calls them; their libraries have threads and processes of their own, so that a call does not
+wait for a disk or a network. A tracker that fails costs one warning, and gets nothing more.
 
 To add a tracker, write a class and give it a name in `TRACKERS`: the flag `--logger` takes that
 name.
@@ -13,52 +13,34 @@ import json
 import math
 import os
 import secrets
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from runtime.distributed import DistInfo, print0
-from runtime.files import read_object, redact_secrets
+from runtime.distributed import print0
+from runtime.files import read_object, write_json
 
 Values = Mapping[str, float | str | Path]
 PROJECT = "gpt2"  # where the environment names none
-QUEUE_RECORDS = 1000  # that may wait for a tracker; further ones are left out
-FINISH_SECONDS = 60  # that the end of a run waits for its trackers, all together
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """What a tracker is told of a run when it starts."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    """The settings, as JSON values."""
-    start_step: int
-    """Updates done: 0, or those of the checkpoint that the run resumes from."""
-    id: str
-    """Random; a resumed run keeps it."""
-    is_known: bool
-    """Whether the tracker has a part of this run already."""
+WANDB_SECONDS = 60  # that a run waits for W&B to begin, and again at its end
 
 
 class Tracker(ABC):
-    """Something that shows runs; all its methods are called from one thread."""
+    """Something that shows runs."""
 
     package: ClassVar[str | None] = None
     """The module that must be installed."""
-    removes_later_steps: ClassVar[bool] = False
-    """Whether `start` removes the steps that a resumed run repeats. If not, the tracker keeps their
-    first values, and is not given them again."""
 
     @abstractmethod
-    def start(self, run: TrackedRun) -> None:
-        """Begin the run's curve, or continue it."""
+    def start(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
+        """Begin the run's curves, or go on with them.
+
+        Args:
+            run_dir: the run's folder; its name is the run's.
+            settings: JSON values.
+            start_step: updates done: 0, or those of the checkpoint that the run resumes from.
+        """
 
     @abstractmethod
     def log(self, step: int, values: Values) -> None:
@@ -73,15 +55,14 @@ class TensorBoard(Tracker):
     """Event files in the run's folder: `tensorboard --logdir runs`."""
 
     package = "tensorboard"
-    removes_later_steps = True
 
-    def start(self, run: TrackedRun) -> None:
-        """Write the settings as text."""
+    def start(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
+        """Write the settings as text; steps that a resumed run does again are removed."""
         from torch.utils.tensorboard import SummaryWriter
 
-        folder, purged = str(run.folder / "tensorboard"), run.start_step + 1
-        self._writer: Any = SummaryWriter(folder, purge_step=purged, flush_secs=10)
-        self._writer.add_text("config", _fenced(json.dumps(run.config, indent=2)), run.start_step)
+        folder = str(run_dir / "tensorboard")
+        self._writer: Any = SummaryWriter(folder, purge_step=start_step + 1, flush_secs=10)
+        self._writer.add_text("config", _fenced(json.dumps(settings, indent=2)), start_step)
 
     def log(self, step: int, values: Values) -> None:
         """Add scalars (in float32), texts and images."""
@@ -105,25 +86,29 @@ class WandB(Tracker):
 
     package = "wandb"
 
-    def start(self, run: TrackedRun) -> None:
-        """Begin or resume the run of this id.
+    def start(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
+        """Begin a run of a random id, which a file in the run's folder keeps, or resume it.
 
         Raises:
             ValueError: nobody is logged in.
         """
         import wandb
 
-        seconds = FINISH_SECONDS // 2
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ValueError("not logged in: run `wandb login`, or set WANDB_MODE=offline")
+        id_path = run_dir / "trackers" / "wandb.json"
+        state = {"id": secrets.token_hex(4)} | read_object(id_path)
+        write_json(id_path, state)
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            dir=os.environ.get("WANDB_DIR", run.folder),
-            id=run.id,
-            name=run.folder.name,
-            config=dict(run.config),
+            dir=os.environ.get("WANDB_DIR", run_dir),
+            id=state["id"],
+            name=run_dir.name,
+            config=dict(settings),
             resume="allow",
-            settings=wandb.Settings(console="off", init_timeout=seconds, finish_timeout=seconds),
+            settings=wandb.Settings(
+                console="off", init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS
+            ),
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -144,16 +129,16 @@ class Trackio(Tracker):
 
     package = "trackio"
 
-    def start(self, run: TrackedRun) -> None:
-        """Begin or resume the run of this name."""
-        os.environ.setdefault("TRACKIO_DIR", str(run.folder.absolute() / "trackio"))
+    def start(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
+        """Begin a run, or resume the one of this name."""
+        os.environ.setdefault("TRACKIO_DIR", str(run_dir.absolute() / "trackio"))
         import trackio  # reads the variable
 
         self._run: Any = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=run.folder.name,
-            config=dict(run.config),
-            resume="allow" if run.is_known else "never",
+            name=run_dir.name,
+            config=dict(settings),
+            resume="allow" if start_step else "never",
         )
 
     def log(self, step: int, values: Values) -> None:
@@ -211,114 +196,32 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run.
-
-    Args:
-        names: of `TRACKERS`; only rank 0 has some at work.
-        dist_info: this process.
-        draw_figures: draws the run's figures at its end, and returns their PNGs.
-    """
+    """The trackers of a run, by their names in `TRACKERS`; those that have failed are left out."""
 
     def __init__(
-        self, names: Iterable[str], dist_info: DistInfo, draw_figures: Callable[[], list[Path]]
+        self, names: Iterable[str], run_dir: Path, settings: Mapping[str, Any], start_step: int
     ) -> None:
-        self._names = dict.fromkeys(names) if dist_info.is_main else {}
-        self._draw_figures = draw_figures
-        self._feeds: list[_Feed] = []
-        self._last_step: int | None = None
+        self.working = {name: TRACKERS[name]() for name in names}
+        self._call_each(lambda tracker: tracker.start(run_dir, settings, start_step))
 
-    @contextmanager
-    def follow(self, folder: Path, config: Mapping[str, Any], start_step: int) -> Iterator[None]:
-        """Begin or continue the curves of the run in `folder`; finish them after the body."""
-        self._feeds = [_Feed(name, folder, config, start_step) for name in self._names]
-        try:
-            yield
-        finally:
-            if self._feeds and self._last_step is not None:
-                try:
-                    figures = {f"figures/{path.stem}": path for path in self._draw_figures()}
-                    self.log(step=self._last_step, **figures)
-                except Exception as error:  # whatever a library raises: the run itself is done
-                    _warn(f"no figures for the trackers: {_describe(error)}")
-            for feed in self._feeds:
-                feed.queue.put(None)
-            deadline = time.monotonic() + FINISH_SECONDS
-            for feed in self._feeds:
-                feed.join(max(0.0, deadline - time.monotonic()))
-                if feed.is_alive():
-                    feed.warn(f"has not finished after {FINISH_SECONDS} s, and is left to itself")
-
-    def log(self, **values: float | str | Path | None) -> None:
-        """Give the trackers a record, without what is None or not finite; never waits.
-
-        A record without a `step` belongs to no curve, and is passed over.
-        """
-        if not isinstance(step := values.pop("step", None), int):
-            return
-        self._last_step = step
+    def log(self, step: int, values: Mapping[str, float | str | Path | None]) -> None:
+        """Give each tracker the values of a step that are not None, NaN or infinite."""
         known = {
             name: value
             for name, value in values.items()
             if isinstance(value, str | Path) or (value is not None and math.isfinite(value))
         }
-        for feed in self._feeds:
-            if feed.queue.qsize() >= QUEUE_RECORDS:
-                feed.warn(f"is too slow: records beyond {QUEUE_RECORDS:,} waiting are left out")
-            elif feed.is_alive():
-                feed.queue.put((step, known))
+        self._call_each(lambda tracker: tracker.log(step, known))
 
+    def finish(self) -> None:
+        """End each tracker's part of the run."""
+        self._call_each(lambda tracker: tracker.finish())
 
-class _Feed(threading.Thread):
-    """A tracker's thread, which the end of the process does not wait for, and its queue."""
-
-    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
-        super().__init__(
-            target=self._work, args=(folder, config, start_step), name=name, daemon=True
-        )
-        self._has_warned = False
-        self.queue: SimpleQueue[tuple[int, Values] | None] = SimpleQueue()
-        self.start()
-
-    def warn(self, problem: str) -> None:
-        """Warn, if this tracker has not been warned of."""
-        if not self._has_warned:
-            self._has_warned = True
-            _warn(f"--logger {self.name} {problem}")
-
-    def _work(self, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
-        try:
-            self._track(folder, config, start_step)
-        except BaseException as error:  # whatever a library raises; it ends this tracker only
-            self.warn(f"has failed, and gets nothing more: {_describe(error)}")
-
-    def _track(self, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
-        """Give the tracker each value of a step once, also over resumed runs.
-
-        The last step of each name is kept in the run's folder. A value is logged twice only if the
-        process was killed between logging and noting it.
-        """
-        tracker, path = TRACKERS[self.name](), folder / "trackers" / f"{self.name}.json"
-        temporary = path.with_suffix(".tmp")
-        state = {"id": secrets.token_hex(4), "steps": {}} | read_object(path)
-        last: dict[str, int] = state["steps"]
-        if tracker.removes_later_steps:
-            last |= {name: min(step, start_step) for name, step in last.items()}
-        tracker.start(TrackedRun(folder, config, start_step, state["id"], path.is_file()))
-        path.parent.mkdir(exist_ok=True)
-        while (record := self.queue.get()) is not None:
-            step, values = record
-            if values := {name: v for name, v in values.items() if step > last.get(name, -1)}:
-                tracker.log(step, values)
-                last |= dict.fromkeys(values, step)
-                temporary.write_text(json.dumps(state))  # `write_json` would wait for the disk
-                temporary.replace(path)
-        tracker.finish()
-
-
-def _warn(line: str) -> None:
-    print0(f"warning: {line}")  # only rank 0 has trackers
-
-
-def _describe(error: BaseException) -> str:
-    """An error in one line, without the secrets of the environment."""
-    return redact_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+    def _call_each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.working.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever a library raises: training goes on without it
+                del self.working[name]
+                problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                print0(f"warning: --logger {name} has failed, and gets nothing more: {problem}")

@@ -1,0 +1,210 @@
+"""A run's log: `metrics.jsonl`, the console, samples, the progress bar and trackers.
+
+`metrics.jsonl` has one JSON object per line, one line per event, and is only ever appended to.
+"""
+
+import json
+import math
+import textwrap
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
+from io import FileIO
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+from tqdm import tqdm
+
+from runtime.device import device_name, peak_memory_gib, synchronize
+from runtime.distributed import is_main, print0, world_size
+from runtime.files import append_atomically
+from runtime.metrics import METRICS_NAME, format_count, format_duration, mfu, peak_flops
+from runtime.trackers import Trackers
+
+LINE_COLUMNS = 100  # of the console
+ETA_STEPS = 50  # recent ones, that the time left is estimated from
+
+
+@dataclass
+class RunLog:
+    """Writes and shows what a run measures, and times its steps; a context manager.
+
+    Every rank enters it and calls its methods; only rank 0 writes, shows and tracks. The clock
+    starts on entering.
+    """
+
+    run_dir: Path
+    _: KW_ONLY
+    settings: Mapping[str, Any]
+    """What the trackers show as the run's settings: JSON values."""
+    trackers: Sequence[str]
+    """Names in `TRACKERS`."""
+    start_step: int
+    """Updates done before."""
+    max_steps: int
+    tokens_per_step: int
+    """Over all ranks."""
+    log_every: int
+    """Steps between lines on the console."""
+    flops_per_token: int
+    device: torch.device
+    dtype: torch.dtype
+    """Of matrix products."""
+    on_write_error: Callable[[], AbstractContextManager[None]]
+    """Around every write: it decides what an OSError means for the run."""
+    draw_figures: Callable[[], list[Path]]
+    """Draws the run's figures at its end, for the trackers, and returns their PNGs."""
+
+    def __enter__(self) -> Self:
+        self._file = _open_to_append(self.run_dir / METRICS_NAME) if is_main() else None
+        self._lock = threading.Lock()  # the thread that writes checkpoints records `saved_step`
+        names = self.trackers if is_main() else ()
+        self._trackers = Trackers(names, self.run_dir, self.settings, self.start_step)
+        self._tracked_step: int | None = None
+        # tqdm's own estimate of the time left would count evaluations too; `step` gives another.
+        self._bar = tqdm(
+            total=self.max_steps,
+            initial=self.start_step,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
+            disable=None if is_main() else True,  # None: unless it is a terminal
+        )
+        float32 = self.dtype == torch.float32
+        self._peak_flops = peak_flops(device_name(self.device), float32=float32)
+        self._recent_seconds: deque[float] = deque(maxlen=ETA_STEPS)
+        self._begun = self._step_begun = perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # the terminal is gone
+            self._bar.close()
+        if self._trackers.working and self._tracked_step is not None:
+            try:
+                figures = {f"figures/{path.stem}": path for path in self.draw_figures()}
+                self._trackers.log(self._tracked_step, figures)
+            except Exception as error:  # whatever a library raises: the run itself is done
+                print0(f"warning: no figures for the trackers: {error}")
+        self._trackers.finish()
+        if self._file is not None:
+            self._file.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock of the steps for evaluation and saving."""
+        synchronize(self.device)  # a step's last work is not to fall into the pause
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            self._step_begun += perf_counter() - begun
+
+    def step(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
+        """Log a step, which the device has finished; `step` updates are done by now."""
+        now = perf_counter()
+        seconds, self._step_begun = now - self._step_begun, now
+        if step > self.start_step + 1:  # the first step compiles: no measure of the others
+            self._recent_seconds.append(seconds)
+        steps_left, recent = self.max_steps - step, self._recent_seconds
+        eta_seconds = steps_left * fmean(recent) if recent else None
+        tokens_per_second = self.tokens_per_step / seconds
+        record = {
+            "step": step,
+            "tokens_seen": step * self.tokens_per_step,
+            "train_loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "step_time_ms": 1000 * seconds,
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu(tokens_per_second, self.flops_per_token, self._peak_flops, world_size()),
+            "peak_memory_gib": peak_memory_gib(self.device),
+        }
+        self.record(**record)
+        if step % self.log_every == 0 or step == self.max_steps:
+            print0(format_step(record, self.max_steps, eta_seconds))
+        with suppress(OSError):  # the terminal is gone
+            self._bar.set_postfix_str(f"eta {format_duration(eta_seconds)}", refresh=False)
+            self._bar.update()
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """Log what was measured after `step` updates, in so many seconds; nothing if empty."""
+        if not metrics:
+            return
+        shown = {**metrics, "evaluation_seconds": seconds}
+        if step > self.start_step:  # with compiling, evaluations and saves
+            tokens = (step - self.start_step) * self.tokens_per_step
+            shown["overall_tokens_per_second"] = tokens / (perf_counter() - self._begun)
+        self.record(step=step, tokens_seen=step * self.tokens_per_step, **shown)
+        print0(format_evaluation(step, shown))
+
+    def samples(self, step: int, lines: Sequence[str]) -> None:
+        """Append lines of text that was sampled after `step` updates to `samples.txt`; show it."""
+        if not is_main():
+            return
+        with self.on_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
+            append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
+        self._trackers.log(step, {"sample_text": "\n".join(lines)})
+        for line in lines:
+            print0(textwrap.fill(line, LINE_COLUMNS, subsequent_indent="    "))
+
+    def record(self, **values: float | str | None) -> None:
+        """Append one record to `metrics.jsonl`, whole, and give it to the trackers.
+
+        A float that is not finite becomes null, for JSON has no NaN. A record of a step has `step`
+        and `tokens_seen`; others are for `metrics.jsonl` only. A resumed run records
+        `resumed_from` before anything else, and `saved_step` tells of a complete checkpoint.
+        """
+        if self._file is None:
+            return
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        line = json.dumps(finite, allow_nan=False) + "\n"
+        with self.on_write_error(), self._lock:
+            append_atomically(self._file, line.encode())
+        if isinstance(step := finite.pop("step", None), int):
+            self._tracked_step = step
+            self._trackers.log(step, finite)
+
+
+def _open_to_append(path: Path) -> FileIO:
+    """Open a metrics file, and end a line that a process has torn by dying in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = FileIO(path, "a")
+    if path.read_bytes()[-1:] not in (b"", b"\n"):
+        append_atomically(file, b"\n")
+    return file
+
+
+def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:
+    """One console line of a training record; what is missing or None is left out."""
+    speed, share, peak = (record.get(n) for n in ("tokens_per_second", "mfu", "peak_memory_gib"))
+    device = [
+        *([f"{format_count(speed)} tok/s"] if speed is not None else []),
+        *([f"mfu {share:.0%}"] if share is not None else []),
+        *([f"{peak:.3g} GiB"] if peak is not None else []),
+    ]
+    lr, norm = f"{record['lr']:.1e}".replace("e-0", "e-"), record["grad_norm"]
+    parts = [
+        f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
+        f"loss {record['train_loss']:.4f}",
+        f"lr {lr}, norm {norm:{'.3g' if norm < 1000 else '.0f'}}",
+        ", ".join(device),
+        f"eta {format_duration(eta_seconds)}",
+    ]
+    return " | ".join(filter(None, parts))
+
+
+def format_evaluation(step: int, record: Mapping[str, float]) -> str:
+    """The console lines of an evaluation's metrics: as many as keep each in `LINE_COLUMNS`."""
+    lines = [f"step {step}"]
+    for name, value in record.items():
+        part = f" | {name} {value:.5g}"
+        if len(lines[-1] + part) > LINE_COLUMNS:
+            lines.append(f"step {step}")
+        lines[-1] += part
+    return "\n".join(lines)
