@@ -24,8 +24,6 @@ from corpus.shards import TokenArray, TokenShards, open_shards
 from ops import IGNORE_INDEX
 from runtime.distributed import (
     DistInfo,
-    check_same_on_all_ranks,
-    raise_on_all_ranks,
     rank_batches,
 )
 
@@ -275,19 +273,11 @@ def open_data(
         FileNotFoundError: the folder or a split is missing.
         ValueError: a shard is damaged, or the processes have different data.
     """
-    with raise_on_all_ranks():
-        train_shards = open_shards(data_dir, "train")
-        val_shards = open_shards(data_dir, "val")
-        if validates and not count_windows(val_shards.total_tokens, block_size):
-            raise ValueError(
-                f"the validation split has {val_shards.total_tokens} tokens, fewer than "
-                f"--block-size {block_size} + 1: give more data, or --val-every 0"
-            )
-    content = [
-        f"{path} of {length:,} tokens"
-        for shards in (train_shards, val_shards)
-        for path, length in zip(shards.paths, shards.lengths, strict=True)
-    ]
-    fingerprints = f"fingerprints {train_shards.fingerprint} and {val_shards.fingerprint}"
-    check_same_on_all_ranks("the data shards", [*content, fingerprints])
+    train_shards = open_shards(data_dir, "train")
+    val_shards = open_shards(data_dir, "val")
+    if validates and not count_windows(val_shards.total_tokens, block_size):
+        raise ValueError(
+            f"the validation split has {val_shards.total_tokens} tokens, fewer than "
+            f"--block-size {block_size} + 1: give more data, or --val-every 0"
+        )
     return train_shards, val_shards

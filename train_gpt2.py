@@ -45,7 +45,7 @@ from sample import generate
 from tokenizer import gpt2_encoding
 from training import plan, run_dir
 from training.config import TrainConfig
-from training.preflight import check_parallel_mode, describe_software, run_preflight
+from training.preflight import open_same_data, run_preflight
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -96,9 +96,10 @@ def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) ->
     if run_dir.is_finished(resumed, config):
         print0("this run is finished: give a larger --max-steps to train on")
         return
-    splits = run_dir.open_same_data(config, resumed, dist_info)
+    splits = open_same_data(config, resumed, dist_info)
     with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
         trainer = setup(config, resumed, splits, folder, dist_info)
+        run_dir.label_run(folder, config)
         with trainer.stop, trainer.log, trainer.writer:
             step, is_complete = train(trainer, resumed.state.step if resumed else 0)
             run_dir.finish_run(folder, step, is_complete, trainer.stop)

@@ -300,6 +300,12 @@ class TokenShards:
         """Tokens in all shards of the split."""
         return int(self.offsets[-1])
 
+    def describe(self) -> list[str]:
+        """One line for each shard and one for the fingerprint, to compare over ranks."""
+        shards = zip(self.paths, self.lengths, strict=True)
+        lines = [f"{path} of {length:,} tokens" for path, length in shards]
+        return [*lines, f"fingerprint {self.fingerprint}"]
+
     def read(self, start: int, count: int) -> TokenArray:
         """Copy tokens [start, start + count), across shard edges where need be.
 

@@ -150,6 +150,11 @@ class RunLog:
         for line in lines:
             print0(textwrap.fill(line, LINE_COLUMNS, subsequent_indent="    "))
 
+    def saved(self, step: int, path: Path) -> None:
+        """Log that the checkpoint of a step is complete."""
+        print0(f"step {step} | saved {path}")
+        self.record(saved_step=step)
+
     def record(self, **values: float | str | None) -> None:
         """Append one record to `metrics.jsonl`, whole, and give it to the trackers.
 

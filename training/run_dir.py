@@ -11,14 +11,12 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from corpus.shards import SHARD_MANIFEST, TokenShards
-from dataloader import open_data
+from corpus.shards import SHARD_MANIFEST
 from model import GPTConfig
 from runtime.checkpoint import (
     Checkpoint,
     clean_up,
     complete_checkpoints,
-    describe_checkpoint,
     find_checkpoint,
     latest_checkpoint,
     latest_valid_checkpoint,
@@ -30,10 +28,8 @@ from runtime.checkpoint import (
 from runtime.cli import RunStopped, parse_flags
 from runtime.device import compile_error, is_out_of_memory
 from runtime.distributed import (
-    DistInfo,
     barrier,
     broadcast_int,
-    check_same_on_all_ranks,
     gather_text,
     is_lost_process,
     is_main,
@@ -50,7 +46,6 @@ from training.config import (
     config_from_settings,
     read_config,
 )
-from training.preflight import check_parallel_mode, describe_software
 
 RUN_CONFIG_NAME = "config.json"
 LOCK_NAME = ".lock"
@@ -102,27 +97,6 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
     if run_name is None:
         raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
     return latest_valid_checkpoint(out_dir / run_name, lambda line: print0(f"warning: {line}"))
-
-
-def open_same_data(
-    config: TrainConfig, checkpoint: Checkpoint | None, dist_info: DistInfo
-) -> tuple[TokenShards, TokenShards]:
-    """The training and the validation split, once all ranks agree on what they are to do.
-
-    Raises:
-        ValueError: a rank cannot read the data or resume from the checkpoint, or it has other
-            flags, code or data, or another checkpoint, than rank 0.
-    """
-    with raise_on_all_ranks():
-        check_parallel_mode(config, dist_info)
-        splits = open_data(config.data_dir, config.block_size, validates=config.val_every > 0)
-        if checkpoint is not None:
-            check_resume_compatible(checkpoint, config, splits[0].fingerprint)
-    lines = [*describe_software(config), describe_checkpoint(checkpoint)]
-    for split in splits:
-        lines += split.describe()
-    check_same_on_all_ranks("flags, code, data or checkpoints", lines)
-    return splits
 
 
 def is_finished(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
