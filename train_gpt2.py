@@ -94,7 +94,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> None:
     """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
     if run_dir.is_finished(resumed, config):
-        print0("this run is finished: give a larger --max-steps to train on")
+        print0("the run is finished: give a larger --max-steps to train on")
         return
     splits = open_same_data(config, resumed, dist_info)
     with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
@@ -477,43 +477,32 @@ def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
     return {"samples": len(lines)}
 
 
-class Evaluation(NamedTuple):
-    """Something measured between steps; all processes call it, with equally many batches.
-
-    `distributed.rank_batches` splits batches so, and `Trainer.stop.interrupt_evaluation` between
-    them lets a signal stop all processes before the same one.
-    """
-
-    every: str
-    """The flag that says how many steps lie between two."""
-    run: Callable[[Trainer, int], dict[str, float]]
-    """From the trainer and the step to the metrics of one record in `metrics.jsonl`."""
-
-
-EVALUATIONS = {  # by a metric that each logs
-    "val_loss": Evaluation("val_every", validate),
-    "hellaswag_acc": Evaluation("hellaswag_every", score_hellaswag),
-    "samples": Evaluation("sample_every", write_samples),
-}
+EVALUATIONS: tuple[tuple[str, Callable[[Trainer, int], dict[str, float]]], ...] = (
+    # The flag that says how often; from the trainer and the step to the metrics of one record in
+    # `metrics.jsonl`. Every rank runs equally many batches: `distributed.rank_batches` splits them
+    # so, and `Trainer.stop.interrupt_evaluation` between them lets a signal stop all ranks.
+    ("val_every", validate),
+    ("hellaswag_every", score_hellaswag),
+    ("sample_every", write_samples),
+)
 
 
 def evaluate(trainer: Trainer, step: int) -> bool:
     """Run what is due of `EVALUATIONS` and log it; False if a request to stop cut it short."""
-    due = [
-        e for e in EVALUATIONS.values() if trainer.is_due(getattr(trainer.config, e.every), step)
-    ]
+    config, stop = trainer.config, trainer.stop
+    due = [run for flag, run in EVALUATIONS if trainer.is_due(getattr(config, flag), step)]
     if not due:
         return True
-    if trainer.stop.reason is not None:
+    if stop.reason is not None:
         return False
     record: dict[str, float] = {}
     with trainer.log.paused():
         begun = time.perf_counter()
         with suppress(EvaluationStopped):
-            for evaluation in due:
-                record |= evaluation.run(trainer, step)
+            for run_evaluation in due:
+                record |= run_evaluation(trainer, step)
         trainer.log.evaluation(step, record, time.perf_counter() - begun)
-    return trainer.stop.reason is None
+    return stop.reason is None
 
 
 def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
