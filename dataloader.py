@@ -9,9 +9,8 @@ step.
 """
 
 import hashlib
-import queue
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,13 +21,9 @@ from torch import Tensor
 
 from corpus.shards import TokenArray, TokenShards, open_shards
 from ops import IGNORE_INDEX
-from runtime.distributed import (
-    DistInfo,
-    rank_batches,
-)
+from runtime.distributed import DistInfo, rank_batches
 
 FEISTEL_ROUNDS = 6
-PREFETCH_BATCHES = 4
 IndexArray = npt.NDArray[np.int64]
 
 
@@ -86,10 +81,10 @@ def _feistel(
 class ShardedDataLoader:
     """An endless iterator over this process's micro-batches, from `start_step` on.
 
-    A thread reads ahead, into pinned memory if the device is a GPU. Each optimizer step takes
-    `grad_accum_steps` items. The loader is a context manager, which starts and ends the thread:
+    Each optimizer step takes `grad_accum_steps` of them. While one is trained on, a thread reads
+    the next: from a disk that can take as long as a step of several GPUs.
 
-        with ShardedDataLoader(...) as batches:
+        with ShardedDataLoader(...) as batches:  # ends the thread
             inputs, targets = next(batches)
 
     Args:
@@ -105,7 +100,6 @@ class ShardedDataLoader:
 
     Raises:
         ValueError: the split is smaller than one step; or, while iterating, an id is too large.
-        RuntimeError: (while iterating) the loader was not entered by `with`.
     """
 
     def __init__(
@@ -140,38 +134,24 @@ class ShardedDataLoader:
                 f"--total-batch-size {fitting} or less (a multiple of {unit}; a twentieth of the "
                 f"split is a good start), or more data"
             )
-        self._queue: queue.Queue[Tensor | Exception] = queue.Queue(PREFETCH_BATCHES)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._prefetch, args=(start_step,), name="dataloader", daemon=True
-        )
+        self._micro_batches = self._read_micro_batches(start_step)
+        self._thread = ThreadPoolExecutor(1, "dataloader")
+        self._upcoming = self._thread.submit(next, self._micro_batches)
 
     def __enter__(self) -> "ShardedDataLoader":
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._thread.shutdown()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch.
-
-        Raises:
-            ValueError: the data are not GPT-2 tokens.
-        """
-        if not self._thread.ident:
-            raise RuntimeError(
-                "the loader reads ahead in a thread that `with` starts: use it as "
-                "`with ShardedDataLoader(...) as batches:`"
-            )
-        item = self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return to_batch(item, self.dist_info.device)
+        """The next micro-batch."""
+        tokens = self._upcoming.result()
+        self._upcoming = self._thread.submit(next, self._micro_batches)
+        return to_batch(tokens, self.dist_info.device)
 
     def window_indices(self, step: int, micro_step: int) -> IndexArray:
         """The windows of one micro-batch of this process: (B,) int64."""
@@ -189,29 +169,12 @@ class ShardedDataLoader:
             windows[chosen] = permute(places[chosen], self.windows_per_epoch, self.seed, int(epoch))
         return windows
 
-    def _prefetch(self, step: int) -> None:
-        try:
-            if self.dist_info.device.type == "cuda":  # each thread has a current device of its own
-                torch.cuda.set_device(self.dist_info.device)
-            while True:
-                for micro_step in range(self.grad_accum_steps):
-                    windows = self.window_indices(step, micro_step)
-                    tokens = read_windows(self.shards, windows, self.block_size, self.vocab_size)
-                    if not self._put(to_host_tensor(tokens, self.dist_info.device)):
-                        return
-                step += 1
-        except Exception as error:  # raised again in the training thread
-            self._put(error)
-
-    def _put(self, item: Tensor | Exception) -> bool:
-        """Queue an item; False if the loader was closed meanwhile."""
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _read_micro_batches(self, step: int) -> Iterator[TokenArray]:
+        while True:
+            for micro_step in range(self.grad_accum_steps):
+                windows = self.window_indices(step, micro_step)
+                yield read_windows(self.shards, windows, self.block_size, self.vocab_size)
+            step += 1
 
 
 def validation_batches(
@@ -234,7 +197,7 @@ def validation_batches(
     for first, counts in rank_batches(firsts, dist_info, between, "validating"):
         indices = np.minimum(first + np.arange(micro_batch_size), windows - 1)
         tokens = read_windows(shards, indices, block_size, vocab_size)
-        batch = to_batch(to_host_tensor(tokens, dist_info.device), dist_info.device)
+        batch = to_batch(tokens, dist_info.device)
         counted = windows - first if counts else 0
         filler = torch.arange(micro_batch_size, device=dist_info.device) >= counted
         yield Batch(batch.inputs, batch.targets.masked_fill(filler[:, None], IGNORE_INDEX))
@@ -251,27 +214,24 @@ def read_windows(
     return tokens
 
 
-def to_host_tensor(tokens: TokenArray, device: torch.device) -> Tensor:
-    """Wrap tokens as int16, which every device has; pinned where they will cross to a GPU."""
-    tensor = torch.from_numpy(tokens.view(np.int16))
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def to_batch(tokens: Tensor, device: torch.device) -> Batch:
-    """Copy (B, T + 1) int16 to the device, then widen it there to two (B, T) int64 tensors."""
-    # int16 holds the uint16's bits: ids above 32767 are negative until masked.
-    tokens = tokens.to(device, non_blocking=True).long() & 0xFFFF
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+def to_batch(tokens: TokenArray, device: torch.device) -> Batch:
+    """Copy (B, T + 1) uint16 to the device, then widen it there to two (B, T) int64 tensors."""
+    # As int16, which every device has: ids above 32767 are negative until they are masked.
+    host = torch.from_numpy(tokens.view(np.int16))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    on_device = host.to(device, non_blocking=True).long() & 0xFFFF
+    return Batch(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous())
 
 
 def open_data(
     data_dir: Path, block_size: int, validates: bool = True
 ) -> tuple[TokenShards, TokenShards]:
-    """Open and check both splits of a data folder; every process must find the same data.
+    """Open and check both splits of a data folder; their `describe` is for comparing ranks.
 
     Raises:
         FileNotFoundError: the folder or a split is missing.
-        ValueError: a shard is damaged, or the processes have different data.
+        ValueError: a shard is damaged, or the validation split is too short.
     """
     train_shards = open_shards(data_dir, "train")
     val_shards = open_shards(data_dir, "val")

@@ -4,11 +4,12 @@
     python fineweb.py --source stdlib                # no network: the standard library's sources
     python fineweb.py --source texts/*.jsonl a.txt   # your own .parquet, .jsonl and .txt
     python fineweb.py --source hub:OWNER/NAME        # shards that --push-to-hub has uploaded
-    torchrun --nproc_per_node=4 fineweb.py           # a part for every process, then merged
+    torchrun --nproc_per_node=4 fineweb.py           # a part of the files for every process
+    python fineweb.py --part 0 --parts 2             # such a part alone, on one of two machines
 
-The same documents give byte-identical shards, on one machine or on many (see `corpus/parts.py`).
-The same command resumes a run that was stopped or killed after its last finished shard. To add a
-source of your own, see `SOURCES` in `corpus/sources.py`.
+The same documents in the same number of parts give byte-identical shards. The same command resumes
+a run that was stopped or killed after its last finished shard. To add a source of your own, see
+`SOURCES` in `corpus/sources.py`.
 """
 
 if __name__ == "__main__":
@@ -28,9 +29,9 @@ from typing import NamedTuple
 import filelock
 from tqdm import tqdm
 
-from corpus import parts, published, shards, sources
-from corpus.shards import SHARD_MANIFEST, Manifest, check_same_dataset
-from corpus.sources import WHOLE, Cursor, Document, Part, Source
+from corpus import published, shards, sources
+from corpus.shards import WHOLE, Manifest, Part, ShardWriter, check_same_dataset
+from corpus.sources import Cursor, Document, Source
 from runtime.cli import parse_flags, print_error, run_command
 from runtime.files import lock_folder
 from runtime.hub import REPO_NAME, check_repo_name, resolve_revision
@@ -68,7 +69,8 @@ class FineWebConfig:
     part: int | None = None
     """Tokenise only this one of `--parts`, counted from 0."""
     parts: int | None = None
-    """Machines that share the work, a `--part` each. Without `--part`: merge what they made."""
+    """Processes that share the work, a `--part` each. The last to end writes the data set's
+    manifest; without `--part`, that alone is done, such as for parts copied from elsewhere."""
     push_to_hub: str | None = None
     """OWNER/NAME of a hub data set: upload the finished shards and their manifest."""
 
@@ -87,8 +89,8 @@ class FineWebConfig:
             check_repo_name("--push-to-hub", self.push_to_hub)
             if self.part is not None and self.parts != 1:
                 raise ValueError(
-                    f"--push-to-hub with --part {self.part}: give it where you merge, with "
-                    f"--parts {self.parts} alone"
+                    f"--push-to-hub with --part {self.part}: give it once all parts are finished, "
+                    f"with --parts {self.parts} alone"
                 )
 
 
@@ -99,16 +101,11 @@ def main() -> None:
         print_error("note: standard input is not read: save the text as a file, --source FILE.txt")
     part = find_part(config)
     if config.source[:1] and config.source[0].startswith(PUBLISHED):
-        folder = download_whole(config, part)
+        folder = download_shards(config, part)
     else:
         name, open_source = find_source(config)
         folder = config.data_dir or Path("data") / name
-        if part is not None:
-            print(make_part(config, open_source, folder, part))
-            if config.part is not None or part.index > 0:
-                return
-            parts.wait_for_parts(folder, part.count)
-        print(make_whole(config, open_source, folder, part.count if part else config.parts or 1))
+        print(make_shards(config, open_source, folder, part))
     if config.push_to_hub is not None:
         print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
 
@@ -127,81 +124,65 @@ def has_piped_input() -> bool:
         return False
 
 
-def find_part(config: FineWebConfig) -> Part | None:
-    """The part that the flags or `torchrun`'s rank assign to this process; None without either.
+def find_part(config: FineWebConfig) -> Part:
+    """The part that the flags or `torchrun`'s rank assign to this process.
 
     Raises:
         ValueError: both do.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1 and config.parts is not None:
+    if world_size == 1:
+        return WHOLE if config.part is None else Part(config.part, config.parts or 1)
+    if config.parts is not None:
         raise ValueError(
             f"torchrun gives each of its {world_size} processes a part: leave out --part, --parts"
         )
-    if world_size > 1:
-        return Part(rank, world_size)
-    if config.part is None or config.parts is None or config.parts == 1:
-        return None
-    return Part(config.part, config.parts)
+    if config.push_to_hub is not None:
+        raise ValueError(
+            f"--push-to-hub is for one process: give it after torchrun, with --parts {world_size}"
+        )
+    return Part(rank, world_size)
 
 
-def make_part(config: FineWebConfig, open_source: OpenSource, folder: Path, part: Part) -> str:
-    """Make or resume one part of the data set in `folder`, and return the line to print.
+def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path, part: Part) -> str:
+    """Make or resume a data set, or a part of it, and return what to print.
 
     Raises:
-        ValueError: the folder, or another part in it, holds other data.
+        ValueError: the folder holds other data; or parts are to be joined and not all finished.
     """
     start = time.perf_counter()
-    own = parts.part_folder(folder, part)
-    with folder_lock(own):
-        earlier, whole, others = find_earlier(own), find_earlier(folder), parts.find_parts(folder)
-        source = open_source(earlier or whole or next(iter(others.values()), None))
+    count = config.parts or part.count
+    with folder_lock(folder, part):
+        found = find_manifests(folder)
+        source = open_source(next(iter(found.values()), None))
         expected = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
-        if whole is not None:
-            check_same_dataset(folder, whole, expected)
-        for path, other in others.items():
-            index = part.index if path == own else other.source.get("part", -1)
-            check_same_dataset(path, other, parts.of_part(expected, Part(index, part.count)))
-        if whole is not None and whole.complete:
-            return f"{folder} is finished: part {part.index} of {part.count} has nothing to do"
-        manifest = parts.of_part(expected, part)
+        for each, manifest in found.items():
+            wanted = expected if each == WHOLE else expected.of_part(Part(each.index, count))
+            check_same_dataset(folder, manifest, wanted)
+        if part != WHOLE and WHOLE in found:
+            if not found[WHOLE].complete:
+                raise ValueError(f"one process has begun {folder}: finish it without --part")
+            return f"{folder} is finished: part {part.index} of {count} has nothing to do"
+        earlier = found.get(part)
+        if part == WHOLE and count > 1 and earlier is None:
+            earlier = shards.join_parts(folder, expected, count)
+        manifest = expected.of_part(part)
         if earlier is not None:
-            manifest = replace(earlier, source=manifest.source)
-        if not manifest.complete:  # a finished part is verified when it is merged
-            shards.verify_shards(own, manifest.shards)
-            manifest = write_shards(source, manifest, own, config.workers, part)
-    return summary(own, manifest, earlier, time.perf_counter() - start)
-
-
-def make_whole(config: FineWebConfig, open_source: OpenSource, folder: Path, count: int) -> str:
-    """Make or resume a data set from its source or its `count` parts; return the line to print.
-
-    Raises:
-        ValueError: the folder, or a part, holds other data; or parts are not finished.
-    """
-    start = time.perf_counter()
-    with folder_lock(folder):
-        earlier = find_earlier(folder)
-        merging = count > 1 and not shards.is_complete(folder)
-        finished = parts.finished_parts(folder, count) if merging else {}
-        source = open_source(earlier or next(iter(finished.values()), None))
-        manifest = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
-        for i, (path, part) in enumerate(finished.items()):
-            check_same_dataset(path, part, parts.of_part(manifest, Part(i, count)))
-        if earlier is not None:
-            check_same_dataset(folder, earlier, manifest)
             shards.verify_shards(folder, earlier.shards)
-            manifest = replace(earlier, source=source.identity)
-        if merging:
-            manifest = parts.merge_parts(finished, manifest, folder)
-        elif not manifest.complete:
-            manifest = write_shards(source, manifest, folder, config.workers)
-        if count > 1:
-            parts.remove_parts(folder, count)
-    return summary(folder, manifest, earlier, time.perf_counter() - start)
+            manifest = replace(earlier, source=manifest.source)
+        if not manifest.complete:
+            manifest = write_shards(source, manifest, folder, config.workers, part)
+    seconds = time.perf_counter() - start
+    if part == WHOLE:
+        return summary(str(folder), manifest, earlier, seconds)
+    line = summary(f"{folder}, part {part.index} of {count}", manifest, earlier, seconds)
+    if left := shards.unfinished_parts(folder, count):
+        return f"{line}\n{folder}: part {', '.join(map(str, left))} of {count} not finished yet"
+    tokens = shards.join_parts(folder, expected, count).tokens
+    return f"{line}\n{folder}: all {count} parts are finished, {tokens:,} tokens"
 
 
-def download_whole(config: FineWebConfig, part: Part | None) -> Path:
+def download_shards(config: FineWebConfig, part: Part) -> Path:
     """Download a tokenised data set, or resume that; print what its folder holds, and return it.
 
     Raises:
@@ -212,7 +193,7 @@ def download_whole(config: FineWebConfig, part: Part | None) -> Path:
     repo = config.source[0].removeprefix(PUBLISHED)
     if not REPO_NAME.fullmatch(repo):
         raise ValueError(f"--source {PUBLISHED}{repo} is not {PUBLISHED}OWNER/NAME")
-    if len(config.source) > 1 or part is not None:
+    if len(config.source) > 1 or part != WHOLE:
         raise ValueError(f"--source {PUBLISHED}{repo} is downloaded alone, and by one process")
     for flag in ("name", "shard_size", "workers"):
         if getattr(config, flag) != getattr(FineWebConfig(), flag):
@@ -220,50 +201,46 @@ def download_whole(config: FineWebConfig, part: Part | None) -> Path:
             raise ValueError(f"--source {PUBLISHED}{repo} is downloaded as it is: drop --{flag}")
     folder = config.data_dir or Path("data") / repo.split("/")[1]
     with folder_lock(folder):
-        earlier = find_earlier(folder)
-        manifest, whole = published.fetch_shards(repo, config.revision, folder, earlier)
-    print(summary(folder, manifest, whole, time.perf_counter() - start))
+        earlier = find_manifests(folder).get(WHOLE)
+        manifest = published.fetch_shards(repo, config.revision, folder, earlier)
+    is_same = manifest is earlier
+    print(summary(str(folder), manifest, earlier if is_same else None, time.perf_counter() - start))
     return folder
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; remove the folder if not even one shard was finished.
+def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
+    """Keep other processes from the data set in a folder, or from one part of it.
 
     Raises:
         ValueError: another process holds it.
     """
-    manifest = folder / SHARD_MANIFEST
-    had_manifest = manifest.exists()
     try:
-        with lock_folder(folder, ".fineweb.lock"):
-            try:
-                for pattern in (".*.npy.*.tmp", f".{SHARD_MANIFEST}.*.tmp"):  # of a killed run
-                    for leftover in folder.glob(pattern):
-                        leftover.unlink()
-                yield
-            finally:
-                if not (had_manifest or any(folder.glob("*.npy")) or shards.is_complete(folder)):
-                    manifest.unlink(missing_ok=True)
+        with lock_folder(folder, f".fineweb{part.prefix.rstrip('_')}.lock"):
+            for name in (f"*_{part.prefix}[0-9]*.npy", part.manifest_name):
+                for leftover in folder.glob(f".{name}.*.tmp"):  # of a killed run
+                    leftover.unlink()
+            yield
     except filelock.Timeout:
         raise ValueError(f"another fineweb.py is writing to {folder}: wait for it") from None
 
 
-def find_earlier(folder: Path) -> Manifest | None:
-    """The manifest of an earlier run that finished at least one shard, or an empty part.
+def find_manifests(folder: Path) -> dict[Part, Manifest]:
+    """The manifest of the data set in a folder; without it, those of the parts that were begun.
 
     Raises:
         ValueError: the folder holds shards that this script did not make.
     """
-    manifest = Manifest.load(folder)
-    if manifest is None:
+    whole = Manifest.load(folder)
+    found = {WHOLE: whole} if whole else shards.load_parts(folder)
+    if not found:
         for kind in ("npy", "bin"):
             if any(folder.glob(f"*.{kind}")):
                 raise ValueError(
                     f"{folder} holds .{kind} files that fineweb.py did not make: "
                     f"choose another --data-dir"
                 )
-    return manifest if manifest and (manifest.shards or manifest.complete) else None
+    return found
 
 
 class Progress(NamedTuple):
@@ -280,15 +257,13 @@ def write_shards(
 ) -> Manifest:
     """Write all shards that `manifest` does not have yet, and return the finished manifest.
 
-    A part of a data set gets training shards only.
-
     Raises:
         OSError: the disk is full; finished shards stay.
         ValueError: a document cannot be read; finished shards stay.
     """
     progress = Progress(**(manifest.progress or {}))
-    writer = shards.ShardWriter(folder, manifest, splits=part == WHOLE)
-    written = writer.tokens_written - progress.tokens  # of the first batch, in finished shards
+    writer = ShardWriter(folder, manifest, part)
+    written = manifest.tokens - progress.tokens  # of the first batch, in finished shards
     total = source.tokens and source.tokens // part.count
     # A bar only on a terminal, and one for all of torchrun's processes.
     hidden = True if os.environ.get("RANK", "0") != "0" else None
@@ -304,8 +279,6 @@ def write_shards(
                 progress=progress._asdict(),
             )
             written = max(0, written - len(tokens))
-            if batch[0].fraction:
-                bar.total = round(progress.tokens / batch[0].fraction)
             bar.update(len(tokens))
             progress = Progress(
                 None,  # the next batch has its own
@@ -351,16 +324,15 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds: float) -> str:
-    """The last line: what the folder holds, and what this run did."""
-    tokens = sum(shard.tokens for shard in manifest.shards)
-    before = sum(shard.tokens for shard in earlier.shards) if earlier else 0
-    speed = f"{(tokens - before) / seconds:,.0f} tokens/s"
+def summary(what: str, manifest: Manifest, earlier: Manifest | None, seconds: float) -> str:
+    """The last line: what the folder, or a part, holds, and what this run did."""
+    tokens = manifest.tokens
+    speed = f"{(tokens - (earlier.tokens if earlier else 0)) / seconds:,.0f} tokens/s"
     if earlier is not None and earlier.complete:
         speed = "finished earlier, and unchanged"
     empty = f" ({manifest.skipped:,} empty left out)" if manifest.skipped else ""
     return (
-        f"{folder}: {_count(manifest.documents, 'document')}{empty}, {_count(tokens, 'token')}, "
+        f"{what}: {_count(manifest.documents, 'document')}{empty}, {_count(tokens, 'token')}, "
         f"{_count(len(manifest.shards), 'shard')}; {seconds:.1f} s, {speed}"
     )
 
@@ -383,7 +355,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         paths = sources.local_files(config.source)
         one = paths[0].name.removesuffix(kind)
         name = one if len(paths) == 1 else paths[0].resolve().parent.name
-        return name, lambda _: sources.FileSource(paths)
+        return name, lambda _: sources.file_source(paths)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: only files may be several")
     if first in sources.SOURCES:
@@ -413,7 +385,7 @@ def open_hub(
     revision = revision or known
     if earlier is None or not earlier.complete or revision != known:
         revision = resolve_revision(dataset, revision)
-    return sources.HubSource(dataset, name, str(revision))
+    return sources.hub_source(dataset, name, str(revision))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,19 @@
         ...
         manifest.json       where the tokens came from; tokens and SHA-256 of each shard
 
+Processes that share the work each write shards of their own, such as `train_p00003_000001.npy`,
+and a manifest of these, `part_00003_of_00032.json`. `manifest.json` then lists all shards, by part
+and number.
+
 A folder without a manifest opens too: each `.npy` file whose name has the word `train` or `val` is
-a shard of that split, and so is each `.bin` file of llm.c or nanoGPT. No shard is ever written to.
+a shard of that split; where no `.npy` file has, each such `.bin` file of llm.c or nanoGPT is.
 """
 
-import difflib
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,14 +35,11 @@ TokenArray = npt.NDArray[np.uint16]
 SHARD_DTYPE = np.dtype("<u2")
 SHARD_MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
-PARTS_FOLDER = "parts"  # in a data folder: the parts that several machines have tokenised
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
-LLM_C_MAGIC = (20240520).to_bytes(4, "little")  # no GPT-2 tokens: as uint16, one id is too large
-LLM_C_VERSION = 1
+LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
-SCAN_BLOCK_TOKENS = 1 << 24
-OPEN_FILES = 1 << 14  # asked of the system; sample-350BT has 3,620 shards
+MAPPED_SHARDS = 64  # of a split; each mapped file keeps a descriptor, macOS allows 256
 SPLIT_WORDS: dict[Split, re.Pattern[str]] = {
     "train": re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])"),  # not in `constrained`
     "val": re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])"),
@@ -58,6 +57,29 @@ MANIFEST_TYPES = {
     "complete": bool,
 }
 PROGRESS_TYPES = {"cursor": dict, "tokens": int, "documents": int, "skipped": int}
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """Part `index` of `count`: a process's share of a source, with files of its own names."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def manifest_name(self) -> str:
+        """Of the manifest that lists the part's shards."""
+        if self.count == 1:
+            return SHARD_MANIFEST
+        return f"part_{self.index:05}_of_{self.count:05}.json"
+
+    @property
+    def prefix(self) -> str:
+        """Of the numbers of its shards, so that names sort by part and number."""
+        return "" if self.count == 1 else f"p{self.index:05}_"
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data folder holds and where it came from."""
+    """What a data folder holds, or a part of it, and where it came from."""
 
     source: dict[str, Any]
     """The `identity` of the source; a part's has `part` and `parts`, too."""
@@ -103,18 +125,29 @@ class Manifest:
             check_types(vars(self), {"progress": dict})
             check_types(self.progress, PROGRESS_TYPES)
 
-    def save(self, folder: Path) -> None:
-        """Write `manifest.json`, atomically."""
-        write_json(folder / SHARD_MANIFEST, asdict(self))
+    @property
+    def tokens(self) -> int:
+        """Tokens in finished shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    def of_part(self, part: Part) -> "Manifest":
+        """The same data set's manifest of one part."""
+        if part.count == 1:
+            return self
+        return replace(self, source={**self.source, "part": part.index, "parts": part.count})
+
+    def save(self, folder: Path, part: Part = WHOLE) -> None:
+        """Write the data set's manifest, or a part's, atomically."""
+        write_json(folder / part.manifest_name, asdict(self))
 
     @classmethod
-    def load(cls, folder: Path) -> "Manifest | None":
-        """Read a folder's manifest; None if it has none.
+    def load(cls, folder: Path, part: Part = WHOLE) -> "Manifest | None":
+        """Read the data set's manifest, or a part's; None if there is none.
 
         Raises:
             ValueError: the file is not a manifest of this format.
         """
-        path = folder / SHARD_MANIFEST
+        path = folder / part.manifest_name
         if not path.is_file():
             return None
         values = read_json(path)
@@ -127,10 +160,51 @@ class Manifest:
             raise ValueError(f"{path} is not a shard manifest: {error}") from None
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a finished data set, by its manifest."""
-    manifest = Manifest.load(folder)
-    return manifest is not None and manifest.complete
+def load_parts(folder: Path) -> dict[Part, Manifest]:
+    """The manifests of the parts of a data set that were begun in a folder, in order."""
+    names = (
+        re.fullmatch(r"part_(\d+)_of_(\d+)\.json", path.name) for path in folder.glob("part_*")
+    )
+    parts = sorted(Part(int(name[1]), int(name[2])) for name in names if name)
+    manifests = {part: Manifest.load(folder, part) for part in parts}
+    return {part: manifest for part, manifest in manifests.items() if manifest is not None}
+
+
+def unfinished_parts(folder: Path, count: int) -> list[int]:
+    """The parts of `count` that are missing or not finished."""
+    found = load_parts(folder)
+    done = [part.index for part, manifest in found.items() if manifest.complete]
+    return [index for index in range(count) if index not in done]
+
+
+def join_parts(folder: Path, manifest: Manifest, count: int) -> Manifest:
+    """Write the manifest of a data set whose parts are all finished; no shard is copied.
+
+    Args:
+        folder: holds the parts' shards and manifests.
+        manifest: of the data set, without shards.
+        count: how many parts it has.
+
+    Raises:
+        ValueError: a part is missing, not finished, or of other data.
+    """
+    if left := unfinished_parts(folder, count):
+        raise ValueError(
+            f"{folder}: part {', '.join(map(str, left))} of {count} not finished: "
+            f"give the same command with --part {left[0]} first"
+        )
+    parts = load_parts(folder)
+    for part, found in parts.items():
+        check_same_dataset(folder, found, manifest.of_part(Part(part.index, count)))
+    manifest = replace(
+        manifest,
+        shards=tuple(shard for part in parts.values() for shard in part.shards),
+        documents=sum(part.documents for part in parts.values()),
+        skipped=sum(part.skipped for part in parts.values()),
+        complete=True,
+    )
+    manifest.save(folder)
+    return manifest
 
 
 def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
@@ -181,25 +255,20 @@ class ShardWriter:
     Args:
         folder: gets the shards and the manifest.
         manifest: of a new data set, or of an unfinished one, whose next tokens are then added.
-        splits: False for a part of a data set: all shards are training, and there may be none.
+        part: whose names the files get. Only the first part has a validation split; the others may
+            have no tokens at all.
 
     Raises:
         OSError: (of every method) the disk is full; finished shards stay.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, splits: bool = True) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, part: Part = WHOLE) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.splits = splits
-        shards_held = 1 if manifest.shards or not splits else 2
-        self._buffer = np.empty(shards_held * manifest.shard_size, SHARD_DTYPE)
+        self.part = part
+        self._splits = part.index == 0 and not manifest.shards
+        self._buffer = np.empty((2 if self._splits else 1) * manifest.shard_size, SHARD_DTYPE)
         self._filled = 0
-        self._save()
-
-    @property
-    def tokens_written(self) -> int:
-        """Tokens in finished shards; later ones are still in memory."""
-        return sum(shard.tokens for shard in self.manifest.shards)
 
     def add(self, tokens: TokenArray, **progress: Any) -> None:  # noqa: ANN401 - fields' values
         """Append tokens and write every shard that they fill.
@@ -225,7 +294,7 @@ class ShardWriter:
         Raises:
             ValueError: there are not two tokens to make two splits of.
         """
-        if self.splits and not self.manifest.shards and self._filled < 2:
+        if self._splits and self._filled < 2:
             raise ValueError(f"the corpus has {self._filled} tokens: too few for two splits")
         self._write_buffer()
         self._save(documents=documents, skipped=skipped, complete=True, progress=None)
@@ -234,18 +303,22 @@ class ShardWriter:
     def _write_buffer(self) -> None:
         size = self.manifest.shard_size
         tokens = self._buffer[: self._filled]
-        if self.splits and not self.manifest.shards:
+        if not self.manifest.shards:
+            self._save()  # first: shards without a manifest would be taken for another's
+        if self._splits:
             is_full = self._filled == 2 * size
             count = size if is_full else max(1, round(self._filled * SMALL_VAL_FRACTION))
             self._write("val", tokens[:count])
             tokens = tokens[count:]
+            self._splits = False
         for start in range(0, len(tokens), size):
             self._write("train", tokens[start : start + size])
         self._buffer = self._buffer[:size]
         self._filled = 0
 
     def _write(self, split: Split, tokens: TokenArray) -> None:
-        path = self.folder / f"{split}_{len(self.manifest.shards):06d}.npy"
+        number = len(self.manifest.shards)
+        path = self.folder / f"{split}_{self.part.prefix}{number:06}.npy"
         with _naming_full_disk(self.folder), atomic_write(path) as file:
             # Not np.save: it ignores an error of its last write, which a full disk causes.
             header = np.lib.format.header_data_from_array_1_0(tokens)
@@ -257,14 +330,11 @@ class ShardWriter:
     def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
         self.manifest = replace(self.manifest, **values)
         with _naming_full_disk(self.folder):
-            self.manifest.save(self.folder)
+            self.manifest.save(self.folder, self.part)
 
 
 class TokenShards:
     """All shards of one split, memory-mapped, read as one long array of tokens.
-
-    A mapped file keeps a descriptor, of which a process may have few: of more shards than that,
-    those that were read last stay mapped. Threads may share the object.
 
     Args:
         paths: the shard files, in order; each must be a 1-D uint16 `.npy` array, or a `.bin` file
@@ -273,27 +343,15 @@ class TokenShards:
             names, sizes or first 64 KiB do.
 
     Raises:
-        ValueError: (of every method) a file is not such an array, or no longer the one that it
-            was; the message names it.
+        ValueError: (of every method) a file is not such an array; the message names it.
     """
 
     def __init__(self, paths: list[Path], fingerprint: str) -> None:
         self.paths = paths
         self.fingerprint = fingerprint
-        sizes: dict[Path, int] = {}
-
-        @lru_cache(_max_open_shards())
-        def open_shard(path: Path) -> TokenArray:
-            array = _open_shard(path)
-            if len(array) != sizes.setdefault(path, len(array)):
-                raise ValueError(
-                    f"{path} has changed since the run began: put it back, then resume the run"
-                )
-            return array
-
-        self._open_shard = open_shard
-        self.lengths = [len(open_shard(path)) for path in paths]
+        self.lengths = [len(_map_shard(path)) for path in paths]
         self.offsets = np.cumsum([0, *self.lengths])
+        self._map = lru_cache(MAPPED_SHARDS)(_map_shard)
 
     @property
     def total_tokens(self) -> int:
@@ -301,10 +359,12 @@ class TokenShards:
         return int(self.offsets[-1])
 
     def describe(self) -> list[str]:
-        """One line for each shard and one for the fingerprint, to compare over ranks."""
-        shards = zip(self.paths, self.lengths, strict=True)
-        lines = [f"{path} of {length:,} tokens" for path, length in shards]
-        return [*lines, f"fingerprint {self.fingerprint}"]
+        """Lines that are the same wherever the same tokens lie under the same path."""
+        files = zip(self.paths, self.lengths, strict=True)
+        return [
+            *(f"{path} of {length:,} tokens" for path, length in files),
+            f"fingerprint {self.fingerprint}",
+        ]
 
     def read(self, start: int, count: int) -> TokenArray:
         """Copy tokens [start, start + count), across shard edges where need be.
@@ -317,19 +377,11 @@ class TokenShards:
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while filled < count:
             begin = start + filled - int(self.offsets[shard])
-            piece = self._open_shard(self.paths[shard])[begin : begin + count - filled]
+            piece = self._map(self.paths[shard])[begin : begin + count - filled]
             tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
             shard += 1
         return tokens
-
-    def check_file(self, path: Path, vocab_size: int) -> None:
-        """Refuse a shard with an id >= `vocab_size`; the message gives the id's offset."""
-        shard = self.paths.index(path)
-        end = int(self.offsets[shard + 1])
-        for start in range(int(self.offsets[shard]), end, SCAN_BLOCK_TOKENS):
-            tokens = self.read(start, min(SCAN_BLOCK_TOKENS, end - start))
-            self.check_tokens(tokens, start, vocab_size)
 
     def check_tokens(self, tokens: TokenArray, start: int, vocab_size: int) -> None:
         """Refuse ids >= `vocab_size` in `tokens`, which were read from position `start`.
@@ -348,12 +400,11 @@ class TokenShards:
         )
 
 
-def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> TokenShards:
-    """Open one split of a data folder and check what can be checked quickly.
+def open_shards(folder: Path | str, split: Split) -> TokenShards:
+    """Open one split of a data folder, and check each file's dtype, shape and size.
 
-    Every file's dtype, shape and, where there is a manifest, size are checked, and the hash of each
-    file that is newer than the manifest; without a manifest, all ids. A file is read for this once:
-    the result is remembered. A shard may be a link to another disk: its content is checked.
+    Hashes and ids are not read here: `verify_shards` compares the hashes with the manifest's, and
+    the loader checks every id that it reads. A shard may be a link to another disk.
 
     Raises:
         FileNotFoundError: the folder or the split is missing; the message names other data folders.
@@ -363,115 +414,24 @@ def open_shards(folder: Path | str, split: Split, vocab_size: int = 50257) -> To
     manifest = Manifest.load(folder)
     if manifest is not None and not manifest.complete:
         raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")
+    if manifest is None and (parts := load_parts(folder)):
+        count = next(iter(parts)).count
+        raise ValueError(
+            f"{folder} is not finished: finish its {count} parts, then run python fineweb.py "
+            f"with --parts {count} and no --part"
+        )
     infos = [shard for shard in manifest.shards if shard.split == split] if manifest else []
-    paths = [folder / info.file for info in infos]
-    if manifest is None:
-        paths = _shards_by_name(folder, split)
+    paths = [folder / info.file for info in infos] if manifest else _find_shards(folder, split)
     if not paths:
         raise FileNotFoundError(_explain_missing(folder, split))
     shards = TokenShards(paths, _fingerprint(infos, paths))
-    if manifest is None:
-        with _unchecked(folder, split, dict.fromkeys(paths, vocab_size)) as unchecked:
-            for path in unchecked:
-                shards.check_file(path, vocab_size)
-        return shards
-    finished_ns = (folder / SHARD_MANIFEST).stat().st_mtime_ns
-    for info, path, length in zip(infos, paths, shards.lengths, strict=True):
+    for info, length in zip(infos, shards.lengths, strict=False):  # no infos without a manifest
         if length != info.tokens:
             raise ValueError(
-                f"{path} has {length:,} tokens, the manifest says {info.tokens:,}: "
+                f"{folder / info.file} has {length:,} tokens, the manifest says {info.tokens:,}: "
                 f"delete {folder} and run python fineweb.py again"
             )
-    newer = {  # copied or changed after the manifest
-        path: info.sha256
-        for info, path in zip(infos, paths, strict=True)
-        if path.stat().st_mtime_ns >= finished_ns
-    }
-    with _unchecked(folder, split, newer) as unchecked:
-        verify_shards(folder, [info for info in infos if folder / info.file in unchecked])
     return shards
-
-
-def _shards_by_name(folder: Path, split: Split) -> list[Path]:
-    """The shards of a folder whose names have the split as a word: `train-0.npy`, `a_train000.bin`.
-
-    A `.bin` file that was converted, so that a `.npy` file has its name, is left out.
-
-    Raises:
-        ValueError: a name has both splits, or the folder does not hold GPT-2 tokens of one format.
-    """
-    files = sorted(folder.glob("*.npy"))
-    files += sorted(path for path in folder.glob("*.bin") if path.with_suffix(".npy") not in files)
-    splits = {
-        path: {name for name, word in SPLIT_WORDS.items() if word.search(path.name)}
-        for path in files
-    }
-    if both := [path for path, names in splits.items() if len(names) > 1]:
-        raise ValueError(f"{both[0]} names both splits, train and val: rename it")
-    shards = [path for path, names in splits.items() if names]
-    if folders := [path for path in shards if path.is_dir()]:
-        raise ValueError(f"{folders[0]} is a folder, not a shard: move it elsewhere")
-    if len({path.suffix for path in shards}) > 1:
-        raise ValueError(
-            f"{folder} mixes formats ({shards[0].name}, {shards[-1].name}): move the .npy or the "
-            f".bin files elsewhere"
-        )
-    if shards and shards[0].suffix == ".bin" and (folder / NANOGPT_VOCABULARY).exists():
-        raise ValueError(
-            f"{folder / NANOGPT_VOCABULARY} says that the .bin files have a vocabulary of their "
-            f"own: only GPT-2's tokens can be read, make them of the text by python fineweb.py"
-        )
-    return [path for path in shards if split in splits[path]]
-
-
-@contextmanager
-def _unchecked(folder: Path, split: Split, files: Mapping[Path, int | str]) -> Iterator[list[Path]]:
-    """The files that are not as they were at the last check; after the body, all are checked.
-
-    Args:
-        folder: the data folder.
-        split: that the files are of.
-        files: each with what it is checked for: the size of the vocabulary, or its hash.
-    """
-    current = {}
-    for path, expected in files.items():
-        stat = path.stat()
-        times = stat.st_mtime_ns, stat.st_ctime_ns  # a file moved here keeps the first
-        current[path.name] = [stat.st_size, *times, expected]
-    records = _check_records(folder, split)
-    unknown = current
-    for record in records:
-        with suppress(OSError, ValueError, AttributeError):  # there is none, or it is damaged
-            seen = read_json(record).get
-            unknown = {name: file for name, file in unknown.items() if seen(name) != file}
-    yield [path for path in files if path.name in unknown]
-    for record in records if unknown else ():
-        with suppress(OSError):  # a read-only folder, or a full disk
-            write_json(record, current)
-            break
-
-
-def _check_records(folder: Path, split: Split) -> list[Path]:
-    """Where checks are remembered: in the data folder or, if that is read-only, in the cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    of_folder = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-    records = [folder / f".{split}_scan.json", cache / "gpt2_scans" / f"{of_folder}_{split}.json"]
-    return [record for record in records if record.parts[0] != "~"]  # of a user without a home
-
-
-def _explain_missing(folder: Path, split: Split) -> str:
-    """Why `folder` has no shards of a split, and what to do."""
-    if (folder / PARTS_FOLDER).exists():
-        return f"{folder} has no {split} shards: merge its parts by fineweb.py --parts N"
-    missing = f"no data folder {folder}"
-    if folder.is_dir():
-        missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
-    patterns = ("*/*train*.npy", "*/*train*.bin")
-    shards = [path for at in (folder, folder.parent) for each in patterns for path in at.glob(each)]
-    others = [str(path) for path in {shard.parent for shard in shards} - {folder}]
-    others.sort(key=lambda path: difflib.SequenceMatcher(None, path, str(folder)).ratio())
-    found = f"; found {', '.join(others[:-6:-1])}" if others else ""
-    return f"{missing}{found}; {HOW_TO_MAKE_DATA}"
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
@@ -490,26 +450,42 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
             raise ValueError(f"{path} has changed since it was written: {remedy}")
 
 
-def _max_open_shards() -> int:
-    """How many files one split may keep open: a quarter of the process's limit, which is raised."""
-    try:
-        import resource
-    except ImportError:  # Windows, which has no such limit
-        return OPEN_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if 0 <= soft < most:  # -1: unlimited
-        with suppress(OSError, ValueError):  # macOS has one more limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
-    return (soft if 0 <= soft < OPEN_FILES else OPEN_FILES) // 4
+def _find_shards(folder: Path, split: Split) -> list[Path]:
+    """The shards of a folder without a manifest, by their names, such as `a_train000.bin`."""
+    for kind in ("npy", "bin"):
+        files = sorted(folder.glob(f"*.{kind}"))
+        words = SPLIT_WORDS.values()
+        train, val = ([path for path in files if word.search(path.name)] for word in words)
+        if both := set(train) & set(val):
+            raise ValueError(f"{min(both)} names both splits, train and val: rename it")
+        if (train or val) and kind == "bin" and (folder / NANOGPT_VOCABULARY).exists():
+            raise ValueError(
+                f"{folder / NANOGPT_VOCABULARY} says that the .bin files have a vocabulary of "
+                f"their own: only GPT-2's tokens can be read, make them of the text by "
+                f"python fineweb.py"
+            )
+        if train or val:
+            return train if split == "train" else val
+    return []
 
 
-def _open_shard(path: Path) -> TokenArray:
+def _explain_missing(folder: Path, split: Split) -> str:
+    """Why `folder` has no shards of a split, and what to do."""
+    missing = f"no data folder {folder}"
+    if folder.is_dir():
+        missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
+    near = [path for at in (folder, folder.parent) for path in at.glob("*/*train*.*")]
+    others = {str(path.parent) for path in near if path.suffix in (".npy", ".bin")}
+    found = ", ".join(sorted(others - {str(folder)})[:5])
+    return f"{missing}{found and f'; found {found}'}; {HOW_TO_MAKE_DATA}"
+
+
+def _map_shard(path: Path) -> TokenArray:
     if path.suffix == ".bin":
-        return _open_bin(path)
+        return _map_bin(path)
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # refuses objects, which are pickled
+        # What np.load does with mmap_mode, for .npy files only. It refuses pickled objects.
+        array = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header brings errors of many kinds
         raise ValueError(f"{path} cannot be read as a token shard: {error}") from None
     if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
@@ -520,7 +496,7 @@ def _open_shard(path: Path) -> TokenArray:
     return array
 
 
-def _open_bin(path: Path) -> TokenArray:
+def _map_bin(path: Path) -> TokenArray:
     """Map the tokens of llm.c, which follow a header, or of nanoGPT, which have none."""
     size, offset = path.stat().st_size, 0
     with path.open("rb") as file:
@@ -528,14 +504,11 @@ def _open_bin(path: Path) -> TokenArray:
     if header.startswith(LLM_C_MAGIC):
         offset = LLM_C_HEADER_BYTES
         _, version, tokens = np.frombuffer(header.ljust(offset, b"\0"), "<i4", 3).tolist()
-        if version != LLM_C_VERSION:
-            raise ValueError(
-                f"{path} has version {version} of llm.c's format: only {LLM_C_VERSION} is read"
-            )
         expected = offset + SHARD_DTYPE.itemsize * tokens
-        if size != expected:
+        if version != 1 or size != expected:
             raise ValueError(
-                f"{path} has {size:,} bytes, its header says {expected:,}: copy it again"
+                f"{path} is of llm.c's format, version {version}, and has {size:,} bytes: only "
+                f"version 1 is read, and by the header it has {expected:,}; copy it again"
             )
     if size <= offset or size % SHARD_DTYPE.itemsize:
         raise ValueError(f"{path} has {size:,} bytes, which are no uint16 tokens: copy it again")

@@ -1,10 +1,10 @@
 """Where documents come from: local files, a function of `SOURCES`, or a data set of the hub.
 
-Every document has a cursor: JSON from which its source resumes with that document. Several
-machines can share a source; each reads a part of it.
+A source is a list of files, each of which yields texts, always the same ones in the same order. So
+the number of a file and of a text in it say where a stopped run resumes, and several machines share
+a source by its files.
 """
 
-import bisect
 import glob
 import hashlib
 import io
@@ -15,13 +15,15 @@ import platform
 import re
 import shlex
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from corpus.shards import WHOLE, Part
 from runtime.hub import explain_hub_errors
+from tokenizer import cut_text
 
 if TYPE_CHECKING:
     import pyarrow
@@ -29,36 +31,17 @@ if TYPE_CHECKING:
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 FILE_TYPES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}  # by suffix: the name that pyarrow has for it
 STREAM_REMEDY = (
     "finished shards stay, and the same command resumes; if that fails again, the file is damaged "
     "or gone: choose another --name or --revision, with another --data-dir"
 )
-STREAM_CURSOR = ("state", "first", "row")  # see `stream_documents`
-
 TABLE_ROWS = 256  # rows that are read together
-BLOCK_BYTES = 1 << 20  # of a plain text, read together
-# `tokenizer.CUT` for UTF-8 bytes: a space or newline before a byte that begins no whitespace.
-BLOCK_END = re.compile(rb"[ \n](?=[!-~\xc3-\xe0\xe4-\xf4])")
+BLOCK_CHARS = 1 << 20  # of a plain text, read and tokenised together
 
 # Folders of the standard library that are not its own code, and tests, which are half of its text.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
-Cursor = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Part `index` of `count`. The parts of a source, concatenated, are the whole source.
-
-    What a part holds depends on the source and `count` alone, so machines need not communicate.
-    """
-
-    index: int
-    count: int
-
-
-WHOLE = Part(0, 1)
+Cursor = dict[str, int]  # `file` and `text`: the document's place, see `Source.documents`
 
 
 class Document(NamedTuple):
@@ -67,13 +50,83 @@ class Document(NamedTuple):
     text: str
     cursor: Cursor
     """Where its source resumes with this document."""
-    fraction: float | None = None
-    """How much of the source precedes it, in [0, 1]; None if unknown."""
     begins: bool = True
     """False for a block that continues the previous one's document."""
 
 
-class FileSource:
+class SourceFile(NamedTuple):
+    """A file of a source; a part of the work takes whole files."""
+
+    read: Callable[[], Iterable[str]]
+    """Yields its texts, always the same ones in the same order."""
+    is_document: bool = False
+    """Its texts are the blocks of one document."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents in a fixed order."""
+
+    identity: dict[str, Any]
+    """What tells it from other sources, for the manifest."""
+    open_files: Callable[[], Sequence[SourceFile]]
+    """Lists its files when they are needed: a finished data set needs no network."""
+    tokens: int | None = None
+    """An estimate of its size."""
+
+    def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
+        """Read a part from the document with `cursor` on, or from its start.
+
+        Raises:
+            OSError: the hub, the network or a file there fails.
+            ValueError: there are fewer files than parts, a text cannot be read, or the cursor is
+                no place in this source.
+        """
+        files = self.open_files()
+        if part.count > len(files):
+            raise ValueError(
+                f"{part.count} parts of {len(files)} files: a part takes whole files, "
+                f"so {len(files)} parts are the most that work"
+            )
+        start, stop = (len(files) * i // part.count for i in (part.index, part.index + 1))
+        first, skipped = (start, 0) if cursor is None else _parse_cursor(cursor, range(start, stop))
+        for number in range(first, stop):
+            file, texts = files[number], enumerate(files[number].read())
+            if number == first and sum(1 for _ in itertools.islice(texts, skipped)) < skipped:
+                raise _wrong_cursor(cursor)
+            for i, text in texts:
+                place = {"file": number, "text": i}
+                yield Document(text, place, begins=i == 0 or not file.is_document)
+
+
+def _parse_cursor(cursor: Cursor, files: range) -> tuple[int, int]:
+    """The numbers of the file and of the text to begin with."""
+    file, text = cursor.get("file"), cursor.get("text")
+    if type(file) is not int or type(text) is not int or file not in files or text < 0:
+        raise _wrong_cursor(cursor)
+    return file, text
+
+
+def _wrong_cursor(cursor: Cursor | None) -> ValueError:
+    return ValueError(
+        f"the manifest resumes at {cursor}, which is no place in this source: "
+        f"choose another --data-dir, or delete it"
+    )
+
+
+def text_source(name: str, texts: Callable[[], Iterable[str]]) -> Source:
+    """The texts that a function yields, as one file.
+
+    Args:
+        name: of `--source`, and in the manifest.
+        texts: called, it gives the documents' texts, always the same ones in the same order.
+    """
+    return Source({"kind": name}, lambda: [SourceFile(texts)])
+
+
+def file_source(
+    paths: list[Path], identity: dict[str, Any] | None = None, errors: str = "strict"
+) -> Source:
     """Local files, in order.
 
     Args:
@@ -82,138 +135,18 @@ class FileSource:
         identity: for the manifest; by default the files' names and sizes.
         errors: what to do with invalid UTF-8 in plain texts: `strict` or `replace`.
     """
-
-    tokens = None
-
-    def __init__(
-        self, paths: list[Path], identity: dict[str, Any] | None = None, errors: str = "strict"
-    ) -> None:
-        self.paths = paths
-        self.stats = [path.stat() for path in paths]
-        self.sizes = [stat.st_size for stat in self.stats]
-        self.errors = errors
-        files = [
-            {"name": path.name, "bytes": size} for path, size in zip(paths, self.sizes, strict=True)
-        ]
-        self.identity = identity or {"kind": "files", "files": files}
-
-    def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
-        """Read a part from `cursor` (file, row and byte in it), or from its start.
-
-        Raises:
-            ValueError: the cursor does not fit these files, there are fewer files than parts, a
-                row has no text, or a file changes before it is read to its end.
-        """
-        files = self.files_of(part)
-        if cursor is not None and not self._has(cursor, files):
-            raise _wrong_cursor(cursor)
-        place = cursor or {"file": files.start, "row": 0, "byte": 0}
-        total = max(1, sum(self.sizes[files.start : files.stop]))
-        for i in range(place["file"], files.stop):
-            row, byte = (place["row"], place["byte"]) if i == place["file"] else (0, 0)
-            before = sum(self.sizes[files.start : i])
-            with _refusing_changes(self.paths[i], self.stats[i]):
-                for document in self._read(self.paths[i], row, byte):
-                    fraction = (before + (document.fraction or 0.0) * self.sizes[i]) / total
-                    here = {"file": i, **document.cursor}
-                    yield document._replace(cursor=here, fraction=fraction)
-
-    def files_of(self, part: Part) -> range:
-        """The files of a part: those whose middle byte lies in its share of all bytes.
-
-        Raises:
-            ValueError: there are fewer files than parts.
-        """
-        _check_parts(part, len(self.paths), "files")
-        weights = [size + 1 for size in self.sizes]  # + 1: an empty file has a middle, too
-        ends = list(itertools.accumulate(weights))
-        middles = [end - weight / 2 for end, weight in zip(ends, weights, strict=True)]
-        bounds = (ends[-1] * index / part.count for index in (part.index, part.index + 1))
-        return range(*(bisect.bisect_left(middles, bound) for bound in bounds))
-
-    def _has(self, place: Cursor, files: range) -> bool:
-        return (
-            place.keys() == {"file", "row", "byte"}
-            and all(type(value) is int and value >= 0 for value in place.values())
-            and place["file"] in files
-            and (
-                place["byte"] <= self.sizes[place["file"]]
-                or self.paths[place["file"]].suffix in COMPRESSION
-            )
-        )
-
-    def _read(self, path: Path, row: int, byte: int) -> Iterator[Document]:
-        if path.suffix == ".parquet":
-            return read_parquet(path, row)
-        if file_type(path).startswith(".jsonl"):
-            return read_jsonl(path, row, byte)
-        return read_plain(path, row, byte, self.errors)
+    stats = [path.stat() for path in paths]
+    files = [
+        SourceFile(partial(read_file, path, stat, errors), file_type(path) in ("", ".txt"))
+        for path, stat in zip(paths, stats, strict=True)
+    ]
+    sizes = [
+        {"name": path.name, "bytes": stat.st_size} for path, stat in zip(paths, stats, strict=True)
+    ]
+    return Source(identity or {"kind": "files", "files": sizes}, lambda: files)
 
 
-@contextmanager
-def _refusing_changes(path: Path, opened: os.stat_result) -> Iterator[None]:
-    """After the body, which reads a file, refuse it if it is no longer as it was when `opened`.
-
-    The file's last document is encoded only after this, so text that is added at the end of a file
-    makes no finished shard wrong.
-    """
-    error = None
-    try:
-        yield
-    except ValueError as caught:  # a line may be half written
-        error = caught
-    now = path.stat()
-    if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
-        sizes = f"{opened.st_size:,} bytes before, {now.st_size:,} now"
-        raise ValueError(
-            f"{path} was changed while it was read ({sizes}): wait until it is finished; then, if "
-            f"text was only added at its end, the same command resumes, otherwise choose another "
-            f"--data-dir, or delete it"
-        )
-    if error is not None:
-        raise error
-
-
-class TextSource:
-    """The texts that a function yields, counted so that any of them can be resumed from.
-
-    Args:
-        name: of `--source`, and in the manifest.
-        texts: called, it gives the documents' texts, always the same ones in the same order.
-    """
-
-    tokens = None
-
-    def __init__(self, name: str, texts: Callable[[], Iterable[str]]) -> None:
-        self.name, self.texts = name, texts
-        self.identity = {"kind": name}
-
-    def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
-        """Call `texts`; skip to `cursor`, or to the start of the part.
-
-        Raises:
-            ValueError: the texts before `cursor` have changed, there are fewer documents than
-                parts, or one is no string.
-        """
-        start, stop = 0, None
-        if part != WHOLE:
-            total = sum(1 for _ in self.texts())
-            _check_parts(part, total, "documents")
-            start, stop = (total * index // part.count for index in (part.index, part.index + 1))
-        digest = hashlib.sha256()  # of all texts before this one
-        for number, text in enumerate(itertools.islice(self.texts(), stop)):
-            data = _string(text, f"{self.name}, document {number + 1}").encode("utf-8", "replace")
-            place = {"document": number, "sha256": digest.hexdigest()}
-            if cursor == place:
-                cursor = None  # reached
-            if cursor is None and number >= start:
-                yield Document(text, place)
-            digest.update(data + b"\xff")  # a byte that UTF-8 has not: it separates documents
-        if cursor is not None:
-            raise _wrong_cursor(cursor)
-
-
-def stdlib_source() -> FileSource:
+def stdlib_source() -> Source:
     """The built-in corpus: the running Python's standard library, one document per file.
 
     Files come in the order of a hash of their names, so that validation is a fair sample.
@@ -235,7 +168,7 @@ def stdlib_source() -> FileSource:
         "modules": len(names),
         "sha256 of names and sizes": digest.hexdigest(),
     }
-    return FileSource([root / name for name in names], identity, errors="replace")
+    return file_source([root / name for name in names], identity, errors="replace")
 
 
 def file_type(path: Path | str) -> str:
@@ -264,140 +197,93 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     return paths
 
 
-def read_parquet(path: Path, row: int) -> Iterator[Document]:
-    """The `text` column of a Parquet file, from a row on.
+def read_file(path: Path, opened: os.stat_result, errors: str = "strict") -> Iterator[str]:
+    """The texts of a local file; at its end, refuse it if it has changed since it was `opened`.
 
     Raises:
-        ValueError: it cannot be read; the message names file and row (from 1).
+        ValueError: it cannot be read; the message names it and, where it has rows, the row.
     """
+    kind = file_type(path)
+    if kind == ".parquet":
+        yield from read_parquet(path)
+    elif kind.startswith(".jsonl"):
+        yield from read_jsonl(path)
+    else:
+        yield from read_plain(path, errors)
+    now = path.stat()
+    if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
+        raise ValueError(
+            f"{path} was changed while it was read: wait until it is finished; then, if text was "
+            f"only added at its end, the same command resumes, otherwise choose another "
+            f"--data-dir, or delete it"
+        )
+
+
+def read_parquet(path: Path) -> Iterator[str]:
+    """The `text` column of a Parquet file."""
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             _check_text_field(file.schema_arrow.names, f"{path}, row 1")
-            current = 0
-            for group in range(file.num_row_groups):
-                group_rows = file.metadata.row_group(group).num_rows
-                if current + group_rows <= row:
-                    current += group_rows
-                    continue
-                for table in file.iter_batches(TABLE_ROWS, [group], columns=["text"]):
-                    for text in _strings(table.column("text"), str(path), current):
-                        if current >= row:
-                            fraction = current / file.metadata.num_rows
-                            yield Document(text, {"row": current, "byte": 0}, fraction)
-                        current += 1
+            yield from _column_texts(file.iter_batches(TABLE_ROWS, columns=["text"]), str(path))
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
 
 
-def read_jsonl(path: Path, row: int, byte: int) -> Iterator[Document]:
-    """The `text` of every line of a JSON Lines file, from a place on; blank lines are skipped.
-
-    Args:
-        path: the file, which may be compressed by gzip or zstd.
-        row: lines before the place.
-        byte: bytes before the place; of a compressed file, those that it decompresses to.
-
-    Raises:
-        ValueError: a line is no JSON object with a `text`, or the file cannot be decompressed; the
-            message names file and line.
-    """
-    size = path.stat().st_size
-    with _open_lines(path, byte) as (lines, bytes_read):
-        for number, line in enumerate(lines, row + 1):
-            where = f"{path}, line {number}"
-            if line.strip():
-                text = _decode(line, path, number - 1, byte)
-                try:
-                    value = json.loads(text)
-                except json.JSONDecodeError as error:
-                    reason = f"{error.msg} at character {error.pos + 1}"
-                    raise ValueError(f"{where}: not JSON ({reason})") from None
-                except RecursionError:
-                    raise ValueError(f"{where}: JSON nested too deeply") from None
-                except ValueError:
-                    raise ValueError(f"{where}: a number has too many digits") from None
-                _check_text_field(value if isinstance(value, dict) else (), where)
-                cursor = {"row": number - 1, "byte": byte}
-                yield Document(_string(value["text"], where), cursor, bytes_read(byte) / size)
-            byte += len(line)
-
-
-@contextmanager
-def _open_lines(path: Path, byte: int) -> Iterator[tuple[Iterator[bytes], Callable[[int], int]]]:
-    """A file's lines from a place on, and how much of the file itself precedes a place."""
-    with path.open("rb") as file:
-        if path.suffix not in COMPRESSION:
-            file.seek(byte)
-            yield file, lambda place: place
-            return
-        import pyarrow
-
-        with io.BufferedReader(
-            pyarrow.CompressedInputStream(file, COMPRESSION[path.suffix]), BLOCK_BYTES
-        ) as text:
-            yield _decompressed_lines(path, text, byte), lambda _: file.tell()
-
-
-def _decompressed_lines(path: Path, text: IO[bytes], byte: int) -> Iterator[bytes]:
-    """The lines of a decompressed text after its first `byte` bytes, which are read, too.
-
-    Raises:
-        ValueError: the file is damaged or cut off, or has fewer bytes.
-    """
-    left = byte
+def read_jsonl(path: Path) -> Iterator[str]:
+    """The `text` of every line of a JSON Lines file; blank lines are skipped."""
     try:
-        while left:
-            block = text.read(min(left, BLOCK_BYTES))
-            if not block:
-                raise _wrong_cursor({"byte": byte})
-            left -= len(block)
-        yield from text
+        with _open_lines(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _parse_line(line, path, number)
     except (OSError, EOFError) as error:
-        raise ValueError(f"{path} cannot be decompressed ({error}): is it complete?") from None
+        raise ValueError(f"{path} cannot be read ({error}): is it complete?") from None
 
 
-def read_plain(path: Path, row: int, byte: int, errors: str) -> Iterator[Document]:
-    """A plain text as one document, from a place on, in blocks that are tokenised one by one.
+def _open_lines(path: Path) -> IO[bytes]:
+    if path.suffix == ".jsonl":
+        return path.open("rb")
+    import pyarrow
 
-    Raises:
-        ValueError: it is not UTF-8 and `errors` is `strict`; the message names file and line.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(byte)
-        block = b""
-        while True:
-            more = file.read(BLOCK_BYTES)
-            block += more
-            # One byte back: a space at the end was not known to be the last of its run.
-            found = BLOCK_END.search(block, max(BLOCK_BYTES, len(block) - len(more) - 1))
-            if more and not found:
-                continue
-            end = found.start() if found else len(block)
-            text = _decode(block[:end], path, row, byte, errors)
-            yield Document(text, {"row": row, "byte": byte}, byte / max(size, 1), begins=byte == 0)
-            if not more:
-                return
-            row += block.count(b"\n", 0, end)
-            byte += end
-            block = block[end:]
+    return io.BufferedReader(pyarrow.input_stream(path), BLOCK_CHARS)  # decompresses by suffix
 
 
-def _wrong_cursor(cursor: Cursor) -> ValueError:
+def _parse_line(line: bytes, path: Path, number: int) -> str:
+    where = f"{path}, line {number}"
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise _invalid_utf8(where, path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
+    _check_text_field(value if isinstance(value, dict) else (), where)
+    return _string(value["text"], where)
+
+
+def read_plain(path: Path, errors: str = "strict") -> Iterator[str]:
+    """A plain text in blocks whose tokens, joined, are those of the whole (see `cut_text`)."""
+    try:
+        with path.open(encoding="utf-8", errors=errors, newline="") as file:
+            rest = ""
+            while more := file.read(BLOCK_CHARS):
+                *blocks, rest = cut_text(rest + more, BLOCK_CHARS)
+                yield from blocks
+            yield rest
+    except UnicodeDecodeError as error:
+        raise _invalid_utf8(str(path), path, error) from None
+
+
+def _invalid_utf8(where: str, path: Path, error: UnicodeDecodeError) -> ValueError:
+    compressed = path.suffix in (".gz", ".zst")
+    plain = path.with_suffix("") if compressed else path
+    target = plain.with_suffix(".utf8" + plain.suffix)
     return ValueError(
-        f"the manifest resumes at {cursor}, which is no place in this source: "
-        f"choose another --data-dir, or delete it"
+        f"{where}: invalid UTF-8 ({error.reason}); if it is Latin-1, "
+        f"{'decompress it, and ' if compressed else ''}convert it: "
+        f"iconv -f latin1 -t utf-8 {shlex.quote(str(plain))} > {shlex.quote(str(target))}"
     )
-
-
-def _check_parts(part: Part, count: int, unit: str) -> None:
-    if part.count > count:
-        raise ValueError(
-            f"{part.count} parts of {count} {unit}: a part takes whole {unit}, "
-            f"so {count} parts are the most that work"
-        )
 
 
 def _check_text_field(names: Iterable[str], where: str) -> None:
@@ -407,38 +293,27 @@ def _check_text_field(names: Iterable[str], where: str) -> None:
         raise ValueError(f"{where}: no `text`, the field that documents are read from; {has}")
 
 
-def _decode(data: bytes, path: Path, row: int, byte: int, errors: str = "strict") -> str:
-    try:
-        return data.decode("utf-8", errors)
-    except UnicodeDecodeError as error:
-        line = row + data.count(b"\n", 0, error.start) + 1
-        first = "decompress it, and " if path.suffix in COMPRESSION else ""
-        plain = path.with_suffix("") if first else path
-        source, target = shlex.quote(str(plain)), plain.with_suffix(".utf8" + plain.suffix)
-        raise ValueError(
-            f"{path}, line {line}: invalid UTF-8 ({error.reason}) at byte {byte + error.start}; "
-            f"if it is Latin-1, {first}convert it: "
-            f"iconv -f latin1 -t utf-8 {source} > {shlex.quote(str(target))}"
-        ) from None
-
-
 def _string(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: `text` is {type(value).__name__}, not a string")
     return value
 
 
-def _strings(column: Iterable[Any], origin: str, row: int) -> Iterator[str]:
-    """The strings of an Arrow column whose first value is row `row` (from 0) of `origin`."""
-    for number, value in enumerate(column, row + 1):
-        where = f"{origin}, row {number}"
-        try:
-            yield _string(value.as_py(), where)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: invalid UTF-8 ({error.reason})") from None
+def _column_texts(tables: Iterable[Any], origin: str) -> Iterator[str]:
+    """The strings of the column `text` of Arrow tables, whose rows are counted from 1."""
+    row = 0
+    for table in tables:
+        _check_text_field(table.schema.names, f"{origin}, row {row + 1}")
+        for value in table.column("text"):
+            row += 1
+            where = f"{origin}, row {row}"
+            try:
+                yield _string(value.as_py(), where)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: invalid UTF-8 ({error.reason})") from None
 
 
-class HubSource:
+def hub_source(dataset: str, name: str | None, revision: str) -> Source:
     """A data set of the Hugging Face hub at one commit, streamed.
 
     Args:
@@ -447,82 +322,38 @@ class HubSource:
         revision: a commit.
     """
 
-    def __init__(self, dataset: str, name: str | None, revision: str) -> None:
-        self.dataset = dataset
-        self.identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": revision}
-        billions = re.fullmatch(r"sample-(\d+)BT", name or "")
-        self.tokens = int(billions[1]) * 10**9 if billions and dataset in FINEWEB.values() else None
-
-    def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
-        """Read a part from `cursor`, or from its start.
-
-        Raises:
-            OSError: the hub, the network or a file there fails.
-            ValueError: there are fewer files than parts, or a row has no text.
-        """
+    def open_files() -> list[SourceFile]:
         import datasets
 
-        with explain_hub_errors(f"reading {self.dataset} failed", STREAM_REMEDY):
+        with explain_hub_errors(f"reading {dataset} failed", STREAM_REMEDY):
             stream = datasets.load_dataset(
-                self.dataset,
-                self.identity["name"],
-                split="train",
-                streaming=True,
-                revision=self.identity["revision"],
+                dataset, name, split="train", streaming=True, revision=revision
             )
-        origin = self.dataset
-        if part != WHOLE:
-            _check_parts(part, stream.num_shards, "files")
-            stream = stream.shard(part.count, part.index, contiguous=True)
-            origin += f" (part {part.index} of {part.count})"
-        yield from stream_documents(stream, cursor, origin)
+        origins = [f"{dataset}, file {number + 1}" for number in range(stream.num_shards)]
+        return [SourceFile(partial(read_stream, stream, i, at)) for i, at in enumerate(origins)]
+
+    identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": revision}
+    billions = re.fullmatch(r"sample-(\d+)BT", name or "")
+    tokens = int(billions[1]) * 10**9 if billions and dataset in FINEWEB.values() else None
+    return Source(identity, open_files, tokens)
 
 
-def stream_documents(
-    dataset: "IterableDataset", cursor: Cursor | None, origin: str
-) -> Iterator[Document]:
-    """The `text` column of a streamed data set, from `cursor` or from the start.
-
-    Args:
-        dataset: of the `datasets` library.
-        cursor: the data set's state before a table of rows, the number of that table's first row,
-            and the row in the table to begin with.
-        origin: the data set's name in messages.
-
-    Raises:
-        OSError: the data set cannot be read.
-        ValueError: a row has no text, or the cursor is of another source.
-    """
-    if cursor is not None and [type(cursor.get(key)) for key in STREAM_CURSOR] != [dict, int, int]:
-        raise _wrong_cursor(cursor)
-    begin_state, first, begin = (cursor[key] for key in STREAM_CURSOR) if cursor else (None, 0, 0)
-    for state, table in _tables(dataset, begin_state, origin):
-        _check_text_field(table.column_names, f"{origin}, row {first + 1}")
-        for row, text in enumerate(_strings(table["text"], origin, first)):
-            if row >= begin:
-                yield Document(text, {"state": state, "first": first, "row": row})
-        first, begin = first + len(table), 0
+def read_stream(stream: "IterableDataset", number: int, origin: str) -> Iterator[str]:
+    """The `text` column of a file of a streamed data set, which messages call `origin`."""
+    return _column_texts(_stream_tables(stream, number, origin), origin)
 
 
-def _tables(
-    dataset: "IterableDataset", state: Cursor | None, origin: str
-) -> Iterator[tuple[Cursor, "pyarrow.Table"]]:
-    """A stream's tables of `TABLE_ROWS` rows, from a state on; each with the state before it."""
+def _stream_tables(
+    stream: "IterableDataset", number: int, origin: str
+) -> Iterator["pyarrow.Table"]:
     with explain_hub_errors(f"reading {origin} failed", STREAM_REMEDY):
-        dataset = dataset.with_format("arrow")
-        if state is not None:
-            dataset.load_state_dict(state)
-        state = dataset.state_dict()
-        for table in dataset.iter(batch_size=TABLE_ROWS):
-            yield state, table
-            state = dataset.state_dict()
+        file = stream.shard(stream.num_shards, number, contiguous=True)
+        yield from file.with_format("arrow").iter(batch_size=TABLE_ROWS)
 
-
-Source = FileSource | TextSource | HubSource
 
 # What `--source NAME` opens. To add a source, write a generator function that yields the texts of
 # its documents, always the same ones in the same order, and add a line here: its NAME and
-# `lambda: TextSource("NAME", the_function)`.
+# `lambda: text_source("NAME", the_function)`.
 SOURCES: dict[str, Callable[[], Source]] = {
     "stdlib": stdlib_source,
 }

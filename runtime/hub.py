@@ -1,4 +1,4 @@
-"""The Hugging Face hub: a folder to it, a file from it, and its errors as one line."""
+"""The Hugging Face hub: names, commits, uploads, and its errors as one line."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,11 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from runtime.files import finish_within, redact_secrets
-
 RepoType = Literal["model", "dataset"]
 TIMEOUT_SECONDS = 10  # of an answer
-DOWNLOAD_SECONDS = 3 * 3600  # of a file, or of a model: the 6.4 GB of gpt2-xl at 0.6 MB/s
 NO_NETWORK = (
     "without network, use --source stdlib (Python's own sources) "
     "or --source FILES (.parquet, .jsonl, .txt)"
@@ -73,22 +70,6 @@ def push_folder(
     return str(url)
 
 
-def download_file(repo: str, name: str, revision: str, folder: Path) -> Path:
-    """Fetch a file of a data set's repository into a folder.
-
-    Raises:
-        FileNotFoundError: the repository has no such file.
-        OSError: the hub cannot be reached, or lets this user not read it.
-    """
-    from huggingface_hub import hf_hub_download
-
-    def fetch() -> str:
-        return hf_hub_download(repo, name, repo_type="dataset", revision=revision, local_dir=folder)
-
-    with explain_hub_errors(f"{name} of {repo} was not downloaded"):
-        return Path(finish_within(DOWNLOAD_SECONDS, fetch))
-
-
 @contextmanager
 def explain_hub_errors(
     failure: str, remedy: str = "once that is mended, the same command resumes"
@@ -101,7 +82,7 @@ def explain_hub_errors(
         yield
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = redact_secrets(str(error).strip().partition("\n")[0])
+        reason = str(error).strip().partition("\n")[0]
         cause = ""
         if status in (401, 403, 404):
             cause = "it is not there, or not open to you: log in by `hf auth login`, with a token "
