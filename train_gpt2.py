@@ -44,8 +44,7 @@ from runtime.stopping import EvaluationStopped, StopRequest, Watchdog
 from runtime.trackers import Trackers
 from sample import generate
 from tokenizer import gpt2_encoding
-from training import memory, run_dir
-from training.cluster import print_plan
+from training import plan, run_dir
 from training.config import TrainConfig
 from training.preflight import check_parallel_mode, check_software, run_preflight
 
@@ -61,7 +60,7 @@ class Trainer:
     dist_info: DistInfo
     folder: LockedFolder
     resumed_from: Path | None
-    batch: memory.BatchPlan
+    batch: plan.BatchPlan
     dtype: torch.dtype
     raw_model: GPT  # neither compiled nor wrapped: for evaluation, sampling and saving
     model: nn.Module  # the same parameters, compiled and wrapped: for training
@@ -91,14 +90,14 @@ def main(args: Sequence[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else args
     config, resume_from = run_dir.parse_config(args)
     if config.plan:
-        print_plan(config, run_dir.model_dimensions(config, resume_from))
+        plan.print_plan(config, run_dir.model_dimensions(config, resume_from))
     elif config.preflight:
         run_preflight(config, resume_from)
     else:
         if config.deterministic:
             device.make_deterministic()  # now, since NCCL then sums in another way, too
         with distributed.setup_distributed(config.device, config.cpu_offload) as dist_info:
-            check_software(config, dist_info)
+            check_software(config)
             with run_dir.open_run(args, config, resume_from, dist_info) as opened:
                 run(*opened, dist_info)
 
@@ -139,16 +138,14 @@ def setup(
         config.data_dir, config.block_size, validates=config.val_every > 0
     )
     raw_model = init_model(config, resume_from, dtype, dist_info)
-    raw_model.loss_chunks = memory.loss_chunks(config, dist_info.device.type)
+    raw_model.loss_chunks = plan.loss_chunks(config, dist_info.device.type)
     raw_model.set_activation_checkpointing(config.activation_checkpointing)
     model = compile_and_wrap(raw_model, config, dist_info)
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
         hellaswag = examples_or_none(config.hellaswag_data, config.block_size, dist_info)
     shape = raw_model.config
-    batch = memory.choose_batch(config, shape, model, dtype, dist_info)
-    what = "the batches that fit (set --micro-batch-size)"
-    distributed.check_same_on_all_ranks(what, [str(batch)])
+    batch = plan.choose_batch(config, shape, model, dtype, dist_info)
     return Trainer(
         config=config,
         dist_info=dist_info,
@@ -168,7 +165,7 @@ def setup(
             config.keep_checkpoints,
             warn=lambda line: print0(f"warning: {line}"),
         ),
-        norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
+        norms=metrics.RecentNorms(0.0),
         trackers=Trackers(config.logger, dist_info, lambda: plot_run(folder.path)),
         stop=StopRequest(
             dist_info,
@@ -318,7 +315,7 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
     """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step."""
     config, dist_info, stop = trainer.config, trainer.dist_info, trainer.stop
     model_config = trainer.raw_model.config
-    print0(memory.describe_plan(config, model_config, trainer.batch, dist_info))
+    print0(plan.describe_plan(config, model_config, trainer.batch, dist_info))
     print0(run_dir.describe_run(trainer.run_dir))
     timer = metrics.StepTimer(
         start_step,
@@ -667,7 +664,9 @@ def log_step(
     """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
     config, dist_info = trainer.config, trainer.dist_info
     timing = timer.lap(step)
-    peak = metrics.peak_flops(device.device_name(dist_info.device))
+    peak = metrics.peak_flops(
+        device.device_name(dist_info.device), float32=trainer.dtype == torch.float32
+    )
     speed, per_token = timing.tokens_per_second, trainer.flops_per_token
     record = {
         "step": step,
@@ -706,4 +705,4 @@ def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
 
 
 if __name__ == "__main__":
-    run_command(main, optional_output=True)
+    run_command(main)

@@ -48,6 +48,7 @@ PEAK_FLOPS = {
     r"\bRTX 4090$": 165e12,
     r"\bRTX 3090$": 71e12,
 }
+WITHOUT_TF32 = r"\bT4$"  # the others above multiply float32 matrices in TF32, at half their peak
 HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
 # Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
 HELLASWAG_REFERENCES = {
@@ -219,11 +220,19 @@ def flops_per_token(model_config: "GPTConfig") -> int:
     return 6 * model_config.n_params + attention
 
 
-def peak_flops(device_name: str) -> float | None:
-    """The dense bfloat16 peak, in FLOP/s, of a GPU by the driver's name; None where unknown."""
+def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
+    """The dense peak of a GPU in FLOP/s; None where unknown.
+
+    Args:
+        device_name: the driver's name of the GPU.
+        float32: whether matrix products are of float32, in TF32, and not of 16 bits.
+    """
     if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
         return None
-    return next((PEAK_FLOPS[name] for name in PEAK_FLOPS if re.search(name, device_name)), None)
+    peak = next((PEAK_FLOPS[name] for name in PEAK_FLOPS if re.search(name, device_name)), None)
+    if peak is None or not float32:
+        return peak
+    return None if re.search(WITHOUT_TF32, device_name) else peak / 2
 
 
 def mfu(

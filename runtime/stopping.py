@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-from runtime.cli import print_error, takes_output
+from runtime.cli import print_error
 from runtime.distributed import DistInfo, all_reduce_max, print0
 
 SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
@@ -178,6 +178,5 @@ class StopRequest:
         if not self._own_code and self._dist_info.is_main and os.isatty(2):
             line = f"{signal.Signals(number).name}: stopping after this step\n"
             with suppress(OSError):  # the terminal is gone
-                if takes_output(2):
-                    os.write(2, line.encode())  # not print: a signal may come in the middle of one
+                os.write(2, line.encode())  # not print: a signal may come in the middle of one
         self._own_code = self._own_code or number
