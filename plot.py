@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from tyro.conf import Positional
 
-from runtime.cli import parse_flags, run_command
+from runtime.cli import Positional, parse_flags, run_command
 from runtime.files import atomic_write
 from runtime.metrics import (
     HELLASWAG_EXAMPLES,
@@ -49,7 +48,7 @@ BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e
 class PlotConfig:
     """Draw the figures of one or more runs, each into its own `figures/` folder."""
 
-    runs: Positional[tuple[Path, ...]]
+    runs: Positional[tuple[Path, ...]] = ()
     """Run folders, such as runs/my-run."""
     compare: Path | None = None
     """Draw the losses of all the runs into this one PNG too."""

@@ -21,7 +21,7 @@ from runtime.device import compiler_problem, select_dtype
 from runtime.distributed import DistInfo
 from runtime.metrics import flops_per_token, mfu
 from training.config import TrainConfig
-from training.memory import plan_batch
+from training.plan import plan_batch
 
 ACCUMULATION = 4  # micro-batches per step with gradient accumulation, except on a GPU
 LADDER: dict[str, dict[str, Any]] = {  # what each configuration adds to the one before it

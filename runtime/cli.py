@@ -1,27 +1,27 @@
 """A script's command line: flags from a dataclass, errors as one line with exit code 2."""
 
+import argparse
 import ast
-import contextlib
 import difflib
 import inspect
 import io
 import os
 import re
-import select
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from contextlib import suppress
+from dataclasses import MISSING, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from types import NoneType
 from typing import (
     Annotated,
     Any,
     Literal,
     NoReturn,
-    TextIO,
     TypeVar,
     cast,
     get_args,
@@ -29,22 +29,30 @@ from typing import (
     get_type_hints,
 )
 
-import tyro
-
 from runtime.files import redact_secrets
 from runtime.startup import finish_startup
 
 Config = TypeVar("Config")
-BOX_DRAWING = "╭╮╰╯│─ "
-COLOUR_CODE = re.compile(r"\x1b\[[0-9;]*m")
+T = TypeVar("T")
+Positional = Annotated[T, "positional"]  # a field that is given without --NAME
 HELP_COLUMNS = 100
 HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
-PLACEHOLDERS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+MADE_FROM: dict[Any, tuple[type, ...]] = {  # by type: what flags and JSON have for it
+    int: (int, str),
+    float: (float, int, str),
+    str: (str,),
+    Path: (str,),
+    bool: (bool,),
+}
+WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true or false"}
 RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 
 
 class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
     """A run has to stop through nobody's mistake; it can be resumed."""
+
+
+# --- flags ------------------------------------------------------------------------------------
 
 
 def parse_flags(
@@ -55,7 +63,8 @@ def parse_flags(
 ) -> Config:
     """Build a dataclass from command-line flags: each field is one, its docstring the help text.
 
-    `--help` prints `help_text` and exits.
+    `--help` prints each flag with its default and the first sentence of its docstring, in the
+    groups of the class's `HELP_GROUPS` (titles by their first field), and exits.
 
     Args:
         config_class: the dataclass.
@@ -67,123 +76,149 @@ def parse_flags(
         ValueError: a flag is unknown or its value is refused; the message is one line. Under
             torchrun only rank 0 raises it; the other ranks exit with code 2 and print nothing.
     """
-    args = sys.argv[1:] if args is None else args
-    if {"-h", "--help"} & set(args):
-        print(help_text(config_class, default), end="")
-        raise SystemExit(0)
     try:
-        return _parse(config_class, args, default, hints or {})
+        values = _read_flags(config_class, args, default, hints or {})
+        return build_config(config_class, values, default, flag_of)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
-            hint = "" if "--help" in str(error) else " (--help lists the flags)"
-            raise ValueError(f"{error}{hint}") from None
+            raise ValueError(f"{error} (--help lists the flags)") from None
     time.sleep(RANK_0_SECONDS)
     raise SystemExit(2)
 
 
-def _parse(
+def build_config(
     config_class: type[Config],
-    args: Sequence[str],
-    default: Config | None,
-    hints: Mapping[str, str],
+    values: Mapping[str, Any],
+    default: Config | None = None,
+    name_of: Callable[[str], str] = str,
 ) -> Config:
-    captured = io.StringIO()
-    defaults: dict[str, Any] = {} if default is None else {"default": default}
-    columns = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100000"  # otherwise tyro breaks the path in a message in two
-    try:
-        with contextlib.redirect_stderr(captured):
-            config, unknown = tyro.cli(
-                config_class, args=args, return_unknown_args=True, **defaults
-            )
-    except SystemExit:
-        raise ValueError(_unboxed(captured.getvalue())) from None
-    finally:
-        if columns is None:
-            os.environ.pop("COLUMNS", None)
-        else:
-            os.environ["COLUMNS"] = columns
-    if unknown:
-        flags = [arg for arg in unknown if arg.startswith("-")]
-        if not flags:
-            switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
-            raise ValueError(f"{unknown[0]!r} belongs to no flag{switch}")
-        names = [field.name.replace("_", "-") for field in fields(cast(Any, config_class))]
-        raise ValueError("; ".join(_explain_unknown(flag, names, hints) for flag in flags))
-    return config
+    """A dataclass from values by field: text of flags, or JSON of a recipe or `config.json`.
+
+    Args:
+        config_class: the dataclass.
+        values: by the names of its fields.
+        default: has the values of other fields, by default those of the class.
+        name_of: what a message calls a field.
+
+    Raises:
+        ValueError: a value is not of its field's type, or the class refuses it.
+    """
+    kinds, converted = get_type_hints(config_class), {}
+    for name, value in values.items():
+        try:
+            converted[name] = _convert(value, kinds[name])
+        except ValueError:
+            expected = " or ".join(_alternatives(kinds[name]))
+            raise ValueError(f"{name_of(name)} is {value!r:.80}, expected {expected}") from None
+    return replace(cast(Any, default), **converted) if default else config_class(**converted)
+
+
+def _convert(value: object, kind: object) -> Any:  # noqa: ANN401 - of the field's type
+    """The value of a field from the text of a flag, or from JSON."""
+    if get_origin(kind) is tuple:
+        if isinstance(value, list):
+            return tuple(_convert(each, get_args(kind)[0]) for each in value)
+        raise ValueError
+    for part in _parts(kind):
+        if value == part or (value is None and part is NoneType):
+            return value
+        if type(value) in MADE_FROM.get(part, ()):
+            with suppress(ValueError, OverflowError):
+                return part(value)
+    raise ValueError
+
+
+def _parts(kind: object) -> list[Any]:
+    """The classes of a union and the values of a Literal; a class itself."""
+    if get_origin(kind) is Literal:
+        return [*get_args(kind)]
+    return [part for each in get_args(kind) for part in _parts(each)] or [kind]
+
+
+def _alternatives(kind: object) -> list[str]:
+    """What a field may be, in words for a user."""
+    return [WORDS.get(part, part) for part in _parts(kind) if part in WORDS or type(part) is str]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print below a usage of sixty flags."""
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _read_flags(
+    config_class: type[Any],
+    args: Sequence[str] | None,
+    default: object | None,
+    hints: Mapping[str, str],
+) -> dict[str, Any]:
+    """The flags that are given: by field their text, for a switch a bool."""
+    parser = _new_parser(config_class, default)
+    dashed = [
+        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
+        for arg in (sys.argv[1:] if args is None else args)
+    ]
+    given, unknown = parser.parse_known_intermixed_args(dashed)
+    if not unknown:
+        return vars(given)
+    flags = [arg.split("=")[0] for arg in unknown if arg.startswith("-")]
+    if not flags:
+        switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
+        raise ValueError(f"{unknown[0]!r} belongs to no flag{switch}")
+    names = [flag_of(field.name) for field in fields(config_class)]
+    raise ValueError("; ".join(_explain_unknown(flag, names, hints) for flag in flags))
 
 
 def _explain_unknown(flag: str, names: Sequence[str], hints: Mapping[str, str]) -> str:
     """That there is no such flag, and which one was probably meant."""
-    flag = flag.split("=")[0].replace("_", "-")
-    similar = difflib.get_close_matches(flag.removeprefix("--"), names, 1, cutoff=0.75)
-    hint = hints.get(flag) or (f"did you mean --{similar[0]}?" if similar else "")
+    similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
+    hint = hints.get(flag) or (f"did you mean {similar[0]}?" if similar else "")
     return f"there is no flag {flag}" + (f": {hint}" if hint else "")
 
 
-def _unboxed(text: str) -> str:
-    """The message inside the box that tyro drew, on one line."""
-    title, *body = [line.strip(BOX_DRAWING) for line in COLOUR_CODE.sub("", text).splitlines()]
-    end = body.index("") if "" in body else len(body)  # a rule; below it is the help text
-    return re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(body[:end]) or title)
-
-
-def help_text(config_class: type[Any], default: object | None = None) -> str:
-    """What `--help` prints: each flag with its default and the first sentence of its docstring.
-
-    Plain text, of at most 100 columns.
-
-    Args:
-        config_class: the dataclass; its `HELP_GROUPS`, if any, has titles by their first field.
-        default: has the defaults to show, by default those of the class.
-    """
+def _new_parser(config_class: type[Any], default: object | None) -> argparse.ArgumentParser:
+    """A parser of what is given and nothing else: `build_config` fills in the defaults."""
     columns = min(HELP_COLUMNS, shutil.get_terminal_size((HELP_COLUMNS, 24)).columns)
-    kinds = get_type_hints(config_class, include_extras=True)
-    flags = {f.name: f"  {_flag(f, kinds[f.name], default)}  " for f in fields(config_class)}
-    indent = min(max(map(len, flags.values())), columns // 3)
-    groups, texts = getattr(config_class, "HELP_GROUPS", {}), _field_docstrings(config_class)
-    summary = (inspect.getdoc(config_class) or "").split("\n\n")[0]
-    lines = [textwrap.fill(f"{summary} {HELP_NOTE}", columns), ""]
-    for name, flag in flags.items():
-        lines += [groups[name]] if name in groups else []
-        sentence = re.split(r"(?<=\.)\s", texts[name], maxsplit=1)[0]
-        choices = _choices(kinds[name])
-        if len(choices) > 1 and not all(choice in sentence for choice in choices):
-            sentence += f" [{', '.join(choices)}]"
-        lines.append(
-            textwrap.fill(
-                sentence,
-                columns,
-                initial_indent=flag.ljust(indent),
-                subsequent_indent=" " * indent,
-                break_on_hyphens=False,
-            )
-        )
-    return "\n".join(lines) + "\n"
+    parser = _Parser(
+        usage=argparse.SUPPRESS,
+        description=f"{str(inspect.getdoc(config_class)).splitlines()[0]} {HELP_NOTE}",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, 4, columns // 3, columns),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    titles, docstrings = getattr(config_class, "HELP_GROUPS", {}), _field_docstrings(config_class)
+    kinds, group = get_type_hints(config_class, include_extras=True), cast(Any, parser)
+    for field in fields(config_class):
+        if field.name in titles:
+            group = parser.add_argument_group(titles[field.name])
+        value = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(default, field.name, value)
+        _add_flag(group, field.name, kinds[field.name], value, docstrings[field.name])
+    return parser
 
 
-def _flag(field: Field[Any], kind: Any, default: object | None) -> str:  # noqa: ANN401 - a type
-    """A flag with its default, or with a word for its kind where there is none to show."""
-    flag = f"--{field.name.replace('_', '-')}"
-    value = field.default_factory() if callable(field.default_factory) else field.default
-    value = getattr(default, field.name, value)
-    if get_origin(kind) is Annotated:  # tyro's Positional
-        return f"{field.name.upper()} ..."
-    if isinstance(value, bool):
-        return f"{flag} ({'on' if value else 'off'})"
-    if value in (None, "", MISSING):
-        words = [word for cls, word in PLACEHOLDERS.items() if cls in (kind, *get_args(kind))]
-        return f"{flag} {words[0] if words else 'NAME'}{' (needed)' if value is MISSING else ''}"
-    if isinstance(value, tuple):
-        return f"{flag} {' '.join(value) or 'NAME ...'}"
-    return f"{flag} {value}"
-
-
-def _choices(kind: Any) -> tuple[str, ...]:  # noqa: ANN401 - a type
-    """The values of the Literals in a field's type."""
-    if get_origin(kind) is Literal:
-        return tuple(map(str, get_args(kind)))
-    return tuple(choice for each in get_args(kind) for choice in _choices(each))
+def _add_flag(group: Any, name: str, kind: object, value: object, docstring: str) -> None:  # noqa: ANN401
+    """Add a field to a parser; its default is what the help text shows in a value's place."""
+    text = re.split(r"(?<=\.)\s", docstring, maxsplit=1)[0].replace("%", "%%")
+    choices = _alternatives(kind)
+    if len(choices) > 1 and not all(choice in text for choice in choices):
+        text += f" [{', '.join(choices)}]"
+    if kind is bool:
+        text += " (on)" if value else " (off)"
+        group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)
+    elif get_origin(kind) is Annotated:
+        group.add_argument(name, nargs="*", metavar=name.upper(), help=text)
+    elif isinstance(value, tuple):
+        shown = " ".join(value) or "NAME"
+        group.add_argument(flag_of(name), nargs="*", metavar=shown, help=text)
+    else:
+        shown = choices[0] if value in (None, "", MISSING) else str(value)
+        group.add_argument(flag_of(name), required=value is MISSING, metavar=shown, help=text)
 
 
 def _field_docstrings(config_class: type[Any]) -> dict[str, str]:
@@ -196,63 +231,19 @@ def _field_docstrings(config_class: type[Any]) -> dict[str, str]:
     }
 
 
-class OptionalOutput:
-    """Standard output or error of a run that must not wait for its reader, nor end with it.
-
-    Text that the stream does not take at once (a terminal after Ctrl-S, a pipe whose reader
-    sleeps) or at all (a terminal or a reader that is gone, a full disk) is left out.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._lines_left_out = 0
-
-    def write(self, text: str) -> int:
-        """Write a line, or leave it out."""
-        if not takes_output(self._stream.fileno()):
-            self._lines_left_out += text.count("\n")
-            return len(text)
-        left_out, self._lines_left_out = self._lines_left_out, 0
-        notice = f"({left_out} lines left out: nobody read them)\n" if left_out else ""
-        with contextlib.suppress(OSError):
-            self._stream.write(notice + text)
-            self._stream.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is left to flush."""
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the stream has
-        return getattr(self._stream, name)
+# --- errors and exit codes --------------------------------------------------------------------
 
 
-def takes_output(descriptor: int) -> bool:
-    """Whether a line written now would not wait for a reader; True where this is not known."""
-    try:
-        return bool(select.select([], [descriptor], [], 0)[1])
-    except OSError:  # Windows asks only of sockets
-        return True
-
-
-def run_command(main: Callable[[], None], optional_output: bool = False) -> None:
+def run_command(main: Callable[[], None]) -> None:
     """Run a script's `main`; an error that a user can cause ends as one line and exit code 2.
 
     A run that had to stop (RunStopped; FloatingPointError: loss or gradient are not finite) exits
     with code 1, Ctrl-C with 130, and output into a pipe that is closed (`| head`) with 141.
-
-    Args:
-        main: what to run.
-        optional_output: whether `main` goes on where its output is not taken: it makes files.
     """
     finish_startup()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
             stream.reconfigure(errors="replace")
-    if optional_output:
-        sys.stdout, sys.stderr = (
-            cast(TextIO, OptionalOutput(stream)) for stream in (sys.stdout, sys.stderr)
-        )
-    _redact_writes(sys.stderr)
     try:
         main()
         sys.stdout.flush()
@@ -278,17 +269,12 @@ def run_command(main: Callable[[], None], optional_output: bool = False) -> None
         _exit(int(stop.code or 0))
 
 
-def _redact_writes(stream: TextIO) -> None:
-    """Keep secrets in addresses out of a stream: of our errors, of warnings, of libraries' logs."""
-    write = stream.write
-    cast(Any, stream).write = lambda text: write(redact_secrets(text))
-
-
 def print_error(message: str) -> None:
-    """Print one line on stderr, with the rank of a process that `torchrun` started."""
+    """Print one line on stderr, without secrets; a rank that `torchrun` started says which."""
     rank = os.environ.get("RANK", "0")
-    line = ("" if rank == "0" else f"[rank {rank}] ") + " ".join(message.split()) + "\n"
-    with contextlib.suppress(OSError):  # the terminal is gone: only the exit code can tell
+    prefix = "" if rank == "0" else f"[rank {rank}] "
+    line = prefix + " ".join(redact_secrets(message).split()) + "\n"
+    with suppress(OSError):  # the terminal is gone: only the exit code can tell
         sys.stderr.write(line)  # one write, where print makes two: lines of ranks stay whole
         sys.stderr.flush()
 

@@ -1,8 +1,6 @@
 from dataclasses import replace
 
 import pytest
-
-from model import GPTConfig
 from training.cluster import (
     INFINIBAND,
     Cluster,
@@ -11,6 +9,8 @@ from training.cluster import (
     ring_seconds,
     step_seconds,
 )
+
+from model import GPTConfig
 from training.config import TrainConfig
 
 PLAN = TrainConfig(plan=True, gpus=8, nodes=1)

@@ -8,6 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
+from training.memory import (
+    BatchPlan,
+    MemoryModel,
+    describe_contexts,
+    describe_plan,
+    fit_batch,
+    gpus,
+    markdown_table,
+    plan_batch,
+    probe_step,
+)
 
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.checkpoint import (
@@ -25,17 +36,6 @@ from runtime.metrics import read_metrics
 from sample import generate
 from train_gpt2 import build_optimizers, init_weights
 from training.config import TrainConfig
-from training.memory import (
-    BatchPlan,
-    MemoryModel,
-    describe_contexts,
-    describe_plan,
-    fit_batch,
-    gpus,
-    markdown_table,
-    plan_batch,
-    probe_step,
-)
 
 CPU = torch.device("cpu")
 ALONE = DistInfo(CPU)

@@ -1,1 +1,1 @@
-"""What a run settles before it starts: flags, folder, memory, cluster, preflight."""
+"""What a run settles before it starts: flags, folder, memory, time, checks of the machines."""

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal
 
 from lr_schedule import ScheduleName
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
+from runtime.cli import build_config, flag_of
 from runtime.device import DeviceName, DtypeName
 from runtime.files import is_plain_name, read_json
 from runtime.trackers import TrackerName
@@ -22,6 +22,7 @@ NOT_SAVED = (  # flags that name a run, or plan one: not its settings
     *("config", "resume", "plan", "preflight", "run_name"),
     *("gpus", "nodes", "gpu", "mfu", "gpu_hour_price"),
 )
+REMOVED = ("skip_grad_norm_zscore",)  # settings of earlier versions, which are ignored
 MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens, in steps of 524,288
 FLAG_HINTS = {  # by flags of other trainers, what to do here
     flag: hint
@@ -115,9 +116,6 @@ class TrainConfig:
     """Decay of matrices; biases and LayerNorms have none."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient. Larger ones are scaled down to it."""
-    skip_grad_norm_zscore: float = 0.0
-    """Skip an update whose gradient norm is so many standard deviations above the mean; 0 = never.
-    The mean is that of the last 128."""
 
     val_every: int = 250
     """Steps between validations; 0 = never."""
@@ -136,7 +134,7 @@ class TrainConfig:
     """Name of the run's folder; by default size and time."""
     resume: str | None = None
     """From a run's folder, a checkpoint, or auto: --run-name's latest, or a new run if there is
-    none. Without a name, auto takes the run that was at work last."""
+    none."""
     config: Path | None = None
     """Take defaults from a recipe or a run's config.json."""
     checkpoint_every: int = 1000
@@ -147,8 +145,8 @@ class TrainConfig:
     """Stop if a write fails, instead of warning. All processes stop; a full disk is the usual
     cause, and checkpoints, metrics and samples are the files."""
     step_timeout: float = 20.0
-    """Minutes without progress that end a process as hung; 0 = never. Progress is a micro-batch, or
-    a batch of an evaluation. The exit code is 1."""
+    """Minutes that a process waits for the others in a collective before it ends; 0 = as long as it
+    takes."""
     log_every: int = 1
     """Steps between lines on the console. metrics.jsonl has every step."""
     logger: tuple[TrackerName, ...] = ()
@@ -181,8 +179,7 @@ class TrainConfig:
     plan: bool = False
     """Print what the run would take, and exit."""
     preflight: bool = False
-    """Check that the run can start, and exit. One line each: network, software, settings, clocks,
-    data and disk."""
+    """Check that the run can start, and exit. One line each: network, software, data and disk."""
     gpus: int | None = None
     """With --plan: number of GPUs, not this machine's."""
     nodes: int = 1
@@ -207,7 +204,7 @@ class TrainConfig:
         for name, value in vars(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             if name in ABOVE_ZERO and not 0 < value < math.inf:
                 yield f"{flag} must be above 0, not {value}"
             elif not 0 <= value < math.inf:
@@ -236,26 +233,17 @@ class TrainConfig:
         if self.mfu > 1:
             yield f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say"
         if self.gpus is None:
-            for flag in ("--nodes", "--gpu", "--gpu-hour-price"):
-                field = flag.removeprefix("--").replace("-", "_")
-                if getattr(self, field) != getattr(TrainConfig, field):
-                    yield f"{flag} goes with --plan --gpus"
-        elif self.gpus > 0 and self.nodes > 0:
-            yield from self._cluster_conflicts(self.gpus)
-
-    def _cluster_conflicts(self, gpus: int) -> Iterator[str]:
+            for name in ("nodes", "gpu", "gpu_hour_price"):
+                if getattr(self, name) != getattr(TrainConfig, name):
+                    yield f"{flag_of(name)} goes with --plan --gpus"
+            return
         if not self.plan:
             yield (
-                f"--gpus goes with --plan; to train on {gpus}: "
-                f"torchrun --standalone --nproc_per_node={gpus} train_gpt2.py"
+                f"--gpus goes with --plan; to train on {self.gpus}: "
+                f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
             )
-        if gpus % self.nodes:
-            nearest = gpus // self.nodes * self.nodes
-            sizes = [str(size) for size in (nearest, nearest + self.nodes) if size]
-            yield (
-                f"--gpus {gpus} is not a multiple of --nodes {self.nodes}: "
-                f"use --gpus {' or '.join(sizes)}"
-            )
+        if self.nodes and self.gpus % self.nodes:
+            yield f"--gpus {self.gpus} is not a multiple of --nodes {self.nodes}"
         if self.parallel == "hsdp" and self.nodes == 1:
             yield "--parallel hsdp needs --nodes 2 or more: use fsdp on one"
 
@@ -292,36 +280,17 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
     Raises:
         ValueError: a setting is unknown, or its value is refused; the message names `source`.
     """
-    types, values = get_type_hints(TrainConfig), dict[str, Any]()
-    for name, value in settings.items():
-        if name not in types:
-            raise ValueError(
-                f"{source} has the setting {name!r:.60}, which this version does not know: use the "
-                f"version that wrote it, or take the setting out"
-            )
-        kind = types[name]
-        if not _fits(value, kind):
-            expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-            raise ValueError(f"{source}: {name} is {repr(value)[:60]}, expected {expected}")
-        is_path = isinstance(value, str) and Path in (kind, *get_args(kind))
-        values[name] = Path(value) if is_path else value
-        if isinstance(value, list):
-            values[name] = tuple(value)
+    names = {field.name for field in fields(TrainConfig)}
+    values = {name: value for name, value in settings.items() if name not in REMOVED}
+    for name in values.keys() - names:
+        raise ValueError(
+            f"{source} has the setting {name!r:.60}, which this version does not know: use the "
+            f"version that wrote it, or take the setting out"
+        )
     try:
-        return TrainConfig(**values)
+        return build_config(TrainConfig, values)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-
-
-def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, a union or a Literal
-    """Whether a JSON value is one of a field's type."""
-    if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, each) for each in get_args(kind))
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return type(value) is list and all(_fits(each, get_args(kind)[0]) for each in value)
-    return type(value) in {float: (float, int), Path: (str,)}.get(kind, (kind,))
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -1,6 +1,323 @@
-"""Shim."""
+"""What a run will take, before it starts: memory, the micro-batch that fits, time and price.
 
-from training.cluster import print_plan
-from training.memory import BatchPlan, choose_batch, describe_plan, loss_chunks
+The figures follow from shapes and data sheets. On a GPU a trial of a training step has the last
+word on the micro-batch.
+"""
 
-__all__ = ["BatchPlan", "choose_batch", "describe_plan", "loss_chunks", "print_plan"]
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model import GPTConfig
+from ops import ActivationCheckpointing
+from runtime.device import (
+    DTYPES,
+    autocast,
+    device_name,
+    is_out_of_memory,
+    limited_memory,
+    memory_gib,
+    saved_activations,
+    select_dtype,
+)
+from runtime.distributed import (
+    DistInfo,
+    all_reduce_max,
+    print0,
+    read_dist_env,
+    set_gradient_sync,
+)
+from runtime.metrics import flops_per_token, peak_flops
+from training.config import TrainConfig
+
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
+MEMORY_SHARE = 0.8  # of a device, what a plan counts on
+PROBED_SHARE = 0.92  # what a trial step may take: NCCL's buffers and evaluations need the rest
+MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
+# Saved activations: what a block saves of a token, per channel, for its backward pass: bytes of
+# float32, and values in the dtype of matrix products. none: two residual inputs; two normalised
+# copies, q, k, v, attention's output, and the hidden layer before and after GELU. selective: the
+# block's input; q, k, v, attention's output, two projections, and the hidden layer before GELU.
+SAVED: dict[ActivationCheckpointing, tuple[int, int]] = {
+    "none": (8, 2 + 4 + 8),
+    "selective": (4, 4 + 2 + 4),
+    "full": (4, 0),  # the block's input
+}
+
+
+class Device(NamedTuple):
+    """What a process computes on."""
+
+    name: str
+    memory_gib: float | None  # that a process may take; None where it is not known
+    dtype: torch.dtype  # of matrix products
+
+
+GPUS = {  # for --gpus; names as the driver gives them, and what a program can have of the memory
+    "A100": Device("NVIDIA A100-SXM4-80GB", 79, torch.bfloat16),
+    "H100": Device("NVIDIA H100 80GB HBM3", 79, torch.bfloat16),
+    "H200": Device("NVIDIA H200", 139, torch.bfloat16),
+}
+
+
+def find_device(config: TrainConfig, dist_info: DistInfo) -> Device:
+    """The device of a process: this machine's or, with `--gpus`, the planned one."""
+    if config.gpus:
+        gpu = GPUS[config.gpu]
+        return gpu if config.dtype == "auto" else gpu._replace(dtype=DTYPES[config.dtype])
+    device, memory = dist_info.device, memory_gib(dist_info.device)
+    if memory is not None and device.type != "cuda":
+        memory /= dist_info.local_world_size  # processes without a GPU each share the machine's
+    return Device(device_name(device), memory, select_dtype(config.dtype, device))
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """Bytes that a process takes of its device, about."""
+
+    state: float  # parameters, gradients and moments
+    per_token: float  # of a micro-batch: activations and logits
+
+
+def plan_memory(
+    config: TrainConfig, model_config: GPTConfig, dtype: torch.dtype, dist_info: DistInfo
+) -> Memory:
+    """So many bytes per parameter, and so many per token of a micro-batch.
+
+    Parameters, gradients and moments are float32, and sharded with `--parallel fsdp` or `hsdp`.
+    """
+    shards = {"ddp": 1, "fsdp": dist_info.world_size, "hsdp": dist_info.local_world_size}
+    state = (8 * model_config.n_params + moment_bytes(config, model_config)) / (
+        shards[config.parallel]
+    )
+    whole = 0  # bytes per parameter that every process has besides
+    if dtype != torch.float32 or config.is_sharded:
+        whole += dtype.itemsize  # copies for matrix products, cast or gathered
+    if dist_info.world_size > 1:
+        whole += 4  # the gradient, until a step's last micro-batch
+    if dist_info.device.type == "cpu":
+        whole += CHECKPOINT_BYTES_PER_PARAMETER  # while it is written
+
+    chunks, values = loss_chunks(config, dist_info.device.type), model_config.padded_vocab_size
+    if config.compile and not config.is_sharded:  # the logits and their gradient, in chunks or not
+        logits = 2 * dtype.itemsize * values
+    elif chunks == 1:  # copies in float32, too
+        logits = 16 * values
+    else:  # the gradient at once
+        logits = 24 * values // chunks
+    in_float32, in_dtype = SAVED[config.activation_checkpointing]
+    saved = (in_float32 + in_dtype * dtype.itemsize) * model_config.n_layer * model_config.n_embd
+    return Memory(
+        (0 if config.cpu_offload else state) + whole * model_config.n_params,
+        (0 if config.activation_offload else saved) + logits,
+    )
+
+
+def moment_bytes(config: TrainConfig, model_config: GPTConfig) -> int:
+    """Bytes of AdamW's two float32 moments; of the blocks' matrices Muon keeps one."""
+    muons = 12 * model_config.n_layer * model_config.n_embd**2 if config.optimizer == "muon" else 0
+    return 8 * model_config.n_params - 4 * muons
+
+
+def loss_chunks(config: TrainConfig, device_type: str) -> int:
+    """Parts of the LM head's logits: as asked, else 4 on a CPU, where it costs no time."""
+    return config.loss_chunks or (4 if device_type == "cpu" else 1)
+
+
+# --- batch ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch is split over processes and micro-steps."""
+
+    micro_batch_size: int  # sequences that a process takes at once
+    grad_accum_steps: int  # micro-batches of each process in an optimizer step
+
+
+def plan_batch(
+    config: TrainConfig,
+    model_config: GPTConfig,
+    dist_info: DistInfo,
+    memory_share: float = MEMORY_SHARE,
+) -> BatchPlan:
+    """Split the global batch over processes and micro-steps, in the same way on every process.
+
+    With `--micro-batch-size auto`, a process takes at once the most sequences that divide its
+    part, should fit `memory_share` of every process's memory, and still bring speed.
+
+    Raises:
+        ValueError: the batch does not divide; the message names the nearest sizes that do.
+    """
+    device, block_size = find_device(config, dist_info), model_config.block_size
+    tokens: float = MAX_MICRO_BATCH_TOKENS[dist_info.device.type]
+    if device.memory_gib is not None:
+        memory = plan_memory(config, model_config, device.dtype, dist_info)
+        free = memory_share * device.memory_gib * 2**30 - memory.state
+        tokens = min(tokens, free / memory.per_token)
+    limit = -all_reduce_max(-max(1, int(tokens // block_size)))  # the least of all processes
+
+    fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
+    total, unit = config.total_batch_size, block_size * dist_info.world_size * (fixed or 1)
+    if total % unit:
+        factors = f"block size {block_size} x world size {dist_info.world_size}"
+        if fixed:
+            factors = f"micro-batch size {fixed} x {factors}"
+        nearest = [count * unit for count in (total // unit, total // unit + 1) if count]
+        raise ValueError(
+            f"--total-batch-size {total} is not a multiple of {factors} = {unit} tokens: "
+            f"use {' or '.join(map(str, nearest))}"
+        )
+    return _split(total // (block_size * dist_info.world_size), fixed or limit)
+
+
+def _split(sequences: int, limit: int) -> BatchPlan:
+    """The largest micro-batch, up to `limit`, that divides the sequences of a process's step."""
+    micro_batch_size = max(size for size in range(1, limit + 1) if sequences % size == 0)
+    return BatchPlan(micro_batch_size, sequences // micro_batch_size)
+
+
+def choose_batch(
+    config: TrainConfig,
+    model_config: GPTConfig,
+    model: nn.Module,
+    dtype: torch.dtype,
+    dist_info: DistInfo,
+) -> BatchPlan:
+    """The planned batch; `auto` on a GPU is tried, and halved until a training step fits.
+
+    The plan errs on the safe side, so the first trial nearly always fits: then the model was
+    compiled for the shape that it trains with, once. Elsewhere nothing is tried: the system would
+    end a process that runs out of memory. Nor is it with a sharded model: other ranks would wait
+    for the one that runs out.
+    """
+    device = dist_info.device
+    if device.type != "cuda" or config.micro_batch_size != "auto" or config.is_sharded:
+        return plan_batch(config, model_config, dist_info)
+    memory = moment_bytes(config, model_config)
+
+    def attempt(micro_batch_size: int) -> None:
+        shape = (2, micro_batch_size, model_config.block_size)
+        idx, targets = torch.zeros(shape, dtype=torch.int64, device=device)
+        with saved_activations(device, config.activation_offload):
+            try_step(model, idx, targets, dtype, memory)
+
+    with limited_memory(device, PROBED_SHARE):
+        return fit_batch(plan_batch(config, model_config, dist_info, PROBED_SHARE), attempt)
+
+
+def try_step(
+    model: nn.Module, idx: Tensor, targets: Tensor, dtype: torch.dtype, moments: int
+) -> None:
+    """Take the memory of a training step: so many bytes of moments, and two micro-batches.
+
+    In the second one there are the gradients of the first and, compiled, those of all parameters
+    beside them.
+
+    Raises:
+        RuntimeError: there is not enough.
+    """
+    reserved = torch.empty(moments, dtype=torch.uint8, device=idx.device)
+    set_gradient_sync(model, False)
+    try:
+        for _ in range(2):
+            with autocast(idx.device, dtype):
+                loss = model(idx, targets).loss
+            loss.backward()
+    finally:
+        model.zero_grad(set_to_none=True)
+        set_gradient_sync(model, True)
+    del reserved
+
+
+def fit_batch(batch: BatchPlan, attempt: Callable[[int], None]) -> BatchPlan:
+    """Halve the micro-batch until every process has the memory for it.
+
+    The global batch stays the same: half the micro-batch takes twice the micro-steps. Every
+    process must call this. `attempt` computes the gradients of so many sequences, without
+    communication.
+
+    Raises:
+        ValueError: there is not enough memory for one sequence.
+    """
+    while True:
+        failed = False
+        try:
+            attempt(batch.micro_batch_size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        gc.collect()  # the failed attempt's tensors go only now, with its traceback
+        torch.cuda.empty_cache()
+        failed = bool(all_reduce_max(failed))
+        outcome = "does not fit" if failed else "fits"
+        print0(f"a micro-batch of {batch.micro_batch_size} {outcome}")
+        if not failed:
+            return batch
+        if batch.micro_batch_size == 1:
+            raise ValueError(
+                "the device has not enough memory for a single sequence: "
+                "use a smaller --block-size, a smaller --size, or more --loss-chunks"
+            )
+        sequences = batch.micro_batch_size * batch.grad_accum_steps
+        batch = _split(sequences, batch.micro_batch_size // 2)
+
+
+# --- what it comes to -------------------------------------------------------------------------
+
+
+def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
+    """Print on rank 0 what a run would take: on this machine or, with `--gpus`, on those.
+
+    Raises:
+        ValueError: the batch does not divide, or the device is missing.
+    """
+    if config.gpus:
+        per_node = config.gpus // config.nodes
+        dist_info = DistInfo(torch.device("cuda"), 0, 0, config.gpus, per_node)
+    else:
+        dist_info = read_dist_env(config.device)
+    batch = plan_batch(config, model_config, dist_info)
+    print0(describe_plan(config, model_config, batch, dist_info))
+
+
+def describe_plan(
+    config: TrainConfig, model_config: GPTConfig, batch: BatchPlan, dist_info: DistInfo
+) -> str:
+    """What a run will take, as a table."""
+    device, n_params = find_device(config, dist_info), model_config.n_params
+    world_size, block_size = dist_info.world_size, model_config.block_size
+    tokens = config.total_batch_size * config.max_steps
+    flops = flops_per_token(model_config) * tokens
+    memory = plan_memory(config, model_config, device.dtype, dist_info)
+    state = memory.state / 2**30
+    activations = memory.per_token * batch.micro_batch_size * block_size / 2**30
+    rows = {
+        "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
+        f"heads, width {model_config.n_embd}, context {block_size:,}",
+        "device": f"{world_size} x {device.name}, {str(device.dtype).removeprefix('torch.')}",
+        "batch": f"{config.total_batch_size:,} tokens = {batch.micro_batch_size} sequences x "
+        f"{block_size:,} tokens x {batch.grad_accum_steps} micro-steps x world size {world_size}",
+        "tokens": f"{tokens:,} in {config.max_steps:,} steps, {tokens / n_params:,.1f} per "
+        f"parameter, {flops:.3g} FLOPs",
+        "memory": f"about {state + activations:.1f} GiB per device: {state:.1f} weights, "
+        f"gradients, moments + {activations:.1f} activations",
+        "checkpoint": f"{CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB",
+    }
+    if device.memory_gib is not None and state + activations > device.memory_gib:
+        rows["memory"] += f"; it has {device.memory_gib:.0f}"
+    if peak := peak_flops(device.name, float32=device.dtype == torch.float32):
+        gpu_hours = flops / (config.mfu * peak) / 3600
+        rows["time"] = f"about {gpu_hours / world_size:,.1f} hours, at {config.mfu:.0%} MFU"
+        if config.gpu_hour_price:
+            price = gpu_hours * config.gpu_hour_price
+            rows["price"] = f"about {price:,.0f}, for {gpu_hours:,.0f} GPU-hours"
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

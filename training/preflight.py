@@ -1,25 +1,42 @@
-"""What is checked before a run starts: that all ranks agree, and with `--preflight` the machines."""
+"""What is checked before a run starts; `--preflight` checks the machines as well, and trains nothing."""
 
 import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from corpus.shards import TokenShards
+from corpus.shards import Manifest, TokenShards, verify_shards
 from dataloader import open_data
 from runtime.checkpoint import Checkpoint, describe_checkpoint
-from runtime.device import select_dtype
+from runtime.cli import RunStopped, flag_of
+from runtime.device import device_name, select_dtype
 from runtime.distributed import (
     DistInfo,
+    all_reduce_sum,
     check_same_on_all_ranks,
+    gather_text,
+    is_lost_process,
+    print0,
     raise_on_all_ranks,
+    setup_distributed,
 )
 from runtime.files import sha256_of
 from runtime.trackers import check_installed
 from training.config import TrainConfig
-from training.run_dir import check_resume_compatible
+from training.plan import CHECKPOINT_BYTES_PER_PARAMETER
+from training.run_dir import check_resume_compatible, check_usable, model_dimensions
 
 CODE_FOLDERS = (".", "corpus", "runtime", "training")
+ADVICE = {
+    "network": "machines must reach each other on all ports (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
+    "ranks": "give all machines the same Python, torch, scripts, flags, data and checkpoints",
+    "data": "make the data again, or copy them again",
+    "disk": "give an --out-dir that all machines share, with room for checkpoints",
+}
 
 
 def open_same_data(
@@ -46,14 +63,14 @@ def open_same_data(
 
 
 def describe_software(config: TrainConfig, dist_info: DistInfo) -> list[str]:
-    """Versions, dtype, code and flags of this rank, one to a line."""
+    """Versions, dtype, scripts and flags of this rank, one to a line."""
     root, dtype = Path(__file__).parent.parent, select_dtype(config.dtype, dist_info.device)
-    scripts = sorted(path for part in CODE_FOLDERS for path in (root / part).glob("*.py"))
+    scripts = sorted(path for folder in CODE_FOLDERS for path in (root / folder).glob("*.py"))
     settings = {"resume": config.resume} | config.saved()
     return [
         f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}",
         *(f"{path.relative_to(root)} of SHA-256 {sha256_of(path)[:12]}" for path in scripts),
-        *(f"--{name.replace('_', '-')} {value}" for name, value in settings.items()),
+        *(f"{flag_of(name)} {value}" for name, value in settings.items()),
     ]
 
 
@@ -63,16 +80,18 @@ def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
     Raises:
         ValueError: the message names what they can do.
     """
+    device, world_size, local = dist_info.device, dist_info.world_size, dist_info.local_world_size
     for name in ("cpu_offload", "activation_offload"):
-        if getattr(config, name) and dist_info.device.type != "cuda":
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} needs GPUs, and this device is {dist_info.device.type}")
-    if config.is_sharded and select_dtype(config.dtype, dist_info.device) == torch.float16:
+        if getattr(config, name) and device.type != "cuda":
+            raise ValueError(f"{flag_of(name)} needs GPUs, and this device is {device.type}")
+    if not config.is_sharded:
+        return
+    if select_dtype(config.dtype, device) == torch.float16:
         raise ValueError(
             f"--parallel {config.parallel} is for bfloat16 or float32, and this GPU has no "
             f"bfloat16: use --dtype float32, or --parallel ddp"
         )
-    if config.is_sharded and not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         start = "--standalone --nproc_per_node=2 train_gpt2.py"
         if config.parallel == "hsdp":
             start = "--nnodes=2 --nproc_per_node=8 ... on each of two machines"
@@ -80,7 +99,6 @@ def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
             f"--parallel {config.parallel} is for processes that torchrun starts, as in "
             f"torchrun {start}; for one process, use --parallel ddp"
         )
-    world_size, local = dist_info.world_size, dist_info.local_world_size
     if config.parallel == "hsdp" and (world_size == local or world_size % local):
         raise ValueError(
             f"--parallel hsdp needs several machines with equally many processes, and {local} of "
@@ -89,4 +107,78 @@ def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
 
 
 def run_preflight(config: TrainConfig, resumed: Checkpoint | None) -> None:
-    """Shim."""
+    """Join the other processes and make every check; each that passes prints a line.
+
+    Raises:
+        ValueError: a check failed; the message names it, and what to do.
+        RunStopped: another process is gone or cannot be reached.
+    """
+    with ExitStack() as stack:
+        with explaining("network"):
+            dist_info = stack.enter_context(setup_distributed(config.device, config.cpu_offload))
+            print0(f"network   {check_network(dist_info)}")
+        with explaining("ranks"):
+            train, val = open_same_data(config, resumed, dist_info)
+            print0(
+                f"ranks     have the same software, flags, {train.total_tokens:,} tokens of training"
+            )
+        with explaining("data"):
+            print0(f"data      {check_hashes(config, dist_info)}")
+        with explaining("disk"):
+            print0(f"disk      {check_disk(config, resumed, dist_info)}")
+
+
+@contextmanager
+def explaining(check: str) -> Iterator[None]:
+    """Name the check that fails in the body and say what to do."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{check}: {error}: {ADVICE[check]}") from None
+    except RuntimeError as error:
+        if is_lost_process(error):
+            raise RunStopped(f"{check}: another process is gone: {ADVICE[check]}") from None
+        raise
+
+
+def check_network(dist_info: DistInfo) -> str:
+    """Sum the ranks over all processes."""
+    n = dist_info.world_size
+    total = int(all_reduce_sum(torch.tensor(dist_info.rank + 1, device=dist_info.device)))
+    with raise_on_all_ranks():
+        if total != n * (n + 1) // 2:
+            raise ValueError("an all-reduce gave a wrong sum")
+    return f"{n} x {device_name(dist_info.device)}, {dist_info.local_world_size} per machine"
+
+
+def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
+    """Check every shard's hash, if there is a manifest."""
+    manifest = Manifest.load(config.data_dir)
+    if manifest is None:
+        return "no manifest to check the shards by"
+    with raise_on_all_ranks():  # the ranks of a machine share the work
+        own = manifest.shards[dist_info.local_rank :: dist_info.local_world_size]
+        verify_shards(config.data_dir, own)
+    return f"the hashes of all {len(manifest.shards)} shards are right"
+
+
+def check_disk(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> str:
+    """Check that `--out-dir` is one folder for all ranks, and has room for a checkpoint."""
+    needed = CHECKPOINT_BYTES_PER_PARAMETER * model_dimensions(config, resumed).n_params / 2**30
+    out_dir, name = config.out_dir, ""
+    with ExitStack() as stack:
+        with raise_on_all_ranks():
+            if dist_info.is_main:
+                if config.run_name is not None:
+                    check_usable(out_dir / config.run_name, config, resumed)
+                out_dir.mkdir(parents=True, exist_ok=True)
+                name = stack.enter_context(tempfile.NamedTemporaryFile(dir=out_dir)).name
+        name = Path(gather_text(name)[0]).name
+        with raise_on_all_ranks():
+            if not (out_dir / name).is_file():
+                raise ValueError(f"rank 0 wrote to {out_dir}, and this rank does not see it")
+            free = shutil.disk_usage(out_dir).free / 2**30
+            found = f"{out_dir} has {free:.2f} GiB free, a checkpoint takes {needed:.2f} GiB"
+            if free < needed:
+                raise ValueError(found)
+    return found
