@@ -33,7 +33,7 @@ from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import SCHEDULES
 from model import GPT
-from ops import IGNORE_INDEX
+from ops import IGNORE_INDEX, checkpoint_activations
 from optimizers import Muon
 from plot import plot_run
 from runtime import checkpoint, device, distributed, metrics
@@ -140,7 +140,7 @@ def setup(
     )
     raw_model = init_model(config, resume_from, dtype, dist_info)
     raw_model.loss_chunks = memory.loss_chunks(config, dist_info.device.type)
-    raw_model.set_activation_checkpointing(config.activation_checkpointing)
+    checkpoint_activations(raw_model.transformer.h, config.activation_checkpointing)
     model = compile_and_wrap(raw_model, config, dist_info)
     hellaswag: Sequence[Example] = []
     if config.hellaswag_every:
