@@ -44,7 +44,7 @@ from runtime.files import check_types, read_json, sha256_of, sync_folder, write_
 from runtime.huggingface import (
     HF_CONFIG_NAME,
     build_model,
-    check_finite,
+    check_finite_weights,
     check_shapes,
     is_finite,
     is_local,
@@ -483,7 +483,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     def read(checkpoint: Path) -> GPT:
         verify_checkpoint(checkpoint)
         tensors, config = _open_model(checkpoint)
-        check_finite(tensors, checkpoint)
+        check_finite_weights(tensors, checkpoint)
         model = build_model(config, device)
         _copy_parameters(tensors, model)
         return model
