@@ -93,7 +93,7 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
     weights = save(tensors, metadata={"format": "pt"})
     with atomic_write(folder / HF_WEIGHTS_NAME) as file:
         file.write(weights)
-    # Without this length a pipeline asks for 256 more tokens than the prompt, beyond short contexts;
+    # Without this a pipeline asks for 256 new tokens, more than short contexts have room for;
     # a user's max_length and max_new_tokens go before it.
     generation = {**TOKEN_IDS, "max_length": config.block_size}
     write_json(folder / "generation_config.json", generation)

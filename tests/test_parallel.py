@@ -4,14 +4,15 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, check_on_ranks, no_spaces
+from conftest import ROOT, TINY_RUN, check_on_ranks, needs_compiler
 from forked import assert_refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from export import main as export
 from model import GPT, GPTConfig
+from ops import checkpoint_activations
 from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
-from runtime.device import autocast, compiler_problem, saved_activations
+from runtime.device import autocast, saved_activations
 from runtime.metrics import read_metrics
 from train_gpt2 import main
 
@@ -89,7 +90,7 @@ def test_run_moves_between_processes_ddp_and_fsdp(ranks, tiny_data, runs):
     assert max(abs(moved[step] - one[step]) for step in one) <= 1e-5
 
 
-@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+@needs_compiler
 def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(ranks, runs):
     flags = ["--run-name=bf16", "--parallel=fsdp", "--compile", "--dtype=bfloat16"]
     said = ranks(2, *flags, "--micro-batch-size=2", "--max-steps=3")
@@ -98,7 +99,7 @@ def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(ranks, runs):
     assert max(abs(losses[step] - one[step]) for step in losses) <= 0.01
 
 
-@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(
     "flags", [["--loss-chunks=1"], ["--loss-chunks=4", "--activation-checkpointing=selective"]]
 )
@@ -241,7 +242,7 @@ def gradients(mode, compiled=False, dtype=torch.float32):
     """Loss and gradients of a small model, of the runs' shape: compiled, it finds their kernels."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=32))
-    model.set_activation_checkpointing("none" if mode == "offload" else mode)
+    checkpoint_activations(model.transformer.h, "none" if mode == "offload" else mode)
     run = torch.compile(model, dynamic=False) if compiled else model
     idx = torch.randint(0, 50257, (1, 64), generator=torch.Generator().manual_seed(1))
     with autocast(CPU, dtype), saved_activations(CPU, mode == "offload"):
@@ -259,8 +260,7 @@ def test_gradients_are_those_of_kept_activations(mode, dtype):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@no_spaces
-@pytest.mark.skipif(compiler_problem(CPU) is not None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_gradients_are_the_same_compiled(mode):
     loss, expected = gradients("none")
