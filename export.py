@@ -9,15 +9,13 @@ if __name__ == "__main__":
     prepare_process()  # the imports below take seconds
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from model import GPT
-from runtime.checkpoint import find_checkpoint, is_hugging_face, load_model, read_latest
+from runtime.checkpoint import find_checkpoint, is_hugging_face, load_model
 from runtime.cli import parse_flags, run_command
 from runtime.hub import check_repo_name, push_folder
 from runtime.huggingface import save_pretrained
-from runtime.model_card import TrainingRecord, read_training, write_model_card
+from runtime.model_card import read_training, write_model_card
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,11 @@ class ExportConfig:
 def main() -> None:
     """Write a model in Hugging Face's format, with a card."""
     config = parse_flags(ExportConfig)
-    model, training = load_with_training(config.model)
+    training, source = None, config.model
+    if not is_hugging_face(source):
+        source = str(find_checkpoint(Path(source)))  # once: a trainer may be about to save another
+        training = read_training(Path(source))
+    model = load_model(source)
     n_params = model.config.n_params
     save_pretrained(model, config.out)
     name = config.push_to_hub or config.out.resolve().name
@@ -48,17 +50,6 @@ def main() -> None:
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
     if config.push_to_hub is not None:
         print(f"uploaded to {push_folder(config.out, config.push_to_hub, 'model')}")
-
-
-def load_with_training(source: str) -> tuple[GPT, TrainingRecord | None]:
-    """A model, and what its run tells about its training; None of a model in HF's format."""
-    if is_hugging_face(source):
-        return load_model(source), None
-
-    def read(checkpoint: Path) -> tuple[GPT, TrainingRecord]:
-        return load_model(checkpoint), read_training(checkpoint)
-
-    return read_latest(partial(find_checkpoint, Path(source)), read)
 
 
 if __name__ == "__main__":

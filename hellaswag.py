@@ -45,22 +45,18 @@ from runtime.cli import parse_flags, run_command
 from runtime.device import (
     DeviceName,
     DtypeName,
-    attention_of_any_shape,
-    autocast,
-    lm_head_precision,
+    inference,
     select_dtype,
     to_device,
 )
 from runtime.distributed import DistInfo
-from runtime.files import atomic_write, finish_within, sha256_of
+from runtime.files import atomic_write, sha256_of
 from tokenizer import gpt2_encoding
 
 DATA_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-DATA_BYTES = 12_246_618
 DATA_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 DATA_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
-READ_TIMEOUT_SECONDS, DOWNLOAD_TIMEOUT_SECONDS = 30, 600  # of a read, and of the whole file
-WITHOUT_DOWNLOAD = "pass --data FILE (--hellaswag-data FILE in training)"
+TIMEOUT_SECONDS = 30  # of each read
 N_ENDINGS = 4
 CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
 # Float32 logits of 128 tokens take 26 MB, which stays in a CPU's cache; GPUs need larger products.
@@ -162,12 +158,13 @@ class HellaSwagResult:
         return metrics | ({"hellaswag_left_out": self.left_out} if self.left_out else {})
 
     def __str__(self) -> str:
-        line = " ".join(
+        parts = [
             f"{name} {round(share * self.total)}/{self.total}={share:.4f}"
             for name, share in (("acc", self.acc), ("acc_norm", self.acc_norm))
-        )
-        left_out = f" ({self.left_out} left out: longer than the model's context)"
-        return line + (left_out if self.left_out else "")
+        ]
+        if self.left_out:
+            parts.append(f"({self.left_out} left out: longer than the model's context)")
+        return " ".join(parts)
 
 
 def main() -> None:
@@ -199,11 +196,9 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
         style: of the prompt and of `acc_norm`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        OSError: the file cannot be read.
         ValueError: a row is no HellaSwag example (the message names its line), or there is none.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no HellaSwag file {path}")
     examples: list[Example] = []
     with Path(path).open("rb") as file:
         rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
@@ -224,21 +219,16 @@ def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: A
         row: has `ind` (int), `ctx` (text), `endings` (4 texts) and `label` (0 to 3, as a number or
             a text). The harness's style takes `activity_label`, `ctx_a` and `ctx_b` for `ctx`.
         style: of the prompt and of `acc_norm`.
-
-    Raises:
-        ValueError: one of these is missing, empty or of another kind.
     """
+    fields = CONTEXT_FIELDS[style]
     if not isinstance(row, dict):
         raise ValueError("the row is not a JSON object")
-    fields = CONTEXT_FIELDS[style]
     missing = [key for key in ("ind", *fields, "endings", "label") if key not in row]
     if missing:
         raise ValueError(f"the row has no {', '.join(missing)}")
-    ind, endings, label = row["ind"], row["endings"], row["label"]
-    if type(ind) is not int:
-        raise ValueError(f"ind is {ind!r}, not a whole number")
-    if type(label) not in (int, str) or str(label) not in ("0", "1", "2", "3"):
-        raise ValueError(f"label is {label!r}, not 0, 1, 2 or 3")
+    ind, label, endings = row["ind"], str(row["label"]), row["endings"]
+    if type(ind) is not int or label not in ("0", "1", "2", "3"):
+        raise ValueError(f"ind is {ind!r}, label {label!r}: not a whole number and one of 0 to 3")
     if not isinstance(endings, list) or len(endings) != N_ENDINGS:
         raise ValueError(f"endings must be a list of {N_ENDINGS} texts")
     texts = [row[field] for field in fields]
@@ -270,11 +260,7 @@ def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) ->
     """The examples that training scores; none, with a warning, where it cannot score any.
 
     Every rank must call this, and all of them get the same answer. Without `path` it takes the
-    validation set, downloaded once.
-
-    Raises:
-        FileNotFoundError: the given file is missing.
-        ValueError: the given file is damaged, or not the same on all ranks.
+    validation set, downloaded once; a given file must be there, and the same on all ranks.
     """
     examples: list[Example] = []
     problem = ""
@@ -326,9 +312,6 @@ def evaluate_hellaswag(
 
     Returns:
         The losses of the examples that fit, in their order.
-
-    Raises:
-        ValueError: no example fits the model's context.
     """
     fitting = [example for example in examples if example.fits(model.config.block_size)]
     if not fitting:
@@ -342,11 +325,10 @@ def evaluate_hellaswag(
     order = sorted(range(len(fitting)), key=lambda i: -_length(fitting[i]))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
-    rounds = distributed.rank_batches(
-        batches, dist_info, between, "HellaSwag" if progress else None
-    )
+    title = "HellaSwag" if progress else None
+    rounds = distributed.rank_batches(batches, dist_info, between, title)
     # One autocast for all batches casts the weights once.
-    with lm_head_precision(dtype), autocast(dist_info.device, dtype), attention_of_any_shape():
+    with inference(dist_info.device, dtype):
         for batch, counts in rounds:
             losses = score_examples(model, [fitting[i] for i in batch], dist_info.device)
             if counts:
@@ -449,75 +431,49 @@ def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
 
 def write_predictions(path: Path, examples: Sequence[Example], result: HellaSwagResult) -> None:
     """Write one JSON line per scored example, in their order, atomically."""
+
+    def rounded(losses: Tensor) -> list[float | None]:
+        # JSON has no infinity: the mean of an ending that is empty after its clean-up.
+        return [round(x, 6) if math.isfinite(x) else None for x in losses.tolist()]
+
     with atomic_write(path) as file:
         for row, example in enumerate(examples):
             line = {
                 "ind": example.ind,
                 "label": example.label,
-                "mean_losses": _rounded(result.mean[row]),
-                "summed_losses": _rounded(result.summed[row]),
+                "mean_losses": rounded(result.mean[row]),
+                "summed_losses": rounded(result.summed[row]),
                 "prediction": int(result.predictions[row]),
                 "prediction_norm": int(result.predictions_norm[row]),
             }
             file.write((json.dumps(line) + "\n").encode())
 
 
-def _rounded(losses: Tensor) -> list[float | None]:
-    """For JSON, which has no infinity: the mean of an ending that is empty after its clean-up."""
-    return [round(x, 6) if math.isfinite(x) else None for x in losses.tolist()]
-
-
 def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = DATA_URL) -> Path:
     """Download the validation set to `path`, once, on rank 0; every rank must call this.
 
     Raises:
-        OSError: rank 0 could not download it.
-        FileNotFoundError: another rank does not find what rank 0 downloaded.
+        OSError: rank 0 could not download it, or another rank does not find it.
     """
-    fetched = False
+    remedy = "pass --data FILE (--hellaswag-data FILE in training)"
     try:
-        if dist_info.is_main:
-            fetch(url, path, DATA_BYTES, DATA_SHA256)
-            fetched = True
-    finally:  # the other ranks wait for this after a failure too
-        fetched = bool(distributed.broadcast_int(fetched))
-    if not fetched or not path.is_file():
+        if dist_info.is_main and not (path.is_file() and sha256_of(path) == DATA_SHA256):
+            with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
+                content = response.read()
+            if hashlib.sha256(content).hexdigest() != DATA_SHA256:
+                raise OSError("it is not the known file")
+            with atomic_write(path) as file:
+                file.write(content)
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(f"cannot download {url} ({error}); without network {remedy}") from None
+    finally:
+        distributed.barrier()  # the other ranks wait, after a failure too
+    if not path.is_file():
         raise FileNotFoundError(
-            f"rank {dist_info.rank} has no {path}, which rank 0 downloads from {url}; on a machine "
-            f"without network, or without rank 0's disk, {WITHOUT_DOWNLOAD}"
+            f"rank {dist_info.rank} has no {path}, which rank 0 downloads from {url}; without "
+            f"network, or rank 0's disk, {remedy}"
         )
     return path
-
-
-def fetch(url: str, path: Path, size: int, sha256: str) -> None:
-    """Download a file of known size (bytes) and hash, unless `path` is that file already.
-
-    `path` appears only once it is complete and right.
-
-    Raises:
-        OSError: there is no connection, or the server sent another file.
-    """
-    if path.is_file() and path.stat().st_size == size and sha256_of(path) == sha256:
-        return
-    content = bytearray()
-
-    def download() -> None:
-        with urllib.request.urlopen(url, timeout=READ_TIMEOUT_SECONDS) as response:
-            while len(content) <= size and (piece := response.read1(1 << 16)):
-                content.extend(piece)
-
-    try:
-        finish_within(DOWNLOAD_TIMEOUT_SECONDS, download)
-        if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
-            raise OSError("it is not the known file")
-        with atomic_write(path) as file:
-            file.write(content)
-    except (OSError, http.client.HTTPException) as error:
-        came = f"{len(content):,} of {size:,} bytes came"
-        raise OSError(
-            f"cannot download {url} ({error}; {came}); on a machine without network "
-            f"{WITHOUT_DOWNLOAD}"
-        ) from None
 
 
 if __name__ == "__main__":

@@ -6,18 +6,13 @@ Shapes in comments: B sequences, T tokens, C channels (`n_embd`), H heads, D = C
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ops import (
-    ActivationCheckpointing,
-    causal_attention,
-    checkpoint_activations,
-    lm_head_loss,
-)
+from ops import causal_attention, lm_head_loss
 
 GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
@@ -163,51 +158,70 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm in its input's dtype: FSDP2 may gather weight and bias in another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., C)."""
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
 class Block(nn.Module):
     """One layer: attention and MLP, each normalised before and added after."""
 
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass recomputes; see `ops.checkpoint_activations`."""
-
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=1e-5)
         self.attn = CausalSelfAttention(config, layer)
-        self.ln_2 = LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)
         self.mlp = MLP(config)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return checkpoint_activations(self.activation_checkpointing, self.compute, x, mask, cache)
-
-    def compute(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
         x = x + self.attn(self.ln_1(x), mask, cache)
         return x + self.mlp(self.ln_2(x))
 
 
 class Transformer(nn.Module):
-    """Embeddings, the blocks, and the last LayerNorm: ids in, hidden states out."""
+    """GPT-2's layers, as Hugging Face names them; `GPT.encode` calls them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.ln_f = LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-5)
 
-    def forward(
+
+class GPT(nn.Module):
+    """The language model, initialised as GPT-2 was: N(0, 0.02), residual projections smaller.
+
+    Args:
+        config: the dimensions.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.loss_chunks = 1
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise all parameters (GPT-2 paper, section 2.3)."""
+        for parameter, value in self.initial_values():
+            parameter.copy_(value)
+
+    def initial_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter and its initial value, one after the other; unsharded."""
+        # Each of the 2 * n_layer residual additions would add variance: shrink to compensate.
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, parameter in self.named_parameters():
+            value = torch.zeros(parameter.shape, device=parameter.device)
+            if parameter.dim() >= 2:
+                value.normal_(std=residual_std if name.endswith("c_proj.weight") else 0.02)
+            elif not name.endswith("bias"):
+                value.fill_(1.0)  # LayerNorm gains
+            yield parameter, value
+
+    def encode(
         self,
         idx: Tensor,
         positions: Tensor | None = None,
@@ -229,73 +243,12 @@ class Transformer(nn.Module):
         past = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(past, past + idx.size(1), device=idx.device)
-        x = self.wte(idx) + self.wpe(positions)  # (B, T, C)
-        for block in self.h:
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        for block in self.transformer.h:
             x = block(x, mask, cache)
         if cache is not None:
             cache.length += idx.size(1)
-        return self.ln_f(x)
-
-
-class GPT(nn.Module):
-    """The language model, initialised as GPT-2 was: N(0, 0.02), residual projections smaller.
-
-    Args:
-        config: the dimensions.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.loss_chunks = 1
-        self.transformer = Transformer(config)
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.tie_weights()
-        if not self.lm_head.weight.is_meta:
-            self.init_weights()
-
-    def tie_weights(self) -> None:
-        """Make the LM head and the token embedding one parameter."""
-        self.lm_head.weight = self.transformer.wte.weight
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialise all parameters (GPT-2 paper, section 2.3)."""
-        for parameter, value in self.initial_values():
-            parameter.copy_(value)
-
-    def initial_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter and its initial value, one after the other; unsharded."""
-        # Each of the 2 * n_layer residual additions would add variance: shrink to compensate.
-        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        for name, parameter in self.named_parameters():
-            value = torch.zeros(parameter.shape, device=parameter.device)
-            if parameter.dim() >= 2:
-                value.normal_(std=residual_std if name.endswith("c_proj.weight") else 0.02)
-            elif not name.endswith("bias"):
-                value.fill_(1.0)  # LayerNorm gains
-            yield parameter, value
-
-    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
-        """As `nn.Module.to_empty`, which would untie the weights."""
-        super().to_empty(device=device, recurse=recurse)
-        self.tie_weights()
-        return self
-
-    def set_activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
-        """Choose what the backward pass of every block recomputes."""
-        for block in self.transformer.h:
-            block.activation_checkpointing = mode  # type: ignore[assignment]
-
-    def encode(
-        self,
-        idx: Tensor,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """As `Transformer.forward`; a sharded model gathers its parameters for this method."""
-        return self.transformer(idx, positions, mask, cache)
+        return self.transformer.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., vocab_size): the padding columns exist for the matrix product only."""
@@ -309,13 +262,13 @@ class GPT(nn.Module):
         Args:
             idx: (B, T) int64 token ids, T <= block_size.
             targets: (B, T) int64 ids of the next tokens; `IGNORE_INDEX` does not count.
-            cache: see `Transformer.forward`.
+            cache: see `encode`.
 
         Returns:
             `(logits, None)` without targets; `(None, loss)` with targets, so that the full logits
             need never exist. The loss is float32, in nats per token.
         """
-        hidden = self.transformer(idx, cache=cache)  # (B, T, C)
+        hidden = self.encode(idx, cache=cache)  # (B, T, C)
         if targets is None:
             return ModelOutput(self.logits(hidden), None)
         weight, vocab_size = self.lm_head.weight, self.config.vocab_size

@@ -1,117 +1,20 @@
-"""What makes the model fast and small: attention for CPUs, a chunked loss, recomputed activations.
+"""What makes the model fast and small: a chunked loss, recomputed activations, attention for CPUs.
 
 `model.py` states GPT-2 in plain terms; each function here computes one of those terms, with the
 same result, in less time or memory. Shapes in comments are those of `model.py`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 IGNORE_INDEX = -100  # a target with this value does not count towards the loss
-
-# --- attention --------------------------------------------------------------------------------
-
-QUERY_BLOCKS = 4  # more blocks skip more of the scores, and take longer to compile
-MAX_BLOCK_CAUSAL_TOKENS = 2048  # the scores of one block take memory that grows with T squared
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over the past, by whichever implementation is fastest here.
-
-    torch's flash attention, except in code compiled for a CPU: there `BlockCausalAttention` takes
-    half the time. It is slower in eager mode.
-
-    Args:
-        q: (B, H, T, D) queries.
-        k: (B, H, T, D) keys.
-        v: (B, H, T, D) values.
-
-    Returns:
-        (B, H, T, D).
-    """
-    B, H, T, D = q.shape
-    fits = T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
-    if not (fits and q.device.type == "cpu" and torch.compiler.is_compiling()):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    heads = (tensor.flatten(0, 1) for tensor in (q * D**-0.5, k, v))
-    y: Tensor = BlockCausalAttention.apply(*heads)  # type: ignore[no-untyped-call]
-    return y.view(B, H, T, D)
-
-
-class BlockCausalAttention(torch.autograd.Function):
-    """Causal attention by plain matrix products, one block of queries at a time.
-
-    A block skips the keys after its last query, so three eighths of the scores are never computed.
-    The backward pass recomputes the probabilities from their log-sum-exp instead of saving them
-    (FlashAttention-2, Dao 2023, algorithms 1 and 2).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ANN401
-        """Attend; B here is batch times heads.
-
-        Args:
-            ctx: autograd's.
-            q: (B, T, D) queries, already scaled by 1/√D; T is a multiple of `QUERY_BLOCKS`.
-            k: (B, T, D) keys.
-            v: (B, T, D) values.
-
-        Returns:
-            (B, T, D).
-        """
-        outputs, log_sums = [], []
-        for rows, end in query_blocks(q.size(1)):
-            future = future_keys(rows, end, q.device)
-            scores = (q[:, rows] @ k[:, :end].mT).float()
-            scores = scores.masked_fill(future, -math.inf)
-            log_sums.append(scores.logsumexp(dim=-1, keepdim=True))
-            probs = (scores - log_sums[-1]).exp().to(v.dtype)
-            outputs.append(probs @ v[:, :end])
-        output, log_sum = torch.cat(outputs, dim=1), torch.cat(log_sums, dim=1)
-        ctx.save_for_backward(q, k, v, output, log_sum)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-        """The gradients of queries, keys and values from the output's: (B, T, D) each."""
-        q, k, v, output, log_sum = ctx.saved_tensors
-        T = q.size(1)
-        # Softmax's gradient subtracts this from every score of a row.
-        shift = (d_output.float() * output.float()).sum(dim=-1, keepdim=True)
-        d_q, d_k, d_v = [], [], []
-        for rows, end in query_blocks(T):
-            # Transposed, (B, keys, queries): the compiler would recognise the forward pass's own
-            # products, and save their results instead of computing them again.
-            future = future_keys(rows, end, q.device).mT
-            scores = (k[:, :end] @ q[:, rows].mT).float()
-            probs = (scores - log_sum[:, rows].mT).exp().masked_fill(future, 0.0)
-            d_probs = (v[:, :end] @ d_output[:, rows].mT).float()
-            d_scores = (probs * (d_probs - shift[:, rows].mT)).to(q.dtype)
-            skipped_keys = (0, 0, 0, T - end)
-            d_q.append(d_scores.mT @ k[:, :end])
-            d_k.append(F.pad(d_scores @ q[:, rows], skipped_keys))
-            d_v.append(F.pad(probs.to(v.dtype) @ d_output[:, rows], skipped_keys))
-        return torch.cat(d_q, dim=1), sum(d_k[1:], d_k[0]), sum(d_v[1:], d_v[0])
-
-
-def query_blocks(T: int) -> list[tuple[slice, int]]:
-    """The rows of each block of queries, and the end of the keys that they may look at."""
-    size = T // QUERY_BLOCKS
-    return [(slice(end - size, end), end) for end in range(size, T + 1, size)]
-
-
-def future_keys(rows: slice, end: int, device: torch.device) -> Tensor:
-    """(queries, keys) bool: whether a key lies in the query's future."""
-    queries = torch.arange(rows.start, rows.stop, device=device)
-    return torch.arange(end, device=device) > queries[:, None]
-
 
 # --- loss -------------------------------------------------------------------------------------
 
@@ -206,22 +109,127 @@ SELECTIVELY_SAVED = [  # matrix products and attention, which are slow to comput
 ]
 
 
-def checkpoint_activations(
-    mode: ActivationCheckpointing, function: Callable[..., Tensor], *args: object
-) -> Tensor:
-    """Call `function`; its backward pass recomputes activations instead of saving them.
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpointing) -> None:
+    """Let the backward pass of each block recompute activations instead of saving them.
+
+    This replaces the blocks' `forward`; torch's own wrapper would rename their parameters.
 
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
 
     Args:
+        blocks: modules without side effects.
         mode: `none` saves all activations, `selective` those of `SELECTIVELY_SAVED`, `full` only
-            the arguments.
-        function: computes a tensor, without side effects.
-        args: its arguments.
+            a block's inputs.
     """
-    if mode == "none" or not torch.is_grad_enabled():
-        return function(*args)
-    recompute = partial(checkpoint, function, *args, use_reentrant=False)
-    if mode == "full":
-        return recompute()
-    return recompute(context_fn=partial(create_selective_checkpoint_contexts, SELECTIVELY_SAVED))
+    if mode == "none":
+        return
+    recompute = partial(checkpoint, use_reentrant=False)
+    if mode == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, SELECTIVELY_SAVED)
+        recompute = partial(recompute, context_fn=contexts)
+    for block in blocks:
+        block.forward = partial(_only_in_training, block.forward, recompute)
+
+
+def _only_in_training(
+    forward: Callable[..., Tensor], recompute: Callable[..., Tensor], *inputs: object
+) -> Tensor:
+    """A block's output; without gradients, as in an evaluation, nothing is saved anyway."""
+    return recompute(forward, *inputs) if torch.is_grad_enabled() else forward(*inputs)
+
+
+# --- attention --------------------------------------------------------------------------------
+
+QUERY_BLOCKS = 4  # more blocks skip more of the scores, and take longer to compile
+MAX_BLOCK_CAUSAL_TOKENS = 2048  # the scores of one block take memory that grows with T squared
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention over the past, by whichever implementation is fastest here.
+
+    On a GPU that is torch's own. In code compiled for a CPU `BlockCausalAttention` takes half the
+    time; it is slower in eager mode.
+
+    Args:
+        q: (B, H, T, D) queries.
+        k: (B, H, T, D) keys.
+        v: (B, H, T, D) values.
+
+    Returns:
+        (B, H, T, D).
+    """
+    B, H, T, D = q.shape
+    fits = T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
+    if not (fits and q.device.type == "cpu" and torch.compiler.is_compiling()):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    heads = (tensor.flatten(0, 1) for tensor in (q * D**-0.5, k, v))
+    y: Tensor = BlockCausalAttention.apply(*heads)  # type: ignore[no-untyped-call]
+    return y.view(B, H, T, D)
+
+
+class BlockCausalAttention(torch.autograd.Function):
+    """Causal attention by plain matrix products, one block of queries at a time.
+
+    A block skips the keys after its last query, so three eighths of the scores are never computed.
+    The backward pass recomputes the probabilities from their log-sum-exp instead of saving them
+    (FlashAttention-2, Dao 2023, algorithms 1 and 2).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ANN401
+        """Attend; B here is batch times heads.
+
+        Args:
+            ctx: autograd's.
+            q: (B, T, D) queries, already scaled by 1/√D; T is a multiple of `QUERY_BLOCKS`.
+            k: (B, T, D) keys.
+            v: (B, T, D) values.
+
+        Returns:
+            (B, T, D).
+        """
+        outputs, log_sums = [], []
+        for rows, end in query_blocks(q.size(1)):
+            future = future_keys(rows, end, q.device)
+            scores = (q[:, rows] @ k[:, :end].mT).float()
+            scores = scores.masked_fill(future, -math.inf)
+            log_sums.append(scores.logsumexp(dim=-1, keepdim=True))
+            probs = (scores - log_sums[-1]).exp().to(v.dtype)
+            outputs.append(probs @ v[:, :end])
+        output, log_sum = torch.cat(outputs, dim=1), torch.cat(log_sums, dim=1)
+        ctx.save_for_backward(q, k, v, output, log_sum)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+        """The gradients of queries, keys and values from the output's: (B, T, D) each."""
+        q, k, v, output, log_sum = ctx.saved_tensors
+        T = q.size(1)
+        # Softmax's gradient subtracts this from every score of a row.
+        shift = (d_output.float() * output.float()).sum(dim=-1, keepdim=True)
+        d_q, d_k, d_v = [], [], []
+        for rows, end in query_blocks(T):
+            # Transposed, (B, keys, queries): the compiler would recognise the forward pass's own
+            # products, and save their results instead of computing them again.
+            future = future_keys(rows, end, q.device).mT
+            scores = (k[:, :end] @ q[:, rows].mT).float()
+            probs = (scores - log_sum[:, rows].mT).exp().masked_fill(future, 0.0)
+            d_probs = (v[:, :end] @ d_output[:, rows].mT).float()
+            d_scores = (probs * (d_probs - shift[:, rows].mT)).to(q.dtype)
+            skipped_keys = (0, 0, 0, T - end)
+            d_q.append(d_scores.mT @ k[:, :end])
+            d_k.append(F.pad(d_scores @ q[:, rows], skipped_keys))
+            d_v.append(F.pad(probs.to(v.dtype) @ d_output[:, rows], skipped_keys))
+        return torch.cat(d_q, dim=1), sum(d_k[1:], d_k[0]), sum(d_v[1:], d_v[0])
+
+
+def query_blocks(T: int) -> list[tuple[slice, int]]:
+    """The rows of each block of queries, and the end of the keys that they may look at."""
+    size = T // QUERY_BLOCKS
+    return [(slice(end - size, end), end) for end in range(size, T + 1, size)]
+
+
+def future_keys(rows: slice, end: int, device: torch.device) -> Tensor:
+    """(queries, keys) bool: whether a key lies in the query's future."""
+    queries = torch.arange(rows.start, rows.stop, device=device)
+    return torch.arange(end, device=device) > queries[:, None]

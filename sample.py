@@ -32,9 +32,7 @@ from runtime.cli import parse_flags, run_command
 from runtime.device import (
     DeviceName,
     DtypeName,
-    attention_of_any_shape,
-    autocast,
-    lm_head_precision,
+    inference,
     select_device,
     select_dtype,
 )
@@ -249,7 +247,7 @@ def generate(
     cache = KVCache(model.config, B, n_cached, device, dtype) if use_cache else None
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     # One autocast for all tokens casts the weights once.
-    with lm_head_precision(dtype), autocast(device, dtype), attention_of_any_shape():
+    with inference(device, dtype):
         for _ in range(max_new_tokens):
             previous_start = start
             start = window_start(tokens.size(1), model.config.block_size)

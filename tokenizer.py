@@ -32,20 +32,13 @@ VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
 # How GPT-2 splits text into words before it merges bytes, in tiktoken's spelling.
 WORD_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
-# A long text may be cut before a whitespace character that a non-whitespace one follows; its ids
-# stay the same. A word of letters, digits or signs holds no whitespace but one leading space, and
-# `\s+(?!\S)` leaves the last character of a run to the next word, so a word always starts at the
-# cut. The rest of the run then ends its piece and is one word by `\s++$`, as it was by
-# `\s+(?!\S)`. Nothing in WORD_PATTERN looks behind, so the next piece does not notice the cut.
-# Whitespace is Unicode's White_Space, as in the pattern; Python's own `\s` matches more.
-WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
-
-PIECE_CHARS = 1 << 18  # longer texts are cut: tiktoken fails on runs of 1M spaces
 DOCUMENT_MARK = "\ufdd0"  # stands for END_OF_TEXT: Unicode guarantees that it is no character
 RELOAD_TOKENS = 1 << 26  # gigatoken caches every word that it sees, up to 1 GB in so many tokens
 BATCHES_AHEAD = 4  # batches that may wait, encoded, while a shard is written
 CHECK_CHARS = 10_000  # of every batch, compared with tiktoken
+# In WORD_PATTERN a word always starts at the whitespace in front of a letter or digit, and what
+# comes before it does not change: so a text may be cut there, and its ids stay the same.
+UP_TO_A_WORD = re.compile(r".*(?=[ \n]\w)", re.DOTALL)
 
 
 @functools.cache
@@ -53,34 +46,39 @@ def gpt2_encoding() -> tiktoken.Encoding:
     """GPT-2's tokenizer, built from the merges file without network.
 
     Raises:
-        FileNotFoundError: the merges file is missing.
-        ValueError: its SHA-256 is not that of GPT-2's merges file.
+        ValueError: the SHA-256 of that file is not that of GPT-2's.
     """
     return tiktoken.Encoding(
         "gpt2",
         pat_str=WORD_PATTERN,
-        mergeable_ranks=_read_ranks(VOCAB_PATH),
+        mergeable_ranks=_read_ranks(),
         special_tokens={"<|endoftext|>": END_OF_TEXT},
         explicit_n_vocab=VOCAB_SIZE,
     )
 
 
-@functools.cache
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Token bytes → id: the 256 single bytes, then one token for each merge, in order."""
-    merges = path.read_bytes()
-    if hashlib.sha256(merges).hexdigest() != VOCAB_SHA256:
-        raise ValueError(f"{path} is not GPT-2's vocab.bpe (its SHA-256 differs): restore it")
-    # The file writes each byte as a visible character: itself, or the next one from U+0100.
+def byte_characters() -> dict[str, int]:
+    """The bytes in the order of their ids, by the visible characters that GPT-2's files write.
+
+    A byte is written as the character of the same number, or as the next one from U+0100.
+    """
     visible = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     hidden = [byte for byte in range(256) if byte not in visible]
-    byte_of = {byte: byte for byte in visible}
-    byte_of |= {256 + i: byte for i, byte in enumerate(hidden)}
-    ranks = {bytes([byte]): rank for rank, byte in enumerate(byte_of.values())}
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+@functools.cache
+def _read_ranks() -> dict[bytes, int]:
+    """Token bytes → id: the 256 single bytes, then one token for each merge, in order."""
+    merges = VOCAB_PATH.read_bytes()
+    if hashlib.sha256(merges).hexdigest() != VOCAB_SHA256:
+        raise ValueError(f"{VOCAB_PATH} is not GPT-2's vocab.bpe (its SHA-256 differs): restore it")
+    byte_of = byte_characters()
+    translation = str.maketrans(byte_of)
+    tokens = [bytes([byte]) for byte in byte_of.values()]
     for line in merges.decode().splitlines()[1:]:
-        token = line.replace(" ", "").translate(byte_of).encode("latin-1")
-        ranks[token] = len(ranks)
-    return ranks
+        tokens.append(line.replace(" ", "").translate(translation).encode("latin-1"))
+    return {token: rank for rank, token in enumerate(tokens)}
 
 
 def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iterator[TokenIds]:
@@ -96,9 +94,6 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
 
     Yields:
         The ids of each batch, in order: (tokens,) uint16.
-
-    Raises:
-        OSError: the disk has no room for a temporary file.
     """
     encoder = _Encoder(workers)
     in_flight: deque[Future[TokenIds]] = deque()
@@ -112,19 +107,6 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
             yield in_flight.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def cut_text(text: str, min_chars: int = PIECE_CHARS) -> list[str]:
-    """Cut a long text into pieces whose ids, concatenated, are the ids of the text.
-
-    A piece ends at the first `CUT` after `min_chars`, so a text without whitespace stays whole.
-    """
-    pieces = []
-    start = 0
-    while found := CUT.search(text, start + min_chars):
-        pieces.append(text[start : found.start()])
-        start = found.start()
-    return [*pieces, text[start:]]
 
 
 class _Encoder:
@@ -172,8 +154,8 @@ class _Encoder:
         return ids.ravel().astype(np.uint16)
 
     def _load(self) -> None:
-        ranks = _read_ranks(VOCAB_PATH)
-        lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
+        """Start with an empty cache; gigatoken reads the ranks from a file."""
+        lines = [b"%s %d\n" % (base64.b64encode(token), id) for token, id in _read_ranks().items()]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "gpt2.tiktoken"
             try:
@@ -186,12 +168,11 @@ class _Encoder:
 
 def _encode_with_tiktoken(texts: Sequence[str]) -> TokenIds:
     encoding = gpt2_encoding()
-    mark = np.array([END_OF_TEXT], np.uint32)
     ids = [np.empty(0, np.uint32)]
     for text in texts:
-        pieces = cut_text(_utf8(text).decode())
-        # encode_to_numpy releases the interpreter's lock, so that threads encode at the same time.
-        ids += [mark, *(encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces)]
+        # This releases the interpreter's lock, so that threads encode at the same time.
+        own = encoding.encode_to_numpy(_utf8(text).decode(), disallowed_special=())
+        ids += [np.array([END_OF_TEXT], np.uint32), own]
     return np.concatenate(ids).astype(np.uint16)
 
 
@@ -205,8 +186,9 @@ def _utf8(text: str) -> bytes:
 
 def _starts_as_tiktoken(tokens: TokenIds, texts: Sequence[str]) -> bool:
     """Whether a batch's ids begin with those that tiktoken gives for its first characters."""
-    if not texts:
-        return not len(tokens)
-    found = CUT.search(texts[0], CHECK_CHARS)
-    expected = _encode_with_tiktoken([texts[0][: found.start()] if found else texts[0]])
+    start = texts[0] if texts else ""
+    if len(start) > CHECK_CHARS:
+        found = UP_TO_A_WORD.match(start[:CHECK_CHARS])
+        start = found[0] if found else ""
+    expected = _encode_with_tiktoken([start] if texts else [])
     return np.array_equal(tokens[: len(expected)], expected)

@@ -27,11 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from corpus.shards import TokenShards
-from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
+from dataloader import Batch, ShardedDataLoader, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
 from lr_schedule import SCHEDULES
 from model import GPT
-from ops import IGNORE_INDEX
+from ops import IGNORE_INDEX, checkpoint_activations
 from optimizers import Muon
 from plot import plot_run
 from runtime import checkpoint, device, distributed
@@ -179,7 +179,6 @@ def build_model(
     with torch.device("meta") if config.is_sharded else dist_info.device:
         model = GPT(run_dir.model_dimensions(config, resumed))
     model.loss_chunks = plan.loss_chunks(config, dist_info.device.type)
-    model.set_activation_checkpointing(config.activation_checkpointing)
     if config.is_sharded:
         distributed.shard_model(
             model,
@@ -189,6 +188,7 @@ def build_model(
             cpu_offload=config.cpu_offload,
             dtype=dtype,
         )
+    checkpoint_activations(model.transformer.h, config.activation_checkpointing)
     if config.init_from is not None and resumed is None:
         with distributed.raise_on_all_ranks():
             source = checkpoint.load_model(config.init_from)

@@ -40,7 +40,7 @@ from runtime.files import check_types, read_json, sha256_of, sync_folder, write_
 from runtime.huggingface import (
     HF_CONFIG_NAME,
     build_model,
-    check_finite,
+    check_finite_weights,
     check_shapes,
     is_finite,
     is_local,
@@ -464,7 +464,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     path = find_checkpoint(Path(source))
     verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
     tensors, config = _open_model(path)
-    check_finite(tensors, path)
+    check_finite_weights(tensors, path)
     model = build_model(config, device)
     _copy_parameters(tensors, model)
     return model

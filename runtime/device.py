@@ -2,14 +2,11 @@
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
-import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,15 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there while the driver is loaded (Linux)
-OLDEST_DRIVERS = {"12": 525, "13": 580}  # by torch's CUDA (NVIDIA, "Minor Version Compatibility")
-# "CUDA error: out of memory" and "CUDA out of memory", Triton's, and NCCL's "Cuda failure 2 'out
-# of memory'" or "Failed to CUDA calloc"; cuBLAS's and cuDNN's codes; torch's own on a CPU.
+# torch's own words on a GPU and on a CPU, Triton's, NCCL's, cuBLAS's and cuDNN's.
 OUT_OF_MEMORY = re.compile(
     r"out of memory|Failed to CUDA \w+|_ALLOC(ATION)?_FAILED|can't allocate memory"
 )
-OTHER_WHEEL = "install another torch (README.md, NVIDIA drivers)"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,15 +34,15 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
     With CUDA, every process of a machine takes the GPU of its local rank.
 
     Raises:
-        ValueError: the machine has no such device, or an NVIDIA GPU that torch cannot use: `auto`
-            does not fall back to a CPU that takes weeks.
+        ValueError: there is none, or an NVIDIA GPU that torch cannot use: `auto` does not fall back
+            to a CPU that takes weeks.
     """
     if name == "cpu":
         return torch.device("cpu")
-    with warnings.catch_warnings(action="ignore"):  # of CUDA; `cuda_problem` says it in one line
+    with warnings.catch_warnings(action="ignore"):  # `cuda_problem` says it
         available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name != "mps" and not available["cuda"] and (problem := cuda_problem()):
-        raise ValueError(f"{problem}, or give --device cpu")
+        raise ValueError(problem)
     if name == "auto":
         name = next((kind for kind in ("cuda", "mps") if available[kind]), "cpu")
     if not available.get(name, True):
@@ -73,33 +66,16 @@ def cuda_problem() -> str | None:
     is_hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if is_hidden or not (NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi")):
         return None
-    driver = f"this machine has an NVIDIA driver{nvidia_driver_version()}, and"
-    if torch.version.cuda is None:
-        return f"{driver} torch {torch.__version__} is built without CUDA: {OTHER_WHEEL}"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "it sees no GPU"
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError) as error:  # the former if it is built without CUDA
         reason = str(error).partition(". ")[0]
-    oldest = OLDEST_DRIVERS.get(torch.version.cuda.partition(".")[0])
-    needs = f"it needs {oldest} or newer; " if oldest else ""
     return (
-        f"{driver} torch {torch.__version__} for CUDA {torch.version.cuda} cannot use it "
-        f"({needs}{reason}): update the driver, or {OTHER_WHEEL}"
+        f"this machine has an NVIDIA driver, and torch {torch.__version__} cannot use it ({reason})"
+        f": update the driver, install another torch (README.md, NVIDIA drivers), or give "
+        f"--device cpu"
     )
-
-
-def nvidia_driver_version() -> str:
-    """The version of the NVIDIA driver, after a space; empty where it cannot be read."""
-    text = ""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        if NVIDIA_DRIVER.exists():
-            text = NVIDIA_DRIVER.read_text()
-        else:
-            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            text = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
-    version = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
-    return f" {version[0]}" if version else ""
 
 
 def select_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
@@ -129,29 +105,22 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 @contextlib.contextmanager
-def lm_head_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply float32 matrices only as exactly as `dtype` asks, for the length of the body.
+def inference(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast for sampling and scoring: float32 logits, and other shapes at every turn.
 
-    The results stay float32. On a CPU this also selects oneDNN's matrix product: MKL's takes 1.5
-    to 3 times as long on AMD.
+    Products of float32 matrices are only as exact as `dtype` asks; on a CPU this also selects
+    oneDNN's, as MKL's take 1.5 to 3 times as long on AMD. Attention goes without cuDNN, which is
+    torch's first choice on Hopper GPUs and makes a plan for every new shape.
     """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     before = torch.get_float32_matmul_precision()
     if dtype != torch.float32:
         torch.set_float32_matmul_precision("medium")
     try:
-        yield
+        with autocast(device, dtype), sdpa_kernel(backends):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def attention_of_any_shape() -> contextlib.AbstractContextManager[object]:
-    """Attend without cuDNN, for the length of the body.
-
-    It is torch's first choice on Hopper GPUs, and makes a plan for every new shape, which takes
-    longer than the attention itself. Sampling and HellaSwag have a new one at each turn.
-    """
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(backends)
 
 
 def make_deterministic() -> None:
@@ -177,8 +146,9 @@ def tune_malloc() -> None:
         return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not in musl
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
+        m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, -1)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -206,35 +176,24 @@ def compile_error(error: Exception) -> str | None:
     )
 
 
-def compiler_problem(device: torch.device) -> str | None:
-    """Why `torch.compile` cannot work here, in a few words; None if it can."""
-    if device.type == "mps":
-        return "torch.compile does not support MPS well yet"
-    if device.type == "cuda":
-        return None if importlib.util.find_spec("triton") else "Triton is not installed"
-    own = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX") or own, own)):
-        return f"no C++ compiler ({own}) is on the PATH"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Python.h is missing (install your system's python3-dev package)"
-    return None
-
-
 def prepare_compiler(device: torch.device) -> str | None:
     """Set torch.compile up for training; returns why it cannot work here, None if it can."""
-    problem = compiler_problem(device) or compile_failure(device)
+    if device.type == "mps":
+        return "torch.compile does not support MPS well yet"
     # Compiled code is cached from run to run; that of our own autograd functions only with this.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
     if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
         functorch_config.ban_recompute_materialized_backward = False
-    return problem
+    return compile_failure(device)
 
 
 def compile_failure(device: torch.device) -> str | None:
-    """Compile and run one line, as a compiler may be installed and broken; the error, if any."""
+    """Compile and run one line, as a compiler may be missing or broken; the error, if any."""
     try:
         torch.compile(lambda x: x.sin() + 1, dynamic=False)(torch.ones(64, device=device))
     except Exception as error:  # whatever Dynamo, Inductor, Triton or the compiler make of it
+        if "Python.h" in str(error):
+            return "Python.h is missing: install your system's python3-dev package"
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return None
 
@@ -285,9 +244,6 @@ def peak_memory_gib(device: torch.device) -> float | None:
 @contextlib.contextmanager
 def limited_memory(device: torch.device, share: float) -> Iterator[None]:
     """Let torch take only a share of a GPU's memory in the body, whose peak is then forgotten."""
-    if device.type != "cuda":
-        yield
-        return
     torch.cuda.set_per_process_memory_fraction(share, device)
     try:
         yield

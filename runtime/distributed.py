@@ -136,8 +136,8 @@ def shard_model(
         replicate: shard within a machine only, and replicate over machines (HSDP).
         reshard_after_forward: free a block's gathered parameters between its passes.
         cpu_offload: keep the shards and the optimizer's state in the CPU's memory.
-        dtype: of gathered block parameters and of matrix products; gradients are reduced in
-            float32.
+        dtype: of matrix products and, on GPUs, of gathered block parameters; gradients are
+            reduced in float32.
     """
     # Imported here because it takes more than a second.
     from torch.distributed.device_mesh import init_device_mesh
@@ -155,9 +155,10 @@ def shard_model(
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(dist_info.device.type, shape, mesh_dim_names=names)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    # The residual stream stays float32: a block's inputs are not cast, only its products are.
+    # The residual stream stays float32: a block's inputs are not cast, only its products are. A
+    # LayerNorm takes gathered gains of another dtype under a GPU's autocast, not under a CPU's.
     mixed_precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype,
+        param_dtype=dtype if dist_info.device.type == "cuda" else torch.float32,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
@@ -174,6 +175,7 @@ def shard_model(
     fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
     register_fsdp_forward_method(model, "encode")
     model.to_empty(device="cpu" if cpu_offload else dist_info.device)
+    model.lm_head.weight = model.transformer.wte.weight  # which that has untied
 
 
 def distribute_like(whole: Tensor, like: Tensor) -> Tensor:

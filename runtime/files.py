@@ -147,8 +147,3 @@ def redact_secrets(message: str) -> str:
         if SECRET_NAME.search(name) and len(value) >= 8:  # others may be a part of any message
             message = message.replace(value, "***")
     return URL_SECRETS.sub(r"\1\2", message)
-
-
-def finish_within(seconds, download):
-    """Shim."""
-    return download()

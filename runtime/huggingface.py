@@ -6,7 +6,6 @@ read or written; a pickle file could run any code.
 """
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,17 +16,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.func import functional_call
-from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime import hub
-from runtime.files import atomic_write, finish_within, is_plain_name, read_json, write_json
-from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE
+from runtime.files import atomic_write, read_json, write_json
+from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
-HF_INDEX_NAME = "model.safetensors.index.json"  # lists the weight files where there are several
 EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written over
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
@@ -36,8 +32,6 @@ WTE = "transformer.wte.weight"
 # Old files carry the causal mask as a buffer of every attention layer.
 MASK_BUFFER = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MAX_CHECKED_TOKENS = 1024
-MAX_LOGIT_ERROR = 1e-4  # float32 rounding gives about 1e-6, the exact GELU instead of tanh's 3e-4
 
 # The settings of Hugging Face's GPT2Config that `model.py` computes; the first is its default.
 GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -62,13 +56,12 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
         device: where to put the model.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        OSError: the hub cannot be reached, or has no such model for this user.
+        OSError: there is no such folder, or the hub did not give such a model.
         ValueError: it is not a GPT-2 that `model.py` can compute, a weight is not finite, or a
             file is damaged.
     """
     tensors, config = _open_pretrained(source)
-    check_finite(tensors, source)
+    check_finite_weights(tensors, source)
     return from_hf(tensors, config).to(device)
 
 
@@ -80,12 +73,12 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
 def save_pretrained(model: GPT, folder: str | Path) -> None:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
+    A model with other parameters than GPT-2's is refused. One that only computes something else
+    with them, such as another activation, is not noticed.
+
     Args:
         model: the raw model, neither compiled nor wrapped.
         folder: empty, missing, or an earlier export, which is written over.
-
-    Raises:
-        ValueError: the folder holds something else, or the model is not exactly a GPT-2.
     """
     folder, config = Path(folder), model.config
     if config.vocab_size != VOCAB_SIZE:
@@ -93,22 +86,17 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
     tensors = to_hf_state_dict(model)
     refusal = "this model is not a GPT-2, the only one that the Hugging Face format can hold"
     check_shapes(shapes_of(tensors), gpt2_shapes(config), refusal)
-    _check_computes_gpt2(model, tensors)
+    check_finite_weights(tensors, "the model")
     _check_replaceable(folder)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
     # transformers 4 demands to be told that the tensors are PyTorch's.
     weights = save(tensors, metadata={"format": "pt"})
     with atomic_write(folder / HF_WEIGHTS_NAME) as file:
         file.write(weights)
-    write_json(
-        folder / "generation_config.json",
-        {
-            **TOKEN_IDS,
-            # A pipeline without it asks for 256 tokens more than the prompt, beyond short contexts.
-            # A user's max_length and max_new_tokens go before it.
-            "max_length": config.block_size,
-        },
-    )
+    # Without this a pipeline asks for 256 new tokens, more than short contexts have room for;
+    # a user's max_length and max_new_tokens go before it.
+    generation = {**TOKEN_IDS, "max_length": config.block_size}
+    write_json(folder / "generation_config.json", generation)
     _write_tokenizer(folder, config.block_size)
 
 
@@ -119,9 +107,6 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
         state_dict: tensors of any of `FLOAT_DTYPES`, by name, with or without `transformer.` in
             front. They are copied, as float32, to the CPU.
         config: the dimensions.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected or of another shape, or `lm_head` is not tied.
     """
     tensors = _check_tensors(state_dict, config)
     model = build_model(config)
@@ -177,56 +162,6 @@ def build_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
         return GPT(config)
 
 
-@torch.no_grad()
-def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a model whose code computes other logits than GPT-2's from the same tensors.
-
-    Shapes do not show another activation, or rotary embeddings next to an unused `wpe`.
-    """
-    config, training = model.config, model.training
-    T = min(config.block_size, MAX_CHECKED_TOKENS)
-    idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    weights = {name: tensor.cpu() for name, tensor in weights.items()}
-    model.eval()
-    logits = functional_call(model, weights, idx[None]).logits
-    model.train(training)
-    expected = gpt2_logits(tensors, config, idx)
-    error = (logits[0] - expected).norm() / expected.norm()
-    if not error.isfinite():
-        raise ValueError("this model's logits are not finite: take an earlier checkpoint")
-    if error > MAX_LOGIT_ERROR:
-        raise ValueError(
-            f"this model does not compute what GPT-2 computes from the same weights (its logits "
-            f"differ by {error:.1e} of their size): the code in model.py has another activation, "
-            f"position embedding or attention, which the Hugging Face format cannot say"
-        )
-
-
-def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -> Tensor:
-    """GPT-2's logits (T, vocab_size) of one sequence (T,), without `model.py`'s help."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
-        return F.layer_norm(x, (config.n_embd,), weight, bias, eps=1e-5)
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
-
-    T, C = len(idx), config.n_embd
-    is_future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    x = tensors[WTE][idx] + tensors["transformer.wpe.weight"][:T]  # (T, C)
-    for block in (f"transformer.h.{layer}" for layer in range(config.n_layer)):
-        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
-        q, k, v = qkv.view(T, 3, config.n_head, -1).permute(1, 2, 0, 3)  # (H, T, D) each
-        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(is_future, -math.inf)
-        heads = scores.softmax(dim=-1) @ v
-        x = x + linear(heads.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj")
-        hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
-        x = x + linear(F.gelu(hidden, approximate="tanh"), f"{block}.mlp.c_proj")
-    return norm(x, "transformer.ln_f") @ tensors[WTE].T
-
-
 def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
     """Each parameter's name and a view of it in Hugging Face's layout, to read or to fill."""
     for name, parameter in model.named_parameters():
@@ -239,19 +174,14 @@ def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_tensors(state_dict: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """A GPT-2's tensors, all named `transformer.…`, without mask buffers and a tied `lm_head`.
-
-    Raises:
-        ValueError: they are not those of a GPT-2 of these dimensions.
-    """
+    """A GPT-2's tensors, all named `transformer.…`, without mask buffers and a tied `lm_head`."""
     named = {"transformer." + n.removeprefix("transformer."): t for n, t in state_dict.items()}
     tensors = {name: t for name, t in named.items() if not MASK_BUFFER.fullmatch(name)}
     head = tensors.pop("transformer.lm_head.weight", None)
     if head is not None and WTE in tensors and not torch.equal(head, tensors[WTE]):
         raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
-    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    if config.n_layer > len(layers):  # before a forged number of layers is listed
-        raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(layers)} layers")
+    if config.n_layer > len(tensors):  # before a forged number of layers is listed
+        raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(tensors)} tensors")
     check_shapes(shapes_of(tensors), gpt2_shapes(config), "the tensors are not this GPT-2's")
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOAT_DTYPES:
@@ -264,12 +194,8 @@ def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     return {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in values.items()}
 
 
-def check_finite(tensors: Mapping[str, Tensor], source: str | Path) -> None:
-    """Refuse weights that are NaN or infinite, which would make every loss NaN.
-
-    Raises:
-        ValueError: naming the first such tensor of the model `source`.
-    """
+def check_finite_weights(tensors: Mapping[str, Tensor], source: str | Path) -> None:
+    """Refuse weights that are NaN or infinite, which would make every loss NaN."""
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise ValueError(
@@ -286,11 +212,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal: str) -> None:
-    """Compare names and shapes.
-
-    Raises:
-        ValueError: they differ; the message is the refusal and the first differences.
-    """
+    """Raise the refusal as a ValueError, with the first differences, if names or shapes differ."""
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
     problems += [
@@ -307,9 +229,14 @@ def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal:
 def _open_pretrained(source: str | Path) -> tuple[dict[str, Tensor], GPTConfig]:
     """A model's tensors, not read from the disk yet, and the dimensions that they fit."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    config, tensors = _read_config(folder / HF_CONFIG_NAME), dict(_read_weights(folder))
+    config, weights = _read_config(folder / HF_CONFIG_NAME), folder / HF_WEIGHTS_NAME
+    if not weights.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {HF_WEIGHTS_NAME}: save the model again, as one file of safetensors "
+            f"(pickle files are never loaded)"
+        )
     try:
-        return _check_tensors(tensors, config), config
+        return _check_tensors(read_tensors(weights), config), config
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -358,35 +285,10 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a folder's safetensors file, or files, by name."""
-    if (folder / HF_INDEX_NAME).is_file():
-        index = read_json(folder / HF_INDEX_NAME)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        # The files may be links, as in the hub's cache, but their names must not be paths.
-        if not isinstance(weight_map, dict) or not all(map(is_plain_name, weight_map.values())):
-            raise ValueError(
-                f"{folder / HF_INDEX_NAME} does not name the weights' files in its own folder"
-            )
-        paths = sorted({folder / name for name in weight_map.values()})
-    else:
-        paths = [folder / HF_WEIGHTS_NAME]
-    for path in paths:
-        if not path.is_file():
-            pickled = next(folder.glob("*.bin"), None)
-            hint = f"; {pickled.name} is a pickle file, which is never loaded" if pickled else ""
-            raise FileNotFoundError(f"{folder} has no {path.name}{hint}")
-        yield from read_tensors(path).items()
-
-
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """A safetensors file's tensors, mapped into memory: each is read when it is used.
-
-    Raises:
-        ValueError: it is not such a file, or is cut off.
-    """
+    """A safetensors file's tensors, mapped into memory: each is read when it is used."""
     try:
-        with path.open("rb") as file:  # safetensors itself opens no path that is not UTF-8
+        with path.open("rb") as file:  # safetensors writes to any path, but opens only UTF-8
             by_descriptor = f"/dev/fd/{file.fileno()}"
             return load_file(by_descriptor if os.path.exists(by_descriptor) else path)
     except (SafetensorError, RuntimeError) as error:  # the latter if it is deleted meanwhile
@@ -395,7 +297,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _download(source: str) -> Path:
     """Fetch a model's configuration and weights from the hub; returns their folder."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repo = f"openai-community/{source}" if source in GPT2_SIZES else source
@@ -406,12 +308,7 @@ def _download(source: str) -> Path:
         try:
             paths = [hf_hub_download(repo, name, local_files_only=True) for name in names]
         except LocalEntryNotFoundError:
-            for name in names:
-                # Fails at once where the download itself would try again for half a minute.
-                get_hf_file_metadata(hf_hub_url(repo, name), timeout=hub.TIMEOUT_SECONDS)
-            paths = finish_within(
-                hub.DOWNLOAD_SECONDS, lambda: [hf_hub_download(repo, name) for name in names]
-            )
+            paths = [hf_hub_download(repo, name) for name in names]
     return Path(paths[0]).parent
 
 
@@ -430,11 +327,8 @@ def _check_replaceable(folder: Path) -> None:
 def _write_tokenizer(folder: Path, block_size: int) -> None:
     """Write GPT-2's tokenizer in the files that every version of transformers reads."""
     merges, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
-    # `vocab.bpe` writes a byte as the character of the same number, or as the next one from 256.
-    visible = [chr(byte) for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    characters = visible + [chr(256 + i) for i in range(256 - len(visible))]
     pieces = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
-    vocab = {token: i for i, token in enumerate([*characters, *pieces, special])}
+    vocab = {token: i for i, token in enumerate([*byte_characters(), *pieces, special])}
     with atomic_write(folder / "merges.txt") as file:
         file.write(merges)
     with atomic_write(folder / "vocab.json") as file:

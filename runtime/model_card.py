@@ -1,7 +1,7 @@
 """The `README.md` of an exported model: what it is, how it was trained and measured, its limits."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +46,7 @@ class TrainingRecord(NamedTuple):
 
 
 def read_training(checkpoint: Path) -> TrainingRecord:
-    """Read what there is about the training that led to a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint's state is damaged.
-    """
+    """Read what there is about the training that led to a checkpoint."""
     state, path = read_state(checkpoint), checkpoint.absolute().parent.parent / METRICS_NAME
     measured: dict[str, dict[str, Any]] = {}
     for record in read_metrics(path) if path.is_file() else ():
@@ -102,32 +98,22 @@ def _describe(training: TrainingRecord) -> Iterator[str]:
     chosen = {name: settings[name] for name in SETTINGS if settings.get(name, "auto") != "auto"}
     yield from (f"| `{name}` | {value} |" for name, value in chosen.items())
     yield "\n## Results\n\n| measure | result | how measured |\n|---|---|---|"
-    yield from _results(training.measured, settings)
-    yield ""
-
-
-def _results(
-    measured: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
-) -> Iterator[str]:
-    """The rows of the table of results."""
-    record = measured.get("val_loss", {})
-    loss = record.get("val_loss")
+    validation = training.measured.get("val_loss", {})
+    loss = validation.get("val_loss")
     if loss is None or not math.isfinite(loss):
         yield "| validation loss | not measured | |"
     else:
-        yield (
-            f"| validation loss at step {record['step']:,} | {loss:.4f} nats per token | the mean "
-            f"over at most {settings.get('val_tokens', 0):,} tokens of the data set's validation "
-            f"split |"
-        )
-    record = measured.get("hellaswag_total", {})
-    score = record.get("hellaswag_acc_norm")
-    if score is None:
-        yield "| HellaSwag | not measured | |"
-        return
-    total = record["hellaswag_total"]
-    sample = "" if total == HELLASWAG_EXAMPLES else ", which is NOT the whole benchmark"
-    how = "completion style, zero-shot: the ending of the lowest mean loss per token counts"
-    how += "; not comparable with lm-evaluation-harness"
-    measure = f"HellaSwag, acc_norm at step {record['step']:,}"
-    yield f"| {measure} | {score:.4f} | {how}; {total:,} examples{sample} |"
+        how = f"the mean over at most {settings.get('val_tokens', 0):,} tokens of the data set's "
+        how += "validation split"
+        at = f"validation loss at step {validation['step']:,}"
+        yield f"| {at} | {loss:.4f} nats per token | {how} |"
+    hellaswag = training.measured.get("hellaswag_total", {})
+    if (score := hellaswag.get("hellaswag_acc_norm")) is None:
+        yield "| HellaSwag | not measured | |\n"
+    else:
+        total = hellaswag["hellaswag_total"]
+        how = "completion style, zero-shot: the ending of the lowest mean loss per token counts; "
+        how += f"not comparable with lm-evaluation-harness; {total:,} examples"
+        how += "" if total == HELLASWAG_EXAMPLES else ", which is NOT the whole benchmark"
+        at = f"HellaSwag, acc_norm at step {hellaswag['step']:,}"
+        yield f"| {at} | {score:.4f} | {how} |\n"

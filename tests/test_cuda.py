@@ -13,7 +13,7 @@ from corpus.shards import open_shards
 from dataloader import validation_batches
 from hellaswag import evaluate_hellaswag, load_examples, score_examples
 from model import GPT, GPTConfig, KVCache
-from ops import IGNORE_INDEX
+from ops import IGNORE_INDEX, checkpoint_activations
 from runtime.checkpoint import (
     CheckpointWriter,
     TrainerState,
@@ -22,7 +22,7 @@ from runtime.checkpoint import (
     load_model,
     rng_states,
 )
-from runtime.device import attention_of_any_shape, is_out_of_memory
+from runtime.device import inference, is_out_of_memory
 from runtime.distributed import DistInfo
 from runtime.huggingface import save_pretrained
 from runtime.metrics import read_metrics
@@ -75,7 +75,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(both, compiled, chunks, checkpo
     results = []
     for model, device in zip(both, (CPU, CUDA), strict=True):
         model.loss_chunks = chunks
-        model.set_activation_checkpointing(checkpointing)
+        checkpoint_activations(model.transformer.h, checkpointing)
         compiles = compiled and device == CUDA
         trained = torch.compile(model, dynamic=False) if compiles else model
         loss = trained(idx.to(device), targets.to(device)).loss
@@ -231,7 +231,7 @@ def test_no_tensor_of_an_evaluation_is_left_on_the_cpu(monkeypatch):
             model = GPT(CONFIG)
         cache = KVCache(CONFIG, 2, 16, CUDA, torch.float32)
         idx = torch.zeros(2, 5, dtype=torch.int64, device=CUDA)
-        with attention_of_any_shape():
+        with inference(CUDA, torch.float32):
             for length in (5, 6, 7):
                 logits = next_token_logits(model, idx[:, :length], cache)
                 token = sample_token(logits, 1.0, 50, 0.9, None)

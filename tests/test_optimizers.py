@@ -1,27 +1,19 @@
 import shutil
-import tempfile
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_RUN, check_on_ranks
+from conftest import TINY_RUN, check_on_ranks, needs_compiler
 
-import export
 from model import GPT, GPTConfig
 from optimizers import Muon, orthogonalize
 from runtime.checkpoint import load_model
-from runtime.device import compiler_problem
 from runtime.distributed import DistInfo
 from runtime.metrics import read_metrics
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig
 
 RATE, DECAY, MOMENTUM = 0.02, 0.1, 0.95
-
-needs_compiler = pytest.mark.skipif(
-    compiler_problem(torch.device("cpu")) is not None or " " in tempfile.gettempdir(),
-    reason="needs a C++ compiler, and for torch's call of it a temporary folder without a space",
-)
 
 
 def new_muon(parameters, dtype=torch.float32, parts=1, compiled=False):
@@ -213,16 +205,3 @@ def test_resume_with_another_optimizer_is_refused(muon_flags):
     flags, _ = muon_flags
     with pytest.raises(ValueError, match="Muon and AdamW"):
         main([*flags, "--run-name=whole", "--resume=auto", "--max-steps=9", "--optimizer=adamw"])
-
-
-def test_muon_run_exported_is_equal_in_transformers(muon_flags, tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    _, runs = muon_flags
-    out = tmp_path / "exported"
-    monkeypatch.setattr("sys.argv", ["export.py", f"--model={runs}/whole", f"--out={out}"])
-    export.main()
-    idx = torch.randint(0, 400, (2, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        theirs = transformers.GPT2LMHeadModel.from_pretrained(out)(idx).logits
-        ours = load_model(runs / "whole")(idx).logits
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What is checked before a run starts; `--preflight` checks the machines as well, and trains nothing."""
+"""What is checked before a run starts, and what `--preflight` checks instead of a run."""
 
 import platform
 import shutil
@@ -118,10 +118,8 @@ def run_preflight(config: TrainConfig, resumed: Checkpoint | None) -> None:
             dist_info = stack.enter_context(setup_distributed(config.device, config.cpu_offload))
             print0(f"network   {check_network(dist_info)}")
         with explaining("ranks"):
-            train, val = open_same_data(config, resumed, dist_info)
-            print0(
-                f"ranks     have the same software, flags, {train.total_tokens:,} tokens of training"
-            )
+            open_same_data(config, resumed, dist_info)
+            print0("ranks     have the same software, flags, data and checkpoint")
         with explaining("data"):
             print0(f"data      {check_hashes(config, dist_info)}")
         with explaining("disk"):

@@ -271,16 +271,13 @@ def check_usable(run_dir: Path, config: TrainConfig, checkpoint: Checkpoint | No
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
             f"--resume {run_dir}"
         )
-    newer = [
-        c
-        for c in complete_checkpoints(checkpoints)
-        if not checkpoint or c.name > checkpoint.path.name
-    ]
-    for each in filter(is_valid, newer):
-        raise ValueError(
-            f"{run_dir} has a newer checkpoint, {each.name}: resume from that, or train on from an older one "
-            f"as another run, by another --run-name"
-        )
+    newest = checkpoint.path.name if checkpoint else ""
+    for other in complete_checkpoints(checkpoints):
+        if other.name > newest and is_valid(other):
+            raise ValueError(
+                f"{run_dir} has a newer checkpoint, {other.name}: resume from that, or train on "
+                f"from the older one as another run, by another --run-name"
+            )
     if checkpoint is None and (step := last_saved_step(run_dir / METRICS_NAME)):
         raise ValueError(
             f"{run_dir} had saved step {step} and has no checkpoint any more: mount or restore "
