@@ -13,20 +13,18 @@ if __name__ == "__main__":
 
 import math
 import sys
-import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.compiler import set_stance
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from tqdm import tqdm
 
 from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, open_data, validation_batches
@@ -39,9 +37,9 @@ from plot import plot_run
 from runtime import checkpoint, device, distributed, metrics
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
-from runtime.files import LockedFolder, append_atomically
+from runtime.files import LockedFolder
+from runtime.run_log import RunLog
 from runtime.stopping import EvaluationStopped, StopRequest, Watchdog
-from runtime.trackers import Trackers
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import memory, run_dir
@@ -71,8 +69,6 @@ class Trainer:
     val_shards: TokenShards
     hellaswag: Sequence[Example]
     writer: checkpoint.CheckpointWriter
-    norms: metrics.RecentNorms
-    trackers: Trackers
     stop: StopRequest
     flops_per_token: int
 
@@ -117,7 +113,7 @@ def run(
         start_step = resume(trainer)
         batches = training_loader(trainer, start_step)
         run_dir.label_run(folder.path, config, resume_from, dist_info)
-        with trainer.trackers.follow(folder.path, config.saved(), start_step), trainer.stop:
+        with trainer.stop:
             train(trainer, batches, start_step)
 
 
@@ -168,8 +164,6 @@ def setup(
             config.keep_checkpoints,
             warn=lambda line: print0(f"warning: {line}"),
         ),
-        norms=metrics.RecentNorms(config.skip_grad_norm_zscore),
-        trackers=Trackers(config.logger, dist_info, lambda: plot_run(folder.path)),
         stop=StopRequest(
             dist_info,
             config.stop_on_write_error,
@@ -291,7 +285,6 @@ def resume(trainer: Trainer) -> int:
         trainer.scaler,
         verified=trainer.config.resume == "auto",  # it was chosen by its hashes
     )
-    trainer.norms.extend(state.grad_norms)
     print0(f"resumed from {path}")
     return state.step
 
@@ -320,38 +313,45 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> None
     model_config = trainer.raw_model.config
     print0(memory.describe_plan(config, model_config, trainer.batch, dist_info))
     print0(run_dir.describe_run(trainer.run_dir))
-    timer = metrics.StepTimer(
-        start_step,
-        config.max_steps,
-        config.total_batch_size,
-        synchronize=lambda: device.synchronize(dist_info.device),
+    log = RunLog(
+        trainer.run_dir,
+        settings=config.saved(),
+        trackers=config.logger,
+        start_step=start_step,
+        max_steps=config.max_steps,
+        tokens_per_step=config.total_batch_size,
+        log_every=config.log_every,
+        flops_per_token=trainer.flops_per_token,
+        device=dist_info.device,
+        dtype=trainer.dtype,
+        on_write_error=stop.on_write_error,
+        draw_figures=lambda: plot_run(trainer.run_dir),
     )
-    log_path = trainer.run_dir / metrics.METRICS_NAME
-    logger = metrics.MetricsLogger(log_path if dist_info.is_main else None)
-    with logger, trainer.writer, batches, progress_bar(trainer, start_step) as bar:
-        log_start(trainer, logger, start_step)
+    with log, trainer.writer, batches:
+        log_start(trainer, log, start_step)
         own = trainer.resumed_from is None or run_dir.is_own(trainer.resumed_from, trainer.run_dir)
         saved = start_step if own else None
         stop.sync_stop()  # from here on `train_step` does it
         for step in range(start_step, config.max_steps + 1):
             stop.watchdog.beat(step)
             follow_run_dir(trainer)
-            if due := pending_evaluations(trainer, step, may_be_done=step == start_step):
-                with timer.paused():
-                    evaluate(trainer, step, due, logger, timer)
+            with log.paused():
+                is_complete = evaluate(trainer, step, log)
             stopping = stop.reason is not None or step == config.max_steps
             if step != saved and (stopping or trainer.is_due(config.checkpoint_every, step)):
-                with timer.paused():
-                    save(trainer, step, logger)
+                with log.paused():
+                    save(trainer, step, log)
             if stopping:  # the last turn only evaluates and saves
                 break
             lr = learning_rate(config, step)
             result = train_step(trainer, batches, lr)
-            log_step(trainer, logger, timer, bar, step + 1, lr, result)
+            log.step(step + 1, loss=result.loss, lr=lr, grad_norm=result.grad_norm)
+            with stop.on_write_error():
+                trainer.writer.check()  # has a checkpoint failed since the last step?
         with stop.on_write_error(at_end=True):
             trainer.writer.wait()
         stop.sync_stop()
-    is_complete = step == config.max_steps and not pending_evaluations(trainer, step)
+    is_complete = is_complete and step == config.max_steps
     run_dir.finish_run(trainer.run_dir, step, is_complete, stop, dist_info)
 
 
@@ -360,7 +360,6 @@ class StepResult(NamedTuple):
 
     loss: float  # mean cross-entropy, nats per token
     grad_norm: float  # global, before clipping
-    skipped: bool = False  # no update was made: the norm was above `RecentNorms.limit`
 
 
 def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepResult:
@@ -400,16 +399,14 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     loss_value, norm_value, any_asked = totals.tolist()
     if any_asked:
         trainer.stop.sync_stop()
-    result = StepResult(loss_value, norm_value, skipped=norm_value > trainer.norms.limit())
+    result = StepResult(loss_value, norm_value)
     check_finite(result, trainer.scaler)
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
-        if not result.skipped:
-            trainer.scaler.step(optimizer)  # float16: skips an update whose gradient overflowed
+        trainer.scaler.step(optimizer)  # float16: skips an update whose gradient overflowed
         optimizer.zero_grad(set_to_none=True)
     trainer.scaler.update()
-    trainer.norms.extend([result.grad_norm])
     return result
 
 
@@ -440,7 +437,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 # --- evaluation -------------------------------------------------------------------------------
 
 
-def validate(trainer: Trainer, _: int) -> dict[str, float]:
+def validate(trainer: Trainer, _: RunLog, __: int) -> dict[str, float]:
     """The validation loss, over the same windows whatever the number of processes."""
     batches = validation_batches(
         trainer.val_shards,
@@ -476,7 +473,7 @@ def evaluate_loss(
     return float(loss_sum / count_sum)
 
 
-def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
+def score_hellaswag(trainer: Trainer, _: RunLog, __: int) -> dict[str, float]:
     """HellaSwag's accuracies; none where its examples could not be had."""
     if not trainer.hellaswag:
         return {}
@@ -492,7 +489,7 @@ def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
     return score.metrics()
 
 
-def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
+def write_samples(trainer: Trainer, log: RunLog, step: int) -> dict[str, float]:
     """Continue a fixed prompt, from a random generator of its own, into `samples.txt`.
 
     Every process does this, so that none waits long for another; rank 0 writes.
@@ -510,13 +507,7 @@ def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
             stop_token=None,  # as many tokens on every process, which a sharded model needs
         )
     lines = [f"step {step} | sample: {encoding.decode(sequence)!r}" for sequence in sequences]
-    if dist_info.is_main:
-        path = trainer.run_dir / "samples.txt"
-        with trainer.stop.on_write_error(), FileIO(path, "a") as file:
-            append_atomically(file, "".join(line + "\n" for line in lines).encode())
-    trainer.trackers.log(step=step, sample_text="\n".join(lines))
-    for line in lines:
-        print0(textwrap.fill(line, 100, subsequent_indent="    "))
+    log.samples(step, lines)
     return {"samples": len(lines)}
 
 
@@ -529,8 +520,8 @@ class Evaluation(NamedTuple):
 
     every: str
     """The flag that says how many steps lie between two."""
-    run: Callable[[Trainer, int], dict[str, float]]
-    """From the trainer and the step to the metrics of one record in `metrics.jsonl`."""
+    run: Callable[[Trainer, RunLog, int], dict[str, float]]
+    """From the trainer, the log and the step to the metrics of one record in `metrics.jsonl`."""
 
 
 EVALUATIONS = {  # by a metric that each logs
@@ -540,47 +531,17 @@ EVALUATIONS = {  # by a metric that each logs
 }
 
 
-def evaluate(
-    trainer: Trainer,
-    step: int,
-    due: Sequence[str],
-    logger: metrics.MetricsLogger,
-    timer: metrics.StepTimer,
-) -> None:
-    """Run the evaluations of `EVALUATIONS` that are `due`, until asked to stop; log them."""
+def evaluate(trainer: Trainer, step: int, log: RunLog) -> bool:
+    """Run the evaluations that are due after `step` updates, and log them; whether all were run."""
     record: dict[str, float] = {}
-    begun = timer.clock()
+    begun, is_complete = time.perf_counter(), False
     with suppress(EvaluationStopped):
-        for name in due:
-            record |= EVALUATIONS[name].run(trainer, step)
-    if record:
-        record["evaluation_seconds"] = timer.clock() - begun
-        if overall := timer.overall_tokens_per_second():
-            record["overall_tokens_per_second"] = overall
-        tokens_seen = step * trainer.config.total_batch_size
-        log(trainer, logger, step=step, tokens_seen=tokens_seen, **record)
-        print0(metrics.format_evaluation(step, record))
-
-
-def pending_evaluations(trainer: Trainer, step: int, may_be_done: bool = True) -> list[str]:
-    """The evaluations that are due after `step` updates and not in `metrics.jsonl` yet.
-
-    They are there already in a run that is resumed where it had evaluated before it stopped. The
-    file is read only if they `may_be_done`: after days of training this takes a second.
-    """
-    due = [
-        name
-        for name, evaluation in EVALUATIONS.items()
-        if trainer.is_due(getattr(trainer.config, evaluation.every), step)
-    ]
-    if not due or not may_be_done:
-        return due
-    logged = ""
-    if trainer.dist_info.is_main:
-        path = trainer.run_dir / metrics.METRICS_NAME
-        logged = " ".join(metrics.logged_metrics(path, step))
-    done = distributed.gather_text(logged)[0].split()
-    return [name for name in due if name not in done]
+        for evaluation in EVALUATIONS.values():
+            if trainer.is_due(getattr(trainer.config, evaluation.every), step):
+                record |= evaluation.run(trainer, log, step)
+        is_complete = True
+    log.evaluation(step, record, time.perf_counter() - begun)
+    return is_complete
 
 
 def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
@@ -591,7 +552,7 @@ def uncompiled(config: TrainConfig) -> AbstractContextManager[object]:
 # --- saving and logging -----------------------------------------------------------------------
 
 
-def save(trainer: Trainer, step: int, logger: metrics.MetricsLogger) -> None:
+def save(trainer: Trainer, step: int, log: RunLog) -> None:
     """Begin this step's checkpoint; training goes on while it is written.
 
     Raises:
@@ -611,12 +572,11 @@ def save(trainer: Trainer, step: int, logger: metrics.MetricsLogger) -> None:
         data_fingerprint=trainer.train_shards.fingerprint,
         rng_states=checkpoint.rng_states(),
         grad_scaler=trainer.scaler.state_dict(),
-        grad_norms=trainer.norms.as_list(),
     )
 
     def on_saved(path: Path) -> None:
         print0(f"step {step} | saved {path}")
-        log(trainer, logger, saved_step=step)
+        log.record(saved_step=step)
         with trainer.stop.on_write_error():
             run_dir.clear_preemption(trainer.run_dir)
 
@@ -638,71 +598,13 @@ def follow_run_dir(trainer: Trainer) -> None:
         )
 
 
-def log(trainer: Trainer, logger: metrics.MetricsLogger, **values: float | str | None) -> None:
-    """Append a record to `metrics.jsonl`, and give it to the trackers."""
-    with trainer.stop.on_write_error():
-        logger.log(**values)
-    trainer.trackers.log(**values)
-
-
-def log_start(trainer: Trainer, logger: metrics.MetricsLogger, start_step: int) -> None:
+def log_start(trainer: Trainer, log: RunLog, start_step: int) -> None:
     """Log where a resumed run begins, the machine and the data."""
     if trainer.config.resume is not None:
-        log(trainer, logger, resumed_from=start_step)
+        log.record(resumed_from=start_step)
     info = trainer.dist_info
     environment = device.describe_environment(info.device, trainer.dtype, info.world_size)
-    fingerprint = trainer.train_shards.fingerprint
-    log(trainer, logger, environment=environment, data_fingerprint=fingerprint)
-
-
-def log_step(
-    trainer: Trainer,
-    logger: metrics.MetricsLogger,
-    timer: metrics.StepTimer,
-    bar: "tqdm[Any]",
-    step: int,
-    lr: float,
-    result: StepResult,
-) -> None:
-    """Log a training record to `metrics.jsonl` and, every `log_every` steps, on the console."""
-    config, dist_info = trainer.config, trainer.dist_info
-    timing = timer.lap(step)
-    peak = metrics.peak_flops(device.device_name(dist_info.device))
-    speed, per_token = timing.tokens_per_second, trainer.flops_per_token
-    record = {
-        "step": step,
-        "tokens_seen": step * config.total_batch_size,
-        "train_loss": result.loss,
-        "lr": lr,
-        "grad_norm": result.grad_norm,
-        "step_time_ms": timing.step_time_ms,
-        "tokens_per_second": speed,
-        "mfu": metrics.mfu(speed, per_token, peak, dist_info.world_size),
-        "peak_memory_gib": device.peak_memory_gib(dist_info.device),
-    }
-    if result.skipped:
-        record["update_skipped"] = True
-        print0(f"step {step} | update skipped: gradient norm {result.grad_norm:.4g}")
-    log(trainer, logger, **record)
-    bar.set_postfix_str(f"eta {metrics.format_duration(timing.eta_seconds)}", refresh=False)
-    bar.update()
-    if step % config.log_every == 0 or step == config.max_steps:
-        print0(metrics.format_step(record, config.max_steps, timing.eta_seconds))
-    with trainer.stop.on_write_error():
-        trainer.writer.check()  # has a checkpoint failed since the last step?
-
-
-def progress_bar(trainer: Trainer, start_step: int) -> "tqdm[Any]":
-    """A bar over the run's steps, if rank 0's output is a terminal.
-
-    tqdm's own estimate of the time left would count evaluations too; `log_step` gives the timer's.
-    """
-    return tqdm(
-        total=trainer.config.max_steps,
-        initial=start_step,
-        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
-        disable=None if trainer.dist_info.is_main else True,
-    )
+    log.record(environment=environment, data_fingerprint=trainer.train_shards.fingerprint)
 
 
 if __name__ == "__main__":
