@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 Records = list[dict[str, Any]]
 
-NEARLY_EQUAL = ("GPT-2 774M", "GPT-3 350M")  # the labels below and above their lines
+NEARLY_EQUAL: dict[str, Literal["top", "bottom"]] = {
+    "GPT-2 774M": "top",
+    "GPT-3 350M": "bottom",
+}  # labels beside their lines
 FALL_SHARE = 0.02  # the loss's fall over this share of the tokens may begin above the figure
 MARKED_POINTS = 40  # up to this many points are drawn as dots too
 LONGEST_NAME = 40  # characters of a run's name in a figure
@@ -85,10 +88,6 @@ def plot_run(run_dir: Path) -> list[Path]:
 
     Returns:
         The PNGs: `loss.png`, and `hellaswag.png` and `throughput.png` if the run has measured them.
-
-    Raises:
-        FileNotFoundError: there is no such folder, or no metrics in it.
-        ValueError: nothing has been measured yet.
     """
     records, figures = read_run(run_dir), run_dir / "figures"
     place = f"step {records[-1]['step']:,} · {format_count(records[-1]['tokens_seen'])} tokens"
@@ -102,12 +101,7 @@ def plot_run(run_dir: Path) -> list[Path]:
 
 
 def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
-    """Draw the losses of several runs into one PNG: of validation if every run has some.
-
-    Raises:
-        FileNotFoundError: as `plot_run`.
-        ValueError: as `plot_run`, or the runs have no kind of loss in common.
-    """
+    """Draw the losses of several runs into one PNG: of validation if every run has some."""
     runs = [read_run(run_dir) for run_dir in run_dirs]
     kind, lines = "validation", [Series.of(records, "val_loss") for records in runs]
     if not all(len(line.values) for line in lines):
@@ -195,8 +189,9 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     totals = Series.of(records, "hellaswag_total").values
     total = int(totals[-1]) if len(totals) else HELLASWAG_EXAMPLES
     references = {"chance": 1 / 4}
-    if total == HELLASWAG_EXAMPLES:
-        references |= _references_for(accuracy.values.max())
+    if total == HELLASWAG_EXAMPLES:  # the models that the run has passed, and the next one above
+        passed = sum(height <= accuracy.values.max() for height in HELLASWAG_REFERENCES.values())
+        references |= dict(list(HELLASWAG_REFERENCES.items())[: max(2, passed + 1)])
     else:
         title += f"\n{total:,} examples (reference scores need all {HELLASWAG_EXAMPLES:,})"
     axes = _new_axes(title, "HellaSwag accuracy (acc_norm)")
@@ -204,23 +199,12 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     band = (accuracy.tokens, accuracy.values - error, accuracy.values + error)
     axes.fill_between(*band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error")
     _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", color=BLUE)
-    for height in references.values():
+    for name, height in references.items():
         axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-    names = axes.secondary_yaxis("right")
-    labels = [f"{name} {height:g}" for name, height in references.items()]
-    names.set_yticks([*references.values()], labels)
-    names.tick_params(colors=GREY, length=0, labelsize=9)
-    names.spines["right"].set_visible(False)
-    for name, label in zip(references, names.get_yticklabels(), strict=True):
-        if name in NEARLY_EQUAL:
-            label.set_verticalalignment("bottom" if name == NEARLY_EQUAL[1] else "top")
+        label = axes.text(1.01, height, f"{name} {height:g}", color=GREY, fontsize=9)
+        label.set_transform(axes.get_yaxis_transform())  # the x is a share of the width
+        label.set_verticalalignment(NEARLY_EQUAL.get(name, "center"))
     return _save(axes, path, "upper left")
-
-
-def _references_for(best: float) -> dict[str, float]:
-    """The published models that a run has passed and the next one above it, at least two."""
-    passed = sum(height <= best for height in HELLASWAG_REFERENCES.values())
-    return dict(list(HELLASWAG_REFERENCES.items())[: max(2, passed + 1)])
 
 
 def _draw_throughput(records: Records, title: str, path: Path) -> Path:

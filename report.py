@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.files import atomic_write, read_object, redact_secrets
+from runtime.files import atomic_write, read_object
 from runtime.metrics import (
     HELLASWAG_EXAMPLES,
     HELLASWAG_REFERENCES,
@@ -41,17 +41,12 @@ SERIES = (*NOISY, "val_loss", "hellaswag_acc_norm", "lr", "peak_memory_gib")
 VOCAB_SIZE = 50257
 # Validation losses on FineWeb-Edu that others published.
 FINEWEB_EDU_LOSSES = {"OpenAI's GPT-2 124M": 3.29, "124M after 10B tokens": 3.07}
-SAMPLE_LINE = re.compile(r"step (\d+) \| sample: (['\"].*)")
-PATIENCE = 600.0  # seconds without a record, at least, after which a run counts as silent
+SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
+SILENCE = 3600.0  # seconds without a record, after which a run has probably died
 
 
 def write_report(run_dirs: Sequence[Path], path: Path) -> None:
-    """Write the page of one or more runs, finished or in progress.
-
-    Raises:
-        FileNotFoundError: there is no such run folder, or no metrics in it.
-        ValueError: a run has measured nothing yet.
-    """
+    """Write the page of one or more runs, finished or in progress."""
     now = time.time()
     runs = [collect_run(run_dir, now) for run_dir in run_dirs]
     if len({run["name"] for run in runs}) < len(runs):
@@ -75,15 +70,12 @@ def collect_run(run_dir: Path, now: float) -> dict[str, Any]:
         "max_steps": max_steps,
         "tokens": tokens,
         "last_write": path.stat().st_mtime,
-        "state": run_state(run_dir, records, max_steps, now),
+        "state": run_state(run_dir, step, max_steps, now),
         "time_left": _time_left(records, max_steps - step),
         "series": {name: thinned_series(records, name) for name in SERIES},
         "hellaswag_total": max(record.get("hellaswag_total", 0) for record in records),
         "resumed": [each * tokens / max(step, 1) for each in resumed if each <= step],
-        "settings": {
-            name: redact_secrets(value) if isinstance(value, str) else value
-            for name, value in settings.items()
-        },
+        "settings": settings,
         "environment": _environment(run_dir, records, resumed),
         "samples": read_samples(run_dir / "samples.txt"),
     }
@@ -127,35 +119,27 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     Lines that are torn are skipped, and so are texts that a resumed run wrote again as they were.
     """
     lines = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    by_step: dict[int, list[str]] = {}
-    for line in lines.splitlines():
-        if match := SAMPLE_LINE.fullmatch(line):
-            with suppress(ValueError, SyntaxError):
-                text = str(ast.literal_eval(match[2]))
-                texts = by_step.setdefault(int(match[1]), [])
-                texts += [text] if text not in texts else []
+    by_step: dict[int, dict[str, None]] = {}  # a dict as a set that keeps the order
+    for step, quoted in SAMPLE_LINE.findall(lines):
+        with suppress(ValueError, SyntaxError):
+            text = str(ast.literal_eval(quoted))
+            by_step.setdefault(int(step), {})[text] = None
     steps = sorted(by_step)
     if len(steps) > MAX_SAMPLED_STEPS:
         chosen = np.linspace(0, len(steps) - 1, MAX_SAMPLED_STEPS).round().astype(int)
         steps = [steps[index] for index in chosen]
-    return [{"step": step, "texts": by_step[step]} for step in steps]
+    return [{"step": step, "texts": [*by_step[step]]} for step in steps]
 
 
-def run_state(run_dir: Path, records: Records, max_steps: int, now: float) -> str:
-    """Whether a run was `finished`, `stopped`, `in progress` or `silent` at the time `now`.
-
-    A run is silent, and probably dead, if it logs nothing for longer than it ever took.
-    """
-    if records[-1]["step"] >= max_steps:
+def run_state(run_dir: Path, step: int, max_steps: int, now: float) -> str:
+    """Whether a run was `finished`, `stopped`, `in progress` or `silent` at the time `now`."""
+    if step >= max_steps:
         return "finished"
     last_write = (run_dir / METRICS_NAME).stat().st_mtime
     mark = run_dir / "PREEMPTED"  # it stays until a resumed run has saved
     if mark.is_file() and mark.stat().st_mtime >= last_write:
         return "stopped"
-    steps = Series.of(records, "step_time_ms").values / 1000
-    evaluations = Series.of(records, "evaluation_seconds").values
-    longest = max([PATIENCE, *(3 * steps), *(3 * evaluations)])
-    return "in progress" if now - last_write < longest else "silent"
+    return "in progress" if now - last_write < SILENCE else "silent"
 
 
 def _time_left(records: Records, steps: int) -> str:
@@ -176,6 +160,4 @@ def _environment(run_dir: Path, records: Records, resumed: Sequence[int]) -> dic
     if len(utilisation):
         found["median MFU"] = f"{np.median(utilisation):.1%}"
     found["resumed from step"] = ", ".join(f"{step:,}" for step in resumed) or "never"
-    skipped = sum(record.get("update_skipped", False) for record in records)
-    found["updates skipped"] = f"{skipped:,}"
-    return {name: redact_secrets(value) for name, value in found.items()}
+    return found

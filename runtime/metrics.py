@@ -67,9 +67,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Returns:
         The records in the order they were logged: of a step at most one of training and one of
         evaluation, each with its `step`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
     """
     records: dict[tuple[int, bool], dict[str, Any]] = {}
     for record in _read_lines(path):
@@ -82,12 +79,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: Path) -> list[dict[str, Any]]:
-    """A run's records with their `tokens_seen`, at least one of them with a loss.
-
-    Raises:
-        FileNotFoundError: there is no such folder, or no metrics in it.
-        ValueError: nothing has been measured yet.
-    """
+    """A run's records with their `tokens_seen`; refused unless one of them has a loss."""
     if not run_dir.is_dir():
         raise FileNotFoundError(f"no run folder {run_dir}: python plot.py runs/NAME")
     path = run_dir / METRICS_NAME

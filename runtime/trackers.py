@@ -14,7 +14,8 @@ import math
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -27,20 +28,19 @@ WANDB_SECONDS = 60  # that a run waits for W&B to begin, and again at its end
 
 
 class Tracker(ABC):
-    """Something that shows runs."""
+    """Something that shows runs; making one begins the run's curves, or goes on with them.
+
+    Args:
+        run_dir: the run's folder; its name is the run's.
+        settings: JSON values.
+        start_step: updates done: 0, or those of the checkpoint that the run resumes from.
+    """
 
     package: ClassVar[str | None] = None
     """The module that must be installed."""
 
     @abstractmethod
-    def start(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
-        """Begin the run's curves, or go on with them.
-
-        Args:
-            run_dir: the run's folder; its name is the run's.
-            settings: JSON values.
-            start_step: updates done: 0, or those of the checkpoint that the run resumes from.
-        """
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None: ...
 
     @abstractmethod
     def log(self, step: int, values: Values) -> None:
@@ -48,16 +48,18 @@ class Tracker(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Write or send what is left."""
+        """Wait until all that is left is written or sent."""
 
 
 class TensorBoard(Tracker):
-    """Event files in the run's folder: `tensorboard --logdir runs`."""
+    """Event files in the run's folder: `tensorboard --logdir runs`.
+
+    The steps that a resumed run does again are removed.
+    """
 
     package = "tensorboard"
 
-    def start(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
-        """Write the settings as text; steps that a resumed run does again are removed."""
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(run_dir / "tensorboard")
@@ -82,16 +84,14 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Weights & Biases, as `wandb login` and WANDB_* variables say, such as WANDB_MODE=offline."""
+    """Weights & Biases, as `wandb login` and WANDB_* variables say, such as WANDB_MODE=offline.
+
+    A file in the run's folder keeps the random id that a resumed run goes on under.
+    """
 
     package = "wandb"
 
-    def start(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
-        """Begin a run of a random id, which a file in the run's folder keeps, or resume it.
-
-        Raises:
-            ValueError: nobody is logged in.
-        """
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
         import wandb
 
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
@@ -99,6 +99,7 @@ class WandB(Tracker):
         id_path = run_dir / "trackers" / "wandb.json"
         state = {"id": secrets.token_hex(4)} | read_object(id_path)
         write_json(id_path, state)
+        seconds = WANDB_SECONDS
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             dir=os.environ.get("WANDB_DIR", run_dir),
@@ -106,9 +107,7 @@ class WandB(Tracker):
             name=run_dir.name,
             config=dict(settings),
             resume="allow",
-            settings=wandb.Settings(
-                console="off", init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS
-            ),
+            settings=wandb.Settings(console="off", init_timeout=seconds, finish_timeout=seconds),
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -125,12 +124,14 @@ class WandB(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio: `TRACKIO_DIR=runs/NAME/trackio trackio show`, or where your TRACKIO_DIR is."""
+    """Trackio: `TRACKIO_DIR=runs/NAME/trackio trackio show`, or where your TRACKIO_DIR is.
+
+    A resumed run goes on under its folder's name.
+    """
 
     package = "trackio"
 
-    def start(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
-        """Begin a run, or resume the one of this name."""
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], start_step: int) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run_dir.absolute() / "trackio"))
         import trackio  # reads the variable
 
@@ -181,11 +182,7 @@ def _fenced(text: str) -> str:
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Refuse trackers whose package is missing.
-
-    Raises:
-        ValueError: naming the first of them, and the remedy.
-    """
+    """Refuse trackers whose package is missing, with the remedy."""
     for name in names:
         package = TRACKERS[name].package
         if package is not None and importlib.util.find_spec(package) is None:
@@ -196,13 +193,18 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run, by their names in `TRACKERS`; those that have failed are left out."""
+    """The trackers of a run, by their names in `TRACKERS`. One that fails is warned of and dropped.
+
+    Takes what a `Tracker` takes.
+    """
 
     def __init__(
         self, names: Iterable[str], run_dir: Path, settings: Mapping[str, Any], start_step: int
     ) -> None:
-        self.working = {name: TRACKERS[name]() for name in names}
-        self._call_each(lambda tracker: tracker.start(run_dir, settings, start_step))
+        self.working: dict[str, Tracker] = {}
+        for name in names:
+            with self._dropping(name):
+                self.working[name] = TRACKERS[name](run_dir, settings, start_step)
 
     def log(self, step: int, values: Mapping[str, float | str | Path | None]) -> None:
         """Give each tracker the values of a step that are not None, NaN or infinite."""
@@ -211,17 +213,21 @@ class Trackers:
             for name, value in values.items()
             if isinstance(value, str | Path) or (value is not None and math.isfinite(value))
         }
-        self._call_each(lambda tracker: tracker.log(step, known))
+        for name, tracker in list(self.working.items()):
+            with self._dropping(name):
+                tracker.log(step, known)
 
     def finish(self) -> None:
-        """End each tracker's part of the run."""
-        self._call_each(lambda tracker: tracker.finish())
-
-    def _call_each(self, call: Callable[[Tracker], None]) -> None:
+        """Finish each tracker."""
         for name, tracker in list(self.working.items()):
-            try:
-                call(tracker)
-            except Exception as error:  # whatever a library raises: training goes on without it
-                del self.working[name]
-                problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                print0(f"warning: --logger {name} has failed, and gets nothing more: {problem}")
+            with self._dropping(name):
+                tracker.finish()
+
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a library raises: training goes on without it
+            self.working.pop(name, None)
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            print0(f"warning: --logger {name} has failed, and gets nothing more: {problem}")

@@ -1,0 +1,201 @@
+import json
+import math
+from contextlib import contextmanager, nullcontext, suppress
+
+import pytest
+import torch
+from forked import ROOT
+
+from runtime import run_log
+from runtime.metrics import read_metrics
+from runtime.run_log import LINE_COLUMNS, RunLog, format_evaluation, format_step
+
+
+def new_log(run_dir, **settings):
+    """The log of a run of ten steps; its settings can be others."""
+    defaults = {
+        **{"settings": {}, "trackers": (), "start_step": 0, "max_steps": 10, "log_every": 1},
+        **{"tokens_per_step": 1000, "flops_per_token": 10**6, "dtype": torch.float32},
+        **{"device": torch.device("cpu"), "on_write_error": nullcontext, "draw_figures": list},
+    }
+    return RunLog(run_dir, **(defaults | settings))
+
+
+def lines_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr(run_log, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def test_record_writes_a_non_finite_float_as_null(tmp_path):
+    with new_log(tmp_path / "run") as log:
+        log.record(step=1, a=math.nan, b=math.inf, c=0.1, d="text")
+        log.record(saved_step=1)
+    text = '{"step": 1, "a": null, "b": null, "c": 0.1, "d": "text"}\n{"saved_step": 1}\n'
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == text
+
+
+def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with new_log(tmp_path / "run", trackers=["tensorboard"]) as log:
+        log.record(resumed_from=0)
+        log.step(1, loss=3.0, lr=0.1, grad_norm=1.0)
+        log.evaluation(1, {"val_loss": 3.0}, 1.0)
+        log.samples(1, ["text"])
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("torn_at", [1, 30])
+def test_log_starts_on_its_own_line_after_a_torn_one(tmp_path, torn_at):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + b'{"step": 2, "train_loss": 3.25}\n'[:torn_at])
+    before = path.read_bytes()
+    with new_log(tmp_path) as log:
+        log.record(step=3)
+    assert path.read_bytes() == before + b'\n{"step": 3}\n'
+    assert [record["step"] for record in read_metrics(path)][-1] == 3
+
+
+def test_log_keeps_every_record_when_the_process_is_killed(commands, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, signal, sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "from pathlib import Path; from test_run_log import new_log\n"
+        "log = new_log(Path(sys.argv[1])).__enter__()\n"
+        "for step in range(100): log.record(step=step)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert commands.run(script, tmp_path / "run").code == -9
+    assert lines_of(tmp_path / "run") == [{"step": step} for step in range(100)]
+
+
+@pytest.fixture
+def file_limit():
+    """How long a file can be, in bytes, as if the disk was full then."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    yield 1 << 20
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_write_errors_go_to_the_run(tmp_path, file_limit):
+    caught = []
+
+    @contextmanager
+    def on_write_error():
+        try:
+            yield
+        except OSError as error:
+            caught.append(str(error))
+
+    full = b"\n" * file_limit
+    for name in ("metrics.jsonl", "samples.txt"):
+        (tmp_path / name).write_bytes(full)
+    with new_log(tmp_path, on_write_error=on_write_error) as log:
+        log.step(1, loss=3.0, lr=0.1, grad_norm=1.0)
+        log.samples(1, ["text"])
+    for name, message in zip(("metrics.jsonl", "samples.txt"), caught, strict=True):
+        assert f"{name} was not written" in message
+        assert (tmp_path / name).read_bytes() == full
+
+
+def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
+    with new_log(tmp_path, start_step=100, max_steps=200, log_every=2) as log:
+        clock.now += 1.5
+        with suppress(KeyError), log.paused():
+            clock.now += 97.0
+            raise KeyError
+        clock.now += 0.5
+        log.step(101, loss=3.0, lr=1e-3, grad_norm=0.5)
+        clock.now += 1.0
+        log.step(102, loss=2.5, lr=1e-4, grad_norm=0.25)
+        log.evaluation(102, {"val_loss": 2.75}, 30.0)
+        log.evaluation(102, {}, 1.0)  # nothing was measured
+        clock.now += 1.0
+        log.step(103, loss=2.0, lr=1e-4, grad_norm=0.25)
+    first, second, evaluation, _ = lines_of(tmp_path)
+    assert first.pop("peak_memory_gib") > 0
+    assert first == {
+        **{"step": 101, "tokens_seen": 101_000, "train_loss": 3.0, "lr": 1e-3, "grad_norm": 0.5},
+        **{"step_time_ms": 2000.0, "tokens_per_second": 500.0, "mfu": None},
+    }
+    assert (second["step_time_ms"], second["tokens_per_second"]) == (1000.0, 1000.0)
+    assert evaluation == {
+        **{"step": 102, "tokens_seen": 102_000, "val_loss": 2.75},
+        **{"evaluation_seconds": 30.0, "overall_tokens_per_second": 2000 / 100},
+    }
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("step 102/200 | loss 2.5000 | lr 1.0e-4, norm 0.25 | 1K tok/s")
+    assert shown[1:] == ["step 102 | val_loss 2.75 | evaluation_seconds 30 | "
+                         "overall_tokens_per_second 20"]  # fmt: skip
+
+
+def test_eta_follows_the_recent_steps_after_the_first_which_compiles(tmp_path, clock, capsys):
+    with new_log(tmp_path, max_steps=1000) as log:
+        for step in range(1, 501):
+            clock.now += 60.0 if step == 1 else 1.0 if step <= 300 else 5.0
+            log.step(step, loss=3.0, lr=1e-3, grad_norm=1.0)
+    shown = capsys.readouterr().out.splitlines()
+    etas = [shown[step - 1].rpartition(" | ")[2] for step in (1, 2, 500)]
+    assert etas == ["eta n/a", "eta 16m38s", "eta 41m40s"]
+
+
+def test_samples_are_appended_and_shown(tmp_path, capsys):
+    lines = [f"step 5 | sample: {'word ' * 30!r}", "step 5 | sample: 'b'"]
+    for _ in range(2):
+        with new_log(tmp_path) as log:
+            log.samples(5, lines)
+    assert (tmp_path / "samples.txt").read_text().splitlines() == 2 * lines
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= LINE_COLUMNS
+    assert shown[1].startswith("    word")
+
+
+def test_format_step_shows_every_figure_that_is_known():
+    record = {
+        **{"step": 250, "train_loss": 3.28123, "lr": 6e-4, "grad_norm": 0.2912, "mfu": 0.523},
+        **{"step_time_ms": 330.14, "tokens_per_second": 1_588_000.4, "peak_memory_gib": 33.21},
+    }
+    assert format_step(record, max_steps=19073, eta_seconds=6190.0) == (
+        "step   250/19073 | loss 3.2812 | lr 6.0e-4, norm 0.291"
+        " | 1.59M tok/s, mfu 52%, 33.2 GiB | eta 1h43m"
+    )
+    record = {"step": 1, "train_loss": 10.9, "lr": 8e-7, "grad_norm": 12.0, "mfu": None}
+    assert format_step(record, max_steps=10, eta_seconds=None) == (
+        "step  1/10 | loss 10.9000 | lr 8.0e-7, norm 12 | eta n/a"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mfu", "max_steps", "eta_seconds"),
+    [(0.523, 999_999, 28 * 3600.0), (None, 19_073, 164 * 86_400.0)],
+)
+def test_format_step_fits_100_columns_at_large_values(mfu, max_steps, eta_seconds):
+    record = {
+        **{"step": 1, "train_loss": 10.9876, "lr": 6.25e-4, "grad_norm": 1234.5, "mfu": mfu},
+        **{"tokens_per_second": 12_588_000.4, "peak_memory_gib": 139.81},
+    }
+    assert len(format_step(record, max_steps, eta_seconds)) <= LINE_COLUMNS == 100
+
+
+def test_format_evaluation_begins_another_line_where_one_would_be_too_long():
+    record = {"val_loss": 10.82512, "hellaswag_acc": 0.301234, "hellaswag_acc_norm": 0.3012345}
+    record |= {"hellaswag_total": 10042, "hellaswag_left_out": 123, "samples": 4}
+    lines = format_evaluation(19073, record).splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= LINE_COLUMNS
+    parts = [line.split(" | ") for line in lines]
+    assert [part[0] for part in parts] == ["step 19073"] * 2
+    shown = dict(part.split(" ") for line in parts for part in line[1:])
+    assert {name: float(text) for name, text in shown.items()} == pytest.approx(record, rel=1e-4)
