@@ -4,13 +4,12 @@
     python -m bench --peer transformers     # the defaults against Hugging Face's GPT-2, tuned
     python -m bench --peer eager            # the defaults against a plain, uncompiled trainer
     python -m bench --peer switches         # the defaults against themselves with one change
-    python -m bench --component sample      # one other part: data, tokenize, hellaswag, busy, …
-    python -m bench --gpu                   # all that a GPU can tell, in half an hour
+    python -m bench --component sample      # one other part: data, hellaswag, sample, tokenize
+    python -m bench --gpu                   # what a GPU can tell, in an hour at the most
 
-Each training run calls the real `train_step` in a fresh process. Runs alternate (A B A B …),
-because machines drift, and medians are compared. Results go to `bench/results/DEVICE.json` after
-each run, so that the same command goes on where it was interrupted; the chart goes next to it.
-Another model or batch than the default gets files of its own.
+What is compared runs in turn (A B A B …), because machines drift, and medians are compared; a
+training run is a command in a fresh process. The results go to `bench/results/DEVICE.json` after
+each run, the chart of training speeds next to it.
 """
 
 if __name__ == "__main__":
@@ -23,37 +22,44 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from bench.components import measure_component
+from bench.components import COMPONENTS
 from bench.config import BenchConfig
-from bench.gpu import measure_everything
-from bench.ladder import measure_training
-from bench.measurement import tokenize_stdlib
-from bench.report import device_label, store_section, stored_section
+from bench.gpu import run_gpu_commands
+from bench.ladder import training_measures
+from bench.measurement import format_results, measure_in_turn, run_python
+from bench.report import device_label, draw_speeds, results_path, store_results
 from corpus.shards import open_shards
 from runtime.cli import parse_flags, run_command
 
 
 def main() -> None:
-    """Measure what the flags ask for, print it, add it to the device's results."""
+    """Measure what the flags ask for."""
     config = parse_flags(BenchConfig)
-    if config.gpu:
-        measure_everything(config)
-        return
-    label = device_label(config.torch_device)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
+        data_dir = config.data_dir or scratch / "data"
         if config.data_dir is None:
-            config = replace(config, data_dir=tokenize_stdlib(scratch / "data"))
-        assert config.data_dir is not None
-        open_shards(config.data_dir, "train")  # refuse a wrong folder before anything is measured
-        if config.component:
-            section = measure_component(config, scratch)
-        else:
-            store = partial(store_section, config, label, config.section, complete=False)
-            earlier = stored_section(config, label, complete=False)
-            section = measure_training(config, scratch, earlier, store)
-    for path in store_section(config, label, config.section, section):
-        print(path)
+            print("tokenizing Python's standard library to train on", flush=True)
+            run_python("fineweb.py", "--source=stdlib", f"--data-dir={data_dir}")
+        open_shards(data_dir, "train")  # refuse a wrong folder before anything is measured
+        config = replace(config, data_dir=data_dir.absolute())
+        (run_gpu_commands if config.gpu else measure)(config, scratch)
+
+
+def measure(config: BenchConfig, scratch: Path) -> None:
+    """Measure one thing, print its table, add it to the device's results."""
+    print(f"{device_label(config.torch_device)}: {config.model_config()}", flush=True)
+    if config.component:
+        name = f"component_{config.component}"
+        measures = COMPONENTS[config.component](config, scratch)
+    else:
+        name = f"peer_{config.peer}" if config.peer else "ladder"
+        measures = training_measures(config, scratch)
+    store = partial(store_results, config, name)
+    print(format_results(*measure_in_turn(measures, config.rounds, store)))
+    if not config.component:
+        print(draw_speeds(results_path(config)))
+    print(results_path(config))
 
 
 if __name__ == "__main__":

@@ -1,114 +1,105 @@
-"""What `python -m bench --gpu` measures: everything, the most important first, in half an hour.
+"""`python -m bench --gpu`: what this machine's GPUs can tell, in an hour at the most.
 
-Each part is another call of `python -m bench`, in a process with its own time limit. A part that
-was measured with the same code and settings is not measured again.
+A list of commands, the most important first, each with a time limit. What they print goes to one
+file as it comes. A command that fails or takes too long is noted, and the next one runs.
 """
 
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import NamedTuple
 
-from bench.config import ROOT, BenchConfig
-from bench.measurement import error_line, tokenize_stdlib
-from bench.report import (
-    device_label,
-    markdown_tables,
-    read_results,
-    results_path,
-    stored_section,
-)
-from runtime.files import atomic_write
+import torch
 
-PARTS: tuple[tuple[dict[str, Any], float], ...] = (  # flags, and minutes at most
-    ({"component": "tests"}, 6),
-    ({"peer": "transformers", "rounds": 1}, 6),
-    ({"peer": "switches", "rounds": 1}, 16),
-    ({"peer": "gpus", "rounds": 1}, 12),
-    ({"rounds": 1}, 12),  # the ladder
-    ({"component": "context"}, 8),
-    ({"component": "optimizer"}, 3),
-    ({"component": "checkpoint"}, 3),
-    ({"component": "sample"}, 3),
-    ({"component": "hellaswag"}, 3),
-    ({"component": "data"}, 3),
-    ({"component": "startup", "rounds": 1}, 5),
-    ({"peer": "eager", "rounds": 1}, 5),
-    ({"component": "train"}, 120),
-)
+from bench.config import DIMENSIONS, ROOT, BenchConfig, as_flags
+from bench.report import provenance, results_path
+
 STEPS = 10  # timed, of each training run
 
 
-def measure_everything(config: BenchConfig) -> None:
-    """Measure each part that is not measured yet; print what happened to each, and the tables.
+class Command(NamedTuple):
+    """A command of Python, and the minutes that it may take."""
+
+    args: list[str]
+    minutes: float
+
+
+def gpu_commands(config: BenchConfig, scratch: Path) -> list[Command]:
+    """What to run, for the config's model, data and device; runs are saved in `scratch`."""
+    model = config.flags(*DIMENSIONS, "device", "data_dir")
+    total = config.flags("total_batch_size")
+    bench = ["-m", "bench", *model, *total, *config.flags("micro_batch_size", "out_dir")]
+    bench += [f"--steps={config.steps or STEPS}", "--rounds=1"]
+    several = torch.cuda.device_count() > 1 and config.torch_device.type == "cuda"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu"]
+    settings = {"val_every": 20, "val_tokens": 65_536, "hellaswag_every": 0, "sample_every": 0}
+    train = ["train_gpt2.py", *model, *total, *as_flags(settings | {"out_dir": scratch})]
+    run = scratch / "trained"
+    context = 64 * config.block_size
+    long = as_flags({"block_size": context, "total_batch_size": context, "micro_batch_size": 1})
+    long += ["--activation-checkpointing=full", "--loss-chunks=8", "--val-every=0"]
+    evaluated = [f"--model={run}", f"--device={config.device}"]
+    return [
+        Command(["-m", "pytest", "-q", "-rfE", "--tb=short", "tests/test_cuda.py"], 6),
+        Command([*bench, "--peer=transformers"], 5),
+        Command([*bench, "--peer=switches"], 12),
+        Command(bench, 9),  # the ladder
+        Command([*train, f"--run-name={run.name}", "--max-steps=40"], 4),
+        Command(["train_gpt2.py", f"--resume={run}", "--max-steps=60"], 3),
+        Command([*(torchrun if several else []), *train, "--run-name=all", "--max-steps=40"], 4),
+        Command([*train, *long, "--run-name=long", "--max-steps=3"], 3),
+        Command(["hellaswag.py", *evaluated, "--data=assets/hellaswag_sample.jsonl"], 2),
+        Command(["sample.py", *evaluated], 2),
+        Command([*bench, "--component=sample"], 2),
+        Command([*bench, "--component=hellaswag"], 2),
+        Command([*bench, "--component=data"], 2),
+        Command([*bench, "--peer=eager"], 4),
+    ]
+
+
+def run_gpu_commands(config: BenchConfig, scratch: Path) -> None:
+    """Run the commands, one after the other; print what came of each.
 
     Raises:
         ValueError: there is no GPU, and no other --device was asked for.
     """
     if config.device == "auto" and config.torch_device.type != "cuda":
         raise ValueError("--gpu: this machine has no usable GPU; --device cpu only rehearses it")
-    label, deadline = device_label(config.torch_device), monotonic() + 60 * config.minutes
-    if config.fresh:
-        results_path(config, label).unlink(missing_ok=True)
-    outcomes = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        text = config.data_dir or tokenize_stdlib(Path(folder) / "data")
-        for changes, minutes in PARTS:
-            name = " ".join(str(value) for key, value in changes.items() if key != "rounds")
-            outcome = measure_part(config, changes, text, min(60 * minutes, deadline - monotonic()))
-            outcomes.append(f"{name or 'ladder':<14} {outcome}")
-            print(f"--- {outcomes[-1]}", flush=True)
-    path = results_path(config, label)
-    tables = markdown_tables(read_results(config, label))
-    with atomic_write(path.with_suffix(".md")) as file:
-        file.write(tables.encode())
-    print("", tables, *outcomes, f"results, chart and tables: {path.with_suffix('.*')}", sep="\n")
+    config = replace(config, out_dir=config.out_dir.absolute())
+    path = results_path(config).with_suffix(".log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    print(f"what the commands print goes to {path}", flush=True)
+    path.write_text(f"{provenance()}\n")
+    for command in gpu_commands(config, scratch):
+        print(run_limited(command, path), flush=True)
 
 
-def measure_part(config: BenchConfig, changes: dict[str, Any], text: Path, seconds: float) -> str:
-    """Measure one part in `seconds`; returns in one line what came of it."""
-    common = {"gpu": False, "fresh": False, "steps": config.steps or STEPS}
-    try:
-        part = replace(config, **common | changes)
-    except ValueError as error:  # a package or a flag that this part needs
-        return f"skipped: {error}"
-    if part.peer == "gpus" and part.processes < 2:
-        return "skipped: there is one GPU only"
-    label = device_label(config.torch_device)
-    if stored_section(part, label, complete=True):
-        return "measured before"
-    if seconds <= 0:
-        return f"skipped: no time left of --minutes {config.minutes:g}; the same command goes on"
+def run_limited(command: Command, log: Path) -> str:
+    """Run a command, with what it prints added to `log`; returns what came of it, in one line."""
     start = monotonic()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "bench", *flags(replace(part, data_dir=text))],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,  # to end the part's own processes, too
-    )
-    try:
-        _, stderr = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"stopped after {seconds / 60:.1f} minutes; the same command goes on"
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-    if child.returncode:
-        return f"failed: {error_line(stderr)}"
-    return f"measured in {monotonic() - start:.0f} s"
-
-
-def flags(config: BenchConfig) -> list[str]:
-    """The command line of a config: what is not the default."""
-    return [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in asdict(config).items()
-        if value != getattr(BenchConfig, name) and not isinstance(value, bool)
-    ]
+    shown = f"python {' '.join(command.args)}"
+    with log.open("a") as file:
+        print(f"\n$ {shown}", file=file, flush=True)
+        child = subprocess.Popen(
+            [sys.executable, *command.args],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # to end the command's own processes, too
+        )
+        try:
+            code = child.wait(60 * command.minutes)
+            outcome = f"FAILED ({code})" if code else f"done in {monotonic() - start:.0f} s"
+        except subprocess.TimeoutExpired:
+            outcome = f"STOPPED after {command.minutes:g} minutes"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        print(f"--- {outcome}", file=file)
+    return f"{outcome}: {shown}"

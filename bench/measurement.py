@@ -1,13 +1,12 @@
-"""Measured quantities, runs that alternate, and the child processes that are measured."""
+"""Measures that are taken in turn, their table, and the child processes that are measured."""
 
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,36 +14,68 @@ import torch
 from bench.config import ROOT
 from runtime.device import synchronize
 
-# A busy loop that ends with the process that started it, even if that one was killed.
-BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+Measure = Callable[[], dict[str, float]]  # what one run measured, by unit
+Results = dict[str, dict[str, list[float]]]  # every run's values, by label and unit
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One measured quantity, over several runs."""
+def measure_in_turn(
+    measures: Mapping[str, Measure],
+    rounds: int,
+    store: Callable[[Results, dict[str, str]], object],
+) -> tuple[Results, dict[str, str]]:
+    """Take each measure once per round (A B A B …), as machines drift; print a line for each.
 
-    label: str
-    unit: str
-    runs: list[float]
+    Args:
+        measures: by label. One that raises ValueError is not taken again.
+        rounds: how often.
+        store: gets what is returned, as far as it is measured, after each run.
 
-    @property
-    def median(self) -> float:
-        """The middle run."""
-        return statistics.median(self.runs)
+    Returns:
+        The results; and, by label, why there are none.
 
-    @property
-    def spread(self) -> float:
-        """The difference between the extreme runs, as a fraction of the median."""
-        return (max(self.runs) - min(self.runs)) / self.median if self.median else 0.0
+    Raises:
+        ValueError: every measure failed.
+    """
+    results: Results = {}
+    failures: dict[str, str] = {}
+    for turn in range(1, rounds + 1):
+        for label, measure in measures.items():
+            if label in failures:
+                continue
+            try:
+                values = measure()
+            except ValueError as error:
+                # Results are published, so they name no folders of this machine.
+                failures[label] = line = re.sub(r"(/[\w.+-]+){2,}", "PATH", str(error))[:160]
+            else:
+                line = ", ".join(f"{value:,.5g} {unit}" for unit, value in values.items())
+                for unit, value in values.items():
+                    results.setdefault(label, {}).setdefault(unit, []).append(value)
+            print(f"run {turn}/{rounds} | {label:<24} | {line}", flush=True)
+            store(results, failures)
+    if not results:
+        raise ValueError(f"nothing was measured: {next(iter(failures.values()))}")
+    return results, failures
 
 
-def alternate(rounds: int, *measures: Callable[[], float]) -> list[list[float]]:
-    """Take each measure once per round (A B A B …), as machines drift; returns each one's runs."""
-    runs: list[list[float]] = [[] for _ in measures]
-    for _ in range(rounds):
-        for values, measure in zip(runs, measures, strict=True):
-            values.append(measure())
-    return runs
+def format_results(results: Results, failures: Mapping[str, str]) -> str:
+    """A line per label: the median of each unit, and its ratio to that of the first label."""
+    units = list(dict.fromkeys(unit for values in results.values() for unit in values))
+    rows = [["", *units]]
+    first: dict[str, float] = {}
+    for label, values in results.items():
+        rows.append([label])
+        for unit in units:
+            if unit in values:
+                median = statistics.median(values[unit])
+                ratio = median / first.setdefault(unit, median) if median else 1.0
+                rows[-1].append(f"{median:,.4g} ({ratio:.2f}x)")
+            else:
+                rows[-1].append("-")
+    rows += [[label, *["-"] * len(units)] for label in failures]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *(f"{label}: {why}" for label, why in failures.items())])
 
 
 def seconds_of(work: Callable[[], object], device: torch.device | None = None) -> float:
@@ -56,14 +87,15 @@ def seconds_of(work: Callable[[], object], device: torch.device | None = None) -
     return time.perf_counter() - start
 
 
-def run_python(*args: str | Path, **environment: str) -> str:
-    """Run Python in a child process that can import this repository; returns its output.
+def run_python(*args: str | Path, **environment: str) -> None:
+    """Run Python in this repository's folder, in a child process.
 
     Raises:
         ValueError: the child failed; the message is a line of its standard error.
     """
     child = subprocess.run(
         [sys.executable, *args],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
@@ -73,30 +105,10 @@ def run_python(*args: str | Path, **environment: str) -> str:
         raise ValueError(f"ended by signal {-child.returncode}: out of memory?")
     if child.returncode:
         raise ValueError(error_line(child.stderr))
-    return child.stdout
 
 
 def error_line(stderr: str) -> str:
-    """What a failed process said: its first line of ours (torchrun writes more), else its last."""
+    """What a failed process said: its first line of ours, else its last one."""
     lines = ["no error message", *stderr.strip().splitlines()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return ours[0] if ours else lines[-1]
-
-
-def tokenize_stdlib(data_dir: Path) -> Path:
-    """Write shards of Python's standard library into `data_dir`, to train on."""
-    print("tokenizing Python's standard library to train on", flush=True)
-    run_python(ROOT / "fineweb.py", "--source=stdlib", f"--data-dir={data_dir}")
-    return data_dir
-
-
-@contextmanager
-def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run `count` processes that compute all the time, for the length of the body."""
-    loops = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
-    try:
-        yield loops
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
