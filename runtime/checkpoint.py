@@ -15,6 +15,7 @@ import base64
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -77,11 +78,9 @@ class TrainerState:
     grad_scaler: dict[str, Any]
     """The loss scaler's state; empty unless float16 is in use."""
     optimizers: list[str] = field(default_factory=lambda: ["AdamW"])
-    """The optimizers' class names. This field and the next two are set by `save`."""
+    """The optimizers' class names. This field and the next are set by `save`."""
     optimizer_values: dict[str, Any] = field(default_factory=dict)
     """Optimizer state that is not a tensor, named as the tensors are."""
-    stateless: list[str] = field(default_factory=list)
-    """Parameters that had no optimizer state."""
     format: int = CHECKPOINT_FORMAT
 
     def __post_init__(self) -> None:
@@ -384,12 +383,7 @@ def load_checkpoint(
         _check_fit(path / MODEL_NAME, parameters, dict(model.named_parameters()))
         _check_classes(path, state, optimizers)
         optimizer_state = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
-        by_parameter = _unflatten(path / OPTIMIZER_NAME, optimizer_state, model, state.stateless)
-    _copy_parameters(parameters, model)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for optimizer in optimizers:
-        _load_optimizer(optimizer, names, by_parameter)
-    with raise_on_all_ranks():
+        _check_state_fits(path / OPTIMIZER_NAME, optimizer_state, model)
         try:
             if scaler is not None and state.grad_scaler:
                 scaler.load_state_dict(state.grad_scaler)
@@ -398,45 +392,31 @@ def load_checkpoint(
             raise ValueError(
                 f"{path / STATE_NAME} has no valid generator states: {error}"
             ) from None
-
-
-def _unflatten(
-    path: Path, flat: Mapping[str, Any], model: nn.Module, stateless: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter and key, once it is sure that it fits the model."""
-    parameters = dict(model.named_parameters())
-    by_parameter: dict[str, dict[str, Any]] = {n: {} for n in parameters if n not in stateless}
-    for flat_name, value in flat.items():
+    _copy_parameters(parameters, model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
+    for flat_name, value in optimizer_state.items():
         key, _, name = flat_name.partition(".")
-        if name not in by_parameter:
-            raise ValueError(f"{path} does not fit this model: {flat_name} is of no parameter")
-        if isinstance(value, Tensor) and value.shape not in ((), parameters[name].shape):
-            raise ValueError(
-                f"{path} does not fit this model: {flat_name} is {tuple(value.shape)}, "
-                f"expected {tuple(parameters[name].shape)}"
-            )
         by_parameter[name][key] = value
-    if missing := [name for name, own in by_parameter.items() if not own]:
-        raise ValueError(f"{path} does not fit this model: it has no state of {missing[0]}")
-    return by_parameter
-
-
-def _load_optimizer(
-    optimizer: Optimizer,
-    names: Mapping[nn.Parameter, str],
-    by_parameter: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Give an optimizer the state of its parameters, sharded as they are."""
-    own = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    own["state"] = {
-        index: {
-            key: _placed(value, parameter) for key, value in by_parameter[names[parameter]].items()
+    for optimizer in optimizers:
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        own = optimizer.state_dict()
+        own["state"] = {
+            index: {key: _placed(value, p) for key, value in by_parameter[names[p]].items()}
+            for index, p in enumerate(updated)
+            if names[p] in by_parameter  # not one that never had a gradient
         }
-        for index, parameter in enumerate(parameters)
-        if names[parameter] in by_parameter
-    }
-    optimizer.load_state_dict(own)
+        optimizer.load_state_dict(own)
+
+
+def _check_state_fits(path: Path, flat: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse optimizer state that is of no parameter, or has neither its shape nor none."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, value in flat.items():
+        expected = shapes.get(name.partition(".")[2])
+        shape = value.shape if isinstance(value, Tensor) else ()
+        if expected is None or shape not in ((), expected):
+            raise ValueError(f"{path} does not fit this model: {name} is {tuple(shape)}")
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - a tensor or a plain value
@@ -555,7 +535,7 @@ def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | N
 
     Every process must call this, and gets the same name.
     """
-    state = dict(model.named_parameters()) | _flatten(_states_by_name(model, optimizers))
+    state = dict(model.named_parameters()) | _optimizer_state(model, optimizers)
     own = ""
     for name, value in state.items():
         local = getattr(value, "to_local", lambda value=value: value)()  # of a sharded one
@@ -583,8 +563,7 @@ def _collect(
     Each parameter is there once (the tied one as `transformer.wte.weight`); the optimizers' state
     of it is named `exp_avg.transformer.wte.weight`.
     """
-    by_parameter = _states_by_name(model, optimizers)
-    flat = _flatten(by_parameter)
+    flat = _optimizer_state(model, optimizers)
     values = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
     for name, value in values.items():
         if not isinstance(value, bool | int | float | str | None):
@@ -596,7 +575,6 @@ def _collect(
         state,
         optimizers=[type(optimizer).__name__ for optimizer in optimizers],
         optimizer_values=values,
-        stateless=[name for name, own in by_parameter.items() if not own],
     )
     return {
         MODEL_NAME: {name: parameter.detach() for name, parameter in model.named_parameters()},
@@ -604,20 +582,15 @@ def _collect(
     }, state
 
 
-def _states_by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
-    """The optimizers' state of each parameter that they update, by the parameter's name."""
+def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """The optimizers' state, named as in the file: `exp_avg.transformer.wte.weight`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        names[parameter]: optimizer.state[parameter]
+        f"{key}.{names[parameter]}": value
         for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter, own in optimizer.state.items()
+        for key, value in own.items()
     }
-
-
-def _flatten(by_parameter: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Optimizer state by names as in the file: `exp_avg.transformer.wte.weight`."""
-    return {f"{key}.{name}": own[key] for name, own in by_parameter.items() for key in own}
 
 
 def _check_classes(checkpoint: Path, state: TrainerState, optimizers: Sequence[Optimizer]) -> None:

@@ -7,6 +7,16 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from bench.run import (
+    ALL_OPTIMIZATIONS,
+    HuggingFaceGPT2,
+    RunResult,
+    Settings,
+    attention,
+    build_trainer,
+    run_training,
+)
+from bench.switches import SWITCHES, NarrowTransformer, masked_lm_head_loss
 from conftest import ROOT, TINY_MODEL, check_on_ranks
 from PIL import Image
 from torch.profiler import profile
@@ -25,16 +35,6 @@ from bench.ladder import (
 )
 from bench.measurement import error_line
 from bench.report import store_section, stored_section
-from bench.run import (
-    ALL_OPTIMIZATIONS,
-    HuggingFaceGPT2,
-    RunResult,
-    Settings,
-    attention,
-    build_trainer,
-    run_training,
-)
-from bench.switches import SWITCHES, NarrowTransformer, masked_lm_head_loss
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX, lm_head_loss
 from runtime.cli import parse_flags, run_command

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import test_fineweb as single
 from conftest import torchrun
+from corpus.parts import part_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import (
@@ -24,7 +25,6 @@ from test_fineweb import (
 )
 
 import fineweb
-from corpus.parts import part_folder
 from corpus.shards import Manifest
 from corpus.sources import FileSource, Part
 
