@@ -299,7 +299,7 @@ def list_runs(out_dir: Path) -> str:
     """The runs that are in a folder, for a message."""
     runs = [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
     return (
-        f"the runs in {out_dir} are {', '.join(runs)}" if runs else f"there are none in {out_dir}"
+        f"the runs in {out_dir} are {', '.join(runs)}" if runs else f"there is no run in {out_dir}"
     )
 
 
