@@ -5,6 +5,7 @@ the number of a file and of a text in it say where a stopped run resumes, and se
 a source by its files.
 """
 
+import codecs
 import glob
 import hashlib
 import io
@@ -36,7 +37,7 @@ STREAM_REMEDY = (
     "or gone: choose another --name or --revision, with another --data-dir"
 )
 TABLE_ROWS = 256  # rows that are read together
-BLOCK_CHARS = 1 << 20  # of a plain text, read and tokenised together
+BLOCK_BYTES = 1 << 20  # read together, and about what is tokenised together of a plain text
 
 # Folders of the standard library that are not its own code, and tests, which are half of its text.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -247,7 +248,7 @@ def _open_lines(path: Path) -> IO[bytes]:
         return path.open("rb")
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(path), BLOCK_CHARS)  # decompresses by suffix
+    return io.BufferedReader(pyarrow.input_stream(path), BLOCK_BYTES)  # decompresses by suffix
 
 
 def _parse_line(line: bytes, path: Path, number: int) -> str:
@@ -264,13 +265,14 @@ def _parse_line(line: bytes, path: Path, number: int) -> str:
 
 def read_plain(path: Path, errors: str = "strict") -> Iterator[str]:
     """A plain text in blocks whose tokens, joined, are those of the whole (see `cut_text`)."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)  # open() decodes 8 KB at a time
+    rest = ""
     try:
-        with path.open(encoding="utf-8", errors=errors, newline="") as file:
-            rest = ""
-            while more := file.read(BLOCK_CHARS):
-                *blocks, rest = cut_text(rest + more, BLOCK_CHARS)
+        with path.open("rb") as file:
+            while more := file.read(BLOCK_BYTES):
+                *blocks, rest = cut_text(rest + decoder.decode(more), BLOCK_BYTES)
                 yield from blocks
-            yield rest
+        yield rest + decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise _invalid_utf8(str(path), path, error) from None
 
