@@ -51,7 +51,7 @@ TINY_RUN = (
 
 SLOW_FILES = (
     *("test_bench", "test_change", "test_demo", "test_faults", "test_nodes", "test_parallel"),
-    *("test_preflight", "test_cluster", "test_hub", "test_export_clients", "test_harness"),
+    *("test_preflight", "test_hub", "test_export_clients", "test_harness"),
     "test_fineweb_parts",
 )
 

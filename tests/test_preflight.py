@@ -1,6 +1,5 @@
 """Each check of `--preflight` meets the fault it is for, on real processes."""
 
-import re
 import shutil
 import sys
 
@@ -10,8 +9,7 @@ from conftest import ROOT, copy_code
 
 from train_gpt2 import main
 
-CHECKS = ["network", "software", "clocks", "data", "disk"]
-STREAMS = ("stdout", "stderr")
+CHECKS = ["network", "software", "data", "disk"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -25,28 +23,30 @@ def homes(tiny_data, tmp_path):
     return [tmp_path / rank for rank in "01"]
 
 
-def preflight(commands, homes, flags, before=("", "")):
+def preflight(commands, homes, flags, before=""):
     """Run rank 0 and rank 1, each in its home as on a machine of its own; both as they ended.
 
     Args:
-        before: code that each runs first.
+        before: code that rank 1 runs first.
     """
     script = homes[0].parent / "ranks.py"
     script.write_text(
-        f"import os, runpy, sys, time\nsys.path.insert(0, {str(ROOT)!r})\n"
+        f"import os, runpy, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         f"rank = int(os.environ['RANK'])\nos.chdir({[*map(str, homes)]!r}[rank])\n"
         "os.environ['LOCAL_RANK'] = '0'\n"
         "for descriptor, name in ((1, 'stdout'), (2, 'stderr')):\n"
         "    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)\n"
-        f"exec({before!r}[rank])\n"
+        f"if rank == 1:\n    exec({before!r})\n"
         f"runpy.run_path({str(ROOT / 'train_gpt2.py')!r}, run_name='__main__')\n",
         encoding="utf-8",
     )
     flags = [*flags, "--data-dir=data", "--out-dir=runs", "--preflight"]
     place = {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
     done = commands.run_ranks(2, script, *flags, **place)
-    outputs = ([(home / name).read_text("utf-8") for home in homes] for name in STREAMS)
-    return done.codes, *outputs
+    stdout, stderr = (
+        [(home / name).read_text("utf-8") for home in homes] for name in ("stdout", "stderr")
+    )
+    return done.codes, stdout, stderr
 
 
 def passed(stdout):
@@ -72,27 +72,20 @@ def test_preflight_of_one_process_passes_and_makes_no_run(tiny_flags, tmp_path, 
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_preflight_refuses_a_run_that_is_there(tiny_flags, tmp_path):
+def test_preflight_of_two_ranks_passes(commands, homes, tiny_flags):
+    codes, stdout, stderr = preflight(commands, homes, tiny_flags)
+    assert codes == [0, 0], stderr
+    assert passed(stdout[0]) == CHECKS
+    assert "2 x cpu, 1 per machine" in stdout[0]
+    assert stdout[1] == ""
+    assert not list((homes[0] / "runs").iterdir())
+
+
+def test_preflight_refuses_a_run_that_is_there(tiny_flags):
     main([*tiny_flags, "--run-name=a", "--max-steps=1", "--val-every=0"])
     with pytest.raises(ValueError, match="already holds a run: give another --run-name"):
         main([*tiny_flags, "--run-name=a", "--preflight"])
     main([*tiny_flags, "--run-name=a", "--preflight", "--resume=auto"])
-
-
-def test_preflight_of_two_ranks_measures_bandwidth_and_finds_the_clocks_together(
-    commands, homes, tiny_flags
-):
-    codes, stdout, stderr = preflight(commands, homes, tiny_flags)
-    assert codes == [0, 0], stderr
-    assert passed(stdout[0]) == CHECKS
-    assert stdout[1] == ""
-    timed = re.search(r"2 x cpu, .* of 64 MiB in (\S+) ms, (\S+) GB/s", stdout[0])
-    milliseconds, bandwidth = map(float, timed.groups())  # 2 (n - 1) / n is 1
-    # Two decimals are coarse where a busy machine takes a second.
-    assert bandwidth == pytest.approx(64 * 2**20 / milliseconds / 1e6, rel=0.05, abs=0.006)
-    # The same clock, read as far apart as a busy machine lets the two.
-    assert float(re.search(r"(\S+) s from rank 0's", stdout[0])[1]) < 30
-    assert not list((homes[0] / "runs").iterdir())
 
 
 def test_preflight_refuses_one_changed_file(commands, homes, tiny_flags, tmp_path):
@@ -101,7 +94,7 @@ def test_preflight_refuses_one_changed_file(commands, homes, tiny_flags, tmp_pat
         file.write("# changed\n")
     script = copy / "training/preflight.py"  # it looks at the scripts beside its own
     changed = f"import training.preflight\ntraining.preflight.__file__ = {str(script)!r}"
-    result = preflight(commands, homes, tiny_flags, ("", changed))
+    result = preflight(commands, homes, tiny_flags, changed)
     assert_refused(result, "software", "rank 1 has model.py of SHA-256", "install the same")
 
 
@@ -119,59 +112,22 @@ def test_preflight_refuses_an_out_dir_that_is_not_shared(commands, homes, tiny_f
     assert not list((homes[0] / "runs").iterdir())
 
 
-def test_preflight_refuses_a_clock_that_is_two_minutes_ahead(commands, homes, tiny_flags):
-    ahead = "now = time.time_ns\ntime.time_ns = lambda: now() + 120 * 10**9"
-    result = preflight(commands, homes, tiny_flags, ("", ahead))
-    assert_refused(result, "clocks", "more than 60 s", "NTP")
-    skew = re.search(r"rank 1's is (\S+) s from rank 0's", result[2][0])
-    assert float(skew[1]) == pytest.approx(120, abs=30)  # the two are read one after the other
-
-
-def test_preflight_ends_where_a_process_never_answers(commands, homes, tiny_flags):
-    # The patience is short only once both processes are there, however long that takes.
-    impatient = """
-from training import preflight
-check = preflight.check_network
-def check_network(dist_info):
-    preflight.PATIENCE_SECONDS = 1
-    with open("runs/pid", "w") as file:
-        file.write(str(os.getpid()))
-    return check(dist_info)
-preflight.check_network = check_network
-"""
-    silent = """
-from training import preflight
-def wait_for_the_end_of_rank_0(*_):
-    pid = int(open("runs/pid").read())
-    try:
-        while True:
-            os.kill(pid, 0)
-            time.sleep(0.05)
-    except ProcessLookupError:
-        os._exit(9)
-preflight.check_same_on_all_ranks = wait_for_the_end_of_rank_0
-"""
-    codes, stdout, stderr = preflight(commands, homes, tiny_flags, (impatient, silent))
-    assert codes == [1, 9]
-    assert passed(stdout[0]) == ["network"]
-    assert stderr[0].startswith("stopped: software: waited 1 s for another process: ")
-    assert stderr[0].count("\n") == 1
-
-
 def test_preflight_says_that_a_process_is_gone(commands, homes, tiny_flags):
-    lines = "from training import preflight\npreflight.check_software = lambda *_: os._exit(9)"
-    codes, _, stderr = preflight(commands, homes, tiny_flags, ("", lines))
+    gone = "from training import preflight\npreflight.check_data = lambda *_: os._exit(9)"
+    codes, _, stderr = preflight(commands, homes, tiny_flags, gone)
     assert codes == [1, 9]
-    assert stderr[0].startswith("stopped: software: another process is gone: ")
+    assert stderr[0].startswith("stopped: data: another process is gone: ")
 
 
-def test_preflight_refuses_an_out_dir_that_cannot_be_written(tiny_flags):
-    with pytest.raises(ValueError, match=r"^disk: .*: give an --out-dir that all machines share"):
-        main([*tiny_flags, "--out-dir=/proc/nothing", "--preflight"])  # even root cannot make it
-
-
-def test_preflight_refuses_a_disk_without_room_for_a_checkpoint(tiny_flags, tmp_path):
-    huge = ["--n-layer=16", f"--n-embd={2**20}"]  # 2 * 10^15 bytes
-    with pytest.raises(ValueError, match=r"^disk: .* GiB free, a checkpoint takes \d{7,}"):
-        main([*tiny_flags, *huge, "--preflight"])
-    assert not list((tmp_path / "runs").iterdir())
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        # Even root cannot make it.
+        (["--out-dir=/proc/nothing"], "disk: .*: give an --out-dir that all machines share"),
+        # 2 * 10^15 bytes
+        (["--n-layer=16", f"--n-embd={2**20}"], r"disk: .* GiB free, a checkpoint takes \d{7,}"),
+    ],
+)
+def test_preflight_refuses_a_disk_that_takes_no_checkpoint(tiny_flags, flags, message):
+    with pytest.raises(ValueError, match=message):
+        main([*tiny_flags, *flags, "--preflight"])

@@ -92,10 +92,9 @@ def plan_memory(
 
     Parameters, gradients and moments are float32, and sharded with `--parallel fsdp` or `hsdp`.
     """
+    n_params, width = model_config.n_params, model_config.n_layer * model_config.n_embd
     shards = {"ddp": 1, "fsdp": dist_info.world_size, "hsdp": dist_info.local_world_size}
-    state = (8 * model_config.n_params + moment_bytes(config, model_config)) / (
-        shards[config.parallel]
-    )
+    sharded = 8 * n_params + moment_bytes(config, model_config)
     whole = 0  # bytes per parameter that every process has besides
     if dtype != torch.float32 or config.is_sharded:
         whole += dtype.itemsize  # copies for matrix products, cast or gathered
@@ -112,9 +111,9 @@ def plan_memory(
     else:  # the gradient at once
         logits = 24 * values // chunks
     in_float32, in_dtype = SAVED[config.activation_checkpointing]
-    saved = (in_float32 + in_dtype * dtype.itemsize) * model_config.n_layer * model_config.n_embd
+    saved = (in_float32 + in_dtype * dtype.itemsize) * width
     return Memory(
-        (0 if config.cpu_offload else state) + whole * model_config.n_params,
+        (0 if config.cpu_offload else sharded / shards[config.parallel]) + whole * n_params,
         (0 if config.activation_offload else saved) + logits,
     )
 

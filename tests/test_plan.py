@@ -1,0 +1,302 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import check_on_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd.profiler import profile
+
+from model import GPT, GPT2_SIZES, GPTConfig
+from runtime.checkpoint import (
+    CheckpointWriter,
+    TrainerState,
+    copy_weights,
+    find_nonfinite,
+    latest_checkpoint,
+    load_checkpoint,
+    load_model,
+    rng_states,
+)
+from runtime.distributed import DistInfo
+from sample import generate
+from train_gpt2 import build_optimizers, init_weights
+from training.config import TrainConfig
+from training.plan import (
+    BatchPlan,
+    describe_plan,
+    fit_batch,
+    plan_batch,
+    plan_memory,
+    try_step,
+)
+
+CPU = torch.device("cpu")
+NO_FLAGS = TrainConfig()
+GPT2, XL = (GPTConfig(**GPT2_SIZES[size]) for size in ("gpt2", "gpt2-xl"))
+LONG = GPTConfig(block_size=2048, vocab_size=1000, n_layer=6, n_head=2, n_embd=64)
+
+
+def gpus(world_size=1, per_node=8):
+    return DistInfo(torch.device("cuda"), 0, 0, world_size, min(world_size, per_node))
+
+
+def peak_bytes(function, *args):
+    """The most that the tensors of a call, those that it returns included, take at once."""
+    with profile(profile_memory=True) as profiler:
+        kept = function(*args)
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    del kept
+    return max(itertools.accumulate(sizes), default=0)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "dtype"), [(1, torch.bfloat16), (8, torch.bfloat16), (1, torch.float32)]
+)
+def test_planned_activations_are_near_what_a_backward_pass_takes(chunks, dtype):
+    model, idx = GPT(LONG), torch.zeros(1, LONG.block_size, dtype=torch.int64)
+    model.loss_chunks = chunks
+    ratios = []
+    for mode in ("none", "selective", "full"):
+        model.set_activation_checkpointing(mode)
+
+        def step():
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                loss = model(idx, idx).loss
+            loss.backward()
+
+        step()  # the gradients are there afterwards
+        config = TrainConfig(activation_checkpointing=mode, loss_chunks=chunks, compile=False)
+        planned = plan_memory(config, LONG, dtype, gpus()).per_token * LONG.block_size
+        ratios.append(planned / peak_bytes(step))
+    print(ratios)
+    assert all(0.7 < ratio < 1.7 for ratio in ratios)
+
+
+EAGER = {"compile": False}
+ALLOCATED = [  # GiB that torch's CUDA allocator took at its peak, 124M: flags, sequences, dtype
+    (EAGER, 64, torch.bfloat16, 59.5),
+    (EAGER | {"loss_chunks": 4}, 64, torch.bfloat16, 37.7),
+    (EAGER | {"activation_checkpointing": "selective"}, 64, torch.bfloat16, 52.6),
+    (EAGER | {"activation_checkpointing": "full", "loss_chunks": 4}, 64, torch.bfloat16, 19.7),
+    (EAGER | {"optimizer": "muon"}, 64, torch.bfloat16, 59.2),
+    (EAGER | {"dtype": "float32"}, 32, torch.float32, 38.5),
+    ({}, 64, torch.bfloat16, 28.9),
+    ({"loss_chunks": 8}, 64, torch.bfloat16, 29.7),
+    ({}, 16, torch.float16, 8.9),
+]
+
+
+@pytest.mark.parametrize(("flags", "sequences", "dtype", "gib"), ALLOCATED)
+def test_planned_memory_is_above_what_a_gpu_allocates_and_near_it(flags, sequences, dtype, gib):
+    memory = plan_memory(TrainConfig(**flags), GPT2, dtype, gpus())
+    planned = (memory.state + memory.per_token * sequences * GPT2.block_size) / 2**30
+    assert gib < planned < 1.25 * gib
+
+
+def test_no_path_takes_twice_the_model(tmp_path):
+    """In sizes of the model; a GPU takes as much, without the files' content in CPU memory."""
+    deep = GPTConfig(block_size=4096, vocab_size=1000, n_layer=40, n_head=4, n_embd=128)
+    size, idx = 4 * deep.n_params, torch.zeros(1, 8, dtype=torch.int64)
+    assert peak_bytes(GPT, deep) < 1.2 * size
+    model = GPT(deep)
+    optimizers = build_optimizers(model, NO_FLAGS, DistInfo())
+    assert peak_bytes(init_weights, model, 1) < 0.2 * size
+    model(idx, idx).loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    state = TrainerState(1, 1, vars(deep), {}, "", rng_states(), {})
+    with CheckpointWriter(tmp_path / "checkpoints") as writer:
+        assert 3 * size <= peak_bytes(writer.save, state, model, optimizers) < 3.1 * size
+        writer.wait()
+        assert peak_bytes(writer.save, replace(state, step=2), model, optimizers) < 0.01 * size
+    assert peak_bytes(find_nonfinite, model, optimizers) < 0.01 * size
+    in_file = 1
+    assert peak_bytes(load_model, tmp_path) < (in_file + 1.2) * size
+    resumed, in_file = GPT(deep), 3
+    peak = peak_bytes(
+        load_checkpoint,
+        latest_checkpoint(tmp_path),
+        resumed,
+        build_optimizers(resumed, NO_FLAGS, DistInfo()),
+    )
+    assert peak < (in_file + 3.1) * size  # moments and, as in a step, gradients
+    assert peak_bytes(copy_weights, model, resumed) < 0.01 * size
+    assert peak_bytes(generate, model, idx.repeat(4, 1), 8) < 0.2 * size  # not of 4096 tokens
+
+
+def test_planned_state_of_every_way_to_shard():
+    def per_parameter(world_size=64, model_config=XL, **flags):
+        config, dist_info = TrainConfig(**flags), gpus(world_size)
+        return plan_memory(config, model_config, torch.bfloat16, dist_info).state / XL.n_params
+
+    assert per_parameter(1) == 16 + 2
+    assert per_parameter() == 16 + 2 + 4  # the gradient that waits for the last micro-batch
+    assert per_parameter(parallel="fsdp") == 16 / 64 + 2 + 4
+    assert per_parameter(parallel="hsdp") == 16 / 8 + 2 + 4
+    assert per_parameter(parallel="fsdp", cpu_offload=True) == 2 + 4
+    matrices = sum(
+        p.numel() for name, p in GPT(LONG).named_parameters() if ".h." in name and p.dim() == 2
+    )
+    adamw, muon = (
+        plan_memory(TrainConfig(optimizer=name), LONG, torch.bfloat16, gpus()).state
+        for name in ("adamw", "muon")
+    )
+    assert adamw - muon == 4 * matrices
+
+
+@settings(max_examples=10)  # each plans for 124M, twice
+@given(
+    micro=st.integers(1, 64),
+    accum=st.integers(1, 64),
+    world_size=st.integers(1, 64),
+    block_size=st.sampled_from([1, 100, 1024]),
+)
+def test_plan_batch_splits_every_token(micro, accum, world_size, block_size):
+    total = micro * accum * world_size * block_size
+    model = GPTConfig(block_size=block_size)
+    dist_info = DistInfo(CPU, world_size=world_size)
+    plan = plan_batch(TrainConfig(total_batch_size=total, micro_batch_size=micro), model, dist_info)
+    assert (plan.micro_batch_size, plan.grad_accum_steps) == (micro, accum)
+    chosen = plan_batch(TrainConfig(total_batch_size=total), model, dist_info)
+    assert chosen.micro_batch_size * chosen.grad_accum_steps * world_size * block_size == total
+
+
+@settings(max_examples=10)
+@given(total=st.integers(1, 10**6), micro=st.integers(1, 20), world_size=st.integers(1, 9))
+def test_plan_batch_names_nearest_sizes_that_do_divide(total, micro, world_size):
+    model = GPTConfig(block_size=64)
+
+    def plan(size):
+        config = TrainConfig(total_batch_size=size, micro_batch_size=micro)
+        return plan_batch(config, model, DistInfo(CPU, world_size=world_size))
+
+    unit = micro * 64 * world_size
+    if total % unit == 0:
+        assert plan(total).micro_batch_size == micro
+        return
+    with pytest.raises(ValueError, match="is not a multiple of") as error:
+        plan(total)
+    suggested = [int(size) for size in str(error.value).split("use ")[1].split(" or ")]
+    assert all(abs(size - total) < unit for size in suggested)
+    assert len([plan(size) for size in suggested]) == (2 if total > unit else 1)
+
+
+def test_ranks_plan_the_batch_of_the_one_with_the_least_memory(commands, tmp_path):
+    check_on_ranks(
+        commands,
+        "from dataclasses import replace\n"
+        "from model import GPTConfig\n"
+        "from training.config import TrainConfig\n"
+        "from training.plan import plan_batch\n"
+        "def check(dist_info):\n"
+        "    own = replace(dist_info, local_world_size=10**6 if dist_info.rank else 1)\n"
+        "    assert plan_batch(TrainConfig(), GPTConfig(), own).micro_batch_size == 1\n",
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize(("start", "found"), [(1, 1), (4, 2), (96, 3)])
+def test_fit_batch_halves_until_the_memory_is_there(start, found, capsys):
+    tried = []
+
+    def attempt(sequences):
+        tried.append(sequences)
+        torch.empty(2**10 if sequences <= 3 else 2**52, dtype=torch.uint8)  # no machine has that
+
+    assert fit_batch(BatchPlan(start, 5), attempt) == BatchPlan(found, start * 5 // found)
+    assert tried[-1] == found
+    assert all(later <= earlier // 2 for earlier, later in itertools.pairwise(tried))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"a micro-batch of {found} fits"
+    assert lines[:-1] == [f"a micro-batch of {size} does not fit" for size in tried[:-1]]
+
+
+def test_fit_batch_without_memory_for_one_sequence_says_so_and_hides_no_other_error():
+    with pytest.raises(ValueError, match="not enough memory for a single sequence"):
+        fit_batch(BatchPlan(4, 1), lambda _: torch.empty(2**52))
+    with pytest.raises(RuntimeError, match="must match"):
+        fit_batch(BatchPlan(4, 1), lambda _: torch.ones(2) + torch.ones(3))
+
+
+def test_try_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
+    before = [parameter.clone() for parameter in model.parameters()]
+    tried, weight = [], model.transformer.wte.weight
+    weight.register_hook(lambda gradient: tried.append(weight.grad is not None))
+    idx = torch.zeros(3, 8, dtype=torch.int64)
+    assert peak_bytes(try_step, model, idx, idx.clone(), torch.float32, 10**6) > 10**6
+    assert tried == [False, True]  # the second micro-batch's gradients lie beside the first's
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+# Time and price
+
+
+def plan_rows(model_config=GPT2, **flags):
+    """The rows of a plan for other GPUs, by name."""
+    config = TrainConfig(plan=True, **flags)
+    dist_info = gpus(config.gpus, config.gpus // config.nodes)
+    batch = plan_batch(config, model_config, dist_info)
+    lines = describe_plan(config, model_config, batch, dist_info).splitlines()
+    return dict(line.split(maxsplit=1) for line in lines)
+
+
+def test_describe_plan_of_the_reproduction_on_a_cpu():
+    config, dist_info = TrainConfig(dtype="float32"), DistInfo(CPU, world_size=8)
+    batch = plan_batch(config, GPT2, dist_info)
+    text = describe_plan(config, GPT2, batch, dist_info)
+    for fact in ("124,475,904", "19,073", "9,999,745,024", "8.6e+18", "1.39 GiB", "8 x cpu"):
+        assert fact in text
+    assert "hours" not in text  # a CPU's peak is not known
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mfu", "published"), [("A100", 0.60, 218e3), ("H100", 0.41, 473e3)]
+)
+def test_planned_time_and_price_are_those_of_published_runs_at_their_mfu(gpu, mfu, published):
+    rows = plan_rows(gpus=8, gpu=gpu, mfu=mfu, gpu_hour_price=1e4)
+    gpu_hours = 19_073 * 524_288 / published / 3600
+    price = float(rows["price"].split()[1].strip(",").replace(",", ""))
+    assert price == pytest.approx(1e4 * gpu_hours, rel=0.02)
+    assert float(rows["time"].split()[1]) == pytest.approx(gpu_hours / 8, abs=0.06)
+
+
+def test_planned_time_of_float32_is_twice_as_long():
+    hours = [plan_rows(gpus=1, dtype=dtype)["time"].split()[1] for dtype in ("auto", "float32")]
+    assert float(hours[1]) == pytest.approx(2 * float(hours[0]), abs=0.2)
+
+
+def test_plan_says_what_does_not_fit_and_names_batches_that_divide():
+    assert "; it has 79" in plan_rows(XL, gpus=8, micro_batch_size=32)["memory"]
+    assert "; it has" not in plan_rows(XL, gpus=8)["memory"]
+    with pytest.raises(ValueError, match="use 516096 or 540672"):
+        plan_rows(gpus=24)
+
+
+def test_plan_is_printed_by_rank_0_only(commands):
+    for flags in ([], ["--gpus=8"]):
+        done = commands.run_ranks(2, "train_gpt2", "--plan", "--device=cpu", *flags)
+        assert done.code == 0, done.stderr
+        assert done.stdout.count("GiB per device") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"gpus": 64, "nodes": 7}, "--gpus 64 is not a multiple of --nodes 7"),
+        ({"gpus": 8, "parallel": "hsdp"}, "--parallel hsdp needs --nodes 2 or more"),
+        ({"gpus": 8, "plan": False}, "--gpus goes with --plan; .* --nproc_per_node=8"),
+        ({"nodes": 2}, "--nodes goes with --plan --gpus"),
+        ({"gpus": 0}, "--gpus must be above 0"),
+        ({"gpu_hour_price": 2.0}, "--gpu-hour-price goes with --plan --gpus"),
+        ({"mfu": 40.0}, "--mfu 40.0 is above 1"),
+    ],
+)
+def test_impossible_plans_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{"plan": True, **flags})
