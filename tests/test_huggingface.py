@@ -121,7 +121,7 @@ def test_save_pretrained_loads_in_transformers_with_equal_logits(exported):
     assert load_file(exported / "model.safetensors")["transformer.wte.weight"].shape == (50257, 8)
 
 
-def test_save_pretrained_tokenizer_is_gpt2s_and_a_pipeline_generates(exported):
+def test_save_pretrained_tokenizer_is_gpt2s(exported):
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     text = "Hello  world's\n\t naïve 日本語 🙂 \x00\xad 12345 don't"
     ids = gpt2_encoding().encode_ordinary(text)
@@ -132,9 +132,6 @@ def test_save_pretrained_tokenizer_is_gpt2s_and_a_pipeline_generates(exported):
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == 50256
     ids_of = read_json(exported / "vocab.json")
     assert sorted(ids_of.values()) == list(range(50257))
-    pipeline = transformers.pipeline("text-generation", str(exported), device="cpu")
-    [result] = pipeline("Hi", max_new_tokens=3, do_sample=False, return_full_text=True)
-    assert result["generated_text"].startswith("Hi")
 
 
 def test_load_pretrained_reads_what_transformers_saves_as_one_file(tmp_path):
