@@ -4,7 +4,6 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
-from forked import ROOT
 
 from runtime import run_log
 from runtime.metrics import read_metrics
@@ -36,12 +35,13 @@ def clock(monkeypatch):
     return Clock
 
 
-def test_record_writes_a_non_finite_float_as_null(tmp_path):
+def test_record_is_in_the_file_at_once_with_null_for_what_is_not_finite(tmp_path):
     with new_log(tmp_path / "run") as log:
         log.record(step=1, a=math.nan, b=math.inf, c=0.1, d="text")
         log.record(saved_step=1)
-    text = '{"step": 1, "a": null, "b": null, "c": 0.1, "d": "text"}\n{"saved_step": 1}\n'
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == text
+        text = (tmp_path / "run" / "metrics.jsonl").read_text()  # as after a kill
+    record = '{"step": 1, "a": null, "b": null, "c": 0.1, "d": "text"}'
+    assert text == f'{record}\n{{"saved_step": 1}}\n'
 
 
 def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):
@@ -64,19 +64,6 @@ def test_log_starts_on_its_own_line_after_a_torn_one(tmp_path, torn_at):
         log.record(step=3)
     assert path.read_bytes() == before + b'\n{"step": 3}\n'
     assert [record["step"] for record in read_metrics(path)][-1] == 3
-
-
-def test_log_keeps_every_record_when_the_process_is_killed(commands, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import os, signal, sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
-        "from pathlib import Path; from test_run_log import new_log\n"
-        "log = new_log(Path(sys.argv[1])).__enter__()\n"
-        "for step in range(100): log.record(step=step)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert commands.run(script, tmp_path / "run").code == -9
-    assert lines_of(tmp_path / "run") == [{"step": step} for step in range(100)]
 
 
 @pytest.fixture
@@ -136,9 +123,7 @@ def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
         **{"evaluation_seconds": 30.0, "overall_tokens_per_second": 2000 / 100},
     }
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("step 102/200 | loss 2.5000 | lr 1.0e-4, norm 0.25 | 1K tok/s")
-    assert shown[1:] == ["step 102 | val_loss 2.75 | evaluation_seconds 30 | "
-                         "overall_tokens_per_second 20"]  # fmt: skip
+    assert [line.partition(" | ")[0] for line in shown] == ["step 102/200", "step 102"]
 
 
 def test_eta_follows_the_recent_steps_after_the_first_which_compiles(tmp_path, clock, capsys):

@@ -1,17 +1,19 @@
 import json
 import math
 import os
+import re
 import sqlite3
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
-from forked import assert_refused
 from test_run_log import new_log
 
 from plot import plot_run
+from report import collect_run
 from runtime.metrics import read_metrics
 from runtime.trackers import TRACKERS, Tracker, Trackers
 from train_gpt2 import main
@@ -100,7 +102,7 @@ def log_session(run_dir, tracker, start_step, end):
                 log.evaluation(step, {"val_loss": 1 / (1 + step), "samples": 1}, 0.5)
 
 
-def test_tracker_gets_what_the_run_writes(recorder, tiny_flags, tmp_path):
+def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_flags, tmp_path):
     main([*tiny_flags, "--run-name=a", "--sample-every=8", "--logger=tensorboard"])
     run_dir = tmp_path / "runs/a"
     assert by_step(recorded(run_dir)) == by_step(measured(run_dir))
@@ -114,6 +116,9 @@ def test_tracker_gets_what_the_run_writes(recorder, tiny_flags, tmp_path):
     [(_, _, config)] = recorded(run_dir, "config")
     assert config == json.loads((run_dir / "config.json").read_text())
     assert config["logger"] == ["tensorboard"]
+    environment = collect_run(run_dir, time.time())["environment"]
+    assert environment["environment"].startswith("1 x cpu, float32, torch ")
+    assert re.fullmatch(r"[0-9a-f]{16}", environment["data fingerprint"])
 
 
 def test_log_leaves_out_what_is_not_finite(recorder, tmp_path):
@@ -156,15 +161,12 @@ def test_logger_is_saved_and_read_back():
     assert TrainConfig().logger == ()
 
 
-def test_missing_package_is_refused_in_one_line(commands, tiny_flags, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom runtime.trackers import TRACKERS\n"
-        "TRACKERS['wandb'].package = 'no_such_package'\nimport train_gpt2\n"
-        "from runtime.cli import run_command\nrun_command(train_gpt2.main)\n"
-    )
-    done = commands.run(script, *tiny_flags, "--run-name=a", "--logger=wandb")
-    assert_refused(done, "--logger wandb needs", "pip install -r requirements-extras.txt")
+def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
+    monkeypatch.setattr(TRACKERS["wandb"], "package", "no_such_package")
+    with pytest.raises(
+        ValueError, match=r"--logger wandb needs .* pip install -r requirements-ext"
+    ):
+        main([*tiny_flags, "--run-name=a", "--logger=wandb"])
     assert not (tmp_path / "runs/a").exists()
 
 
