@@ -162,12 +162,11 @@ def train(run: Run, config: RecipesConfig, data_dir: Path) -> dict[str, Any]:
     )
     records = read_metrics(out_dir / run.name / METRICS_NAME)
     times = [record["step_time_ms"] for record in records if "step_time_ms" in record]
+    curve = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
     measured = {
         "machine": device_label(device),
         "step_seconds": float(np.quantile(times, 0.01)) / 1000,  # of steps that nothing disturbed
-        "curve": [
-            (record["step"], record["val_loss"]) for record in records if "val_loss" in record
-        ],
+        "curve": list(curve.items()),
     }
     return settings | provenance() | measured
 
