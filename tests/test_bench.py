@@ -161,7 +161,7 @@ def test_training_measures_are_commands_of_the_trainers(peer, tiny_data, tmp_pat
     for name, value in (("PATH", "/nonexistent"), ("CXX", "")):  # no compiler: it takes a while
         monkeypatch.setenv(name, value)
     commands = []
-    monkeypatch.setattr(ladder, "run_python", lambda *args, **_: commands.append(args))
+    monkeypatch.setattr(ladder, "run_python", lambda *args, **env: commands.append((args, env)))
     monkeypatch.setattr(ladder, "MATMUL_SIZE", 64)
     measures = training_measures(replace(tiny_bench(tiny_data), peer=peer), tmp_path)
     lacking = lacking_optimizations(CPU)
@@ -175,12 +175,12 @@ def test_training_measures_are_commands_of_the_trainers(peer, tiny_data, tmp_pat
             continue
         with pytest.raises(FileNotFoundError):  # nothing ran
             measure()
-        flags = commands[-1][3 if commands[-1][0] == "-m" else 1 :]
-        config = parse_flags(TrainConfig, flags)
+        args, _ = commands[-1]
+        config = parse_flags(TrainConfig, args[3 if args[0] == "-m" else 1 :])
         assert (config.n_embd, config.max_steps, config.val_every) == (32, 3, 0)
         is_accumulated = name in (ladder.ACCUMULATION, PRODUCT) and peer is None
         assert config.total_batch_size == 4 * 32 * (4 if is_accumulated else 1)
-    assert len({*commands}) == len(commands)
+    assert all(commands.count(command) == 1 for command in commands)
 
 
 def test_measure_training_times_all_steps_but_the_first(commands, tiny_data, tmp_path, monkeypatch):

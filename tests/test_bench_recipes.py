@@ -1,4 +1,4 @@
-import json
+import re
 import sys
 
 import numpy as np
@@ -59,11 +59,14 @@ def test_command_trains_what_is_missing_and_draws_both(tiny_data, tmp_path, monk
 
 def test_committed_results_are_what_the_document_says():
     text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    results = json.loads((ROOT / "bench/results/recipes/runs.json").read_text())
-    for comparison in compare(results["runs"]):
-        reference, fast = comparison.reference[-1][1], comparison.fast[-1][1]
-        assert f"{reference:.3f}" in text
-        assert f"| {fast:.3f} | {comparison.share:.2f} |" in text
+    rows = re.findall(
+        r"^\| \d+, . layers .* \| ([\d.]+) .* \| ([\d.]+) \| ([\d.]+) \|$", text, re.M
+    )
+    results = read_json(ROOT / "bench/results/recipes/runs.json")
+    for row, compared in zip(rows, compare(results["runs"]), strict=True):
+        losses = [compared.reference[-1][1], compared.fast[-1][1]]
+        assert list(map(float, row[:2])) == pytest.approx(losses, abs=6e-4)
+        assert float(row[2]) == pytest.approx(compared.share, abs=0.006)
     trained = [run for run in RUNS if run.name in results["runs"]]
     assert len(trained) == len(RUNS) - 6  # 124M, and one rate at width 256
 
