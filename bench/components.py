@@ -34,19 +34,19 @@ SEED = 1337
 def data_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
     """Training, and the loader alone, whose ratio says how much of a step reading could take."""
     assert config.data_dir is not None
-    loader = ShardedDataLoader(
-        open_shards(config.data_dir, "train"),
-        block_size=config.block_size,
-        micro_batch_size=config.sequences,
-        grad_accum_steps=1,
-        seed=SEED,
-        shuffle=True,
-        vocab_size=config.model_config().vocab_size,
-        dist_info=DistInfo(config.torch_device),
-    )
+    shards = open_shards(config.data_dir, "train")
 
     def load() -> dict[str, float]:
-        with loader:
+        with ShardedDataLoader(
+            shards,
+            block_size=config.block_size,
+            micro_batch_size=config.sequences,
+            grad_accum_steps=1,
+            seed=SEED,
+            shuffle=True,
+            vocab_size=config.model_config().vocab_size,
+            dist_info=DistInfo(config.torch_device),
+        ) as loader:
             seconds = seconds_of(lambda: [next(loader) for _ in range(LOADER_BATCHES)])
         return {"tokens/s": LOADER_BATCHES * config.micro_batch_tokens / seconds}
 

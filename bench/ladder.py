@@ -7,7 +7,7 @@ next to the product; a switch changes one of the product's defaults.
 
 import shutil
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +18,12 @@ from bench.config import BenchConfig, as_flags
 from bench.measurement import Measure, run_python, seconds_of
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from bench.report import PRODUCT
-from runtime.device import compiler_problem, device_name, select_dtype
+from runtime.device import device_name, prepare_compiler, select_dtype
 from runtime.metrics import flops_per_token, mfu, peak_flops, read_metrics
 from training.config import TrainConfig
 
 ACCUMULATION = "gradient accumulation"
-TRAIN_GPT2 = ("train_gpt2.py",)
+TRAIN_GPT2, PLAIN = ("train_gpt2.py",), ("-m", "bench.plain")
 LADDER = ("float32", *OPTIMIZATIONS, ACCUMULATION)  # and then the product
 EAGER = ("TF32", "bfloat16", "flash attention")
 PEERS = {  # a plain trainer; and Hugging Face's model, as its users would tune it
@@ -71,7 +71,7 @@ def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
     if config.peer in PEERS:
         on = [name for name in PEERS[config.peer] if name not in lacking]
         return {
-            config.peer: partial(train, plain_trainer(on), tokens),
+            config.peer: partial(train, (*PLAIN, ",".join(on)), tokens),
             PRODUCT: partial(train, TRAIN_GPT2, tokens),
         }
     # The product takes the micro-batch that it would choose.
@@ -92,7 +92,7 @@ def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
             continue
         on += [name] if name in OPTIMIZATIONS else []
         step_tokens = tokens if name == ACCUMULATION else one
-        measures[name] = partial(train, plain_trainer(on), step_tokens)
+        measures[name] = partial(train, (*PLAIN, ",".join(on)), step_tokens)
     return measures | {PRODUCT: partial(train, TRAIN_GPT2, tokens, *auto)}
 
 
@@ -103,7 +103,7 @@ def lacking_optimizations(device: torch.device) -> dict[str, str]:
         lacking["TF32"] = "a number format of NVIDIA GPUs"
     if select_dtype("auto", device) == torch.float32:
         lacking["bfloat16"] = "this device has no native bfloat16"
-    if problem := compiler_problem(device):
+    if problem := prepare_compiler(device):
         lacking["compile"] = problem
     return lacking
 
@@ -111,11 +111,6 @@ def lacking_optimizations(device: torch.device) -> dict[str, str]:
 def refuse(reason: str) -> dict[str, float]:
     """The measure of what cannot be measured."""
     raise ValueError(reason)
-
-
-def plain_trainer(on: Iterable[str]) -> tuple[str, ...]:
-    """The plain trainer with these optimizations."""
-    return "-m", "bench.plain", ",".join(on)
 
 
 def measure_training(
@@ -150,21 +145,19 @@ def measure_training(
         **{"micro_batch_size": config.sequences, "total_batch_size": tokens},
         **{"max_steps": config.timed_steps + 1, "shuffle": False},
     }
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "compiled")}
-    all_flags = [*as_flags(settings | TRAINING), *flags]
-    run_python(*trainer, *all_flags, **cache, **environment)
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "compiled")
+    run_python(*trainer, *as_flags(settings | TRAINING), *flags, **environment)
     records = read_metrics(scratch / "runs" / "run" / "metrics.jsonl")
     first, *steps = [record for record in records if "train_loss" in record]
     speed = tokens / (statistics.median(step["step_time_ms"] for step in steps) / 1000)
-    share = mfu(speed, flops_per_token(model_config), peak)
-    memory = steps[-1]["peak_memory_gib"]
-    return {
+    values = {
         "tokens/s": speed,
-        **({} if share is None else {"MFU": share}),
-        **({} if memory is None else {"peak GiB": memory}),
+        "MFU": mfu(speed, flops_per_token(model_config), peak),
+        "peak GiB": steps[-1]["peak_memory_gib"],
         "first step s": first["step_time_ms"] / 1000,
         f"loss after {len(steps)} steps": steps[-1]["train_loss"],
     }
+    return {unit: value for unit, value in values.items() if value is not None}
 
 
 def device_flops(device: torch.device) -> float | None:

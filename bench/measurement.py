@@ -72,7 +72,6 @@ def format_results(results: Results, failures: Mapping[str, str]) -> str:
                 rows[-1].append(f"{median:,.4g} ({ratio:.2f}x)")
             else:
                 rows[-1].append("-")
-    rows += [[label, *["-"] * len(units)] for label in failures]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, *(f"{label}: {why}" for label, why in failures.items())])

@@ -76,24 +76,25 @@ def train(on: Collection[str], config: TrainConfig) -> Iterator[dict[str, float 
     assert isinstance(config.micro_batch_size, int)
     micro_steps = config.total_batch_size // (config.micro_batch_size * config.block_size)
     batches = read_batches(config, device)
-    for step in range(1, config.max_steps + 1):
-        start, loss_sum = perf_counter(), 0.0
-        for inputs, targets in itertools.islice(batches, micro_steps):
-            with autocast(device, dtype), flash:
-                loss = compiled(inputs, targets).loss / micro_steps
-            scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        yield {
-            "step": step,
-            "train_loss": float(loss_sum),  # waits for the device
-            "step_time_ms": 1000 * (perf_counter() - start),
-            "peak_memory_gib": peak_memory_gib(device),
-        }
+    with flash:
+        for step in range(1, config.max_steps + 1):
+            start, loss_sum = perf_counter(), 0.0
+            for inputs, targets in itertools.islice(batches, micro_steps):
+                with autocast(device, dtype):
+                    loss = compiled(inputs, targets).loss / micro_steps
+                scaler.scale(loss).backward()
+                loss_sum += loss.detach()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            yield {
+                "step": step,
+                "train_loss": float(loss_sum),  # waits for the device
+                "step_time_ms": 1000 * (perf_counter() - start),
+                "peak_memory_gib": peak_memory_gib(device),
+            }
 
 
 def read_batches(config: TrainConfig, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

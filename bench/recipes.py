@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.config import as_flags
+from bench.config import ROOT, as_flags
 from bench.measurement import run_python
 from bench.report import device_label, provenance
 from corpus.shards import open_shards
@@ -155,19 +155,18 @@ def train(run: Run, config: RecipesConfig, data_dir: Path) -> dict[str, Any]:
     evaluations = {"val_every": max(1, run.steps // EVALUATIONS), "hellaswag_every": 0}
     evaluations |= {"val_tokens": 32 * BATCHES[run.scale], "sample_every": 0}
     flags = as_flags(settings | places | evaluations | {"checkpoint_every": 0})
-    recipe = f"--config=recipes/{RECIPES[run.recipe][0]}.json"
+    recipe = f"--config={ROOT}/recipes/{RECIPES[run.recipe][0]}.json"
     threads = {"OMP_NUM_THREADS": "1"} if device.type == "cpu" else {}
     run_python(
         *("train_gpt2.py", recipe, *flags, f"--run-name={run.name}", "--resume=auto"), **threads
     )
     records = read_metrics(out_dir / run.name / METRICS_NAME)
     times = [record["step_time_ms"] for record in records if "step_time_ms" in record]
+    curve = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
     measured = {
         "machine": device_label(device),
         "step_seconds": float(np.quantile(times, 0.01)) / 1000,  # of steps that nothing disturbed
-        "curve": [
-            (record["step"], record["val_loss"]) for record in records if "val_loss" in record
-        ],
+        "curve": list(curve.items()),
     }
     return settings | provenance() | measured
 

@@ -127,7 +127,8 @@ def draw_speeds(path: Path) -> Path:
         axes.set_ylim(len(speeds) - 0.5, -0.5)  # from top to bottom
         axes.margins(x=0.2)  # room for the figures after the longest bar
         model = "{n_layer} layers, width {n_embd}, context {block_size}".format(**each["model"])
-        title = f"{CHARTS[name]}\n{model} · {each['date'][:10]} · commit {(each['commit'] or 'unknown')[:7]}"
+        made = f"{each['date'][:10]} · commit {(each['commit'] or 'unknown')[:7]}"
+        title = f"{CHARTS[name]}\n{model} · {made}"
         axes.set_title(title, loc="left", fontsize=10, color=GREY)
         axes.spines[:].set_visible(False)
         axes.tick_params(bottom=False, labelbottom=False, left=False)

@@ -1,71 +1,104 @@
+import re
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT
+from test_bench import fork_trainers
 
 from bench import recipes
-from bench.recipes import Run, Scale
+from bench.recipes import RUNS, Comparison, Run, compare
 from runtime.files import read_json
-
-RUNS = (
-    Run("tiny", 12, "reference", 1e-2),
-    Run("tiny", 12, "reference", -1.0),
-    Run("tiny", 12, "fast", 1e-2),
-    Run("tiny", 12, "muon", 1e-2, seed=7),
-    Run("tiny", 12, "muon", 1e-2, "batch warm-up", 7),
-)
 
 
 @pytest.fixture
-def forked_runs(commands, monkeypatch):
-    """Training runs are forks, one after the other, and find no compiler: tiny ones need none."""
-
-    def run(command, env, **_):
-        assert command[:3] == [sys.executable, "-m", "bench.trials"]
-        environment = {"PATH": "/nonexistent", "CXX": "", "OMP_NUM_THREADS": env["OMP_NUM_THREADS"]}
-        done = commands.run(ROOT / "bench" / "trials.py", *command[3:], **environment)
-        return SimpleNamespace(returncode=done.code, stderr=done.stderr)
-
-    monkeypatch.setattr(recipes, "subprocess", SimpleNamespace(run=run))
+def tiny_runs(commands, monkeypatch):
+    """Runs of a tiny model, as forks, one after the other."""
+    tiny = (Run("tiny", 12, "reference", 1e-2), Run("tiny", 12, "reference", -1.0))
+    monkeypatch.setattr(recipes, "RUNS", (*tiny, Run("tiny", 12, "fast", 1e-2)))
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 8}
+    monkeypatch.setitem(recipes.SCALES, "tiny", sizes)
+    monkeypatch.setitem(recipes.BATCHES, "tiny", 32)
     monkeypatch.setattr(recipes, "usable_cores", lambda: 1)
+    fork_trainers(monkeypatch, commands, recipes)
 
 
-@pytest.mark.usefixtures("forked_runs")
-def test_command_trains_and_compares_recipes_and_goes_on(tiny_data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(recipes, "RUNS", RUNS)
-    monkeypatch.setitem(recipes.SCALES, "tiny", Scale(1, 1, 16, 8, 32))
-    places = [f"--out-dir={tmp_path}/runs", f"--results-dir={tmp_path}/results"]
-    flags = ["recipes.py", f"--data-dir={tiny_data}", "--device=cpu", *places]
-    monkeypatch.setattr(sys, "argv", [*flags, "--only=huge"])
-    with pytest.raises(ValueError, match="--only 'huge' is in no run's name"):
+@pytest.mark.usefixtures("tiny_runs")
+def test_command_trains_what_is_missing_and_draws_both(tiny_data, tmp_path, monkeypatch, capsys):
+    def call(*flags):
+        places = [f"--out-dir={tmp_path}/runs", f"--results-dir={tmp_path}/results"]
+        monkeypatch.setattr(sys, "argv", ["recipes.py", "--device=cpu", *places, *flags])
         recipes.main()
-    monkeypatch.setattr(sys, "argv", [*flags, "--only=reference"])
-    recipes.main()
-    shown = capsys.readouterr().out
-    assert "tiny_12_reference_0.01: " in shown
-    assert "tiny_12_reference_-1: failed: --max-lr must be above 0, not -1.0" in shown
+        return capsys.readouterr().out
+
+    data = f"--data-dir={tiny_data}"
+    with pytest.raises(ValueError, match="--only 'huge' is in no run's name"):
+        call(data, "--only=huge")
+    with pytest.raises(ValueError, match="no model that both recipes trained"):
+        call(data, "--only=reference")
+    out = capsys.readouterr().out
+    assert "tiny_12_reference_-1: failed: --max-lr must be above 0, not -1.0" in out
     (tmp_path / "runs").rename(tmp_path / "elsewhere")  # as on another machine
-    monkeypatch.setattr(sys, "argv", flags)
-    recipes.main()
-    assert "1 of 5 runs were trained before" in capsys.readouterr().out
-    results = read_json(tmp_path / "results/runs.json")
-    runs = results["runs"]
-    names = ["tiny_12_reference_0.01", "tiny_12_fast_0.01"]
-    names += ["tiny_12_muon_0.01_7", "tiny_12_muon_0.01_batch-warm-up_7"]
-    assert list(runs) == names
-    reference, fast, muon, trial = (runs[name]["curve"] for name in names)
-    # Without a change, and with one: the same initial weights, but for another seed.
-    assert reference[0] == fast[0] != muon[0] == trial[0]
-    assert len({curve[-1][1] for curve in (reference, fast, muon, trial)}) == 4
+    assert "1 of 3 runs were trained before" in call(data)
+    runs = read_json(tmp_path / "results/runs.json")["runs"]
+    assert list(runs) == ["tiny_12_reference_0.01", "tiny_12_fast_0.01"]
+    reference, fast = (record["curve"] for record in runs.values())
+    assert reference[0] == fast[0]  # the same initial weights
+    assert reference[-1][1] != fast[-1][1]
     assert [point[0] for point in fast] == list(range(13))
-    table = (tmp_path / "results/runs.md").read_text()
-    assert table.count("\n| ") == len(names) + 1
-    for name in ("summary.png", "comparisons.png"):
-        assert (tmp_path / "results" / name).stat().st_size > 10_000
+    assert all(record["machine"] and record["versions"]["torch"] for record in runs.values())
+    figure = tmp_path / "results/summary.png"
+    drawn = figure.stat().st_mtime_ns
+    assert str(figure) in call()  # without data: only the figure
+    assert figure.stat().st_mtime_ns > drawn
     (tmp_path / "other").mkdir()
     np.save(tmp_path / "other/train_000001.npy", np.arange(9000, dtype=np.uint16))
-    monkeypatch.setattr(sys, "argv", ["recipes.py", f"--data-dir={tmp_path}/other", *flags[2:]])
     with pytest.raises(ValueError, match="is of other data than"):
-        recipes.main()
+        call(f"--data-dir={tmp_path}/other")
+
+
+def test_committed_results_are_what_the_document_says():
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| \d+, . layers .* \| ([\d.]+) .* \| ([\d.]+) \| ([\d.]+) \|$", text, re.M
+    )
+    results = read_json(ROOT / "bench/results/recipes/runs.json")
+    for row, compared in zip(rows, compare(results["runs"]), strict=True):
+        losses = [compared.reference[-1][1], compared.fast[-1][1]]
+        assert list(map(float, row[:2])) == pytest.approx(losses, abs=6e-4)
+        assert float(row[2]) == pytest.approx(compared.share, abs=0.006)
+    trained = [run for run in RUNS if run.name in results["runs"]]
+    assert len(trained) == len(RUNS) - 6  # 124M, and one rate at width 256
+
+
+def curve(*losses):
+    """A validation every 10 steps."""
+    return [(10 * place, loss) for place, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    ("end", "losses", "share"),
+    [
+        (5.0, (10.0, 6.0, 5.0, 4.0, 3.0), 0.5),
+        (4.25, (10.0, 6.0, 5.0, 4.0, 3.0), (20 + 7.5) / 40),  # between two validations
+        (3.0, (10.0, 6.0, 5.0, 4.0, 3.0), 1.0),
+        (2.9, (10.0, 6.0, 5.0, 4.0, 3.0), None),
+        (5.0, (10.0, 4.0, 6.0, 4.0, 3.0), (20 + 5) / 40),  # it must stay there
+    ],
+)
+def test_share_of_the_steps_worked_by_hand(end, losses, share):
+    comparison = Comparison("w64", 40, curve(10.0, end), curve(*losses))
+    assert comparison.share == (share if share is None else pytest.approx(share))
+
+
+def test_compare_takes_both_recipes_at_their_best():
+    runs = {
+        "w64_48_reference_0.001": {"curve": curve(10.0, 5.0)},
+        "w64_48_reference_0.002_beta2-0.99": {"curve": curve(10.0, 4.0)},
+        "w64_48_fast_0.008": {"curve": curve(10.0, 3.0)},
+        "w64_96_fast_0.008": {"curve": curve(10.0, 2.0)},
+    }
+    (comparison,) = compare(runs)
+    assert (comparison.reference[-1][1], comparison.fast[-1][1]) == (4.0, 3.0)
+    # 12 · 2 layers · 64² = 98,304 parameters, and 48 steps of 2,048 tokens
+    assert comparison.tokens_per_parameter == 1.0
