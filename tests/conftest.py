@@ -30,6 +30,7 @@ settings.load_profile("repeatable")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
+HELLASWAG = ROOT / "assets/hellaswag_sample.jsonl"
 # torch.compile's commands tear a path at its spaces; training then goes on without.
 has_compiler = (
     shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
@@ -153,8 +154,8 @@ def save_run(run_dir, config=None, records=None, step=1):
 
 def tiny_trainer(data_dir, model=None, **settings):
     """What `train_gpt2.setup` builds for a tiny run, with another model if one is given."""
+    from dataloader import open_data
     from runtime.distributed import DistInfo
-    from runtime.files import LockedFolder
     from train_gpt2 import build_optimizers, setup
     from training.config import TrainConfig
 
@@ -162,8 +163,17 @@ def tiny_trainer(data_dir, model=None, **settings):
     tiny |= {"total_batch_size": 16, "micro_batch_size": 1, "compile": False, "dtype": "float32"}
     tiny |= {"hellaswag_every": 0, "warmup_steps": 2, "val_tokens": 256, "device": "cpu"}
     config = TrainConfig(data_dir=data_dir, **(tiny | settings))
-    trainer = setup(config, None, LockedFolder(Path("unused")), DistInfo())
+    splits = open_data(data_dir, config.block_size)
+    trainer = setup(config, None, splits, Path("unused"), DistInfo())
     if model is None:
         return trainer
     optimizers = build_optimizers(model, config, DistInfo())
     return replace(trainer, raw_model=model, model=model, optimizers=optimizers)
+
+
+def series(run_dir, name):
+    """A metric's values by step, exactly as logged."""
+    from runtime.metrics import read_metrics
+
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return {record["step"]: record[name] for record in records if name in record}

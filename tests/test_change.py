@@ -4,13 +4,12 @@ import os
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
-from conftest import ROOT, TINY_RUN, copy_code
+from conftest import HELLASWAG, ROOT, TINY_RUN, copy_code, series
 from forked import Commands, assert_refused
 
-from runtime.metrics import read_metrics
-
-HELLASWAG = ROOT / "assets/hellaswag_sample.jsonl"
+from tokenizer import END_OF_TEXT, gpt2_encoding
 
 
 @pytest.fixture
@@ -37,47 +36,40 @@ def run_flags(data_dir, *flags):
     return [f"--data-dir={data_dir}", *TINY_RUN, "--max-lr=1e-2", *flags]
 
 
-def series(folder, name="train_loss"):
-    records = read_metrics(folder / "metrics.jsonl")
-    return {record["step"]: record[name] for record in records if name in record}
-
-
-def assert_trains_and_resumes(commands, flags):
-    """Train, and train again in two halves: the losses are the same to the last bit."""
-    for command in (
-        (*flags, "--run-name=whole"),
-        (*flags, "--run-name=halves"),
-    ):
-        done = commands.run("train_gpt2", *command)
-        assert done.code == 0, done.stderr
-    shutil.rmtree(commands.folder / "runs/halves/checkpoints/step_00000008")
-    done = commands.run("train_gpt2", *flags, "--run-name=halves", "--resume=auto")
+def train(commands, *flags, ranks=1):
+    run = commands.run if ranks == 1 else lambda *args: commands.run_ranks(ranks, *args)
+    done = run("train_gpt2", *flags)
     assert done.code == 0, done.stderr
-    assert "resumed from" in done.stdout
-    whole, halves = (series(commands.folder / "runs" / name) for name in ("whole", "halves"))
-    assert sorted(whole) == list(range(1, 9))
-    assert halves == whole
+
+
+def losses_of_a_run_and_of_one_in_halves(commands, flags, **second_half):
+    """Train, and train again in two halves, the second perhaps by several ranks."""
+    runs = commands.folder / "runs"
+    train(commands, *flags, "--run-name=whole")
+    shutil.copytree(runs / "whole", runs / "halves")
+    shutil.rmtree(runs / "halves/checkpoints/step_00000008")
+    train(commands, *flags, "--run-name=halves", "--resume=auto", **second_half)
+    whole, halves = series(runs / "whole", "train_loss"), series(runs / "halves", "train_loss")
     assert len(set(whole.values())) == 8
+    assert halves.keys() == whole.keys()
+    return whole, halves
 
 
-def test_another_optimizer_trains_saves_and_resumes_bit_for_bit(patched, tiny_data):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_optimizer_trains_saves_and_resumes(patched, tiny_data, ranks):
     commands = patched("sgd.patch")
-    flags = run_flags(tiny_data, "--max-lr=0.1", "--min-lr=0.1")
-    assert_trains_and_resumes(commands, flags)
-    # Its state is whole in the file: sharded ranks go on from it.
-    shutil.rmtree(commands.folder / "runs/halves/checkpoints/step_00000008")
-    flags += ["--run-name=halves", "--resume=auto", "--micro-batch-size=2", "--parallel=fsdp"]
-    done = commands.run_ranks(2, "train_gpt2", *flags)
-    assert done.code == 0, done.stderr
-    whole, halves = (series(commands.folder / "runs" / name) for name in ("whole", "halves"))
-    assert max(abs(whole[step] - halves[step]) for step in whole) <= 1e-4
+    flags = run_flags(tiny_data, "--max-lr=0.1", "--min-lr=0.1", "--micro-batch-size=2")
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags, ranks=ranks)
+    # Bit for bit in one process. Its state is whole in the file: ranks can go on from it, too.
+    assert max(abs(whole[step] - halves[step]) for step in whole) <= (1e-4 if ranks > 1 else 0)
 
 
 def test_another_position_embedding_trains_resumes_and_is_not_exported(patched, tiny_data):
     commands = patched("rotary.patch")
     flags = run_flags(tiny_data, "--block-size=64", "--sample-every=8", "--hellaswag-every=8")
     flags.append(f"--hellaswag-data={HELLASWAG}")
-    assert_trains_and_resumes(commands, flags)
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags)
+    assert halves == whole
     for script, *more in (
         ("sample", "--max-new-tokens=70", "--num-samples=1"),  # beyond the context
         ("hellaswag", f"--data={HELLASWAG}"),
@@ -85,8 +77,7 @@ def test_another_position_embedding_trains_resumes_and_is_not_exported(patched, 
         done = commands.run(script, "--model=runs/whole", *more, "--device=cpu")
         assert done.code == 0, done.stderr
     model = [flag for flag in flags if not flag.startswith("--n-")]
-    done = commands.run("train_gpt2", *model, "--init-from=runs/whole", "--block-size=32")
-    assert done.code == 0, done.stderr
+    train(commands, *model, "--init-from=runs/whole", "--block-size=32")
     done = commands.run("export", "--model=runs/whole", "--out=exported")
     assert_refused(done, "transformer.wpe.weight")
     assert not (commands.folder / "exported").exists()
@@ -94,11 +85,9 @@ def test_another_position_embedding_trains_resumes_and_is_not_exported(patched, 
 
 def test_another_evaluation_is_one_function_and_one_line(patched, tiny_data):
     commands = patched("evaluation.patch")
-    flags = run_flags(tiny_data)
-    assert commands.run("train_gpt2", *flags, "--run-name=one").code == 0
-    two = (*flags, "--run-name=two", "--micro-batch-size=2")
-    done = commands.run_ranks(2, "train_gpt2", *two)
-    assert done.code == 0, done.stderr
+    flags = run_flags(tiny_data, "--micro-batch-size=2")
+    train(commands, *flags, "--run-name=one")
+    train(commands, *flags, "--run-name=two", ranks=2)
     one, two = (
         series(commands.folder / "runs" / name, "last_token_acc") for name in ("one", "two")
     )
@@ -108,8 +97,24 @@ def test_another_evaluation_is_one_function_and_one_line(patched, tiny_data):
 
 def test_another_schedule_is_one_function_and_one_line(patched, tiny_data):
     commands = patched("schedule.patch")
-    done = commands.run("train_gpt2", *run_flags(tiny_data, "--lr-schedule=flat", "--run-name=a"))
-    assert done.code == 0, done.stderr
+    train(commands, *run_flags(tiny_data, "--lr-schedule=flat", "--run-name=a"))
     assert set(series(commands.folder / "runs/a", "lr").values()) == {1e-2}
     done = commands.run("train_gpt2", *run_flags(tiny_data, "--lr-schedule=steep"))
     assert_refused(done, "steep", "cosine", "wsd", "flat")
+
+
+def test_another_source_is_one_function_and_one_line(patched):
+    commands = patched("source.patch")
+    flags = ("--source=numbers", "--shard-size=800", "--data-dir=numbers")
+    for _ in range(2):  # the second time it is finished
+        done = commands.run("fineweb", *flags)
+        assert done.code == 0, done.stderr
+    files = sorted((commands.folder / "numbers").glob("*.npy"), key=lambda path: path.stem[-6:])
+    tokens = np.concatenate([np.load(file) for file in files])
+    assert len(files) > 3
+    texts = gpt2_encoding().decode(tokens).split("<|endoftext|>")[1:]
+    assert len(texts) == 399
+    assert texts[11] == "12 can be divided by 1, 2, 3, 4, 6, 12."
+    assert tokens[0] == END_OF_TEXT
+    done = commands.run("fineweb", "--source=letters")
+    assert_refused(done, "--source letters is not fineweb-edu, fineweb, stdlib, numbers")

@@ -1,8 +1,4 @@
-import pytest
-import torch
 from conftest import check_on_ranks
-
-from runtime.distributed import all_reduce_mean, all_reduce_sum, broadcast_int, setup_distributed
 
 RANK_CHECK = """
 import torch
@@ -54,26 +50,7 @@ def check(dist_info):
 """
 
 
-def test_two_ranks_reduce_and_average_gradients_on_the_last_micro_step_only(commands, tmp_path):
+def test_two_ranks_reduce_agree_and_average_gradients_on_the_last_micro_step_only(
+    commands, tmp_path
+):
     check_on_ranks(commands, RANK_CHECK, tmp_path)
-
-
-def test_setup_distributed_of_one_process_is_free(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    with setup_distributed("cpu") as dist_info:
-        assert (dist_info.rank, dist_info.world_size, dist_info.is_main) == (0, 1, True)
-        assert not torch.distributed.is_initialized()
-        assert all_reduce_mean(torch.tensor(3.0)).item() == 3.0
-        assert all_reduce_sum(torch.tensor(3.0)).item() == 3.0
-        assert broadcast_int(7) == 7
-
-
-def test_setup_distributed_refuses_a_missing_device(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as on a machine that has none
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with (
-        pytest.raises(ValueError, match=r"--device cuda is not available here; available: .*cpu"),
-        setup_distributed("cuda"),
-    ):
-        pass

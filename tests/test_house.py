@@ -3,11 +3,10 @@
 import ast
 import re
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 # An import goes down these floors, or to another module of its own floor, never in a circle.
 FLOORS = (
     ("model", "ops", "tokenizer", "lr_schedule"),
@@ -25,15 +24,12 @@ FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WINGS = ("runtime", "corpus", "training", "bench")
 PATHS = [path for part in (".", *WINGS) for path in sorted((ROOT / part).glob("*.py"))]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
-DEFINITIONS = (
-    ast.Import,
-    ast.ImportFrom,
-    ast.Assign,
-    ast.AnnAssign,
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
+ONLY_DEFINES = (
+    *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign),
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
 )
+GUARDS = ("__name__ == '__main__'", "TYPE_CHECKING")
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def parse(module):
@@ -43,14 +39,13 @@ def parse(module):
 def imported_modules(tree):
     """The house's modules that a module imports, inside functions too."""
     for node in ast.walk(tree):
+        names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "no relative imports"
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in MODULES else node.module for name in inner]
-        else:
-            continue
         yield from (name for name in names if name.split(".")[0] in FLOOR)
 
 
@@ -62,28 +57,14 @@ def upward_imports(tree, module):
 
 def work_at_import(tree):
     """The lines of top-level statements that do more than define something."""
+    rest = [node for node in tree.body if not isinstance(node, ONLY_DEFINES)]
+    if ast.get_docstring(tree) is not None:
+        rest.remove(tree.body[0])
     return [
-        statement.lineno
-        for statement in tree.body
-        if not isinstance(statement, DEFINITIONS)
-        and not is_docstring(statement)
-        and not is_guard(statement)
+        node.lineno
+        for node in rest
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) in GUARDS)
     ]
-
-
-def is_docstring(statement):
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
-
-
-def is_guard(statement):
-    return isinstance(statement, ast.If) and ast.unparse(statement.test) in (
-        "__name__ == '__main__'",
-        "TYPE_CHECKING",
-    )
 
 
 def test_every_module_has_a_floor():
@@ -113,9 +94,6 @@ def test_upward_imports_finds_one(source):
 @pytest.mark.parametrize("source", ["print(1)", "for x in y: pass", "if x: y = 1", "f()"])
 def test_work_at_import_finds_statements_that_run(source):
     assert work_at_import(ast.parse(source)) == [1]
-
-
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
