@@ -161,7 +161,7 @@ def resume_hint(run_dir: Path) -> str:
     """The last checkpoint, and the flags that resume from it."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
-        return "no checkpoint yet: begin again"
+        return f"no checkpoint yet: begin again with --resume auto --run-name {run_dir.name}"
     return f"last checkpoint {checkpoint.name}, go on with --resume {as_typed(run_dir)}"
 
 
