@@ -210,7 +210,10 @@ def test_users_copies_of_checkpoints_are_neither_resumed_from_nor_rotated(
     assert f"resumed from {folder}/step_00000008\n" in output
     assert names(folder) == sorted(["step_00000010", *copies])
     assert names(tmp_path / "archived") == sorted(FILES)  # only the link to it went
-    main([*flags, f"--resume={folder}/step_best", "--run-name=b", "--max-steps=6"])  # if asked for
+    best = [*flags, f"--resume={folder}/step_best", "--max-steps=6"]
+    with pytest.raises(ValueError, match="has a newer checkpoint, step_00000010"):
+        main(best)
+    main([*best, "--run-name=b"])  # if it is asked for
     assert losses(run_dir.with_name("b")).keys() == {5, 6}
 
 

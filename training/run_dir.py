@@ -274,7 +274,7 @@ def check_usable(run_dir: Path, config: TrainConfig, checkpoint: Checkpoint | No
     newer = [
         c
         for c in complete_checkpoints(checkpoints)
-        if not checkpoint or c.name > checkpoint.path.name
+        if not checkpoint or c.name > f"step_{checkpoint.state.step:08d}"  # a copy has any name
     ]
     for each in filter(is_valid, newer):
         raise ValueError(
