@@ -161,7 +161,7 @@ def resume_hint(run_dir: Path) -> str:
     """The last checkpoint, and the flags that resume from it."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
-        return "no checkpoint yet: begin again"
+        return f"no checkpoint yet: begin again with --resume auto --run-name {run_dir.name}"
     return f"last checkpoint {checkpoint.name}, go on with --resume {as_typed(run_dir)}"
 
 
@@ -271,9 +271,10 @@ def check_usable(run_dir: Path, config: TrainConfig, checkpoint: Checkpoint | No
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
             f"--resume {run_dir}"
         )
-    newest = checkpoint.path.name if checkpoint else ""
+    # By the step: a copy that is resumed from may have any name.
+    resumed = f"step_{checkpoint.state.step:08d}" if checkpoint else ""
     for other in complete_checkpoints(checkpoints):
-        if other.name > newest and is_valid(other):
+        if other.name > resumed and is_valid(other):
             raise ValueError(
                 f"{run_dir} has a newer checkpoint, {other.name}: resume from that, or train on "
                 f"from the older one as another run, by another --run-name"
