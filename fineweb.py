@@ -216,7 +216,7 @@ def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
         ValueError: another process holds it.
     """
     try:
-        with lock_folder(folder, f".fineweb{part.prefix.rstrip('_')}.lock"):
+        with lock_folder(folder, f".{part.manifest_name}.lock"):
             for name in (f"*_{part.prefix}[0-9]*.npy", part.manifest_name):
                 for leftover in folder.glob(f".{name}.*.tmp"):  # of a killed run
                     leftover.unlink()

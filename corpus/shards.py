@@ -474,9 +474,10 @@ def _explain_missing(folder: Path, split: Split) -> str:
     missing = f"no data folder {folder}"
     if folder.is_dir():
         missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
-    near = [path for at in (folder, folder.parent) for path in at.glob("*/*train*.*")]
-    others = {str(path.parent) for path in near if path.suffix in (".npy", ".bin")}
-    found = ", ".join(sorted(others - {str(folder)})[:5])
+    near = [path for at in (folder, folder.parent) for path in sorted(at.glob("*/*train*.*"))]
+    shards = [path for path in near if path.suffix in (".npy", ".bin")]
+    others = dict.fromkeys(str(path.parent) for path in shards if path.parent != folder)
+    found = ", ".join([*others][:5])
     return f"{missing}{found and f'; found {found}'}; {HOW_TO_MAKE_DATA}"
 
 
