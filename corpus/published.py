@@ -12,12 +12,7 @@ from tokenizer import VOCAB_SHA256
 
 
 def push_shards(folder: Path, repo: str) -> str:
-    """Upload a finished data set, and return its address.
-
-    Raises:
-        OSError: the hub cannot be reached, or does not let this user write there.
-        ValueError: the folder holds no finished data set.
-    """
+    """Upload a finished data set, and return its address."""
     manifest = Manifest.load(folder)
     if manifest is None or not manifest.complete:
         raise ValueError(f"{folder} is not finished: it cannot be uploaded")
@@ -38,11 +33,6 @@ def fetch_shards(
         revision: commit, branch or tag; by default the newest.
         folder: gets the shards and the manifest.
         earlier: the manifest that the folder has.
-
-    Raises:
-        OSError: the hub cannot be reached, or a file is not there.
-        ValueError: the repository has no finished data set, a shard of it is damaged, or the folder
-            holds other data.
     """
     from huggingface_hub import snapshot_download
 

@@ -14,7 +14,7 @@ def number_texts() -> Iterator[str]:
 
 
 '''
-LINE = '    "numbers": lambda: TextSource("numbers", number_texts),\n'
+LINE = '    "numbers": lambda: text_source("numbers", number_texts),\n'
 FLAGS = ("--source=numbers", "--shard-size=800")
 
 
@@ -61,24 +61,3 @@ def test_source_killed_at_any_moment_resumes_to_the_same_bytes(work):
         assert_killed(run(work, "killed", kill_at=kill_at))
     finish(work, "killed")
     assert contents(work / "killed") == contents(work / "whole")
-
-
-def test_source_in_parts_gives_the_same_bytes(work):
-    assert_killed(run(work, "merged", "--parts=2", "--part=1", kill_at=5))
-    for flags in (["--part=1"], ["--part=0"], []):
-        finish(work, "merged", "--parts=2", *flags)
-    assert contents(work / "merged") == contents(work / "whole")
-    done = run(work, "many", "--parts=400", "--part=0")
-    assert "400 parts of 399 documents: a part takes whole documents" in done.stderr
-
-
-def test_source_that_gives_other_texts_than_before_is_not_resumed(work):
-    assert_killed(run(work, "changed", kill_at=9))
-    path = work / "copy" / "corpus" / "sources.py"
-    code = path.read_text(encoding="utf-8")
-    # Of another size: Python tells a file from its bytecode by that and by whole seconds only.
-    path.write_text(code.replace("range(1, 400)", "range(10, 400)"), encoding="utf-8")
-    done = run(work, "changed")
-    path.write_text(code, encoding="utf-8")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the manifest resumes at {'document': ")

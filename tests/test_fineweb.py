@@ -1,6 +1,5 @@
 """Text to shards: the same bytes from every source, encoder and interrupted run."""
 
-import contextlib
 import glob
 import json
 import os
@@ -217,7 +216,7 @@ def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
 # Interrupted runs
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt", "jsonl.gz"])
 def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kind):
     texts = texts_of(200)
     source = tmp_path / f"a.{kind}"
@@ -345,24 +344,6 @@ def test_main_goes_on_once_a_bad_row_is_repaired(make, tmp_path):
     source.write_bytes(b"".join(lines))
     make(*flags, "--data-dir", "mended")
     assert contents(Path("mended")) == contents(Path("whole"))
-
-
-@pytest.mark.skipif(os.name != "posix", reason="opens a terminal")
-def test_main_draws_its_bar_on_a_terminal(tmp_path):
-    import pty
-    import termios
-
-    (tmp_path / "a.txt").write_text("once upon a time")
-    terminal, stderr = pty.openpty()
-    termios.tcsetwinsize(stderr, (24, 80))
-    run_driver(tmp_path, "--source=a.txt", stderr=stderr)
-    os.close(stderr)
-    drawn = b""
-    with contextlib.suppress(OSError):  # a terminal that nobody has open ends so on Linux
-        while piece := os.read(terminal, 1000):
-            drawn += piece
-    os.close(terminal)
-    assert b"tok/s" in drawn
 
 
 @pytest.mark.parametrize(
