@@ -32,7 +32,7 @@ from tqdm import tqdm
 from corpus import published, shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter, check_same_dataset
 from corpus.sources import Cursor, Document, Source
-from runtime.cli import parse_flags, print_error, run_command
+from runtime.cli import parse_flags, run_command
 from runtime.files import lock_folder
 from runtime.hub import REPO_NAME, check_repo_name, resolve_revision
 from runtime.startup import usable_cores
@@ -93,8 +93,6 @@ class FineWebConfig:
 def main() -> None:
     """Make a data set, resume it, or verify one that is finished."""
     config = parse_flags(FineWebConfig)
-    if config.source == FineWebConfig.source and has_piped_input():
-        print_error("note: standard input is not read: save the text as a file, --source FILE.txt")
     part = find_part(config)
     if config.source[:1] and config.source[0].startswith(PUBLISHED):
         folder = download_shards(config, part)
@@ -104,20 +102,6 @@ def main() -> None:
         print(make_shards(config, open_source, folder, part))
     if config.push_to_hub is not None:
         print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
-
-
-def has_piped_input() -> bool:
-    """Whether standard input is a pipe or file that has text. Reads nothing and never waits."""
-    if os.environ.get("RANK", "0") != "0":  # torchrun's processes share one
-        return False
-    try:
-        import fcntl
-        import termios
-
-        waiting = fcntl.ioctl(0, termios.FIONREAD, bytes(4))  # the number of bytes, as a C int
-        return any(waiting) and not os.isatty(0)
-    except (ImportError, OSError):  # Windows; or no standard input, or one of another kind
-        return False
 
 
 def find_part(config: FineWebConfig) -> Part:
@@ -186,8 +170,8 @@ def download_shards(config: FineWebConfig, part: Part) -> Path:
     with folder_lock(folder):
         earlier = find_manifests(folder).get(WHOLE)
         manifest = published.fetch_shards(repo, config.revision, folder, earlier)
-    is_same = manifest is earlier
-    print(summary(str(folder), manifest, earlier if is_same else None, time.perf_counter() - start))
+    unchanged = earlier if manifest is earlier else None
+    print(summary(str(folder), manifest, unchanged, time.perf_counter() - start))
     return folder
 
 
