@@ -32,7 +32,7 @@ from tqdm import tqdm
 from corpus import published, shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter, check_same_dataset
 from corpus.sources import Cursor, Document, Source
-from runtime.cli import parse_flags, print_error, run_command
+from runtime.cli import parse_flags, run_command
 from runtime.files import lock_folder
 from runtime.hub import REPO_NAME, check_repo_name, resolve_revision
 from runtime.startup import usable_cores
@@ -45,11 +45,7 @@ OpenSource = Callable[[Manifest | None], Source]  # the manifest of an earlier r
 
 @dataclass(frozen=True)
 class FineWebConfig:
-    """Turn text into shards of GPT-2 tokens, the first of them for validation.
-
-    Raises:
-        ValueError: a number is not positive.
-    """
+    """Turn text into shards of GPT-2 tokens, the first of them for validation."""
 
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `hub:OWNER/NAME`, shards that
@@ -97,8 +93,6 @@ class FineWebConfig:
 def main() -> None:
     """Make a data set, resume it, or verify one that is finished."""
     config = parse_flags(FineWebConfig)
-    if config.source == FineWebConfig.source and has_piped_input():
-        print_error("note: standard input is not read: save the text as a file, --source FILE.txt")
     part = find_part(config)
     if config.source[:1] and config.source[0].startswith(PUBLISHED):
         folder = download_shards(config, part)
@@ -110,26 +104,8 @@ def main() -> None:
         print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
 
 
-def has_piped_input() -> bool:
-    """Whether standard input is a pipe or file that has text. Reads nothing and never waits."""
-    if os.environ.get("RANK", "0") != "0":  # torchrun's processes share one
-        return False
-    try:
-        import fcntl
-        import termios
-
-        waiting = fcntl.ioctl(0, termios.FIONREAD, bytes(4))  # the number of bytes, as a C int
-        return any(waiting) and not os.isatty(0)
-    except (ImportError, OSError):  # Windows; or no standard input, or one of another kind
-        return False
-
-
 def find_part(config: FineWebConfig) -> Part:
-    """The part that the flags or `torchrun`'s rank assign to this process.
-
-    Raises:
-        ValueError: both do.
-    """
+    """The part that the flags or `torchrun`'s rank assign to this process."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
         return WHOLE if config.part is None else Part(config.part, config.parts or 1)
@@ -145,11 +121,7 @@ def find_part(config: FineWebConfig) -> Part:
 
 
 def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path, part: Part) -> str:
-    """Make or resume a data set, or a part of it, and return what to print.
-
-    Raises:
-        ValueError: the folder holds other data; or parts are to be joined and not all finished.
-    """
+    """Make or resume a data set, or a part of it, and return what to print."""
     start = time.perf_counter()
     count = config.parts or part.count
     with folder_lock(folder, part):
@@ -183,12 +155,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path, pa
 
 
 def download_shards(config: FineWebConfig, part: Part) -> Path:
-    """Download a tokenised data set, or resume that; print what its folder holds, and return it.
-
-    Raises:
-        OSError: the hub cannot be reached, or has no such data set or revision for this user.
-        ValueError: it is no such data set, or the folder holds other data.
-    """
+    """Download a tokenised data set, or resume that; print what its folder holds, and return it."""
     start = time.perf_counter()
     repo = config.source[0].removeprefix(PUBLISHED)
     if not REPO_NAME.fullmatch(repo):
@@ -203,20 +170,16 @@ def download_shards(config: FineWebConfig, part: Part) -> Path:
     with folder_lock(folder):
         earlier = find_manifests(folder).get(WHOLE)
         manifest = published.fetch_shards(repo, config.revision, folder, earlier)
-    is_same = manifest is earlier
-    print(summary(str(folder), manifest, earlier if is_same else None, time.perf_counter() - start))
+    unchanged = earlier if manifest is earlier else None
+    print(summary(str(folder), manifest, unchanged, time.perf_counter() - start))
     return folder
 
 
 @contextmanager
 def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
-    """Keep other processes from the data set in a folder, or from one part of it.
-
-    Raises:
-        ValueError: another process holds it.
-    """
+    """Keep other processes from the data set in a folder, or from one part of it."""
     try:
-        with lock_folder(folder, f".fineweb{part.prefix.rstrip('_')}.lock"):
+        with lock_folder(folder, f".{part.manifest_name}.lock"):
             for name in (f"*_{part.prefix}[0-9]*.npy", part.manifest_name):
                 for leftover in folder.glob(f".{name}.*.tmp"):  # of a killed run
                     leftover.unlink()
@@ -226,11 +189,7 @@ def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
 
 
 def find_manifests(folder: Path) -> dict[Part, Manifest]:
-    """The manifest of the data set in a folder; without it, those of the parts that were begun.
-
-    Raises:
-        ValueError: the folder holds shards that this script did not make.
-    """
+    """The manifest of the data set in a folder; without it, those of the parts that were begun."""
     whole = Manifest.load(folder)
     found = {WHOLE: whole} if whole else shards.load_parts(folder)
     if not found:
@@ -255,12 +214,7 @@ class Progress(NamedTuple):
 def write_shards(
     source: Source, manifest: Manifest, folder: Path, workers: int, part: Part = WHOLE
 ) -> Manifest:
-    """Write all shards that `manifest` does not have yet, and return the finished manifest.
-
-    Raises:
-        OSError: the disk is full; finished shards stay.
-        ValueError: a document cannot be read; finished shards stay.
-    """
+    """Write all shards that `manifest` does not have yet, and return the finished manifest."""
     progress = Progress(**(manifest.progress or {}))
     writer = ShardWriter(folder, manifest, part)
     written = manifest.tokens - progress.tokens  # of the first batch, in finished shards
@@ -342,12 +296,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
-    """What `--source` means: the name of its folder in data/, and the function that opens it.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: there is no such source, or there are several.
-    """
+    """What `--source` means: the name of its folder in data/, and the function that opens it."""
     if not config.source:
         raise ValueError("--source needs a value, such as fineweb-edu or stdlib")
     first = config.source[0]
@@ -376,11 +325,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
 def open_hub(
     dataset: str, name: str | None, revision: str | None, earlier: Manifest | None
 ) -> Source:
-    """A hub data set at `revision`, by default that of the earlier run, or else the newest.
-
-    Raises:
-        OSError: the hub cannot be reached, or has no such data set or revision for this user.
-    """
+    """A hub data set at `revision`, by default that of the earlier run, or else the newest."""
     known = earlier.source.get("revision") if earlier else None
     revision = revision or known
     if earlier is None or not earlier.complete or revision != known:

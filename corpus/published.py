@@ -5,19 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from corpus.shards import SHARD_MANIFEST, Manifest, ShardInfo, check_same_dataset
+from corpus.shards import SHARD_MANIFEST, Manifest, check_same_dataset
 from runtime.files import sha256_of
 from runtime.hub import explain_hub_errors, push_folder, resolve_revision
 from tokenizer import VOCAB_SHA256
 
 
 def push_shards(folder: Path, repo: str) -> str:
-    """Upload a finished data set, and return its address.
-
-    Raises:
-        OSError: the hub cannot be reached, or does not let this user write there.
-        ValueError: the folder holds no finished data set.
-    """
+    """Upload a finished data set, and return its address."""
     manifest = Manifest.load(folder)
     if manifest is None or not manifest.complete:
         raise ValueError(f"{folder} is not finished: it cannot be uploaded")
@@ -38,15 +33,11 @@ def fetch_shards(
         revision: commit, branch or tag; by default the newest.
         folder: gets the shards and the manifest.
         earlier: the manifest that the folder has.
-
-    Raises:
-        OSError: the hub cannot be reached, or a file is not there.
-        ValueError: the repository has no finished data set, a shard of it is damaged, or the folder
-            holds other data.
     """
     from huggingface_hub import snapshot_download
 
-    if earlier and not _remove_damaged(folder, earlier) and earlier.complete and revision is None:
+    damaged = _damaged_shards(folder, earlier) if earlier else []
+    if earlier and earlier.complete and not damaged and revision is None:
         return earlier
     commit = resolve_revision(repo, revision)
     manifest = _fetch_manifest(repo, commit)
@@ -58,29 +49,27 @@ def fetch_shards(
                 f"these, choose another --data-dir, or delete it"
             )
     replace(manifest, complete=False).save(folder)
+    for path in damaged:
+        path.unlink(missing_ok=True)
     names = [shard.file for shard in manifest.shards]
     with explain_hub_errors(f"the shards of {repo} were not downloaded"):
         snapshot_download(
             repo, repo_type="dataset", revision=commit, local_dir=folder, allow_patterns=names
         )
-    if damaged := _remove_damaged(folder, manifest):
+    if damaged := _damaged_shards(folder, manifest):
+        damaged[0].unlink(missing_ok=True)
         raise ValueError(
-            f"{damaged[0].file} of {repo} came damaged: its SHA-256 is not the manifest's; the "
+            f"{damaged[0].name} of {repo} came damaged: its SHA-256 is not the manifest's; the "
             f"other shards stay, and the same command resumes"
         )
     manifest.save(folder)
     return manifest
 
 
-def _remove_damaged(folder: Path, manifest: Manifest) -> list[ShardInfo]:
-    """Delete shards whose hash is not the manifest's; lists these and those that are not there."""
-    damaged = []
-    for shard in manifest.shards:
-        path = folder / shard.file
-        if not path.is_file() or sha256_of(path) != shard.sha256:
-            path.unlink(missing_ok=True)
-            damaged.append(shard)
-    return damaged
+def _damaged_shards(folder: Path, manifest: Manifest) -> list[Path]:
+    """The shards that are missing, or whose hash is not the manifest's."""
+    paths = {folder / shard.file: shard.sha256 for shard in manifest.shards}
+    return [path for path, sha in paths.items() if not path.is_file() or sha256_of(path) != sha]
 
 
 def _fetch_manifest(repo: str, commit: str) -> Manifest:

@@ -184,9 +184,6 @@ def join_parts(folder: Path, manifest: Manifest, count: int) -> Manifest:
         folder: holds the parts' shards and manifests.
         manifest: of the data set, without shards.
         count: how many parts it has.
-
-    Raises:
-        ValueError: a part is missing, not finished, or of other data.
     """
     if left := unfinished_parts(folder, count):
         raise ValueError(
@@ -208,11 +205,7 @@ def join_parts(folder: Path, manifest: Manifest, count: int) -> Manifest:
 
 
 def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
-    """Refuse to mix two data sets in one folder.
-
-    Raises:
-        ValueError: naming the first difference.
-    """
+    """Refuse to mix two data sets in one folder."""
     files_read = None if found.progress is None else found.progress["cursor"].get("file")
     was, asked = _fixed_values(found, files_read), _fixed_values(expected, files_read)
     for name in was | asked:
@@ -257,9 +250,6 @@ class ShardWriter:
         manifest: of a new data set, or of an unfinished one, whose next tokens are then added.
         part: whose names the files get. Only the first part has a validation split; the others may
             have no tokens at all.
-
-    Raises:
-        OSError: (of every method) the disk is full; finished shards stay.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, part: Part = WHOLE) -> None:
@@ -289,11 +279,7 @@ class ShardWriter:
             self._save(**progress)
 
     def close(self, documents: int = 0, skipped: int = 0) -> Manifest:
-        """Write the remaining tokens and the manifest of the finished data set.
-
-        Raises:
-            ValueError: there are not two tokens to make two splits of.
-        """
+        """Write the remaining tokens and the manifest of the finished data set."""
         if self._splits and self._filled < 2:
             raise ValueError(f"the corpus has {self._filled} tokens: too few for two splits")
         self._write_buffer()
@@ -341,9 +327,6 @@ class TokenShards:
             of llm.c or nanoGPT.
         fingerprint: a hash that changes when the tokens do; without a manifest, when the files'
             names, sizes or first 64 KiB do.
-
-    Raises:
-        ValueError: (of every method) a file is not such an array; the message names it.
     """
 
     def __init__(self, paths: list[Path], fingerprint: str) -> None:
@@ -384,11 +367,7 @@ class TokenShards:
         return tokens
 
     def check_tokens(self, tokens: TokenArray, start: int, vocab_size: int) -> None:
-        """Refuse ids >= `vocab_size` in `tokens`, which were read from position `start`.
-
-        Raises:
-            ValueError: an id is too large; the message gives its shard and offset.
-        """
+        """Refuse ids >= `vocab_size` in `tokens`, which were read from position `start`."""
         if int(tokens.max()) < vocab_size:
             return
         first = int(np.argmax(tokens >= vocab_size))
@@ -435,12 +414,7 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
-    """Check shards of a data folder against their entries in the manifest, byte for byte.
-
-    Raises:
-        FileNotFoundError: a shard is missing.
-        ValueError: a shard's hash is not the manifest's.
-    """
+    """Check shards of a data folder against their entries in the manifest, byte for byte."""
     for info in infos:
         path = folder / info.file
         remedy = f"delete {folder} and run python fineweb.py again"
@@ -474,9 +448,10 @@ def _explain_missing(folder: Path, split: Split) -> str:
     missing = f"no data folder {folder}"
     if folder.is_dir():
         missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
-    near = [path for at in (folder, folder.parent) for path in at.glob("*/*train*.*")]
-    others = {str(path.parent) for path in near if path.suffix in (".npy", ".bin")}
-    found = ", ".join(sorted(others - {str(folder)})[:5])
+    near = [path for at in (folder, folder.parent) for path in sorted(at.glob("*/*train*.*"))]
+    shards = [path for path in near if path.suffix in (".npy", ".bin")]
+    others = dict.fromkeys(str(path.parent) for path in shards if path.parent != folder)
+    found = ", ".join([*others][:5])
     return f"{missing}{found and f'; found {found}'}; {HOW_TO_MAKE_DATA}"
 
 

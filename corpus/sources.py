@@ -76,13 +76,7 @@ class Source:
     """An estimate of its size."""
 
     def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
-        """Read a part from the document with `cursor` on, or from its start.
-
-        Raises:
-            OSError: the hub, the network or a file there fails.
-            ValueError: there are fewer files than parts, a text cannot be read, or the cursor is
-                no place in this source.
-        """
+        """Read a part from the document with `cursor` on, or from its start."""
         files = self.open_files()
         if part.count > len(files):
             raise ValueError(
@@ -178,12 +172,7 @@ def file_type(path: Path | str) -> str:
 
 
 def local_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files of paths and globs, those of a glob sorted.
-
-    Raises:
-        FileNotFoundError: nothing matches.
-        ValueError: a file is of no type that can be read.
-    """
+    """The files of paths and globs, those of a glob sorted."""
     paths = []
     for pattern in patterns:
         matches = sorted(glob.glob(pattern, recursive=True))
@@ -199,11 +188,7 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def read_file(path: Path, opened: os.stat_result, errors: str = "strict") -> Iterator[str]:
-    """The texts of a local file; at its end, refuse it if it has changed since it was `opened`.
-
-    Raises:
-        ValueError: it cannot be read; the message names it and, where it has rows, the row.
-    """
+    """The texts of a local file; at its end, refuse it if it has changed since it was `opened`."""
     kind = file_type(path)
     if kind == ".parquet":
         yield from read_parquet(path)

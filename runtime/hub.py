@@ -16,21 +16,13 @@ REPO_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_repo_name(flag: str, repo: str) -> None:
-    """Refuse what cannot be a repository's name.
-
-    Raises:
-        ValueError: it is not OWNER/NAME.
-    """
+    """Refuse what cannot be a repository's name."""
     if not REPO_NAME.fullmatch(repo):
         raise ValueError(f"{flag} {repo} is not OWNER/NAME, such as my-name/my-gpt2")
 
 
 def resolve_revision(repo: str, revision: str | None) -> str:
-    """The commit of a data set's branch or tag; by default of its main branch.
-
-    Raises:
-        OSError: the hub cannot be reached, or has no such data set or revision for this user.
-    """
+    """The commit of a data set's branch or tag; by default of its main branch."""
     from huggingface_hub import HfApi
 
     name = repo if revision is None else f"--revision {revision} of {repo}"
@@ -51,9 +43,6 @@ def push_folder(
 
     Returns:
         The repository's address.
-
-    Raises:
-        OSError: the hub cannot be reached, or does not let this user write there.
     """
     from huggingface_hub import HfApi
 

@@ -30,7 +30,6 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.asked = []  # every request: method and path
         self.sent = []  # every request's Authorization
         self.head = "a" * 40  # the newest commit
-        self.history = {}  # by commit: the files, where they are not the newest
         self.may_write = True
         self.fails = None  # the status of every answer
         self.uploads_left = 10**6
@@ -190,7 +189,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         return self.answer(200, list(entries.values()))
 
     def resolve(self, body, kind, name, repo, commit, path):
-        content = self.server.history.get(commit, repo["files"]).get(path)
+        content = repo["files"].get(path)
         if content is None:
             return self.answer(404, X_Error_Code="EntryNotFound")
         tag = hashlib.sha1(content).hexdigest()

@@ -91,7 +91,7 @@ def test_main_stopped_by_a_signal_ends_its_threads_and_goes_on(work, tmp_path, h
     assert "Traceback" not in done.stderr
     if stop == signal.SIGINT:
         assert done.stderr.splitlines()[-1] == "interrupted"
-        assert not list(stopped.glob(".*"))
+        assert not list(stopped.glob(".*.tmp"))
     assert faults_of_shards(stopped, work / "whole") == []
     finish(work, stopped)
     assert contents(stopped) == contents(work / "whole")
@@ -109,7 +109,7 @@ def test_main_that_cannot_write_says_so_and_goes_on(work, tmp_path, too_long):
     written = {shard.file: (full / shard.file).stat().st_mtime_ns for shard in kept}
     process = start_fineweb(work, *flags, hide=True, preexec_fn=limit_files_to(limit))
     assert_refused(process, f"{full} cannot be written (", "give the same command again to resume")
-    assert not list(full.glob(".*"))
+    assert not list(full.glob(".*.tmp"))
     assert faults_of_shards(full, work / "whole") == []
     assert len(Manifest.load(full).shards) >= max(1, len(kept))
     finish(work, full)
@@ -122,25 +122,21 @@ def test_main_without_room_for_its_temporary_file_names_it(work, tmp_path):
     flags = (*FLAGS, f"--data-dir={tmp_path}/d")
     process = start_fineweb(work, *flags, preexec_fn=limit_files_to(100_000))
     assert_refused(process, "", "gpt2.tiktoken: File too large; make room there, or set TMPDIR")
-    assert not (tmp_path / "d").exists()
+    assert not list(tmp_path.glob("d/[!.]*"))
 
 
 # Source files that change
 
-AT_THIRD_SHARD = 6  # renaming: two shards, the manifest, a shard, the manifest, a shard
+AT_THIRD_SHARD = 6  # renaming: the manifest, two shards, the manifest, a shard, the manifest
 
 
 def write_source(path, texts):
     """Texts in the format that the file's name says; returns its bytes."""
-    if path.suffix == ".txt":
-        path.write_text("\n".join(texts), encoding="utf-8")
-    else:
-        {".jsonl": write_jsonl, ".parquet": write_parquet}[path.suffix](path, texts)
+    {".jsonl": write_jsonl, ".parquet": write_parquet}[path.suffix](path, texts)
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
-@pytest.mark.parametrize("change", ["grown", "cut", "touched"])
+@pytest.mark.parametrize(("kind", "change"), [("jsonl", "grown"), ("parquet", "touched")])
 def test_main_refuses_a_source_that_changes_while_it_is_read(tmp_path, kind, change):
     """When the third shard is finished, most of the file is still to be read."""
     texts, source = texts_of(10_000), tmp_path / f"a.{kind}"
@@ -151,18 +147,15 @@ def test_main_refuses_a_source_that_changes_while_it_is_read(tmp_path, kind, cha
     flags = (*sources, "--shard-size=5000", "--workers=1", "--data-dir=d")
     changes = {
         "grown": f"open('{source}', 'ab').write({whole[len(before) :]!r})",
-        "cut": f"os.truncate('{source}', {len(before) // 2})",
         "touched": f"os.utime('{source}', (0, 0))",  # now may be the time that it has
     }
     change_file = {"INSTEAD": "exec(open('change.py').read())"}
     (tmp_path / "change.py").write_text(changes[change])
     done = run_driver(tmp_path, *flags, kill_at=AT_THIRD_SHARD, environment=change_file)
     assert done.returncode == 2, done
-    said = f"error: a.{kind} was changed while it was read ({len(before):,} bytes before, "
-    assert done.stderr.startswith(said)
-    assert done.stderr.endswith("choose another --data-dir, or delete it\n")
+    assert done.stderr.startswith(f"error: a.{kind} was changed while it was read: wait until ")
     assert not Manifest.load(tmp_path / "d").complete
-    if change == "grown" and kind != "parquet":  # the remedy is right
+    if change == "grown":  # the remedy is right
         assert source.read_bytes() == whole
         for folder in ("d", "whole"):
             done = run_driver(tmp_path, *flags, f"--data-dir={folder}")
