@@ -120,7 +120,7 @@ def test_parse_flags_lays_flags_over_given_defaults():
             ["--lr=3", "--no-such"],
             "there is no flag --lr: use --max-lr; there is no flag --no-such",
         ),
-        (["--max-s", "3"], "there is no flag --max-s: did you mean --max-steps?"),
+        (["--max-step", "3"], "there is no flag --max-step: did you mean --max-steps?"),
         (["stray"], "'stray' belongs to no flag"),
         (["--compile", "False"], "'False' belongs to no flag: give --NAME or --no-NAME"),
         (["--max-steps", DEEP_PATH], f"--max-steps is {DEEP_PATH!r}, expected INT"),

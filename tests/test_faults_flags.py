@@ -1,8 +1,6 @@
 """Every flag meets every kind of value: a configuration, or one line that names the flag."""
 
-import io
 import math
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,11 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from export import ExportConfig
-from fineweb import FineWebConfig
-from hellaswag import HellaSwagConfig
 from runtime.cli import parse_flags
-from sample import SampleConfig
 from training.config import ABOVE_ZERO, FLAG_HINTS, TrainConfig, config_from_settings
 
 FLAGS = [field.name for field in fields(TrainConfig)]
@@ -38,16 +32,12 @@ def flag(name):
     return f"--{name.replace('_', '-')}"
 
 
-def parse(args, config_class=TrainConfig):
+def parse(args):
     """A configuration, or the one line that is said instead; anything else fails."""
-    with redirect_stderr(io.StringIO()) as errors, redirect_stdout(io.StringIO()):
-        try:
-            return parse_flags(config_class, args, hints=FLAG_HINTS)
-        except ValueError as error:
-            message = str(error)
-    assert message
-    assert errors.getvalue() == ""
-    return message
+    try:
+        return parse_flags(TrainConfig, args, hints=FLAG_HINTS)
+    except ValueError as error:
+        return str(error)
 
 
 @settings(max_examples=150)
@@ -89,26 +79,17 @@ def test_switch_takes_no_value(name):
     assert getattr(parse([f"--no-{name.replace('_', '-')}"]), name) is False
 
 
-@pytest.mark.parametrize(
-    "config_class", [TrainConfig, FineWebConfig, HellaSwagConfig, SampleConfig, ExportConfig]
-)
-def test_unknown_flag_is_named(config_class):
-    message = parse(["--model=x", "--out=y", "--no-such-flag=1"], config_class)
-    assert "no-such-flag" in message
-
-
 def test_all_problems_of_a_configuration_come_together():
     message = parse(
         [
             *("--max-lr=-1", "--micro-batch-size=0", "--n-head=7", "--run-name=../x", "--seed=-1"),
-            *("--keep-checkpoints=-2", "--skip-grad-norm-zscore=-3", "--val-tokens=5"),
-            "--max-steps=100000000",
+            *("--keep-checkpoints=-2", "--val-tokens=5", "--max-steps=100000000"),
         ]
     )
     for problem in (
         *("--max-lr must be above 0, not -1", "--micro-batch-size", "n_head 7", "'../x'"),
         *("--seed must be at least 0, not -1", "--keep-checkpoints must be at least 0, not -2"),
-        *("--skip-grad-norm-zscore must be at least 0, not -3", "--val-tokens 5 is below"),
+        "--val-tokens 5 is below",
         "--max-steps 100000000 has more than the 8 digits of a checkpoint's name",
     ):
         assert problem in message
@@ -122,5 +103,9 @@ def test_flags_of_other_trainers_are_told_ours():
         assert all(word[2:].replace("-", "_") in FLAGS for word in ours)
 
 
-def test_gpus_without_plan_names_torchrun():
-    assert "torchrun --standalone --nproc_per_node=8 train_gpt2.py" in parse(["--gpus=8"])
+def test_settings_of_earlier_versions_are_read_and_unknown_ones_refused():
+    saved = TrainConfig(max_steps=7).saved()
+    read = config_from_settings(saved | {"skip_grad_norm_zscore": 6.0}, Path("config.json"))
+    assert read.saved() == saved
+    with pytest.raises(ValueError, match=r"config\.json has the setting 'momentum', which this"):
+        config_from_settings(saved | {"momentum": 0.9}, Path("config.json"))

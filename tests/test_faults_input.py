@@ -57,11 +57,9 @@ def with_id(token_id, place=321):
 WHOLE = npy(TOKENS[1000:1500])  # train_000002.npy as it should be
 BAD_SHARDS = {
     "truncated": (WHOLE[:-1], "cannot be read as a token shard"),
-    "an empty array": (npy(TOKENS[:0]), "expected 1-D uint16 with at least one token"),
     "big-endian": (npy(TOKENS[:500].astype(">u2")), "found >u2 of shape (500,)"),
     "2-D": (npy(TOKENS[:500].reshape(2, 250)), "found uint16 of shape (2, 250)"),
     "objects": (npy(np.array([{}] * 500)), "Python objects"),
-    "text": (b"once upon a time" * 40, "cannot be read as a token shard"),
 }
 
 
@@ -76,9 +74,8 @@ def test_training_refuses_a_shard_that_is(commands, data, damage):
 
 
 def test_training_refuses_an_id_beyond_the_vocabulary(commands, data):
-    (data / "train_000002.npy").write_bytes(with_id(50257))
-    assert_refused(train(commands, data), "train_000002.npy has changed since it was written")
     (data / "manifest.json").unlink()
+    (data / "train_000002.npy").write_bytes(with_id(50257))
     assert_refused(train(commands, data), "train_000002.npy, offset 321: token id 50257")
     (data / "train_000002.npy").write_bytes(WHOLE)
     (data / "val_000000.npy").write_bytes(with_id(65535))
@@ -102,33 +99,24 @@ def test_training_refuses_data_shorter_than_a_step(commands, data):
     assert_refused(done, "validation split has 500 tokens", "--block-size 512")
 
 
-def test_training_refuses_a_shard_that_changed_or_is_gone(commands, data):
-    path = data / "train_000003.npy"
-    array = np.load(path)
-    array[-1] ^= 1
-    np.save(path, array)
-    assert_refused(train(commands, data), "train_000003.npy has changed since it was written")
-    path.unlink()
-    assert_refused(train(commands, data), "train_000003.npy", "No such file")
-
-
-@pytest.mark.parametrize("name", ["val_000000.npy", "train_000001.npy", "train_000003.npy"])
-def test_preflight_finds_the_byte_that_a_start_does_not(commands, data, name):
+def test_preflight_finds_the_byte_that_a_start_does_not(commands, data):
     """As a disk that fails changes it: neither size nor time show it, only the hash does."""
     done = train(commands, data, "--preflight")
     assert "1,500 + 500 tokens, fingerprint " in done.stdout
     assert "all hashes right" in done.stdout
-    path = data / name
+    path = data / "train_000003.npy"
     content, times = bytearray(path.read_bytes()), path.stat()
     content[-2] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert_refused(train(commands, data, "--preflight"), "data: ", f"{name} has changed since")
-    assert train(commands, data, "--max-steps=1").code == 0
+    assert_refused(train(commands, data, "--preflight"), "data: ", f"{path.name} has changed since")
     flags = (*TINY_RUN, f"--data-dir={data}", f"--out-dir={data.parent}/runs", "--preflight")
-    done = commands.run_ranks(2, "train_gpt2", *flags)
+    done = commands.run_ranks(2, "train_gpt2", *flags)  # each has hashed its part
     assert done.code == 2
-    assert f"{name} has changed since" in done.stderr
+    assert f"{path.name} has changed since" in done.stderr
+    assert train(commands, data, "--max-steps=1").code == 0
+    path.unlink()
+    assert_refused(train(commands, data, "--run-name=b"), path.name, "No such file")
 
 
 def test_training_reads_links_by_their_content(commands, data, tmp_path):
@@ -169,7 +157,6 @@ def test_training_reads_bin_files_as_the_same_tokens_in_npy(commands, data):
         losses.append([record.get("train_loss", record.get("val_loss")) for record in records])
     assert losses[0] == losses[1]
     assert len(losses[0]) > 8
-    assert {path.suffix for path in theirs.iterdir()} == {".bin", ".json"}  # the scan's record
 
 
 # Manifests
@@ -207,8 +194,6 @@ def test_training_refuses_an_empty_manifest_and_what_is_none(commands, data):
     path = data / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"shards": []}))
     assert_refused(train(commands, data), f"{data} has no train shards")
-    (data / "parts").mkdir()
-    assert_refused(train(commands, data), "merge its parts by fineweb.py --parts N")
     for content in (b"", b"[]", b"[" * 10**6):
         path.write_bytes(content)
         assert_refused(train(commands, data), "manifest.json is not")
@@ -219,18 +204,13 @@ def test_resuming_without_the_manifest_says_that_it_may_be_lost(commands, data):
     content = path.read_bytes()
     assert train(commands, data, "--max-steps=2").code == 0
     path.unlink()
-    lost = f"if {path} was lost since, put it back, or make the data again"
-    assert_refused(train(commands, data, "--resume=auto"), "data_fingerprint", lost)
+    done = train(commands, data, "--resume=auto")
+    assert_refused(done, "data_fingerprint", f"if {path} was lost since")
     done = train(commands, data, "--resume=auto", "--seed=7")  # another cause
     assert_refused(done, "seed 1337 -> 7")
     assert "was lost" not in done.stderr
     path.write_bytes(content)
     assert train(commands, data, "--resume=auto").code == 0
-    path.unlink()
-    assert train(commands, data, "--run-name=b", "--max-steps=2").code == 0
-    path.write_bytes(content)
-    done = train(commands, data, "--run-name=b", "--resume=auto")
-    assert_refused(done, "data_fingerprint", f"if {path} was added since, move it away")
 
 
 # Sampling
