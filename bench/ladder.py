@@ -17,7 +17,7 @@ from bench.measurement import Measurement
 from bench.report import Section, device_label, format_table
 from bench.run import RunResult, Settings, run_in_process
 from bench.switches import ALL_SWITCHES, DDP_SWITCHES, SWITCHES
-from runtime.device import prepare_compiler, select_dtype
+from runtime.device import compiler_problem, select_dtype
 from runtime.distributed import DistInfo
 from runtime.metrics import flops_per_token, mfu
 from training.config import TrainConfig
@@ -51,7 +51,7 @@ def available_ladder(device: torch.device) -> tuple[dict[str, Settings], dict[st
         left_out["TF32"] = "a number format of NVIDIA GPUs"
     if select_dtype("auto", device) != torch.bfloat16:
         left_out["bfloat16"] = "this device has no native bfloat16"
-    if problem := prepare_compiler(device):
+    if problem := compiler_problem(device):
         left_out["compile"] = problem
     settings, ladder = Settings(), {}
     for name, added in LADDER.items():
