@@ -297,7 +297,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _download(source: str) -> Path:
     """Fetch a model's configuration and weights from the hub; returns their folder."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repo = f"openai-community/{source}" if source in GPT2_SIZES else source
@@ -308,6 +308,8 @@ def _download(source: str) -> Path:
         try:
             paths = [hf_hub_download(repo, name, local_files_only=True) for name in names]
         except LocalEntryNotFoundError:
+            for name in names:  # fails at once where a download tries again for half a minute
+                get_hf_file_metadata(hf_hub_url(repo, name), timeout=hub.TIMEOUT_SECONDS)
             paths = [hf_hub_download(repo, name) for name in names]
     return Path(paths[0]).parent
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import sample
 from model import GPT, GPTConfig
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
-from sample import SampleConfig, decode, generate, sample_token, token_printer, window_start
+from sample import SampleConfig, decode, generate, sample_token, token_printer
 from tokenizer import gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
@@ -72,14 +72,6 @@ def test_generate_refills_the_cache_once_in_half_a_block():
     )
     generate(model, prompts(SMALL_VOCAB, 1, 3), 16, temperature=0, stop_token=None)
     assert fed == [3, 1, 1, 1, 1, 1, 5, 1, 1, 1, 5, 1, 1, 1, 5, 1]
-
-
-@given(n_tokens=st.integers(1, 5000), block_size=st.integers(1, 1024))
-def test_window_start_is_the_smallest_multiple_that_fits(n_tokens, block_size):
-    start, stride = window_start(n_tokens, block_size), max(1, block_size // 2)
-    assert start % stride == 0
-    assert 1 <= n_tokens - start <= block_size
-    assert start == 0 or n_tokens - (start - stride) > block_size
 
 
 def test_generate_seed_decides_the_samples_and_leaves_the_global_state():
