@@ -36,7 +36,7 @@ def test_atomic_write_makes_the_folder_and_shows_only_complete_files(tmp_path):
     with pytest.raises(KeyboardInterrupt), atomic_write(path) as file:  # noqa: PT012
         file.write(b"half")
         raise KeyboardInterrupt
-    assert {entry.name: entry.read_bytes() for entry in path.parent.iterdir()} == {path.name: b"new"}
+    assert [entry.read_bytes() for entry in path.parent.iterdir()] == [b"new"]
 
 
 @posix_only
