@@ -173,6 +173,7 @@ class TrainSoak(Soak):
         run_dir = self.folder / "runs" / name
         way = self.rng.choice(["auto", run_dir if latest_checkpoint(run_dir) else "auto"])
         flags = [f"--data-dir={self.folder}/data", f"--out-dir={self.folder}/runs", *TINY_RUN]
+        flags += ["--total-batch-size=64", "--micro-batch-size=1", "--val-every=30"]
         flags += [f"--max-steps={TRAIN_STEPS}", "--checkpoint-every=3"]
         flags += [f"--keep-checkpoints={keep}", f"--resume={way}", f"--run-name={name}"]
         one = [sys.executable, str(ROOT / "train_gpt2.py"), *flags]

@@ -349,15 +349,11 @@ def test_signal_to_torchrun_or_a_rank_stops_all_after_the_same_step(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ending", "reason", "code"),
-    [
-        ("python", "close", "SIGHUP", 0),
-        ("torchrun", "close", "SIGHUP", 1),  # torchrun's own code
-        ("torchrun", "Ctrl-C", "SIGINT", 1),
-    ],
+    ("launcher", "ending", "reason"),
+    [("python", "close", "SIGHUP"), ("torchrun", "close", "SIGHUP"), ("torchrun", "^C", "SIGINT")],
 )
 def test_terminal_that_is_closed_or_sends_ctrl_c_saves_and_marks(
-    slowed, flags, run_dir, launcher, ending, reason, code
+    slowed, flags, run_dir, launcher, ending, reason
 ):
     flags += ["--micro-batch-size=2", "--checkpoint-every=0"]
     script = slowed("step")
@@ -371,13 +367,13 @@ def test_terminal_that_is_closed_or_sends_ctrl_c_saves_and_marks(
     while "step  2/" not in shown:
         shown += os.read(terminal, 4096).decode(errors="replace")  # the end may tear a character
     family = psutil.Process(pid).children(recursive=True)
-    if ending == "Ctrl-C":
+    if ending == "^C":
         os.write(terminal, b"\x03")
         with suppress(OSError):  # it has closed its end
             while True:
                 os.read(terminal, 4096)
     os.close(terminal)  # the kernel sends SIGHUP; from now on a write to the terminal is an error
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    os.waitpid(pid, 0)
     assert not psutil.wait_procs(family, PATIENCE)[1]
     step, marked = mark(run_dir)
     assert marked == reason
