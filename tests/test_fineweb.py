@@ -229,6 +229,7 @@ def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kin
         open_shards(tmp_path / "killed", "train")
     make(*flags, "--data-dir", "killed")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob(".*.tmp"))
     assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not made again
 
 
