@@ -39,7 +39,7 @@ SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two ful
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
-MAPPED_SHARDS = 64  # of a split; each mapped file keeps a descriptor, macOS allows 256
+MAPPED_SHARDS = 128  # of a split; each mapped file keeps a descriptor, and macOS allows 256
 SPLIT_WORDS: dict[Split, re.Pattern[str]] = {
     "train": re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])"),  # not in `constrained`
     "val": re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])"),

@@ -120,9 +120,7 @@ class TokenizeSoak(Soak):
         killed = self.folder / name
         for _ in range(kills):
             process = self.start(name, hide)
-            while process.poll() is None and not (killed / SHARD_MANIFEST).exists():
-                time.sleep(0.001)
-            time.sleep(self.rng.uniform(0, self.seconds / 2))
+            time.sleep(self.rng.uniform(0, self.seconds))
             process.kill()
             process.communicate()
             if process.returncode == 0:  # it was faster than the kill

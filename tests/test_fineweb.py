@@ -192,13 +192,6 @@ def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
     assert (val.total_tokens, train.total_tokens) == (1, 10)
 
 
-def test_main_cuts_documents_longer_than_a_shard(make, tmp_path):
-    texts = ["short", "a long story " * 2000, "the end"]
-    write_parquet(tmp_path / "a.parquet", texts)
-    make("--source", "a.parquet", "--shard-size", 100)
-    assert tokens_of(Path("data/a")) == reference(texts)
-
-
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
     flags = ["--source", write_jsonl(tmp_path / "a.jsonl", ["text"]), "--data-dir", "."]
     (tmp_path / ".mine.tmp").write_text("")
@@ -208,8 +201,8 @@ def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="not a shard manifest"):
         make(*flags)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"train.npy", "manifest.json", ".mine.tmp", "a.jsonl"}
+    assert contents(tmp_path).keys() == {"train.npy", "manifest.json", "a.jsonl"}
+    assert (tmp_path / ".mine.tmp").exists()
 
 
 # Interrupted runs
@@ -228,7 +221,7 @@ def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kin
     flags = ["--source", source, "--shard-size", 1000]
     make(*flags, "--data-dir", "whole")
     # Before the first manifest, the first two shards and their manifest; then further on.
-    for kill_at in (1, 2, 3, 4, 9, 4) if kind == "jsonl" else (9,):
+    for kill_at in (1, 2, 4, 9) if kind == "jsonl" else (9,):
         assert_killed(run_driver(tmp_path, *flags, "--data-dir", "killed", kill_at=kill_at))
         assert list((tmp_path / "killed").glob(".*.tmp"))
     finished = mtimes(tmp_path / "killed")
@@ -236,6 +229,7 @@ def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kin
         open_shards(tmp_path / "killed", "train")
     make(*flags, "--data-dir", "killed")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob(".*.tmp"))
     assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not made again
 
 
@@ -339,7 +333,7 @@ def test_main_goes_on_once_a_bad_row_is_repaired(make, tmp_path):
     manifest = Manifest.load(Path("mended"))
     assert not manifest.complete
     shards = [shard.file for shard in manifest.shards]
-    assert {path.name for path in Path("mended").iterdir()} == {"manifest.json", *shards}
+    assert contents(Path("mended")).keys() == {"manifest.json", *shards}
     source.write_bytes(b"".join(lines))
     make(*flags, "--data-dir", "mended")
     assert contents(Path("mended")) == contents(Path("whole"))

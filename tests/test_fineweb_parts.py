@@ -100,6 +100,7 @@ def test_a_part_killed_at_any_moment_goes_on_to_the_same_bytes(make, flags, tmp_
         open_shards("killed", "train")
     make(*killed, "--part=0", "--parts=2")
     assert contents(Path("killed")) == contents(Path("straight"))
+    assert not list(Path("killed").glob(".*.tmp"))
     for name, time_ns in times.items():  # finished shards were not made again
         assert Path("killed", name).stat().st_mtime_ns == time_ns
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corpus.shards import Manifest, ShardInfo, ShardWriter, open_shards, verify_shards
+from corpus.shards import (
+    MAPPED_SHARDS,
+    Manifest,
+    ShardInfo,
+    ShardWriter,
+    open_shards,
+    verify_shards,
+)
 
 
 def tokens_of(count, start=0):
@@ -94,10 +101,12 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
 
 
 def test_shards_read_more_files_than_stay_mapped(tmp_path):
-    for number, tokens in enumerate(np.split(tokens_of(1000), 100)):
+    count = 10 * (MAPPED_SHARDS + 20)
+    for number, tokens in enumerate(np.split(tokens_of(count), count // 10)):
         np.save(tmp_path / f"train_{number:06}.npy", tokens)
     shards = open_shards(tmp_path, "train")
-    starts = [*range(0, 980, 7), *np.random.default_rng(0).integers(0, 980, 500).tolist()]
+    starts = [*range(0, count - 20, 7)]
+    starts += np.random.default_rng(0).integers(0, count - 20, 500).tolist()
     assert all(shards.read(start, 20).tolist() == [*range(start, start + 20)] for start in starts)
 
 
