@@ -304,8 +304,9 @@ def describe_plan(
         "device": f"{world_size} x {device.name}, {str(device.dtype).removeprefix('torch.')}",
         "batch": f"{config.total_batch_size:,} tokens = {batch.micro_batch_size} sequences x "
         f"{block_size:,} tokens x {batch.grad_accum_steps} micro-steps x world size {world_size}",
-        "tokens": f"{tokens:,} in {config.max_steps:,} steps, {tokens / n_params:,.1f} per "
-        f"parameter, {flops:.3g} FLOPs",
+        "tokens": f"{tokens:,} in {config.max_steps:,} steps, "
+        f"{tokens / n_params:,.1f} per parameter",
+        "FLOPs": f"{flops:.3g}, {flops / tokens / 1e6:,.0f}M per token",
         "memory": f"about {state + activations:.1f} GiB per device: {state:.1f} weights, "
         f"gradients, moments + {activations:.1f} activations",
         "checkpoint": f"{CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB",
