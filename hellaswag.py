@@ -42,13 +42,7 @@ from model import GPT
 from runtime import distributed
 from runtime.checkpoint import load_model
 from runtime.cli import parse_flags, run_command
-from runtime.device import (
-    DeviceName,
-    DtypeName,
-    inference,
-    select_dtype,
-    to_device,
-)
+from runtime.device import DeviceName, DtypeName, inference, select_dtype, to_device
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
 from tokenizer import gpt2_encoding

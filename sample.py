@@ -29,13 +29,7 @@ from torch import Tensor
 from model import GPT, KVCache
 from runtime.checkpoint import load_model
 from runtime.cli import parse_flags, run_command
-from runtime.device import (
-    DeviceName,
-    DtypeName,
-    inference,
-    select_device,
-    select_dtype,
-)
+from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
 GREETING = """Type the beginning of a text; the model goes on after all text so far.

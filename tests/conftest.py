@@ -32,6 +32,7 @@ if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
 HELLASWAG = ROOT / "assets/hellaswag_sample.jsonl"
 # torch.compile's commands tear a path at its spaces; training then goes on without.
+no_spaces = pytest.mark.skipif(" " in tempfile.gettempdir(), reason="TMPDIR has a space")
 has_compiler = (
     shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     and Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -41,7 +42,6 @@ needs_compiler = pytest.mark.skipif(
     not has_compiler,
     reason="needs a C++ compiler, Python.h, and a temporary folder without a space",
 )
-no_spaces = pytest.mark.skipif(" " in tempfile.gettempdir(), reason="TMPDIR has a space")
 TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
 TINY_RUN = (
     *TINY_MODEL,
