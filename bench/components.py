@@ -75,12 +75,14 @@ def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
 def hellaswag_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
     """One example at a time, and the batched scorer; how many predictions equal the latter's."""
     model, dtype = new_model(config), select_dtype("auto", config.torch_device)
-    examples = load_examples(config.hellaswag_data or ROOT / "assets" / "hellaswag_sample.jsonl")
+    path = config.hellaswag_data or ROOT / "assets" / "hellaswag_sample.jsonl"
+    examples = [example for example in load_examples(path) if example.fits(config.block_size)]
 
     def batched() -> Tensor:
         return evaluate_hellaswag(model, examples, dtype=dtype).predictions_norm
 
-    expected = batched()  # the device's first operations are slow, too
+    expected = batched()
+    score_one_at_a_time(model, examples[:1], dtype)  # the device's first operations are slow
 
     def measure(score: Callable[[], Tensor]) -> dict[str, float]:
         predictions = list[Tensor]()
