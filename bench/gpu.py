@@ -34,8 +34,6 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[Command]:
     total = config.flags("total_batch_size")
     bench = ["-m", "bench", *model, *total, *config.flags("micro_batch_size", "out_dir")]
     bench += [f"--steps={config.steps or STEPS}", "--rounds=1"]
-    several = torch.cuda.device_count() > 1 and config.torch_device.type == "cuda"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu"]
     settings = {"val_every": 20, "val_tokens": 65_536, "hellaswag_every": 0, "sample_every": 0}
     train = ["train_gpt2.py", *model, *total, *as_flags(settings | {"out_dir": scratch})]
     run = scratch / "trained"
@@ -43,6 +41,10 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[Command]:
     long = as_flags({"block_size": context, "total_batch_size": context, "micro_batch_size": 1})
     long += ["--activation-checkpointing=full", "--loss-chunks=8", "--val-every=0"]
     evaluated = [f"--model={run}", f"--device={config.device}"]
+    on_all = []
+    if config.torch_device.type == "cuda" and torch.cuda.device_count() > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu"]
+        on_all.append(Command([*torchrun, *train, "--run-name=all", "--max-steps=40"], 4))
     return [
         Command(["-m", "pytest", "-q", "-rfE", "--tb=short", "tests/test_cuda.py"], 6),
         Command([*bench, "--peer=transformers"], 5),
@@ -50,7 +52,7 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[Command]:
         Command(bench, 9),  # the ladder
         Command([*train, f"--run-name={run.name}", "--max-steps=40"], 4),
         Command(["train_gpt2.py", f"--resume={run}", "--max-steps=60"], 3),
-        Command([*(torchrun if several else []), *train, "--run-name=all", "--max-steps=40"], 4),
+        *on_all,
         Command([*train, *long, "--run-name=long", "--max-steps=3"], 3),
         Command(["hellaswag.py", *evaluated, "--data=assets/hellaswag_sample.jsonl"], 2),
         Command(["sample.py", *evaluated], 2),

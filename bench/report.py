@@ -83,23 +83,17 @@ def store_results(
 
 def provenance() -> dict[str, Any]:
     """The date, the commit and the versions of a measurement."""
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty"]
+    try:
+        commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        commit = "unknown"
     versions = {package: version(package) for package in PACKAGES if find_spec(package)}
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", "*.py")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit,
-        "uncommitted_changes": None if changes is None else bool(changes),
         "versions": {"python": platform.python_version()} | versions,
     }
-
-
-def _git(*args: str) -> str | None:
-    """What git prints about this repository; None without git, or outside a repository."""
-    try:
-        command = ["git", "-C", str(ROOT), *args]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def draw_speeds(path: Path) -> Path:
@@ -127,7 +121,7 @@ def draw_speeds(path: Path) -> Path:
         axes.set_ylim(len(speeds) - 0.5, -0.5)  # from top to bottom
         axes.margins(x=0.2)  # room for the figures after the longest bar
         model = "{n_layer} layers, width {n_embd}, context {block_size}".format(**each["model"])
-        made = f"{each['date'][:10]} · commit {(each['commit'] or 'unknown')[:7]}"
+        made = f"{each['date'][:10]} · commit {each['commit'][:7]}"
         title = f"{CHARTS[name]}\n{model} · {made}"
         axes.set_title(title, loc="left", fontsize=10, color=GREY)
         axes.spines[:].set_visible(False)

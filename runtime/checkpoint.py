@@ -326,8 +326,8 @@ def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> No
             raise ValueError(
                 f"{checkpoint / name} is damaged: its size or SHA-256 is not the manifest's"
             )
-    step, name = read_state(checkpoint).step, CHECKPOINT_NAME.fullmatch(checkpoint.name)
-    if name is not None and step != int(name[1]):
+    step, named = read_state(checkpoint).step, CHECKPOINT_NAME.fullmatch(checkpoint.name)
+    if named and step != int(named[1]):
         raise ValueError(f"{checkpoint} holds the state of step {step}: rename it")
 
 
@@ -584,7 +584,7 @@ def _collect(
 
 def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """The optimizers' state, named as in the file: `exp_avg.transformer.wte.weight`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         f"{key}.{names[parameter]}": value
         for optimizer in optimizers
