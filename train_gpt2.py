@@ -99,9 +99,11 @@ def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) ->
     splits = open_same_data(config, resumed, dist_info)
     with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
         trainer = setup(config, resumed, splits, folder, dist_info)
+        start_step = resumed.state.step if resumed else 0
+        batches = training_batches(trainer, start_step)  # or too little data: nothing is written
         run_dir.label_run(folder, config)
         with trainer.stop, trainer.log, trainer.writer:
-            step, is_complete = train(trainer, resumed.state.step if resumed else 0)
+            step, is_complete = train(trainer, batches, start_step)
             run_dir.finish_run(folder, step, is_complete, trainer.stop)
 
 
@@ -282,7 +284,7 @@ def training_batches(trainer: Trainer, start_step: int) -> ShardedDataLoader:
 # --- training ---------------------------------------------------------------------------------
 
 
-def train(trainer: Trainer, start_step: int) -> tuple[int, bool]:
+def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> tuple[int, bool]:
     """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step.
 
     Returns:
@@ -290,7 +292,7 @@ def train(trainer: Trainer, start_step: int) -> tuple[int, bool]:
     """
     config, stop, writer = trainer.config, trainer.stop, trainer.writer
     log_start(trainer, start_step)
-    with training_batches(trainer, start_step) as batches:
+    with batches:
         stop.sync_stop()  # from here on `train_step` does it
         for step in range(start_step, config.max_steps + 1):
             is_evaluated = evaluate(trainer, step)

@@ -39,8 +39,7 @@ has_compiler = (
     and " " not in tempfile.gettempdir()
 )
 needs_compiler = pytest.mark.skipif(
-    not has_compiler,
-    reason="needs a C++ compiler, Python.h, and a temporary folder without a space",
+    not has_compiler, reason="needs a C++ compiler, Python.h, and a TMPDIR without a space"
 )
 TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
 TINY_RUN = (

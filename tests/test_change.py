@@ -42,26 +42,27 @@ def train(commands, *flags, ranks=1):
     assert done.code == 0, done.stderr
 
 
-def losses_of_a_run_and_of_one_in_halves(commands, flags, **second_half):
-    """Train, and train again in two halves, the second perhaps by several ranks."""
+def losses_of_a_run_and_of_one_in_halves(commands, flags, more=(), ranks=1):
+    """Train, and train the second half again, with more flags and ranks."""
     runs = commands.folder / "runs"
     train(commands, *flags, "--run-name=whole")
     shutil.copytree(runs / "whole", runs / "halves")
     shutil.rmtree(runs / "halves/checkpoints/step_00000008")
-    train(commands, *flags, "--run-name=halves", "--resume=auto", **second_half)
+    train(commands, *flags, "--run-name=halves", "--resume=auto", *more, ranks=ranks)
     whole, halves = series(runs / "whole", "train_loss"), series(runs / "halves", "train_loss")
     assert len(set(whole.values())) == 8
     assert halves.keys() == whole.keys()
     return whole, halves
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_another_optimizer_trains_saves_and_resumes(patched, tiny_data, ranks):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_another_optimizer_trains_saves_and_resumes(patched, tiny_data, sharded):
     commands = patched("sgd.patch")
     flags = run_flags(tiny_data, "--max-lr=0.1", "--min-lr=0.1", "--micro-batch-size=2")
-    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags, ranks=ranks)
-    # Bit for bit in one process. Its state is whole in the file: ranks can go on from it, too.
-    assert max(abs(whole[step] - halves[step]) for step in whole) <= (1e-4 if ranks > 1 else 0)
+    # Its state is whole in the file: sharded ranks go on from it, too.
+    second_half = {"ranks": 2, "more": ["--parallel=fsdp"]} if sharded else {}
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags, **second_half)
+    assert max(abs(whole[step] - halves[step]) for step in whole) <= (1e-4 if sharded else 0)
 
 
 def test_another_position_embedding_trains_resumes_and_is_not_exported(patched, tiny_data):

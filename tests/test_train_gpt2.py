@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import HELLASWAG, ROOT, no_spaces, series, tiny_trainer
+from conftest import HELLASWAG, ROOT, needs_compiler, series, tiny_trainer
 from test_checkpoint import rewrite_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +16,7 @@ import train_gpt2
 from dataloader import Batch
 from model import GPT, GPTConfig
 from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
-from runtime.device import compiler_problem, make_deterministic
+from runtime.device import make_deterministic
 from runtime.distributed import DistInfo
 from runtime.metrics import read_metrics
 from train_gpt2 import (
@@ -31,11 +31,8 @@ from train_gpt2 import (
 )
 from training.config import TrainConfig
 
-CPU = torch.device("cpu")
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
-needs_compiler = pytest.mark.skipif(
-    compiler_problem(CPU) is not None, reason="needs a C++ compiler"
-)
+SCORED = ["--block-size=64", "--hellaswag-every=4", f"--hellaswag-data={HELLASWAG}"]
 
 
 @pytest.fixture
@@ -114,13 +111,8 @@ def test_main_says_where_a_run_is_in_100_columns(tiny_flags, tmp_path, capsys):
         pytest.param([], id="adamw"),
         pytest.param(["--optimizer=muon"], id="muon"),
         pytest.param(
-            [
-                "--compile",
-                "--block-size=64",
-                "--hellaswag-every=4",
-                f"--hellaswag-data={HELLASWAG}",
-            ],
-            marks=[pytest.mark.slow, no_spaces, needs_compiler],
+            ["--compile", *SCORED],
+            marks=[pytest.mark.slow, needs_compiler],
             id="compiled",
         ),
     ],
@@ -307,7 +299,6 @@ def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step):
 
 
 @pytest.mark.slow
-@no_spaces
 @needs_compiler
 def test_compiled_gradients_are_the_same_each_time_with_two_threads():
     make_deterministic()
