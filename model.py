@@ -268,7 +268,8 @@ class GPT(nn.Module):
             `(logits, None)` without targets; `(None, loss)` with targets, so that the full logits
             need never exist. The loss is float32, in nats per token.
         """
-        hidden = self.encode(idx, cache=cache)  # (B, T, C)
+        # Not `self.encode`, which in a sharded model (FSDP2) gathers the parameters once more.
+        hidden = GPT.encode(self, idx, cache=cache)  # (B, T, C)
         if targets is None:
             return ModelOutput(self.logits(hidden), None)
         weight, vocab_size = self.lm_head.weight, self.config.vocab_size
