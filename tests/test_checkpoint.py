@@ -138,7 +138,6 @@ def test_load_checkpoint_continues_bit_for_bit(tmp_path, kind, stateless):
     other, other_optimizers = new_training(kind=kind)
     state = load(path, other, other_optimizers)
     assert (state.step, state.tokens_seen, state.train_config) == (3, 192, {"seed": 1})
-    assert kind == "SGD" or state.stateless == stateless
     train(other, other_optimizers, 3)
     assert_same_parameters(model, other)
 
@@ -222,9 +221,9 @@ def rewrite_state(path, change):
 
 def test_checkpoint_of_earlier_versions_loads(saved):
     path, model, _ = saved
-    new = {"optimizers", "optimizer_values", "stateless"}
+    new = {"optimizers", "optimizer_values"}
     rewrite_state(path, lambda state: {k: v for k, v in state.items() if k not in new})
-    rewrite_state(path, lambda state: state | {"grad_norms": [0.5, 1.5]})
+    rewrite_state(path, lambda state: state | {"grad_norms": [0.5], "stateless": []})
     verify_checkpoint(path)
     other, optimizers = new_training()
     assert load(path, other, optimizers).optimizers == ["AdamW"]
@@ -253,7 +252,6 @@ def test_load_checkpoint_refuses_a_forged_state(saved, change):
 
 
 WTE = torch.zeros(128, 16)
-AVG, SQUARES, COUNT = (f"{key}.transformer.wte.weight" for key in ("exp_avg", "exp_avg_sq", "step"))
 
 
 @pytest.mark.parametrize(
@@ -262,9 +260,8 @@ AVG, SQUARES, COUNT = (f"{key}.transformer.wte.weight" for key in ("exp_avg", "e
         (0, {"transformer.wte.weight": None}, r"wte\.weight is missing"),
         (0, {"transformer.h.2.ln_1.bias": WTE}, r"h\.2\.ln_1\.bias is unexpected"),
         (0, {"transformer.wte.weight": WTE.T}, r"wte\.weight has shape \(16, 128\)"),
-        (1, dict.fromkeys([AVG, SQUARES, COUNT]), r"no state of transformer\.wte\.weight"),
-        (1, {"exp_avg.lm_head.bias": WTE}, r"exp_avg\.lm_head\.bias is of no parameter"),
-        (1, {AVG: WTE.T}, r"wte\.weight is \(16, 128\), expected \(128, 16\)"),
+        (1, {"exp_avg.lm_head.bias": WTE}, r"does not fit this model: exp_avg\.lm_head\.bias is"),
+        (1, {"exp_avg.transformer.wte.weight": WTE.T}, r"exp_avg.*wte\.weight is \(16, 128\)"),
     ],
 )
 def test_load_checkpoint_refuses_tensors_that_do_not_fit(saved, file, change, message):
@@ -326,7 +323,7 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
         "runs/large": "the run runs/large has no checkpoint yet: .*--resume auto .*-name large",
         "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
         "runs": "runs is no run, .*: the runs in runs are large, small",
-        "./nothing": "nothing does not exist: there are none in",
+        "./nothing": "nothing does not exist: there is no run in",
         "runs/small/checkpoints/step_7": "step_7 does not exist",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
