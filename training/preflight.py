@@ -115,7 +115,9 @@ def run_preflight(config: TrainConfig, resumed: Checkpoint | None) -> None:
     """
     with ExitStack() as stack:
         with explaining("network"):
-            dist_info = stack.enter_context(setup_distributed(config.device, config.cpu_offload))
+            dist_info = stack.enter_context(
+                setup_distributed(config.device, config.cpu_offload, config.step_timeout)
+            )
             print0(f"network   {check_network(dist_info)}")
         with explaining("ranks"):
             open_same_data(config, resumed, dist_info)
