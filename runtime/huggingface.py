@@ -6,6 +6,7 @@ read or written; a pickle file could run any code.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime import hub
@@ -32,6 +35,8 @@ WTE = "transformer.wte.weight"
 # Old files carry the causal mask as a buffer of every attention layer.
 MASK_BUFFER = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAX_CHECKED_TOKENS = 1024
+MAX_LOGIT_ERROR = 1e-4  # float32 rounding gives about 1e-6, the exact GELU instead of tanh's 3e-4
 
 # The settings of Hugging Face's GPT2Config that `model.py` computes; the first is its default.
 GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -73,8 +78,7 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
 def save_pretrained(model: GPT, folder: str | Path) -> None:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
-    A model with other parameters than GPT-2's is refused. One that only computes something else
-    with them, such as another activation, is not noticed.
+    A model with other parameters than GPT-2's is refused, and one that computes something else.
 
     Args:
         model: the raw model, neither compiled nor wrapped.
@@ -87,6 +91,7 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
     refusal = "this model is not a GPT-2, the only one that the Hugging Face format can hold"
     check_shapes(shapes_of(tensors), gpt2_shapes(config), refusal)
     check_finite_weights(tensors, "the model")
+    _check_computes_gpt2(model, tensors)
     _check_replaceable(folder)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
     # transformers 4 demands to be told that the tensors are PyTorch's.
@@ -192,6 +197,52 @@ def _check_tensors(state_dict: Mapping[str, Tensor], config: GPTConfig) -> dict[
 def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     """The shape of each value, None of one that is not a tensor."""
     return {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in values.items()}
+
+
+@torch.no_grad()
+def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a model whose code computes other logits than GPT-2's from the same tensors.
+
+    Shapes do not show another activation, or rotary embeddings next to an unused `wpe`.
+    """
+    config = model.config
+    T = min(config.block_size, MAX_CHECKED_TOKENS)
+    idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {name: tensor.cpu() for name, tensor in weights.items()}
+    logits = functional_call(model, weights, idx[None]).logits
+    expected = gpt2_logits(tensors, config, idx)
+    error = (logits[0] - expected).norm() / expected.norm()
+    if error > MAX_LOGIT_ERROR:
+        raise ValueError(
+            f"this model does not compute what GPT-2 computes from the same weights (its logits "
+            f"differ by {error:.1e} of their size): the code in model.py has another activation, "
+            f"position embedding or attention, which the Hugging Face format cannot say"
+        )
+
+
+def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -> Tensor:
+    """GPT-2's logits (T, vocab_size) of one sequence (T,), without `model.py`'s help."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+        return F.layer_norm(x, (config.n_embd,), weight, bias, eps=1e-5)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+
+    T, C = len(idx), config.n_embd
+    is_future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    x = tensors[WTE][idx] + tensors["transformer.wpe.weight"][:T]  # (T, C)
+    for block in (f"transformer.h.{layer}" for layer in range(config.n_layer)):
+        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
+        q, k, v = qkv.view(T, 3, config.n_head, -1).permute(1, 2, 0, 3)  # (H, T, D) each
+        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(is_future, -math.inf)
+        heads = scores.softmax(dim=-1) @ v
+        x = x + linear(heads.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj")
+        hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
+        x = x + linear(F.gelu(hidden, approximate="tanh"), f"{block}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ tensors[WTE].T
 
 
 def check_finite_weights(tensors: Mapping[str, Tensor], source: str | Path) -> None:

@@ -93,6 +93,20 @@ class Soak:
         print(f"{kind}: {message}", flush=True)
 
 
+def faults_of_shards(killed, whole):
+    """What is wrong with the finished shards of a killed run, by an uninterrupted one's."""
+    found = []
+    if (killed / SHARD_MANIFEST).exists():
+        try:
+            verify_shards(killed, Manifest.load(killed).shards)
+        except (OSError, ValueError) as error:
+            found.append(str(error))
+    for path in killed.glob("*.npy"):
+        if path.read_bytes() != (whole / path.name).read_bytes():
+            found.append(f"{path} is not as in an uninterrupted run")
+    return found
+
+
 class TokenizeSoak(Soak):
     """Kill fineweb.py, with gigatoken and without in turn."""
 
@@ -133,15 +147,8 @@ class TokenizeSoak(Soak):
             self.fault("shards lost", f"{killed} is not as in an uninterrupted run")
 
     def check(self, killed):
-        """The finished shards are whole, and those of an uninterrupted run."""
-        if (killed / SHARD_MANIFEST).exists():
-            try:
-                verify_shards(killed, Manifest.load(killed).shards)
-            except (OSError, ValueError) as error:
-                self.fault("shards lost", str(error))
-        for path in killed.glob("*.npy"):
-            if path.read_bytes() != (self.whole / path.name).read_bytes():
-                self.fault("shards lost", f"{path} is not as in an uninterrupted run")
+        for fault in faults_of_shards(killed, self.whole):
+            self.fault("shards lost", fault)
 
 
 # Training

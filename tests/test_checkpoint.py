@@ -175,7 +175,8 @@ def check(dist_info):
     error, message = (ValueError, "rank 1: .*nothing") if dist_info.is_main else (SystemExit, "2")
     with pytest.raises(error, match=message):
         load_checkpoint(Checkpoint(path, state), other, other_optimizers)
-    source = GPT(GPTConfig(32, 100, n_layer=2, n_head=2, n_embd=16))  # the same on each rank
+    torch.manual_seed(1)  # the same on each rank
+    source = GPT(GPTConfig(32, 100, n_layer=2, n_head=2, n_embd=16))
     copy_weights(source, model)
     for name, parameter in model.named_parameters():
         whole = source.get_parameter(name)

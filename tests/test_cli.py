@@ -1,7 +1,6 @@
 import inspect
 import os
 import pkgutil
-import pty
 import re
 import socket
 import subprocess
@@ -336,30 +335,17 @@ def test_prepare_process_limits_spinning_unless_the_user_has_set_it(given, expec
     assert printed.strip() == expected
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("error", ["", "; raise ValueError('bad')"])
-def test_closed_streams_are_opened_on_the_null_device(tmp_path, closed, error):
-    opened = f"print('x'); file = open({str(tmp_path / 'number')!r}, 'w')"
-    child = "import os, sys; os.fstat(0), os.fstat(1), os.fstat(2)"
-    body = f"{opened}; import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], "
-    body += f"check=True); print(file.fileno(), file=file, flush=True){error}"
-    script, environment = script_of(tmp_path, body)
-    command = f'exec "$0" "$1" {closed}'
-    done = subprocess.run(
-        ["sh", "-c", command, sys.executable, script], env=environment, capture_output=True
-    )
-    assert done.returncode == (2 if error else 0), done.stderr
-    assert int((tmp_path / "number").read_text()) > 2
-
-
-def test_long_imports_are_explained_on_a_terminal_and_end_at_ctrl_c(tmp_path):
-    imports = "import time; time.sleep(60)"
+def test_ctrl_c_while_importing_ends_in_one_line(tmp_path):
+    imports = "import time; print('importing', flush=True); time.sleep(600)"
     script, environment = script_of(tmp_path, "pass", imports)
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, script], env=environment, stderr=theirs)
-    os.close(theirs)
-    assert read_terminal(ours, b"\n") == b"starting: importing libraries\r\n"
+    process = subprocess.Popen(
+        [sys.executable, script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "importing\n"
     process.send_signal(2)
-    assert process.wait(TIMEOUT_S) == 130
-    assert read_terminal(ours) == b"interrupted\r\n"
-    os.close(ours)
+    assert process.communicate(timeout=TIMEOUT_S) == ("", "interrupted\n")
+    assert process.returncode == 130

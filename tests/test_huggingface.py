@@ -7,7 +7,7 @@ from hub_server import HubServer
 from safetensors.torch import load_file
 from torch import nn
 
-from model import GPT, GPTConfig, Transformer
+from model import GPT, MLP, GPTConfig, Transformer
 from runtime.files import read_json, write_json
 from runtime.huggingface import from_hf, load_pretrained, save_pretrained, to_hf_state_dict
 from tokenizer import gpt2_encoding
@@ -183,6 +183,18 @@ def change_part(path, part):
     return lambda model: model.set_submodule(path, part)
 
 
+class ReluMLP(MLP):
+    def forward(self, x):
+        return self.c_proj(self.c_fc(x).relu())
+
+
+class UnusedEmbedding(nn.Embedding):
+    """Next to another kind of position embedding, which needs no parameter."""
+
+    def forward(self, positions):
+        return torch.zeros(positions.size(-1), self.embedding_dim)
+
+
 CHANGES = {  # what the refusal says, and the change of the model
     r"wpe\.weight is missing": lambda m: delattr(m.transformer, "wpe"),
     r"ln_0\.bias is unexpected; .*ln_0\.weight is unexpected": lambda m: m.transformer.add_module(
@@ -192,6 +204,8 @@ CHANGES = {  # what the refusal says, and the change of the model
         "transformer.h.1.mlp.c_fc", nn.Linear(8, 16)
     ),
     r"lm_head\.weight is unexpected": change_part("lm_head", nn.Linear(8, 50304, bias=False)),
+    "another activation": change_part("transformer.h.1.mlp", ReluMLP(TINY)),
+    "position embedding or attention": change_part("transformer.wpe", UnusedEmbedding(8, 8)),
     "NaN or infinite": lambda m: m.transformer.ln_f.bias.data.fill_(torch.nan),
 }
 

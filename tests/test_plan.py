@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
 from model import GPT, GPT2_SIZES, GPTConfig
+from ops import checkpoint_activations
 from runtime.checkpoint import (
+    Checkpoint,
     CheckpointWriter,
     TrainerState,
     copy_weights,
@@ -17,6 +19,7 @@ from runtime.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_model,
+    read_state,
     rng_states,
 )
 from runtime.distributed import DistInfo
@@ -56,13 +59,14 @@ def peak_bytes(function, *args):
     ("chunks", "dtype"), [(1, torch.bfloat16), (8, torch.bfloat16), (1, torch.float32)]
 )
 def test_planned_activations_are_near_what_a_backward_pass_takes(chunks, dtype):
-    model, idx = GPT(LONG), torch.zeros(1, LONG.block_size, dtype=torch.int64)
-    model.loss_chunks = chunks
+    idx = torch.zeros(1, LONG.block_size, dtype=torch.int64)
     ratios = []
     for mode in ("none", "selective", "full"):
-        model.set_activation_checkpointing(mode)
+        model = GPT(LONG)
+        model.loss_chunks = chunks
+        checkpoint_activations(model.transformer.h, mode)
 
-        def step():
+        def step(model=model):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                 loss = model(idx, idx).loss
             loss.backward()
@@ -119,7 +123,7 @@ def test_no_path_takes_twice_the_model(tmp_path):
     resumed, in_file = GPT(deep), 3
     peak = peak_bytes(
         load_checkpoint,
-        latest_checkpoint(tmp_path),
+        Checkpoint(path := latest_checkpoint(tmp_path), read_state(path)),
         resumed,
         build_optimizers(resumed, NO_FLAGS, DistInfo()),
     )
