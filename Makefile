@@ -1,7 +1,7 @@
 # make demo:     text to a trained, scored, exported GPT-2 on this machine, in minutes.
 # make test:     lint, types and the fast tests, in about two minutes on two cores.
 # make test-all: all tests: faults, several processes and machines, the bench, the extras.
-# make gpu-check: all that this machine's GPUs can tell, in half an hour; call it again to go on.
+# make gpu-check: what this machine's GPUs can tell, in an hour at most.
 # Each installs what it needs into .venv first.
 
 PYTHON ?= python3

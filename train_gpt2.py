@@ -103,7 +103,9 @@ def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) ->
         batches = training_batches(trainer, start_step)  # or too little data: nothing is written
         run_dir.label_run(folder, config)
         with trainer.stop, trainer.log, trainer.writer:
-            step, is_complete = train(trainer, batches, start_step)
+            # A run that goes on from another run's checkpoint has none of its own yet.
+            is_saved = resumed is None or run_dir.is_own(resumed, folder)
+            step, is_complete = train(trainer, batches, start_step, is_saved)
             run_dir.finish_run(folder, step, is_complete, trainer.stop)
 
 
@@ -284,8 +286,16 @@ def training_batches(trainer: Trainer, start_step: int) -> ShardedDataLoader:
 # --- training ---------------------------------------------------------------------------------
 
 
-def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> tuple[int, bool]:
+def train(
+    trainer: Trainer, batches: ShardedDataLoader, start_step: int, is_saved: bool
+) -> tuple[int, bool]:
     """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step.
+
+    Args:
+        trainer: what `setup` has made.
+        batches: this process's micro-batches, from `start_step` on.
+        start_step: updates done.
+        is_saved: whether the run's folder has them already.
 
     Returns:
         The updates done, and whether the run is complete with its last evaluation.
@@ -297,8 +307,8 @@ def train(trainer: Trainer, batches: ShardedDataLoader, start_step: int) -> tupl
         for step in range(start_step, config.max_steps + 1):
             is_evaluated = evaluate(trainer, step)
             stopping = stop.reason is not None or step == config.max_steps
-            is_new = step > start_step  # an earlier step is saved already, if any is done
-            if is_new and (stopping or trainer.is_due(config.checkpoint_every, step)):
+            is_saved = is_saved and step == start_step
+            if not is_saved and (stopping or trainer.is_due(config.checkpoint_every, step)):
                 save(trainer, step)
             if stopping:  # the last turn only evaluates and saves
                 break
