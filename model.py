@@ -60,11 +60,6 @@ class GPTConfig:
         """Parameters of the model, padding rows and position embeddings included."""
         return count_parameters(build_on_meta(self))
 
-    @property
-    def block_params(self) -> int:
-        """Parameters of one block."""
-        return count_parameters(build_on_meta(self).transformer.h[0])
-
 
 def count_parameters(module: nn.Module) -> int:
     """Parameters of a module; a shared one counts once."""
