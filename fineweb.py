@@ -129,8 +129,8 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path, pa
         source = open_source(next(iter(found.values()), None))
         expected = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
         for each, manifest in found.items():
-            wanted = expected if each == WHOLE else expected.of_part(Part(each.index, count))
-            check_same_dataset(folder, manifest, wanted)
+            asked = expected if each == WHOLE else expected.of_part(Part(each.index, count))
+            check_same_dataset(folder, manifest, asked)
         if part != WHOLE and WHOLE in found:
             if not found[WHOLE].complete:
                 raise ValueError(f"one process has begun {folder}: finish it without --part")

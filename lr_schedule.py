@@ -3,7 +3,7 @@
 `step` counts updates done, so step 0 is the first update. Warm-up raises the rate linearly, by
 max_lr / warmup_steps per update: the first update already learns, and update `warmup_steps - 1`
 is the first at max_lr. After warm-up comes the schedule's own shape, and from `max_steps` on the
-rate stays at `min_lr`, even where warm-up is not shorter than `max_steps`.
+rate stays at `min_lr`.
 
 To add a schedule, write a function and give it a name in `SCHEDULES`: the flag `--lr-schedule`
 takes that name.

@@ -133,7 +133,7 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        if mask is None and T > 1:  # several tokens at once meet an empty cache, or none
+        if mask is None and T > 1:  # a prompt or a training batch: the cache, if any, was empty
             y = causal_attention(q, k, v)  # (B, H, T, D)
         else:  # a single token may look at the whole cache
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -192,7 +192,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.loss_chunks = 1
+        self.loss_chunks = 1  # parts in which the loss is computed; see `ops.lm_head_loss`
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter

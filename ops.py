@@ -40,7 +40,7 @@ def lm_head_loss(
         logits = F.linear(hidden, weight)[:, :vocab_size].float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):  # inside the function there is no autocast
+    if torch.is_autocast_enabled(device_type):  # cast once, not for each chunk
         dtype = torch.get_autocast_dtype(device_type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     needs_grad = torch.is_grad_enabled()
@@ -209,8 +209,8 @@ class BlockCausalAttention(torch.autograd.Function):
         shift = (d_output.float() * output.float()).sum(dim=-1, keepdim=True)
         d_q, d_k, d_v = [], [], []
         for rows, end in query_blocks(T):
-            # Transposed, (B, keys, queries): the compiler would recognise the forward pass's own
-            # products, and save their results instead of computing them again.
+            # Transposed, (B, keys, queries): otherwise the compiler recognises the forward pass's
+            # products, and saves their results instead of computing them again.
             future = future_keys(rows, end, q.device).mT
             scores = (k[:, :end] @ q[:, rows].mT).float()
             probs = (scores - log_sum[:, rows].mT).exp().masked_fill(future, 0.0)

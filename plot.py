@@ -39,7 +39,7 @@ Records = list[dict[str, Any]]
 NEARLY_EQUAL: dict[str, Literal["top", "bottom"]] = {
     "GPT-2 774M": "top",
     "GPT-3 350M": "bottom",
-}  # labels beside their lines
+}  # labels next to their lines
 FALL_SHARE = 0.02  # the loss's fall over this share of the tokens may begin above the figure
 MARKED_POINTS = 40  # up to this many points are drawn as dots too
 LONGEST_NAME = 40  # characters of a run's name in a figure

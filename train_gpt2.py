@@ -9,7 +9,7 @@ Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073
 if __name__ == "__main__":
     from runtime.startup import prepare_process
 
-    prepare_process()  # the imports below take seconds
+    prepare_process()  # before the imports, which take seconds: Ctrl-C then ends in one line
 
 import math
 import sys
@@ -59,8 +59,8 @@ class Trainer:
     dist_info: DistInfo
     batch: plan.BatchPlan
     dtype: torch.dtype  # of matrix products
-    raw_model: GPT  # neither compiled nor wrapped: for evaluation, sampling and saving
-    model: nn.Module  # the same parameters, compiled and wrapped: for training
+    raw_model: GPT  # neither compiled nor wrapped: for HellaSwag, sampling and saving
+    model: nn.Module  # the same parameters, compiled and wrapped: for training and validation
     optimizers: tuple[torch.optim.Optimizer, ...]
     scaler: torch.amp.GradScaler
     train_shards: TokenShards
@@ -71,7 +71,7 @@ class Trainer:
     writer: checkpoint.CheckpointWriter
 
     def is_due(self, every: int, step: int) -> bool:
-        """Whether something that happens `every` so many steps, and at the end, happens now."""
+        """Whether to do now what is done `every` so many steps and after the last; 0 = never."""
         return every > 0 and (step % every == 0 or step == self.config.max_steps)
 
 
@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> None:
         run_preflight(config, resumed)
     else:
         if config.deterministic:
-            device.make_deterministic()  # now, since NCCL then sums in another way, too
+            device.make_deterministic()  # before the process group: NCCL then sums in another way
         with distributed.setup_distributed(
             config.device, config.cpu_offload, config.step_timeout
         ) as dist_info:
@@ -92,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> None:
-    """Set up, resume if asked to, train; a function, so that the DDP model ends with it."""
+    """Set up, resume if asked to, train. The DDP model must die before its process group does."""
     if run_dir.is_finished(resumed, config):
         print0("the run is finished: give a larger --max-steps to train on")
         return
@@ -100,12 +100,12 @@ def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) ->
     with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
         trainer = setup(config, resumed, splits, folder, dist_info)
         start_step = resumed.state.step if resumed else 0
-        batches = training_batches(trainer, start_step)  # or too little data: nothing is written
+        batches = training_batches(trainer, start_step)  # raises if the data are too few for a step
         run_dir.label_run(folder, config)
         with trainer.stop, trainer.log, trainer.writer:
             # A run that goes on from another run's checkpoint has none of its own yet.
-            is_saved = resumed is None or run_dir.is_own(resumed, folder)
-            step, is_complete = train(trainer, batches, start_step, is_saved)
+            has_own = resumed is None or run_dir.is_own(resumed, folder)
+            step, is_complete = train(trainer, batches, start_step, start_step if has_own else -1)
             run_dir.finish_run(folder, step, is_complete, trainer.stop)
 
 
@@ -214,8 +214,9 @@ def compile_and_wrap(model: GPT, config: TrainConfig, dist_info: DistInfo) -> nn
     """The model to train: compiled, and averaging its gradients over all processes."""
     compiles = config.compile and can_compile(dist_info)
     if config.is_sharded:  # FSDP2 has wrapped the blocks already; each is compiled by itself
-        for block in model.transformer.h if compiles else ():
-            block.compile(dynamic=False)
+        if compiles:
+            for block in model.transformer.h:
+                block.compile(dynamic=False)
         return model
     trained = cast(nn.Module, torch.compile(model, dynamic=False)) if compiles else model
     if dist_info.world_size == 1:
@@ -258,8 +259,8 @@ def build_optimizers(
             compile=config.compile and on_gpu and not device.prepare_compiler(dist_info.device),
         )
         optimizers.append(muon)
-        # An embedding's row has a gradient only where its token occurs. So what is left to AdamW
-        # remembers as many tokens with small batches as with 524,288 (Marek et al. 2025).
+        # An embedding's row has a gradient only where its token occurs: AdamW's second moment
+        # averages over as many tokens as 0.95 does at 524,288 per step (Marek et al. 2025).
         beta2 **= min(1.0, config.total_batch_size / 524_288)
     groups = [
         {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": decay},
@@ -287,7 +288,7 @@ def training_batches(trainer: Trainer, start_step: int) -> ShardedDataLoader:
 
 
 def train(
-    trainer: Trainer, batches: ShardedDataLoader, start_step: int, is_saved: bool
+    trainer: Trainer, batches: ShardedDataLoader, start_step: int, saved_step: int
 ) -> tuple[int, bool]:
     """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step.
 
@@ -295,7 +296,8 @@ def train(
         trainer: what `setup` has made.
         batches: this process's micro-batches, from `start_step` on.
         start_step: updates done.
-        is_saved: whether the run's folder has them already.
+        saved_step: the step that needs no checkpoint: that of the untrained model, or the one that
+            the run was resumed from; -1 = none.
 
     Returns:
         The updates done, and whether the run is complete with its last evaluation.
@@ -307,8 +309,7 @@ def train(
         for step in range(start_step, config.max_steps + 1):
             is_evaluated = evaluate(trainer, step)
             stopping = stop.reason is not None or step == config.max_steps
-            is_saved = is_saved and step == start_step
-            if not is_saved and (stopping or trainer.is_due(config.checkpoint_every, step)):
+            if step != saved_step and (stopping or trainer.is_due(config.checkpoint_every, step)):
                 save(trainer, step)
             if stopping:  # the last turn only evaluates and saves
                 break
@@ -369,9 +370,9 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     for optimizer in trainer.optimizers:
         trainer.scaler.unscale_(optimizer)
     norm = distributed.clip_gradients(model, config.grad_clip).to(dist_info.device)
-    # The step's only wait for the device: no update may be made if these are not finite. All
-    # processes have the same norm, but for its last bits, which must not decide on an update.
-    # Whether any process was asked to stop comes along.
+    # The step's only wait for the device: no update may be made if these are not finite. The
+    # norms of the ranks may differ in their last bits, so the average decides for all. Whether
+    # any rank was asked to stop comes along.
     asked = torch.full_like(norm, trainer.stop.is_asked)
     totals = distributed.all_reduce_mean(torch.stack([loss_sum, norm, asked]))
     loss_value, norm_value, any_asked = totals.tolist()
@@ -439,7 +440,7 @@ def evaluate_loss(
     Losses and counts are summed over the processes and divided once, so that the result does not
     depend on their number.
     """
-    exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has none
+    exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has no float64
     totals = torch.zeros(2, dtype=exact, device=dist_info.device)
     for inputs, targets in batches:
         with device.autocast(dist_info.device, dtype):
@@ -533,7 +534,7 @@ def save(trainer: Trainer, step: int) -> None:
     """
     config, model, optimizers = trainer.config, trainer.raw_model, trainer.optimizers
     with trainer.log.paused():
-        distributed.reshard(model)  # after an evaluation
+        distributed.reshard(model)  # an evaluation leaves FSDP's parameters gathered
         if name := checkpoint.find_nonfinite(model, optimizers):
             raise FloatingPointError(
                 f"{name} is not finite after step {step}, which is not saved: use a lower --max-lr"

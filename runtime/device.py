@@ -73,7 +73,7 @@ def cuda_problem() -> str | None:
         reason = str(error).partition(". ")[0]
     return (
         f"this machine has an NVIDIA driver, and torch {torch.__version__} cannot use it ({reason})"
-        f": update the driver, install another torch (README.md, NVIDIA drivers), or give "
+        f": update the driver, install another torch (README.md, Two commands), or give "
         f"--device cpu"
     )
 

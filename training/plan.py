@@ -217,7 +217,7 @@ def try_step(
     """Take the memory of a training step: so many bytes of moments, and two micro-batches.
 
     In the second one there are the gradients of the first and, compiled, those of all parameters
-    beside them.
+    next to them.
 
     Raises:
         RuntimeError: there is not enough.
