@@ -26,7 +26,7 @@ def fetch_shards(
     """Download a finished data set; shards that are there already are checked, and stay.
 
     The folder's manifest says that the data set is unfinished until every shard has the hash of
-    the repository's manifest. A rerun needs no network where the data set is whole.
+    the repository's manifest.
 
     Args:
         repo: OWNER/NAME.
@@ -36,9 +36,6 @@ def fetch_shards(
     """
     from huggingface_hub import snapshot_download
 
-    damaged = _damaged_shards(folder, earlier) if earlier else []
-    if earlier and earlier.complete and not damaged and revision is None:
-        return earlier
     commit = resolve_revision(repo, revision)
     manifest = _fetch_manifest(repo, commit)
     if earlier is not None:
@@ -48,9 +45,9 @@ def fetch_shards(
                 f"{repo} has other tokens at commit {commit} than {folder}: give the --revision of "
                 f"these, choose another --data-dir, or delete it"
             )
+        for path in _damaged_shards(folder, earlier):
+            path.unlink(missing_ok=True)
     replace(manifest, complete=False).save(folder)
-    for path in damaged:
-        path.unlink(missing_ok=True)
     names = [shard.file for shard in manifest.shards]
     with explain_hub_errors(f"the shards of {repo} were not downloaded"):
         snapshot_download(

@@ -9,7 +9,7 @@ import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from io import FileIO
 from pathlib import Path
@@ -18,10 +18,9 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
-from tqdm import tqdm
 
 from runtime.device import device_name, peak_memory_gib, synchronize
-from runtime.distributed import is_main, print0, world_size
+from runtime.distributed import ProgressBar, is_main, print0, world_size
 from runtime.files import append_atomically
 from runtime.metrics import METRICS_NAME, format_count, format_duration, mfu, peak_flops
 from runtime.trackers import Trackers
@@ -67,7 +66,7 @@ class RunLog:
         self._trackers = Trackers(names, self.run_dir, self.settings, self.start_step)
         self._tracked_step: int | None = None
         # tqdm's own estimate of the time left would count evaluations too; `step` gives another.
-        self._bar = tqdm(
+        self._bar = ProgressBar(
             total=self.max_steps,
             initial=self.start_step,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
@@ -80,8 +79,7 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # the terminal is gone
-            self._bar.close()
+        self._bar.close()
         if self._trackers.working and self._tracked_step is not None:
             try:
                 figures = {f"figures/{path.stem}": path for path in self.draw_figures()}
@@ -125,9 +123,8 @@ class RunLog:
         self.record(**record)
         if step % self.log_every == 0 or step == self.max_steps:
             print0(format_step(record, self.max_steps, eta_seconds))
-        with suppress(OSError):  # the terminal is gone
-            self._bar.set_postfix_str(f"eta {format_duration(eta_seconds)}", refresh=False)
-            self._bar.update()
+        self._bar.set_postfix_str(f"eta {format_duration(eta_seconds)}", refresh=False)
+        self._bar.update()
 
     def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """Log what was measured after `step` updates, in so many seconds; nothing if empty."""

@@ -146,8 +146,7 @@ def test_no_shard_runs(tmp_path, mark, kind, manifest):
     [
         ("pickle", "model.safetensors", "model.safetensors is not a readable safetensors file"),
         ("torch", "model.safetensors", "model.safetensors is not a readable safetensors file"),
-        ("torch", "pytorch_model.bin", "pytorch_model.bin is a pickle file, which is never loaded"),
-        ("pickle", "model.safetensors.index.json", "index.json is not valid JSON"),
+        ("torch", "pytorch_model.bin", "(pickle files are never loaded)"),
     ],
 )
 def test_no_pretrained_file_runs(tiny_data, exported, mark, kind, name, said):
@@ -222,15 +221,6 @@ def test_no_module_can_run_what_came_as_data():
 def test_run_name_is_a_plain_name(name):
     with refused("--run-name"):
         TrainConfig(run_name=name)
-
-
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 7])
-def test_pretrained_index_names_no_paths(exported, name):
-    shutil.copy(exported / "model.safetensors", exported.parent)  # so that `..` would find it
-    index = exported / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"wte.weight": name}}))
-    with refused(f"{index.name} does not name the weights' files in its own folder"):
-        load_model(exported)
 
 
 def test_pretrained_reads_the_links_of_the_hubs_cache(exported, tmp_path):

@@ -29,6 +29,7 @@ PATIENCE = 600  # seconds: what takes longer hangs
 # train_gpt2.py with hooks that make some of its work slow, so that a signal can fall into it.
 SLOWED = """
 import os, sys, time
+from contextlib import suppress
 sys.path.insert(0, {root!r})
 from runtime.startup import prepare_process
 prepare_process()
@@ -37,8 +38,9 @@ from runtime.cli import run_command
 
 def slowed(function, word, seconds=0.3):
     def wrapper(*args, **kwargs):
-        sys.stdout.write(word + "\\n")  # in one write, so that lines of two ranks stay whole
-        sys.stdout.flush()
+        with suppress(OSError):  # the terminal may be closed
+            sys.stdout.write(word + "\\n")  # in one write, so that lines of two ranks stay whole
+            sys.stdout.flush()
         time.sleep(seconds)
         return function(*args, **kwargs)
     return wrapper

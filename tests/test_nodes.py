@@ -162,7 +162,15 @@ def test_slurm_job_saves_at_usr1_is_requeued_and_goes_on(job, tmp_path, tiny_fla
     assert f"SIGUSR1: stopped after step {stopped}; " in output
 
     # The queued job resumes; here on one rank, which takes less time.
-    main([*flags, f"--out-dir={tmp_path}/runs", "--resume=auto", f"--max-steps={stopped + 2}"])
+    main(
+        [
+            *flags,
+            f"--out-dir={tmp_path}/runs",
+            "--run-name=a",
+            "--resume=auto",
+            f"--max-steps={stopped + 2}",
+        ]
+    )
     steps = [r["step"] for r in read_metrics(metrics) if "lr" in r]
     assert steps == list(range(1, stopped + 3))
     assert not (run_dir / "PREEMPTED").exists()

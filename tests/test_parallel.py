@@ -152,13 +152,13 @@ def test_turn_of_the_loop_has_one_collective_besides_the_gradients(
 RANK_CHECK = """
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
-from train_gpt2 import compile_and_wrap, init_model
+from train_gpt2 import build_model, compile_and_wrap
 from training.config import TrainConfig
 
 SMALL = dict(compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
 
 def build(config, dist_info):
-    raw = init_model(config, None, torch.float32, dist_info)
+    raw = build_model(config, None, torch.float32, dist_info)
     return raw, compile_and_wrap(raw, config, dist_info)
 
 def share(raw):

@@ -9,7 +9,7 @@ from conftest import ROOT, copy_code
 
 from train_gpt2 import main
 
-CHECKS = ["network", "software", "data", "disk"]
+CHECKS = ["network", "ranks", "data", "disk"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -95,14 +95,14 @@ def test_preflight_refuses_one_changed_file(commands, homes, tiny_flags, tmp_pat
     script = copy / "training/preflight.py"  # it looks at the scripts beside its own
     changed = f"import training.preflight\ntraining.preflight.__file__ = {str(script)!r}"
     result = preflight(commands, homes, tiny_flags, changed)
-    assert_refused(result, "software", "rank 1 has model.py of SHA-256", "install the same")
+    assert_refused(result, "ranks", "rank 1 has model.py of SHA-256", "give all machines the same")
 
 
 def test_preflight_refuses_other_data(commands, homes, tiny_flags):
     path = homes[1] / "data/train_000002.npy"
     np.save(path, np.load(path)[:-5])
     difference = "rank 1 has data/train_000002.npy of 10,995 tokens"
-    assert_refused(preflight(commands, homes, tiny_flags), "data", difference, "--data-dir")
+    assert_refused(preflight(commands, homes, tiny_flags), "ranks", difference)
 
 
 def test_preflight_refuses_an_out_dir_that_is_not_shared(commands, homes, tiny_flags):
@@ -113,10 +113,10 @@ def test_preflight_refuses_an_out_dir_that_is_not_shared(commands, homes, tiny_f
 
 
 def test_preflight_says_that_a_process_is_gone(commands, homes, tiny_flags):
-    gone = "from training import preflight\npreflight.check_data = lambda *_: os._exit(9)"
+    gone = "from training import preflight\npreflight.check_hashes = lambda *_: os._exit(9)"
     codes, _, stderr = preflight(commands, homes, tiny_flags, gone)
     assert codes == [1, 9]
-    assert stderr[0].startswith("stopped: data: another process is gone: ")
+    assert stderr[0].startswith("stopped: disk: another process is gone: ")
 
 
 @pytest.mark.parametrize(
