@@ -21,6 +21,7 @@ from torch import Tensor
 
 from corpus.shards import TokenArray, TokenShards, open_shards
 from ops import IGNORE_INDEX
+from runtime.device import to_device
 from runtime.distributed import DistInfo, rank_batches
 
 FEISTEL_ROUNDS = 6
@@ -217,17 +218,14 @@ def read_windows(
 def to_batch(tokens: TokenArray, device: torch.device) -> Batch:
     """Copy (B, T + 1) uint16 to the device, then widen it there to two (B, T) int64 tensors."""
     # As int16, which every device has: ids above 32767 are negative until they are masked.
-    host = torch.from_numpy(tokens.view(np.int16))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    on_device = host.to(device, non_blocking=True).long() & 0xFFFF
+    on_device = to_device(torch.from_numpy(tokens.view(np.int16)), device).long() & 0xFFFF
     return Batch(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous())
 
 
 def open_data(
     data_dir: Path, block_size: int, validates: bool = True
 ) -> tuple[TokenShards, TokenShards]:
-    """Open and check both splits of a data folder; their `describe` is for comparing ranks.
+    """Open and check both splits of a data folder.
 
     Raises:
         FileNotFoundError: the folder or a split is missing.

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -187,6 +188,7 @@ def prepare_compiler(device: torch.device) -> str | None:
     return compile_failure(device)
 
 
+@functools.cache  # it compiles
 def compile_failure(device: torch.device) -> str | None:
     """Compile and run one line, as a compiler may be missing or broken; the error, if any."""
     try:

@@ -66,7 +66,7 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
 
 @contextmanager
 def setup_distributed(
-    device_name: DeviceName = "auto", cpu_offload: bool = False, timeout_minutes: float = 0.0
+    device_name: DeviceName = "auto", cpu_offload: bool = False, timeout_minutes: float = 30.0
 ) -> Iterator[DistInfo]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 

@@ -425,7 +425,8 @@ def test_signal_before_the_first_step_marks_and_auto_begins_again(start, slowed,
         job.send(signal.SIGTERM)
         assert job.end() == (0, "")
     assert mark(run_dir) == (0, "SIGTERM")
-    assert "no checkpoint yet: begin again with --resume auto --run-name a" in job.output
+    hint = "no checkpoint yet: begin again with the same flags and --resume auto --run-name a"
+    assert hint in job.output
     main([*flags, "--max-steps=2"])
     assert sorted(losses(run_dir)) == [1, 2]
 

@@ -92,7 +92,13 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
     """The checkpoint that `--resume` means; None if it is auto and the run has to begin."""
     if resume != "auto":
         path = find_checkpoint(Path(resume))
-        verify_checkpoint(path)
+        try:
+            verify_checkpoint(path)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}: give an earlier checkpoint, or --resume auto with the --run-name to go "
+                f"back to the one before it"
+            ) from None
         return path
     if run_name is None:
         raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
@@ -161,7 +167,10 @@ def resume_hint(run_dir: Path) -> str:
     """The last checkpoint, and the flags that resume from it."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
-        return f"no checkpoint yet: begin again with --resume auto --run-name {run_dir.name}"
+        return (
+            f"no checkpoint yet: begin again with the same flags and --resume auto --run-name "
+            f"{run_dir.name}"
+        )
     return f"last checkpoint {checkpoint.name}, go on with --resume {as_typed(run_dir)}"
 
 
@@ -329,7 +338,9 @@ def check_resume_compatible(
     if changes:
         hint, manifest = "", config.data_dir / SHARD_MANIFEST
         if changes.keys() == {"data_fingerprint"}:  # which a manifest gives, if there is one
-            hint = f"; if {manifest} was {'added' if manifest.is_file() else 'lost'} since, undo it"
+            hint = f"; if {manifest} was added since, move it away"
+            if not manifest.is_file():
+                hint = f"; if {manifest} was lost since, put it back"
         raise ValueError(
             f"{path} is of another run ({', '.join(changes.values())}): leave these as they were, "
             f"or start a new run, with another --run-name and without --resume{hint}"
