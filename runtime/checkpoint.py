@@ -420,7 +420,7 @@ def _check_state_fits(path: Path, flat: Mapping[str, Any], model: nn.Module) -> 
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - a tensor or a plain value
-    """A copy of a saved value; a tensor of the parameter's shape is sharded as that is."""
+    """A saved value as the parameter is sharded; a copy, or it would keep the whole file mapped."""
     if not isinstance(value, Tensor):
         return value
     return (distribute_like(value, parameter) if value.dim() else value).clone()

@@ -313,20 +313,6 @@ def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
                     )
 
 
-class ProgressBar(tqdm):  # type: ignore[misc] # tqdm has no types
-    """A bar on a terminal; that the terminal is closed meanwhile does not end the run."""
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Draw the bar."""
-        with suppress(OSError):
-            super().display(msg, pos)
-
-    def close(self) -> None:
-        """Leave the bar, or take it away."""
-        with suppress(OSError):
-            super().close()
-
-
 def rank_batches(
     batches: Sequence[Item],
     dist_info: DistInfo,
@@ -349,7 +335,7 @@ def rank_batches(
     """
     starts = range(0, len(batches), dist_info.world_size)
     hidden = None if title and dist_info.is_main else True  # None: unless stderr is a terminal
-    for start in ProgressBar(starts, title, leave=False, unit="batch", disable=hidden):
+    for start in tqdm(starts, title, leave=False, unit="batch", disable=hidden):
         between()
         place = start + dist_info.rank
         yield batches[min(place, len(batches) - 1)], place < len(batches)

@@ -18,9 +18,10 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
+from tqdm import tqdm
 
 from runtime.device import device_name, peak_memory_gib, synchronize
-from runtime.distributed import ProgressBar, is_main, print0, world_size
+from runtime.distributed import is_main, print0, world_size
 from runtime.files import append_atomically
 from runtime.metrics import METRICS_NAME, format_count, format_duration, mfu, peak_flops
 from runtime.trackers import Trackers
@@ -66,7 +67,8 @@ class RunLog:
         self._trackers = Trackers(names, self.run_dir, self.settings, self.start_step)
         self._tracked_step: int | None = None
         # tqdm's own estimate of the time left would count evaluations too; `step` gives another.
-        self._bar = ProgressBar(
+        # That the terminal is closed meanwhile only ends the bar.
+        self._bar = tqdm(
             total=self.max_steps,
             initial=self.start_step,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
