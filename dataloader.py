@@ -3,7 +3,7 @@
 The training tokens are cut into N windows: window i is tokens [i·T, i·T + T + 1), the last one
 of which is the next window's first, so that every token but the first is a target once. An epoch
 is a permutation of the N windows that depends on the seed and the epoch only. With G windows in a
-global batch, step s takes places [s·G, (s+1)·G) of the order, split over micro-steps and ranks.
+global batch, step s takes positions [s·G, (s+1)·G) of the order, split over micro-steps and ranks.
 So a step sees the same windows on any number of processes, and the loader's whole state is the
 step.
 """
@@ -11,6 +11,7 @@ step.
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,26 +41,18 @@ def count_windows(tokens: int, block_size: int) -> int:
     return max(0, tokens - 1) // block_size
 
 
-def permute(places: IndexArray, size: int, seed: int, epoch: int) -> IndexArray:
-    """Look up places in a pseudo-random permutation of range(size), in O(1) memory.
+def permute(positions: IndexArray, size: int, seed: int, epoch: int) -> IndexArray:
+    """Where a pseudo-random permutation of range(size) sends positions, in O(1) memory.
 
     A Feistel network permutes the smallest power of four that holds `size`; results outside the
     range are permuted again until they fall inside, which keeps the map one-to-one ("cycle
-    walking": Black & Rogaway 2002, Ciphers with Arbitrary Finite Domains, section 4).
-
-    Args:
-        places: int64 array of any shape, each in [0, size).
-        size: length of the permutation, >= 1.
-        seed: with `epoch`, chooses the permutation.
-        epoch: which pass over the data.
-
-    Returns:
-        int64 array of the same shape: where each place is sent.
+    walking": Black & Rogaway 2002, Ciphers with Arbitrary Finite Domains, section 4). Seed and
+    epoch choose the permutation.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     keys = np.frombuffer(digest, "<u8")
-    result = _feistel(places.astype(np.uint64), half_bits, keys)
+    result = _feistel(positions.astype(np.uint64), half_bits, keys)
     while (outside := result >= size).any():
         result[outside] = _feistel(result[outside], half_bits, keys)
     return result.astype(np.int64)
@@ -79,6 +72,7 @@ def _feistel(
     return (left << shift) | right
 
 
+@dataclass
 class ShardedDataLoader:
     """An endless iterator over this process's micro-batches, from `start_step` on.
 
@@ -88,54 +82,41 @@ class ShardedDataLoader:
         with ShardedDataLoader(...) as batches:  # ends the thread
             inputs, targets = next(batches)
 
-    Args:
-        shards: the training split.
-        block_size: T, tokens in a sequence.
-        micro_batch_size: B, sequences in a micro-batch.
-        grad_accum_steps: micro-batches in an optimizer step, on each process.
-        seed: chooses the order.
-        shuffle: False takes the windows in sequence.
-        vocab_size: ids must be below this.
-        dist_info: this process; its device gets the batches.
-        start_step: updates done.
-
     Raises:
         ValueError: the split is smaller than one step; or, while iterating, an id is too large.
     """
 
-    def __init__(
-        self,
-        shards: TokenShards,
-        *,
-        block_size: int,
-        micro_batch_size: int,
-        grad_accum_steps: int,
-        seed: int,
-        shuffle: bool,
-        vocab_size: int,
-        dist_info: DistInfo,
-        start_step: int = 0,
-    ) -> None:
-        self.shards = shards
-        self.block_size = block_size
-        self.micro_batch_size = micro_batch_size
-        self.grad_accum_steps = grad_accum_steps
-        self.seed = seed
-        self.shuffle = shuffle
-        self.vocab_size = vocab_size
-        self.dist_info = dist_info
-        self.windows_per_step = micro_batch_size * grad_accum_steps * dist_info.world_size
-        self.windows_per_epoch = count_windows(shards.total_tokens, block_size)
+    shards: TokenShards
+    _: KW_ONLY
+    block_size: int
+    micro_batch_size: int
+    """Sequences."""
+    grad_accum_steps: int
+    seed: int
+    shuffle: bool
+    """False takes the windows in sequence."""
+    vocab_size: int
+    """Ids must be below this."""
+    dist_info: DistInfo
+    """This process; its device gets the batches."""
+    start_step: int = 0
+    """Updates done."""
+
+    def __post_init__(self) -> None:
+        world_size = self.dist_info.world_size
+        self.windows_per_step = self.micro_batch_size * self.grad_accum_steps * world_size
+        self.windows_per_epoch = count_windows(self.shards.total_tokens, self.block_size)
         if self.windows_per_epoch < self.windows_per_step:
-            unit = block_size * dist_info.world_size
-            fitting = (self.windows_per_epoch // dist_info.world_size or 1) * unit
+            unit = self.block_size * world_size
+            fitting = max(1, self.windows_per_epoch // world_size) * unit
             raise ValueError(
-                f"the training split in {shards.paths[0].parent} has {shards.total_tokens:,} "
-                f"tokens, and one step needs {self.windows_per_step * block_size + 1:,}: give "
-                f"--total-batch-size {fitting} or less (a multiple of {unit}; a twentieth of the "
-                f"split is a good start), or more data"
+                f"the training split in {self.shards.paths[0].parent} has "
+                f"{self.shards.total_tokens:,} tokens, and one step needs "
+                f"{self.windows_per_step * self.block_size + 1:,}: give --total-batch-size "
+                f"{fitting} or less (a multiple of {unit}; a twentieth of the split is a good "
+                f"start), or more data"
             )
-        self._micro_batches = self._read_micro_batches(start_step)
+        self._micro_batches = self._read_micro_batches(self.start_step)
         self._thread = ThreadPoolExecutor(1, "dataloader")
         self._upcoming = self._thread.submit(next, self._micro_batches)
 
@@ -156,18 +137,18 @@ class ShardedDataLoader:
 
     def window_indices(self, step: int, micro_step: int) -> IndexArray:
         """The windows of one micro-batch of this process: (B,) int64."""
-        first = step * self.windows_per_step
-        first += (
-            micro_step * self.dist_info.world_size + self.dist_info.rank
-        ) * self.micro_batch_size
-        places = first + np.arange(self.micro_batch_size, dtype=np.int64)
-        epochs, places = np.divmod(places, self.windows_per_epoch)
+        earlier = micro_step * self.dist_info.world_size + self.dist_info.rank  # in this step
+        first = step * self.windows_per_step + earlier * self.micro_batch_size
+        positions = first + np.arange(self.micro_batch_size, dtype=np.int64)
+        epochs, positions = np.divmod(positions, self.windows_per_epoch)
         if not self.shuffle:
-            return places
-        windows = np.empty_like(places)
+            return positions
+        windows = np.empty_like(positions)
         for epoch in np.unique(epochs):  # a step may cross from one epoch into the next
             chosen = epochs == epoch
-            windows[chosen] = permute(places[chosen], self.windows_per_epoch, self.seed, int(epoch))
+            windows[chosen] = permute(
+                positions[chosen], self.windows_per_epoch, self.seed, int(epoch)
+            )
         return windows
 
     def _read_micro_batches(self, step: int) -> Iterator[TokenArray]:

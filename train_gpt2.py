@@ -126,10 +126,11 @@ def setup(
         device.make_deterministic()
         device.tune_malloc()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
+    compiles = config.compile and can_compile(dist_info)
     raw_model = build_model(config, resumed, dtype, dist_info)
-    model = compile_and_wrap(raw_model, config, dist_info)
+    model = compile_and_wrap(raw_model, config, dist_info, compiles)
     batch = plan.choose_batch(config, raw_model.config, model, dtype, dist_info)
-    optimizers = build_optimizers(raw_model, config, dist_info)
+    optimizers = build_optimizers(raw_model, config, dist_info, dtype, compiles)
     scaler = torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16)
     if resumed is not None:
         checkpoint.load_checkpoint(resumed, raw_model, optimizers, scaler)
@@ -175,6 +176,15 @@ def setup(
     )
 
 
+def can_compile(dist_info: DistInfo) -> bool:
+    """Whether torch.compile works here; if not, a warning says why."""
+    print0("compiling: the first validation and the first step take longer, up to a minute")
+    problem = device.prepare_compiler(dist_info.device)
+    if problem is not None:
+        print0(f"warning: not compiled, training will be slower: {problem}")
+    return problem is None
+
+
 def build_model(
     config: TrainConfig, resumed: Checkpoint | None, dtype: torch.dtype, dist_info: DistInfo
 ) -> GPT:
@@ -210,9 +220,10 @@ def init_weights(model: GPT, seed: int) -> None:
         parameter.copy_(distributed.distribute_like(value, parameter))
 
 
-def compile_and_wrap(model: GPT, config: TrainConfig, dist_info: DistInfo) -> nn.Module:
+def compile_and_wrap(
+    model: GPT, config: TrainConfig, dist_info: DistInfo, compiles: bool
+) -> nn.Module:
     """The model to train: compiled, and averaging its gradients over all processes."""
-    compiles = config.compile and can_compile(dist_info)
     if config.is_sharded:  # FSDP2 has wrapped the blocks already; each is compiled by itself
         if compiles:
             for block in model.transformer.h:
@@ -225,18 +236,12 @@ def compile_and_wrap(model: GPT, config: TrainConfig, dist_info: DistInfo) -> nn
     return DistributedDataParallel(trained, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
-def can_compile(dist_info: DistInfo) -> bool:
-    """Whether torch.compile works here; if not, a warning says why."""
-    takes = "the first validation and the first step take longer, on a CPU up to a minute"
-    print0(f"compiling: {takes}")
-    problem = device.prepare_compiler(dist_info.device)
-    if problem is not None:
-        print0(f"warning: not compiled, training will be slower: {problem}")
-    return problem is None
-
-
 def build_optimizers(
-    model: nn.Module, config: TrainConfig, dist_info: DistInfo
+    model: nn.Module,
+    config: TrainConfig,
+    dist_info: DistInfo,
+    dtype: torch.dtype = torch.float32,
+    compiles: bool = False,
 ) -> tuple[torch.optim.Optimizer, ...]:
     """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
 
@@ -248,15 +253,13 @@ def build_optimizers(
     optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
         names = [name for name, p in parameters.items() if ".h." in name and p.dim() == 2]
-        dtype = device.select_dtype(config.dtype, dist_info.device)
-        on_gpu = dist_info.device.type == "cuda"  # compiled for a CPU it is no faster
         muon = Muon(
             # Queries, keys and values are three matrices, stacked.
             [{"params": [parameters.pop(n)], "parts": 3 if "c_attn" in n else 1} for n in names],
             weight_decay=decay,
             dist_info=dist_info,
             dtype=torch.float32 if dtype == torch.float16 else dtype,
-            compile=config.compile and on_gpu and not device.prepare_compiler(dist_info.device),
+            compile=compiles and dist_info.device.type == "cuda",  # for a CPU it is no faster
         )
         optimizers.append(muon)
         # An embedding's row has a gradient only where its token occurs: AdamW's second moment
@@ -292,15 +295,8 @@ def train(
 ) -> tuple[int, bool]:
     """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step.
 
-    Args:
-        trainer: what `setup` has made.
-        batches: this process's micro-batches, from `start_step` on.
-        start_step: updates done.
-        saved_step: the step that needs no checkpoint: that of the untrained model, or the one that
-            the run was resumed from; -1 = none.
-
-    Returns:
-        The updates done, and whether the run is complete with its last evaluation.
+    `saved_step` needs no checkpoint. Returns the updates done, and whether the run is complete
+    with its last evaluation.
     """
     config, stop, writer = trainer.config, trainer.stop, trainer.writer
     log_start(trainer, start_step)
@@ -345,11 +341,6 @@ class StepResult(NamedTuple):
 def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepResult:
     """One optimizer step: accumulate, average over processes, clip, update.
 
-    Args:
-        trainer: model, optimizers and settings.
-        batches: yields this process's micro-batches; the step takes `grad_accum_steps` of them.
-        lr: the learning rate of this update.
-
     Raises:
         FloatingPointError: loss or gradient are not finite, on every process alike; the weights
             are as they were.
@@ -379,27 +370,31 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     if any_asked:
         trainer.stop.sync_stop()
     result = StepResult(loss_value, norm_value)
-    check_finite(result, trainer.scaler)
+    is_finite = check_finite(result, trainer.scaler)
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
-        trainer.scaler.step(optimizer)  # float16: skips an update whose gradient overflowed
+        if is_finite:  # not `scaler.step`, by which one optimizer may step and another not
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     trainer.scaler.update()
     return result
 
 
-def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> None:
-    """Stop before an update that would spoil the weights, on every process alike.
+def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> bool:
+    """Whether to update; stops before an update that would spoil the weights, on all ranks alike.
 
-    A float16 gradient may overflow: its update is skipped and the scale halved, down to 1.
+    A float16 gradient may overflow: then this step makes no update, and the next has half the
+    scale, down to 1.
     """
     if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
-        return
+        return True
     if not math.isfinite(result.loss) or scaler.get_scale() <= 1:  # 1 without float16
         raise FloatingPointError(
             f"loss {result.loss:.4f}, gradient norm {result.grad_norm}: no update was made"
         )
+    print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
+    return False
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

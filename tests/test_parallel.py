@@ -159,7 +159,7 @@ SMALL = dict(compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
 
 def build(config, dist_info):
     raw = build_model(config, None, torch.float32, dist_info)
-    return raw, compile_and_wrap(raw, config, dist_info)
+    return raw, compile_and_wrap(raw, config, dist_info, config.compile)
 
 def share(raw):
     whole = sum(p.numel() for p in raw.parameters())

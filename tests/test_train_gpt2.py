@@ -360,6 +360,21 @@ def test_check_finite_float16_gives_up_once_the_scale_is_down_to_1():
         check_finite(StepResult(math.nan, 1.0), torch.amp.GradScaler("cpu", init_scale=4.0))
 
 
+def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data, capsys):
+    trainer = tiny_trainer(tiny_data, optimizer="muon", dtype="float16")
+    with training_batches(trainer, 0) as batches:
+        train_step(trainer, batches, 1e-2)
+        scale = trainer.scaler.get_scale()
+        before = {name: p.detach().clone() for name, p in trainer.raw_model.named_parameters()}
+        trainer.raw_model.transformer.ln_f.bias.register_hook(lambda grad: grad * math.inf)
+        result = train_step(trainer, batches, 1e-2)  # AdamW's overflows, none of Muon's does
+    assert not math.isfinite(result.grad_norm)
+    for name, parameter in trainer.raw_model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert trainer.scaler.get_scale() == scale / 2
+    assert "no update was made" in capsys.readouterr().out
+
+
 class CountReads(TorchDispatchMode):
     """Count how often a tensor's value is read as a Python number, which waits for the device."""
 
