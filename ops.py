@@ -74,13 +74,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for h, target in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
             logits = (h @ weight.T).float().masked_fill(ids >= vocab_size, -math.inf)
             log_sum = logits.logsumexp(dim=-1, keepdim=True)
-            counts = target[:, None] != IGNORE_INDEX
+            is_target = target[:, None] != IGNORE_INDEX
             at_target = logits.gather(1, target[:, None].clamp(min=0))
-            loss = loss + ((log_sum - at_target) * counts).sum()
+            loss = loss + ((log_sum - at_target) * is_target).sum()
             if needs_grad:
                 probs = (logits - log_sum).exp()
                 one_hot = ids == target[:, None].int()
-                d_logits = ((probs - one_hot.float()) * counts).to(h.dtype)
+                d_logits = ((probs - one_hot.float()) * is_target).to(h.dtype)
                 d_hidden.append(d_logits @ weight)
                 d_weight += d_logits.T @ h
         if needs_grad:
@@ -170,7 +170,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class BlockCausalAttention(torch.autograd.Function):
     """Causal attention by plain matrix products, one block of queries at a time.
 
-    A block skips the keys after its last query, so three eighths of the scores are never computed.
+    A block skips the keys after its last query: with 4 blocks, three eighths of the scores.
     The backward pass recomputes the probabilities from their log-sum-exp instead of saving them
     (FlashAttention-2, Dao 2023, algorithms 1 and 2).
     """

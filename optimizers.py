@@ -89,14 +89,14 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalize_all(self, matrices: list[Tensor]) -> Iterator[Tensor]:
         """Orthogonalise (rows, columns) matrices, those of one shape together."""
-        places = defaultdict(list)  # by shape, where the matrices are
-        for place, matrix in enumerate(matrices):
-            places[tuple(sorted(matrix.shape))].append(place)
-        for same in places.values():
-            wide = [matrices[place] for place in same]
-            results = self._share(torch.stack([m.mT if is_tall(m) else m for m in wide]))
-            for place, result in zip(same, results, strict=True):
-                matrices[place] = result.mT if is_tall(matrices[place]) else result
+        by_shape = defaultdict(list)  # the indices of the matrices
+        for index, matrix in enumerate(matrices):
+            by_shape[tuple(sorted(matrix.shape))].append(index)
+        for same in by_shape.values():
+            stacked = [m.mT if is_tall(m) else m for m in (matrices[index] for index in same)]
+            results = self._share(torch.stack(stacked))
+            for index, result in zip(same, results, strict=True):
+                matrices[index] = result.mT if is_tall(matrices[index]) else result
         yield from matrices
 
     def _share(self, matrices: Tensor) -> Tensor:
