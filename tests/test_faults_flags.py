@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.cli import parse_flags
-from training.config import ABOVE_ZERO, FLAG_HINTS, TrainConfig, config_from_settings
+from training.config import ABOVE_ZERO, TrainConfig, config_from_settings
 
 FLAGS = [field.name for field in fields(TrainConfig)]
 NUMBERS = [
@@ -35,7 +35,7 @@ def flag(name):
 def parse(args):
     """A configuration, or the one line that is said instead; anything else fails."""
     try:
-        return parse_flags(TrainConfig, args, hints=FLAG_HINTS)
+        return parse_flags(TrainConfig, args)
     except ValueError as error:
         return str(error)
 
@@ -93,14 +93,6 @@ def test_all_problems_of_a_configuration_come_together():
         "--max-steps 100000000 has more than the 8 digits of a checkpoint's name",
     ):
         assert problem in message
-
-
-def test_flags_of_other_trainers_are_told_ours():
-    for name, hint in FLAG_HINTS.items():
-        assert name.removeprefix("--").replace("-", "_") not in FLAGS
-        assert parse([f"{name}=1"]).startswith(f"there is no flag {name}: {hint}")
-        ours = [word.strip(",;:") for word in hint.split() if word.startswith("--")]
-        assert all(word[2:].replace("-", "_") in FLAGS for word in ours)
 
 
 def test_settings_of_earlier_versions_are_read_and_unknown_ones_refused():

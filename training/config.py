@@ -24,31 +24,6 @@ NOT_SAVED = (  # flags that name a run, or plan one: not its settings
 )
 REMOVED = ("skip_grad_norm_zscore",)  # settings of earlier versions, which are ignored
 MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens, in steps of 524,288
-FLAG_HINTS = {  # by flags of other trainers, what to do here
-    flag: hint
-    for flags, hint in (
-        ("--lr --learning-rate", "use --max-lr, the peak of the schedule"),
-        ("--max-iters --num-steps --train-steps", "use --max-steps"),
-        ("--epochs --num-epochs", "use --max-steps: steps of --total-batch-size tokens each"),
-        ("--batch-size", "use --total-batch-size (tokens per step) or --micro-batch-size"),
-        ("--grad-accum-steps", "it follows from --total-batch-size and --micro-batch-size"),
-        ("--gradient-accumulation-steps", "see --total-batch-size and --micro-batch-size"),
-        ("--beta1 --beta2 --eps", "AdamW's are fixed: change train_gpt2.build_optimizers"),
-        ("--muon-lr", "use --max-lr: Muon's updates are as large as AdamW's at the same rate"),
-        ("--dropout", "there is none: pretraining that sees a text about once needs none"),
-        ("--wandb --tensorboard --trackio", "use --logger: wandb, tensorboard, trackio"),
-        ("--report-to --tracker", "use --logger: wandb, tensorboard, trackio"),
-        ("--bf16 --fp16 --fp32 --precision", "use --dtype bfloat16, float16 or float32"),
-        ("--data --dataset --data-path", "use --data-dir"),
-        ("--seq-len --context-length --n-ctx", "use --block-size"),
-        ("--model --model-name", "use --size, or --init-from to start from weights"),
-        ("--eval-every --eval-interval", "use --val-every"),
-        ("--save-every --save-interval", "use --checkpoint-every"),
-        ("--ddp --fsdp", "use --parallel ddp or --parallel fsdp"),
-        ("--nproc-per-node --nnodes", "it is torchrun's flag: give it before train_gpt2.py"),
-    )
-    for flag in flags.split()
-}
 
 
 @dataclass(frozen=True)

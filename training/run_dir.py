@@ -40,7 +40,6 @@ from runtime.files import lock_folder, write_json
 from runtime.metrics import METRICS_NAME, last_saved_step
 from runtime.stopping import StopRequest
 from training.config import (
-    FLAG_HINTS,
     TrainConfig,
     check_warmup,
     config_from_settings,
@@ -82,7 +81,7 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     if given.init_from and checkpoint is None and defaults.init_from is None:
         own = read_model_config(given.init_from).block_size
         defaults = replace(defaults, block_size=own)
-    config = parse_flags(TrainConfig, args, defaults, FLAG_HINTS)
+    config = parse_flags(TrainConfig, args, defaults)
     if checkpoint is None or config.warmup_steps != defaults.warmup_steps:
         check_warmup(config)
     return config, checkpoint
