@@ -184,13 +184,9 @@ class TrainConfig:
                 yield f"{flag} must be above 0, not {value}"
             elif not 0 <= value < math.inf:
                 yield f"{flag} must be at least 0, not {value}"
-            elif isinstance(value, int) and value >= 2**63:
-                yield f"{flag} must be below 2**63, not {value}"
 
     def _conflicts(self) -> Iterator[str]:
         """What is wrong with flags that do not go together."""
-        if self.max_steps >= 10**8:
-            yield f"--max-steps {self.max_steps} has more than the 8 digits of a checkpoint's name"
         if self.min_lr > self.max_lr:
             yield f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}"
         if self.val_every and 0 < self.val_tokens < self.block_size:
@@ -250,11 +246,7 @@ class TrainConfig:
 
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
-    """The configuration whose `saved()` was `settings`; missing fields have their defaults.
-
-    Raises:
-        ValueError: a setting is unknown, or its value is refused; the message names `source`.
-    """
+    """The configuration whose `saved()` was `settings`; missing fields have their defaults."""
     names = {field.name for field in fields(TrainConfig)}
     values = {name: value for name, value in settings.items() if name not in REMOVED}
     for name in values.keys() - names:
@@ -271,12 +263,7 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
 def read_config(path: Path) -> TrainConfig:
     """The configuration in a recipe or in a run's `config.json`, for a new run.
 
-    A recipe's `about` says what it is for, and is no setting. A warm-up that the saved run had by
-    default is the default of the new run's length, too.
-
-    Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: the file is not a configuration.
+    A recipe's `about` says what it is for, and is no setting.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -286,19 +273,11 @@ def read_config(path: Path) -> TrainConfig:
     if not isinstance(settings, dict):
         raise ValueError(f"--config {path} is neither a recipe nor a run's config.json")
     settings.pop("about", None)
-    config = config_from_settings(settings, path)
-    by_default = replace(config, warmup_steps=None)
-    # Earlier versions had a default of 715 for every length.
-    had_default = config.warmup == by_default.warmup or config.warmup >= config.max_steps
-    return by_default if had_default else config
+    return config_from_settings(settings, path)
 
 
 def check_warmup(config: TrainConfig) -> None:
-    """Refuse a warm-up that the run would never leave.
-
-    Raises:
-        ValueError: it is not shorter than the run.
-    """
+    """Refuse a warm-up that the run would never leave."""
     if config.warmup >= config.max_steps:
         raise ValueError(
             f"--warmup-steps {config.warmup} is not shorter than --max-steps {config.max_steps}: "
