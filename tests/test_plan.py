@@ -227,12 +227,14 @@ def test_fit_batch_without_memory_for_one_sequence_says_so_and_hides_no_other_er
 
 
 def test_try_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():
-    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
+    small = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=64)
+    model = GPT(small)
     before = [parameter.clone() for parameter in model.parameters()]
     tried, weight = [], model.transformer.wte.weight
     weight.register_hook(lambda gradient: tried.append(weight.grad is not None))
-    idx = torch.zeros(3, 8, dtype=torch.int64)
-    assert peak_bytes(try_step, model, idx, idx.clone(), torch.float32, 10**6) > 10**6
+    moments_and_gradients = 12 * small.n_params
+    peak = peak_bytes(try_step, NO_FLAGS, small, model, torch.float32, CPU, 3)
+    assert peak > moments_and_gradients
     assert tried == [False, True]  # the second micro-batch's gradients lie beside the first's
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(map(torch.equal, before, model.parameters()))

@@ -7,10 +7,11 @@ word on the micro-batch.
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from model import GPTConfig
 from ops import ActivationCheckpointing
@@ -57,18 +58,17 @@ class Device(NamedTuple):
     dtype: torch.dtype  # of matrix products
 
 
-GPUS = {  # for --gpus; names as the driver gives them, and what a program can have of the memory
-    "A100": Device("NVIDIA A100-SXM4-80GB", 79, torch.bfloat16),
-    "H100": Device("NVIDIA H100 80GB HBM3", 79, torch.bfloat16),
-    "H200": Device("NVIDIA H200", 139, torch.bfloat16),
+GPUS = {  # for --gpus; names as the driver gives them, and GiB that a program can have
+    "A100": ("NVIDIA A100-SXM4-80GB", 79),
+    "H100": ("NVIDIA H100 80GB HBM3", 79),
+    "H200": ("NVIDIA H200", 139),
 }
 
 
 def find_device(config: TrainConfig, dist_info: DistInfo) -> Device:
     """The device of a process: this machine's or, with `--gpus`, the planned one."""
     if config.gpus:
-        gpu = GPUS[config.gpu]
-        return gpu if config.dtype == "auto" else gpu._replace(dtype=DTYPES[config.dtype])
+        return Device(*GPUS[config.gpu], DTYPES.get(config.dtype, torch.bfloat16))
     device, memory = dist_info.device, memory_gib(dist_info.device)
     if memory is not None and device.type != "cuda":
         memory /= dist_info.local_world_size  # processes without a GPU each share the machine's
@@ -140,25 +140,27 @@ class BatchPlan:
     grad_accum_steps: int  # micro-batches of each process in an optimizer step
 
 
-def plan_batch(
-    config: TrainConfig,
-    model_config: GPTConfig,
-    dist_info: DistInfo,
-    memory_share: float = MEMORY_SHARE,
-) -> BatchPlan:
+def is_tried(config: TrainConfig, device: torch.device) -> bool:
+    """Whether a trial of a training step has the last word on the micro-batch.
+
+    On a GPU it has, for `auto`. Elsewhere the system would end a process that runs out of memory;
+    with a sharded model, other ranks would wait for the one that runs out.
+    """
+    return device.type == "cuda" and config.micro_batch_size == "auto" and not config.is_sharded
+
+
+def plan_batch(config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo) -> BatchPlan:
     """Split the global batch over processes and micro-steps, in the same way on every process.
 
     With `--micro-batch-size auto`, a process takes at once the most sequences that divide its
-    part, should fit `memory_share` of every process's memory, and still bring speed.
-
-    Raises:
-        ValueError: the batch does not divide; the message names the nearest sizes that do.
+    part, should fit every process's memory, and still bring speed.
     """
     device, block_size = find_device(config, dist_info), model_config.block_size
     tokens: float = MAX_MICRO_BATCH_TOKENS[dist_info.device.type]
     if device.memory_gib is not None:
         memory = plan_memory(config, model_config, device.dtype, dist_info)
-        free = memory_share * device.memory_gib * 2**30 - memory.state
+        share = PROBED_SHARE if is_tried(config, dist_info.device) else MEMORY_SHARE
+        free = share * device.memory_gib * 2**30 - memory.state
         tokens = min(tokens, free / memory.per_token)
     limit = -all_reduce_max(-max(1, int(tokens // block_size)))  # the least of all processes
 
@@ -189,61 +191,51 @@ def choose_batch(
     dtype: torch.dtype,
     dist_info: DistInfo,
 ) -> BatchPlan:
-    """The planned batch; `auto` on a GPU is tried, and halved until a training step fits.
+    """The planned batch; where it is tried, the micro-batch is halved until a step fits.
 
     The plan errs on the safe side, so the first trial nearly always fits: then the model was
-    compiled for the shape that it trains with, once. Elsewhere nothing is tried: the system would
-    end a process that runs out of memory. Nor is it with a sharded model: other ranks would wait
-    for the one that runs out.
+    compiled for the shape that it trains with, once.
     """
-    device = dist_info.device
-    if device.type != "cuda" or config.micro_batch_size != "auto" or config.is_sharded:
-        return plan_batch(config, model_config, dist_info)
-    memory = moment_bytes(config, model_config)
-
-    def attempt(micro_batch_size: int) -> None:
-        shape = (2, micro_batch_size, model_config.block_size)
-        idx, targets = torch.zeros(shape, dtype=torch.int64, device=device)
-        with saved_activations(device, config.activation_offload):
-            try_step(model, idx, targets, dtype, memory)
-
+    batch, device = plan_batch(config, model_config, dist_info), dist_info.device
+    if not is_tried(config, device):
+        return batch
     with limited_memory(device, PROBED_SHARE):
-        return fit_batch(plan_batch(config, model_config, dist_info, PROBED_SHARE), attempt)
+        return fit_batch(batch, partial(try_step, config, model_config, model, dtype, device))
 
 
 def try_step(
-    model: nn.Module, idx: Tensor, targets: Tensor, dtype: torch.dtype, moments: int
+    config: TrainConfig,
+    model_config: GPTConfig,
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    micro_batch_size: int,
 ) -> None:
-    """Take the memory of a training step: so many bytes of moments, and two micro-batches.
+    """Take the memory of a training step, the moments and two micro-batches; RuntimeError if none.
 
-    In the second one there are the gradients of the first and, compiled, those of all parameters
-    next to them.
-
-    Raises:
-        RuntimeError: there is not enough.
+    In the second micro-batch there are the gradients of the first and, compiled, those of all
+    parameters next to them.
     """
-    reserved = torch.empty(moments, dtype=torch.uint8, device=idx.device)
+    moments = torch.empty(moment_bytes(config, model_config), dtype=torch.uint8, device=device)
+    shape = (2, micro_batch_size, model_config.block_size)
+    idx, targets = torch.zeros(shape, dtype=torch.int64, device=device)
     set_gradient_sync(model, False)
     try:
         for _ in range(2):
-            with autocast(idx.device, dtype):
+            with autocast(device, dtype), saved_activations(device, config.activation_offload):
                 loss = model(idx, targets).loss
             loss.backward()
     finally:
         model.zero_grad(set_to_none=True)
         set_gradient_sync(model, True)
-    del reserved
+    del moments
 
 
 def fit_batch(batch: BatchPlan, attempt: Callable[[int], None]) -> BatchPlan:
     """Halve the micro-batch until every process has the memory for it.
 
     The global batch stays the same: half the micro-batch takes twice the micro-steps. Every
-    process must call this. `attempt` computes the gradients of so many sequences, without
-    communication.
-
-    Raises:
-        ValueError: there is not enough memory for one sequence.
+    process must call this. `attempt` takes the memory of so many sequences, without communication.
     """
     while True:
         failed = False
@@ -273,11 +265,7 @@ def fit_batch(batch: BatchPlan, attempt: Callable[[int], None]) -> BatchPlan:
 
 
 def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
-    """Print on rank 0 what a run would take: on this machine or, with `--gpus`, on those.
-
-    Raises:
-        ValueError: the batch does not divide, or the device is missing.
-    """
+    """Print on rank 0 what a run would take: on this machine or, with `--gpus`, on those."""
     if config.gpus:
         per_node = config.gpus // config.nodes
         dist_info = DistInfo(torch.device("cuda"), 0, 0, config.gpus, per_node)
