@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from model import GPT
-from runtime.device import DeviceName, select_device
+from runtime.cli import RunStopped
+from runtime.device import DeviceName, is_out_of_memory, select_device
 from runtime.startup import usable_cores
 
 Item = TypeVar("Item")
@@ -79,10 +80,8 @@ def setup_distributed(
         cpu_offload: tensors on the CPU are reduced and gathered too, next to those on GPUs.
         timeout_minutes: a process that waits longer for the others in a collective ends; 0 = never.
 
-    Yields:
-        This process.
-
     Raises:
+        RunStopped: another process is gone or cannot be reached.
         ValueError: the device is missing, or cannot be shared by several processes.
     """
     dist_info = read_dist_env(device_name)
@@ -101,17 +100,25 @@ def setup_distributed(
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
         torch.set_num_threads(usable_cores())
     timeout = timedelta(minutes=min(timeout_minutes or LONGEST_TIMEOUT, LONGEST_TIMEOUT))
-    if device.type == "cuda" and cpu_offload:
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-    elif device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
-    yield dist_info
-    # Not after an error: others may wait in a collective, and torchrun ends them.
-    gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        if device.type == "cuda" and cpu_offload:
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        elif device.type == "cuda":
+            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+        yield dist_info
+        # Not after an error: others may wait in a collective, and torchrun ends them.
+        gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        if not is_lost_process(error):
+            raise
+        raise RunStopped(
+            "another process is gone, or cannot be reached: machines must reach each other on all "
+            "ports (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
+        ) from None
 
 
 def shard_model(
@@ -343,6 +350,8 @@ def rank_batches(
 
 def is_lost_process(error: Exception) -> bool:
     """Whether a collective failed because another process is gone or unreachable."""
+    if is_out_of_memory(error):  # NCCL's is a DistError, too
+        return False
     is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
     return is_gloos or isinstance(error, dist.DistError)
 
