@@ -93,10 +93,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> None:
     """Set up, resume if asked to, train. The DDP model must die before its process group does."""
+    splits = open_same_data(config, resumed, dist_info)
     if run_dir.is_finished(resumed, config):
         print0("the run is finished: give a larger --max-steps to train on")
         return
-    splits = open_same_data(config, resumed, dist_info)
     with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
         trainer = setup(config, resumed, splits, folder, dist_info)
         start_step = resumed.state.step if resumed else 0

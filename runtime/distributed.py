@@ -356,15 +356,6 @@ def is_lost_process(error: Exception) -> bool:
     return is_gloos or isinstance(error, dist.DistError)
 
 
-def broadcast_int(value: int) -> int:
-    """The main process's `value`, on every process."""
-    if world_size() == 1:
-        return value
-    tensor = torch.tensor(value, dtype=torch.int64, device=_device())
-    dist.broadcast(tensor, src=0)
-    return int(tensor)
-
-
 def barrier() -> None:
     """Wait until every process has come here."""
     if world_size() > 1:

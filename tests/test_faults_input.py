@@ -197,20 +197,6 @@ def test_training_refuses_an_empty_manifest_and_what_is_none(commands, data):
         assert_refused(train(commands, data), "manifest.json is not")
 
 
-def test_resuming_without_the_manifest_says_that_it_may_be_lost(commands, data):
-    path = data / "manifest.json"
-    content = path.read_bytes()
-    assert train(commands, data, "--max-steps=2").code == 0
-    path.unlink()
-    done = train(commands, data, "--resume=auto")
-    assert_refused(done, "data_fingerprint", f"if {path} was lost since")
-    done = train(commands, data, "--resume=auto", "--seed=7")  # another cause
-    assert_refused(done, "seed 1337 -> 7")
-    assert "was lost" not in done.stderr
-    path.write_bytes(content)
-    assert train(commands, data, "--resume=auto").code == 0
-
-
 # Sampling
 
 

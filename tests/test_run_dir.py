@@ -77,13 +77,6 @@ def test_open_run_refuses_a_folder_that_has_anything_of_another_run(tmp_path, le
         assert_refused(message, tmp_path / "a", checkpoint, resume=resume)
 
 
-def test_open_run_refuses_a_link_whose_disk_is_gone(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "checkpoints").symlink_to("/gone/scratch")
-    message = "is a link to /gone/scratch, which is not there: mount"
-    assert_refused(message, tmp_path / "a", resume="auto")
-
-
 def test_open_run_cleans_up_after_a_killed_save(tmp_path):
     saved = fake_checkpoint(tmp_path / "a", 3)
     for name in (".step_00000004.tmp", ".step_00000002.deleted"):
