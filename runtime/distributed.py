@@ -47,11 +47,7 @@ class DistInfo:
 
 
 def read_dist_env(device_name: DeviceName) -> DistInfo:
-    """Rank and device of this process from `torchrun`'s environment, without joining the others.
-
-    Raises:
-        ValueError: the device is missing.
-    """
+    """Rank and device of this process from `torchrun`'s environment, without joining the others."""
     rank, local_rank, world_size, local_world_size = (
         int(os.environ.get(name, default))
         for name, default in (
@@ -141,10 +137,9 @@ def shard_model(
             process has memory for its shards, which are not initialised.
         dist_info: this process.
         replicate: shard within a machine only, and replicate over machines (HSDP).
-        reshard_after_forward: free a block's gathered parameters between its passes.
+        reshard_after_forward: see above.
         cpu_offload: keep the shards and the optimizer's state in the CPU's memory.
-        dtype: of matrix products and, on GPUs, of gathered block parameters; gradients are
-            reduced in float32.
+        dtype: of matrix products and, on GPUs, of gathered block parameters.
     """
     # Imported here because it takes more than a second.
     from torch.distributed.device_mesh import init_device_mesh

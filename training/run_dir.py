@@ -130,7 +130,8 @@ def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -
     if reason is None:
         print0(f"done: {run_dir}")
         return
-    stop.raise_failure()
+    if reason == "failure":  # the process that met it says what it was
+        raise stop.error or SystemExit(2)
     line = f"after step {step}; {resume_hint(run_dir)}"
     if reason == "SIGINT":
         raise KeyboardInterrupt(line) if is_main() else SystemExit(130)
