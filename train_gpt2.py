@@ -33,19 +33,18 @@ from lr_schedule import SCHEDULES
 from model import GPT
 from ops import IGNORE_INDEX, checkpoint_activations
 from optimizers import Muon
-from plot import plot_run
 from runtime import checkpoint, device, distributed
 from runtime.checkpoint import Checkpoint
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
 from runtime.metrics import flops_per_token
-from runtime.run_log import RunLog
 from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import plan, run_dir
 from training.config import TrainConfig
 from training.preflight import open_same_data, run_preflight
+from training.run_log import RunLog
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -140,17 +139,12 @@ def setup(
     stop = StopRequest(config.stop_on_write_error)
     log = RunLog(
         folder,
-        settings=config.saved(),
-        trackers=config.logger,
+        config,
         start_step=resumed.state.step if resumed else 0,
-        max_steps=config.max_steps,
-        tokens_per_step=config.total_batch_size,
-        log_every=config.log_every,
         flops_per_token=flops_per_token(raw_model.config),
         device=dist_info.device,
         dtype=dtype,
         on_write_error=stop.on_write_error,
-        draw_figures=lambda: plot_run(folder),
     )
     return Trainer(
         config=config,

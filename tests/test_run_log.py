@@ -5,19 +5,17 @@ from contextlib import contextmanager, nullcontext, suppress
 import pytest
 import torch
 
-from runtime import run_log
 from runtime.metrics import read_metrics
-from runtime.run_log import LINE_COLUMNS, RunLog, format_evaluation, format_step
+from training import run_log
+from training.config import TrainConfig
+from training.run_log import LINE_COLUMNS, RunLog, format_evaluation, format_step
 
 
-def new_log(run_dir, **settings):
+def new_log(run_dir, start_step=0, on_write_error=nullcontext, **settings):
     """The log of a run of ten steps; its settings can be others."""
-    defaults = {
-        **{"settings": {}, "trackers": (), "start_step": 0, "max_steps": 10, "log_every": 1},
-        **{"tokens_per_step": 1000, "flops_per_token": 10**6, "dtype": torch.float32},
-        **{"device": torch.device("cpu"), "on_write_error": nullcontext, "draw_figures": list},
-    }
-    return RunLog(run_dir, **(defaults | settings))
+    config = TrainConfig(**({"max_steps": 10, "total_batch_size": 1000} | settings))
+    device = torch.device("cpu")
+    return RunLog(run_dir, config, start_step, 10**6, device, torch.float32, on_write_error)
 
 
 def lines_of(run_dir):
@@ -46,7 +44,7 @@ def test_record_is_in_the_file_at_once_with_null_for_what_is_not_finite(tmp_path
 
 def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    with new_log(tmp_path / "run", trackers=["tensorboard"]) as log:
+    with new_log(tmp_path / "run", logger=("tensorboard",)) as log:
         log.record(resumed_from=0)
         log.step(1, loss=3.0, lr=0.1, grad_norm=1.0)
         log.evaluation(1, {"val_loss": 3.0}, 1.0)
