@@ -8,7 +8,7 @@ import torch
 from runtime.metrics import read_metrics
 from training import run_log
 from training.config import TrainConfig
-from training.run_log import LINE_COLUMNS, RunLog, format_evaluation, format_step
+from training.run_log import LINE_COLUMNS, RunLog, format_step
 
 
 def new_log(run_dir, start_step=0, on_write_error=nullcontext, **settings):
@@ -154,9 +154,9 @@ def test_format_step_shows_every_figure_that_is_known():
         "step   250/19073 | loss 3.2812 | lr 6.0e-4, norm 0.291"
         " | 1.59M tok/s, mfu 52%, 33.2 GiB | eta 1h43m"
     )
-    record = {"step": 1, "train_loss": 10.9, "lr": 8e-7, "grad_norm": 12.0, "mfu": None}
+    record |= {"step": 1, "mfu": None, "peak_memory_gib": None, "lr": 8e-7, "grad_norm": 12.0}
     assert format_step(record, max_steps=10, eta_seconds=None) == (
-        "step  1/10 | loss 10.9000 | lr 8.0e-7, norm 12 | eta n/a"
+        "step  1/10 | loss 3.2812 | lr 8.0e-7, norm 12 | 1.59M tok/s | eta n/a"
     )
 
 
@@ -170,15 +170,3 @@ def test_format_step_fits_100_columns_at_large_values(mfu, max_steps, eta_second
         **{"tokens_per_second": 12_588_000.4, "peak_memory_gib": 139.81},
     }
     assert len(format_step(record, max_steps, eta_seconds)) <= LINE_COLUMNS == 100
-
-
-def test_format_evaluation_begins_another_line_where_one_would_be_too_long():
-    record = {"val_loss": 10.82512, "hellaswag_acc": 0.301234, "hellaswag_acc_norm": 0.3012345}
-    record |= {"hellaswag_total": 10042, "hellaswag_left_out": 123, "samples": 4}
-    lines = format_evaluation(19073, record).splitlines()
-    assert len(lines) == 2
-    assert max(map(len, lines)) <= LINE_COLUMNS
-    parts = [line.split(" | ") for line in lines]
-    assert [part[0] for part in parts] == ["step 19073"] * 2
-    shown = dict(part.split(" ") for line in parts for part in line[1:])
-    assert {name: float(text) for name, text in shown.items()} == pytest.approx(record, rel=1e-4)

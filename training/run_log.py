@@ -1,4 +1,4 @@
-"""A run's log: `metrics.jsonl`, the console, samples, the progress bar and trackers.
+"""A run's log: `metrics.jsonl`, the console, samples and trackers.
 
 `metrics.jsonl` has one JSON object per line, one line per event, and is only ever appended to.
 """
@@ -18,7 +18,6 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
-from tqdm import tqdm
 
 from plot import plot_run
 from runtime.device import device_name, peak_memory_gib, synchronize
@@ -57,14 +56,6 @@ class RunLog:
         names = self.config.logger if is_main() else ()
         self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
         self._tracked_step: int | None = None
-        # tqdm's own estimate of the time left would count evaluations too; `step` gives another.
-        # That the terminal is closed meanwhile only ends the bar.
-        self._bar = tqdm(
-            total=self.config.max_steps,
-            initial=self.start_step,
-            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
-            disable=None if is_main() else True,  # None: unless it is a terminal
-        )
         float32 = self.dtype == torch.float32
         self._peak_flops = peak_flops(device_name(self.device), float32=float32)
         self._recent_seconds: deque[float] = deque(maxlen=ETA_STEPS)
@@ -72,7 +63,6 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
         if self._trackers.working and self._tracked_step is not None:
             try:
                 figures = {f"figures/{path.stem}": path for path in plot_run(self.run_dir)}
@@ -99,8 +89,6 @@ class RunLog:
         seconds, self._step_begun = now - self._step_begun, now
         if step > self.start_step + 1:  # the first step compiles: no measure of the others
             self._recent_seconds.append(seconds)
-        steps_left, recent = self.config.max_steps - step, self._recent_seconds
-        eta_seconds = steps_left * fmean(recent) if recent else None
         tokens_per_second = self.config.total_batch_size / seconds
         record = {
             "step": step,
@@ -115,9 +103,9 @@ class RunLog:
         }
         self.record(**record)
         if step % self.config.log_every == 0 or step == self.config.max_steps:
+            steps_left, recent = self.config.max_steps - step, self._recent_seconds
+            eta_seconds = steps_left * fmean(recent) if recent else None
             print0(format_step(record, self.config.max_steps, eta_seconds))
-        self._bar.set_postfix_str(f"eta {format_duration(eta_seconds)}", refresh=False)
-        self._bar.update()
 
     def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """Log what was measured after `step` updates, in so many seconds; nothing if empty."""
@@ -128,7 +116,7 @@ class RunLog:
             tokens = (step - self.start_step) * self.config.total_batch_size
             shown["overall_tokens_per_second"] = tokens / (perf_counter() - self._begun)
         self.record(step=step, tokens_seen=step * self.config.total_batch_size, **shown)
-        print0(format_evaluation(step, shown))
+        print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in shown.items())]))
 
     def samples(self, step: int, lines: Sequence[str]) -> None:
         """Append lines of text that was sampled after `step` updates to `samples.txt`; show it."""
@@ -176,13 +164,12 @@ def _open_to_append(path: Path) -> FileIO:
 
 
 def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:
-    """One console line of a training record; what is missing or None is left out."""
-    speed, share, peak = (record.get(n) for n in ("tokens_per_second", "mfu", "peak_memory_gib"))
-    device = [
-        *([f"{format_count(speed)} tok/s"] if speed is not None else []),
-        *([f"mfu {share:.0%}"] if share is not None else []),
-        *([f"{peak:.3g} GiB"] if peak is not None else []),
-    ]
+    """One console line of a training record; what is None is left out."""
+    device = [f"{format_count(record['tokens_per_second'])} tok/s"]
+    if record["mfu"] is not None:
+        device.append(f"mfu {record['mfu']:.0%}")
+    if record["peak_memory_gib"] is not None:
+        device.append(f"{record['peak_memory_gib']:.3g} GiB")
     lr, norm = f"{record['lr']:.1e}".replace("e-0", "e-"), record["grad_norm"]
     parts = [
         f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
@@ -191,15 +178,4 @@ def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | 
         ", ".join(device),
         f"eta {format_duration(eta_seconds)}",
     ]
-    return " | ".join(filter(None, parts))
-
-
-def format_evaluation(step: int, record: Mapping[str, float]) -> str:
-    """The console lines of an evaluation's metrics: as many as keep each in `LINE_COLUMNS`."""
-    lines = [f"step {step}"]
-    for name, value in record.items():
-        part = f" | {name} {value:.5g}"
-        if len(lines[-1] + part) > LINE_COLUMNS:
-            lines.append(f"step {step}")
-        lines[-1] += part
-    return "\n".join(lines)
+    return " | ".join(parts)
