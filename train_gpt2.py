@@ -127,7 +127,7 @@ def setup(
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
     raw_model = build_model(config, resumed, dtype, dist_info)
     model = compile_and_wrap(raw_model, config, dist_info)
-    batch = plan.choose_batch(config, raw_model.config, model, dtype, dist_info)
+    batch = plan.plan_batch(config, raw_model.config, dist_info)
     optimizers = build_optimizers(raw_model, config, dist_info)
     scaler = torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16)
     if resumed is not None:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from model import GPT
 from runtime.cli import RunStopped
-from runtime.device import DeviceName, is_out_of_memory, select_device
+from runtime.device import DeviceName, select_device
 from runtime.startup import usable_cores
 
 Item = TypeVar("Item")
@@ -345,8 +345,6 @@ def rank_batches(
 
 def is_lost_process(error: Exception) -> bool:
     """Whether a collective failed because another process is gone or unreachable."""
-    if is_out_of_memory(error):  # NCCL's is a DistError, too
-        return False
     is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
     return is_gloos or isinstance(error, dist.DistError)
 

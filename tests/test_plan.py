@@ -26,14 +26,7 @@ from runtime.distributed import DistInfo
 from sample import generate
 from train_gpt2 import build_optimizers, init_weights
 from training.config import TrainConfig
-from training.plan import (
-    BatchPlan,
-    describe_plan,
-    fit_batch,
-    plan_batch,
-    plan_memory,
-    try_step,
-)
+from training.plan import describe_plan, plan_batch, plan_memory
 
 CPU = torch.device("cpu")
 NO_FLAGS = TrainConfig()
@@ -201,43 +194,6 @@ def test_ranks_plan_the_batch_of_the_one_with_the_least_memory(commands, tmp_pat
         "    assert plan_batch(TrainConfig(), GPTConfig(), own).micro_batch_size == 1\n",
         tmp_path,
     )
-
-
-@pytest.mark.parametrize(("start", "found"), [(1, 1), (4, 2), (96, 3)])
-def test_fit_batch_halves_until_the_memory_is_there(start, found, capsys):
-    tried = []
-
-    def attempt(sequences):
-        tried.append(sequences)
-        torch.empty(2**10 if sequences <= 3 else 2**52, dtype=torch.uint8)  # no machine has that
-
-    assert fit_batch(BatchPlan(start, 5), attempt) == BatchPlan(found, start * 5 // found)
-    assert tried[-1] == found
-    assert all(later <= earlier // 2 for earlier, later in itertools.pairwise(tried))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"a micro-batch of {found} fits"
-    assert lines[:-1] == [f"a micro-batch of {size} does not fit" for size in tried[:-1]]
-
-
-def test_fit_batch_without_memory_for_one_sequence_says_so_and_hides_no_other_error():
-    with pytest.raises(ValueError, match="not enough memory for a single sequence"):
-        fit_batch(BatchPlan(4, 1), lambda _: torch.empty(2**52))
-    with pytest.raises(RuntimeError, match="must match"):
-        fit_batch(BatchPlan(4, 1), lambda _: torch.ones(2) + torch.ones(3))
-
-
-def test_try_step_takes_the_memory_of_a_step_and_leaves_nothing_behind():
-    small = GPTConfig(block_size=8, vocab_size=64, n_layer=1, n_head=1, n_embd=64)
-    model = GPT(small)
-    before = [parameter.clone() for parameter in model.parameters()]
-    tried, weight = [], model.transformer.wte.weight
-    weight.register_hook(lambda gradient: tried.append(weight.grad is not None))
-    moments_and_gradients = 12 * small.n_params
-    peak = peak_bytes(try_step, NO_FLAGS, small, model, torch.float32, CPU, 3)
-    assert peak > moments_and_gradients
-    assert tried == [False, True]  # the second micro-batch's gradients lie beside the first's
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(map(torch.equal, before, model.parameters()))
 
 
 # Time and price

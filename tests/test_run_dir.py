@@ -222,7 +222,7 @@ def test_init_from_takes_the_models_context_unless_another_is_given(tmp_path, ca
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        (dist.DistBackendError("NCCL error: out of memory"), dist.DistError, "out of memory"),
+        (dist.DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
         (dist.DistBackendError("NCCL error: closed by remote peer"), RunStopped, "is gone; last"),
         (RuntimeError("gloo: closed by peer"), RunStopped, "gone; last checkpoint step_00000004"),
         (OutOfResources(2, 1, "shared memory"), ValueError, "or add --no-compile"),

@@ -1,43 +1,23 @@
 """What a run will take, before it starts: memory, the micro-batch that fits, time and price.
 
-The figures follow from shapes and data sheets. On a GPU a trial of a training step has the last
-word on the micro-batch.
+The figures follow from shapes and data sheets; nothing is tried.
 """
 
-import gc
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from model import GPTConfig
 from ops import ActivationCheckpointing
-from runtime.device import (
-    DTYPES,
-    autocast,
-    device_name,
-    is_out_of_memory,
-    limited_memory,
-    memory_gib,
-    saved_activations,
-    select_dtype,
-)
-from runtime.distributed import (
-    DistInfo,
-    all_reduce_max,
-    print0,
-    read_dist_env,
-    set_gradient_sync,
-)
+from runtime.device import DTYPES, device_name, memory_gib, select_dtype
+from runtime.distributed import DistInfo, all_reduce_max, print0, read_dist_env
 from runtime.metrics import flops_per_token, peak_flops
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
 MEMORY_SHARE = 0.8  # of a device, what a plan counts on
-PROBED_SHARE = 0.92  # what a trial step may take: NCCL's buffers and evaluations need the rest
+CHECKED_SHARE = 0.92  # of a GPU with the whole model, whose plan was compared with allocations
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
 # Saved activations: what a block saves of a token, per channel, for its backward pass: bytes of
 # float32, and values in the dtype of matrix products. none: two residual inputs; two normalised
@@ -140,15 +120,6 @@ class BatchPlan:
     grad_accum_steps: int  # micro-batches of each process in an optimizer step
 
 
-def is_tried(config: TrainConfig, device: torch.device) -> bool:
-    """Whether a trial of a training step has the last word on the micro-batch.
-
-    On a GPU it has, for `auto`. Elsewhere the system would end a process that runs out of memory;
-    with a sharded model, other ranks would wait for the one that runs out.
-    """
-    return device.type == "cuda" and config.micro_batch_size == "auto" and not config.is_sharded
-
-
 def plan_batch(config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo) -> BatchPlan:
     """Split the global batch over processes and micro-steps, in the same way on every process.
 
@@ -159,7 +130,8 @@ def plan_batch(config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo
     tokens: float = MAX_MICRO_BATCH_TOKENS[dist_info.device.type]
     if device.memory_gib is not None:
         memory = plan_memory(config, model_config, device.dtype, dist_info)
-        share = PROBED_SHARE if is_tried(config, dist_info.device) else MEMORY_SHARE
+        is_checked = dist_info.device.type == "cuda" and not config.is_sharded
+        share = CHECKED_SHARE if is_checked else MEMORY_SHARE
         free = share * device.memory_gib * 2**30 - memory.state
         tokens = min(tokens, free / memory.per_token)
     limit = -all_reduce_max(-max(1, int(tokens // block_size)))  # the least of all processes
@@ -175,90 +147,9 @@ def plan_batch(config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo
             f"--total-batch-size {total} is not a multiple of {factors} = {unit} tokens: "
             f"use {' or '.join(map(str, nearest))}"
         )
-    return _split(total // (block_size * dist_info.world_size), fixed or limit)
-
-
-def _split(sequences: int, limit: int) -> BatchPlan:
-    """The largest micro-batch, up to `limit`, that divides the sequences of a process's step."""
-    micro_batch_size = max(size for size in range(1, limit + 1) if sequences % size == 0)
+    sequences = total // (block_size * dist_info.world_size)  # of a process's step
+    micro_batch_size = fixed or max(n for n in range(1, limit + 1) if sequences % n == 0)
     return BatchPlan(micro_batch_size, sequences // micro_batch_size)
-
-
-def choose_batch(
-    config: TrainConfig,
-    model_config: GPTConfig,
-    model: nn.Module,
-    dtype: torch.dtype,
-    dist_info: DistInfo,
-) -> BatchPlan:
-    """The planned batch; where it is tried, the micro-batch is halved until a step fits.
-
-    The plan errs on the safe side, so the first trial nearly always fits: then the model was
-    compiled for the shape that it trains with, once.
-    """
-    batch, device = plan_batch(config, model_config, dist_info), dist_info.device
-    if not is_tried(config, device):
-        return batch
-    with limited_memory(device, PROBED_SHARE):
-        return fit_batch(batch, partial(try_step, config, model_config, model, dtype, device))
-
-
-def try_step(
-    config: TrainConfig,
-    model_config: GPTConfig,
-    model: nn.Module,
-    dtype: torch.dtype,
-    device: torch.device,
-    micro_batch_size: int,
-) -> None:
-    """Take the memory of a training step, the moments and two micro-batches; RuntimeError if none.
-
-    In the second micro-batch there are the gradients of the first and, compiled, those of all
-    parameters next to them.
-    """
-    moments = torch.empty(moment_bytes(config, model_config), dtype=torch.uint8, device=device)
-    shape = (2, micro_batch_size, model_config.block_size)
-    idx, targets = torch.zeros(shape, dtype=torch.int64, device=device)
-    set_gradient_sync(model, False)
-    try:
-        for _ in range(2):
-            with autocast(device, dtype), saved_activations(device, config.activation_offload):
-                loss = model(idx, targets).loss
-            loss.backward()
-    finally:
-        model.zero_grad(set_to_none=True)
-        set_gradient_sync(model, True)
-    del moments
-
-
-def fit_batch(batch: BatchPlan, attempt: Callable[[int], None]) -> BatchPlan:
-    """Halve the micro-batch until every process has the memory for it.
-
-    The global batch stays the same: half the micro-batch takes twice the micro-steps. Every
-    process must call this. `attempt` takes the memory of so many sequences, without communication.
-    """
-    while True:
-        failed = False
-        try:
-            attempt(batch.micro_batch_size)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
-        gc.collect()  # the failed attempt's tensors go only now, with its traceback
-        torch.cuda.empty_cache()
-        failed = bool(all_reduce_max(failed))
-        outcome = "does not fit" if failed else "fits"
-        print0(f"a micro-batch of {batch.micro_batch_size} {outcome}")
-        if not failed:
-            return batch
-        if batch.micro_batch_size == 1:
-            raise ValueError(
-                "the device has not enough memory for a single sequence: "
-                "use a smaller --block-size, a smaller --size, or more --loss-chunks"
-            )
-        sequences = batch.micro_batch_size * batch.grad_accum_steps
-        batch = _split(sequences, batch.micro_batch_size // 2)
 
 
 # --- what it comes to -------------------------------------------------------------------------

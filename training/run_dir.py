@@ -25,7 +25,7 @@ from runtime.checkpoint import (
     verify_checkpoint,
 )
 from runtime.cli import RunStopped, parse_flags
-from runtime.device import compile_error
+from runtime.device import compile_error, is_out_of_memory
 from runtime.distributed import (
     barrier,
     gather_text,
@@ -174,7 +174,7 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
     Raises:
         FloatingPointError: the body raised it, on all ranks.
         RunStopped: another process is gone.
-        ValueError: torch.compile failed.
+        ValueError: the device ran out of memory, or torch.compile failed.
     """
     try:
         yield
@@ -182,6 +182,10 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
         barrier()  # all ranks come here, rank 0 when its last save is complete
         raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
     except Exception as error:  # Triton's are no RuntimeErrors
+        if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
+            raise ValueError(
+                "the device ran out of memory: give a smaller --micro-batch-size"
+            ) from None
         if is_lost_process(error):
             raise RunStopped(
                 f"another process of this run is gone; {resume_hint(run_dir)}"
