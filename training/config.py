@@ -203,20 +203,13 @@ class TrainConfig:
             yield f"--dtype float16 does not go with --parallel {self.parallel}: use bfloat16"
         if self.mfu > 1:
             yield f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say"
-        if self.gpus is None:
-            for name in ("nodes", "gpu", "gpu_hour_price"):
-                if getattr(self, name) != getattr(TrainConfig, name):
-                    yield f"{flag_of(name)} goes with --plan --gpus"
-            return
-        if not self.plan:
+        if self.gpus and not self.plan:
             yield (
                 f"--gpus goes with --plan; to train on {self.gpus}: "
                 f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
             )
-        if self.nodes and self.gpus % self.nodes:
+        if self.gpus and self.nodes and self.gpus % self.nodes:
             yield f"--gpus {self.gpus} is not a multiple of --nodes {self.nodes}"
-        if self.parallel == "hsdp" and self.nodes == 1:
-            yield "--parallel hsdp needs --nodes 2 or more: use fsdp on one"
 
     @property
     def is_sharded(self) -> bool:

@@ -74,7 +74,9 @@ def plan_memory(
     """
     n_params, width = model_config.n_params, model_config.n_layer * model_config.n_embd
     shards = {"ddp": 1, "fsdp": dist_info.world_size, "hsdp": dist_info.local_world_size}
-    sharded = 8 * n_params + moment_bytes(config, model_config)
+    sharded = 16 * n_params
+    if config.optimizer == "muon":  # of the blocks' matrices it keeps one moment, not two
+        sharded -= 4 * 12 * model_config.n_layer * model_config.n_embd**2
     whole = 0  # bytes per parameter that every process has besides
     if dtype != torch.float32 or config.is_sharded:
         whole += dtype.itemsize  # copies for matrix products, cast or gathered
@@ -96,12 +98,6 @@ def plan_memory(
         (0 if config.cpu_offload else sharded / shards[config.parallel]) + whole * n_params,
         (0 if config.activation_offload else saved) + logits,
     )
-
-
-def moment_bytes(config: TrainConfig, model_config: GPTConfig) -> int:
-    """Bytes of AdamW's two float32 moments; of the blocks' matrices Muon keeps one."""
-    muons = 12 * model_config.n_layer * model_config.n_embd**2 if config.optimizer == "muon" else 0
-    return 8 * model_config.n_params - 4 * muons
 
 
 def loss_chunks(config: TrainConfig, device_type: str) -> int:

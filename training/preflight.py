@@ -66,10 +66,9 @@ def describe_software(config: TrainConfig, dist_info: DistInfo) -> list[str]:
 
 def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
     """Refuse a `--parallel` or an offload that this device or these processes cannot do."""
-    device, world_size, local = dist_info.device, dist_info.world_size, dist_info.local_world_size
-    for name in ("cpu_offload", "activation_offload"):
-        if getattr(config, name) and device.type != "cuda":
-            raise ValueError(f"{flag_of(name)} needs GPUs, and this device is {device.type}")
+    device = dist_info.device
+    if config.cpu_offload and device.type != "cuda":
+        raise ValueError(f"--cpu-offload needs GPUs, and this device is {device.type}")
     if not config.is_sharded:
         return
     if select_dtype(config.dtype, device) == torch.float16:
@@ -81,11 +80,6 @@ def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
         raise ValueError(
             f"--parallel {config.parallel} is for processes that torchrun starts, as in torchrun "
             f"--standalone --nproc_per_node=2 train_gpt2.py; for one process, use --parallel ddp"
-        )
-    if config.parallel == "hsdp" and (world_size == local or world_size % local):
-        raise ValueError(
-            f"--parallel hsdp needs several machines with equally many processes, and {local} of "
-            f"{world_size} are on this one: use --parallel fsdp, or several machines"
         )
 
 

@@ -140,20 +140,13 @@ def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -
 
 def describe_run(run_dir: Path) -> str:
     """Where a run is, and how to follow, stop and resume it."""
-    path = as_typed(run_dir)
+    path = shlex.quote(str(run_dir))
     return (
         f"run folder  {path}\n"
         f"figures     python plot.py {path}, at any time\n"
         f"to stop     Ctrl-C or SIGTERM, which save first\n"
         f"to resume   python train_gpt2.py --resume {path}"
     )
-
-
-def as_typed(path: Path) -> str:
-    """A path for a shell: relative if it is below the working folder, and quoted."""
-    with suppress(ValueError, OSError):
-        path = path.relative_to(Path.cwd())
-    return shlex.quote(path.as_posix())
 
 
 def resume_hint(run_dir: Path) -> str:
@@ -164,7 +157,7 @@ def resume_hint(run_dir: Path) -> str:
             f"no checkpoint yet: begin again with the same flags and --resume auto --run-name "
             f"{run_dir.name}"
         )
-    return f"last checkpoint {checkpoint.name}, go on with --resume {as_typed(run_dir)}"
+    return f"last checkpoint {checkpoint.name}, go on with --resume {shlex.quote(str(run_dir))}"
 
 
 @contextmanager
@@ -320,9 +313,5 @@ def model_dimensions(config: TrainConfig, checkpoint: Checkpoint | None) -> GPTC
     if given > own:
         raise ValueError(
             f"--block-size {given} is beyond this model's {own}: give --block-size {own} or less"
-        )
-    if given < own:
-        print0(
-            f"--block-size {given}: of {config.init_from}, positions {given} to {own - 1} are cut"
         )
     return replace(model_config, block_size=given)
