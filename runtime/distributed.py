@@ -67,14 +67,11 @@ def setup_distributed(
 ) -> Iterator[DistInfo]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 
-    GPUs use NCCL, CPUs use gloo. Neither asks who connects: processes of one machine talk over its
-    loopback interface, unless the environment names another. A DDP model must not outlive the
-    body: build it in a function that the body calls.
-
-    Args:
-        device_name: see `select_device`; with CUDA each process takes the GPU of its local rank.
-        cpu_offload: tensors on the CPU are reduced and gathered too, next to those on GPUs.
-        timeout_minutes: a process that waits longer for the others in a collective ends; 0 = never.
+    GPUs use NCCL, CPUs use gloo; with `cpu_offload`, tensors on the CPU are reduced too, next to
+    those on GPUs. Neither asks who connects: processes of one machine talk over its loopback
+    interface, unless the environment names another. A process that waits longer than
+    `timeout_minutes` for the others in a collective ends; 0 = never. A DDP model must not outlive
+    the body: build it in a function that the body calls.
 
     Raises:
         RunStopped: another process is gone or cannot be reached.
@@ -95,7 +92,7 @@ def setup_distributed(
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
         torch.set_num_threads(usable_cores())
-    timeout = timedelta(minutes=min(timeout_minutes or LONGEST_TIMEOUT, LONGEST_TIMEOUT))
+    timeout = timedelta(minutes=timeout_minutes or LONGEST_TIMEOUT)
     try:
         if device.type == "cuda" and cpu_offload:
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
@@ -128,18 +125,14 @@ def shard_model(
 ) -> None:
     """Shard parameters, gradients and optimizer state over all processes, in place (FSDP2).
 
+    The model comes on the meta device, so that no process ever holds all of it; afterwards each
+    process has memory for its shards, which are not initialised.
+
     A block's parameters are gathered before it computes and, with `reshard_after_forward`, again
     before its backward pass (ZeRO-3; Rajbhandari et al. 2020, section 5); without, they stay
     gathered (ZeRO-2). Embeddings and the last LayerNorm are gathered once per forward pass.
-
-    Args:
-        model: on the meta device, so that no process ever holds all of it. Afterwards each
-            process has memory for its shards, which are not initialised.
-        dist_info: this process.
-        replicate: shard within a machine only, and replicate over machines (HSDP).
-        reshard_after_forward: see above.
-        cpu_offload: keep the shards and the optimizer's state in the CPU's memory.
-        dtype: of matrix products and, on GPUs, of gathered block parameters.
+    `replicate` shards within a machine only, and replicates over machines (HSDP). On GPUs, blocks
+    are gathered in `dtype`.
     """
     # Imported here because it takes more than a second.
     from torch.distributed.device_mesh import init_device_mesh
@@ -255,8 +248,7 @@ def all_reduce_max(value: int) -> int:
 def gather_text(text: str) -> list[str]:
     """Every process's `text`, in the order of their ranks, on every process.
 
-    Not by `all_gather_object`, which would unpickle what other machines send. A path that is not
-    UTF-8 goes through as Python has it.
+    Not by `all_gather_object`, which would unpickle what other machines send.
     """
     if world_size() == 1:
         return [text]
@@ -274,11 +266,8 @@ def raise_on_all_ranks() -> Iterator[None]:
     """If one process raises in the body what a user can cause, end every process.
 
     Without this the others would wait for it in the next collective. The body itself must not
-    have a collective.
-
-    Raises:
-        ValueError: on the main process, with the message of the first that met an error.
-        SystemExit: on the others, exit code 2.
+    have a collective. Rank 0 raises the error or, of another rank's, a ValueError; the others exit
+    with code 2.
     """
     error = None
     try:
@@ -296,13 +285,8 @@ def raise_on_all_ranks() -> Iterator[None]:
     raise ValueError(f"on rank {rank}: {messages[rank]}")
 
 
-def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
-    """End every process if `lines`, which describe `what`, are not the same on all of them.
-
-    Raises:
-        ValueError: on the main process, naming the first difference.
-        SystemExit: on the others, exit code 2.
-    """
+def check_same_on_all_ranks(lines: Sequence[str]) -> None:
+    """End every process if `lines`, which describe it, are not the same on all of them."""
     texts = gather_text("\n".join(lines))
     with raise_on_all_ranks():
         for rank, text in enumerate(texts):
@@ -310,8 +294,8 @@ def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
             for own, main in pairs:
                 if own != main:
                     raise ValueError(
-                        f"{what} differ: rank {rank} has {own or 'nothing'}, "
-                        f"rank 0 has {main or 'nothing'}"
+                        f"the ranks differ: rank {rank} has {own or 'nothing'}, rank 0 has "
+                        f"{main or 'nothing'}"
                     )
 
 
@@ -326,11 +310,8 @@ def rank_batches(
     A sharded model needs every rank in every forward pass. In the last round some ranks have no
     batch left: they get the last one again, which they compute and do not count.
 
-    Args:
-        batches: the same ones on every rank.
-        dist_info: this process.
-        between: called before every round, on all ranks; it may raise, on all of them alike.
-        title: of a progress bar, which rank 0 shows on a terminal; None shows none.
+    `between` is called before every round; it may raise, on all ranks alike. With a `title`, rank 0
+    shows a progress bar on a terminal.
 
     Yields:
         A batch, and whether to count its result.

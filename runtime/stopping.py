@@ -32,9 +32,6 @@ class StopRequest:
 
     The first signal only asks to stop. A second Ctrl-C ends the process at once, except under
     `torchrun`, which repeats the first one to processes that had it from the terminal already.
-
-    Args:
-        stop_on_write_error: whether a file that cannot be written is a reason to stop.
     """
 
     def __init__(self, stop_on_write_error: bool = False) -> None:
@@ -63,11 +60,7 @@ class StopRequest:
         return self._code > 0
 
     def interrupt_evaluation(self) -> None:
-        """Called between the batches of an evaluation, by every process.
-
-        Raises:
-            EvaluationStopped: on every process, if any was asked to stop.
-        """
+        """Raise `EvaluationStopped` on every process if any was asked to stop; all must call it."""
         self._batches += 1
         if self._batches % BATCHES_PER_SYNC == 0 and self.sync_stop():
             raise EvaluationStopped

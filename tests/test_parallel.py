@@ -211,7 +211,7 @@ def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, check, 
     ("flags", "message"),
     [
         (["--parallel=fsdp"], "for processes that torchrun starts"),
-        (["--parallel=fsdp", "--dtype=float16"], "float16 does not go with --parallel fsdp"),
+        (["--parallel=fsdp", "--dtype=float16"], "float16 does not go with --parallel fsdp: use"),
         (["--cpu-offload"], "--cpu-offload goes with --parallel fsdp or hsdp"),
         (["--parallel=fsdp", "--cpu-offload"], "--cpu-offload needs GPUs, and this device is cpu"),
     ],

@@ -199,8 +199,6 @@ class TrainConfig:
             yield "--init-from has its own --size, --n-layer, --n-head and --n-embd"
         if self.cpu_offload and not self.is_sharded:
             yield "--cpu-offload goes with --parallel fsdp or hsdp"
-        if self.dtype == "float16" and self.is_sharded:
-            yield f"--dtype float16 does not go with --parallel {self.parallel}: use bfloat16"
         if self.mfu > 1:
             yield f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say"
         if self.gpus and not self.plan:

@@ -48,7 +48,7 @@ def open_same_data(
         if resumed is not None:
             check_resume_compatible(resumed, config, train.fingerprint)
     lines = [*describe_software(config, dist_info), describe_checkpoint(resumed)]
-    check_same_on_all_ranks("the ranks", lines + train.describe() + val.describe())
+    check_same_on_all_ranks(lines + train.describe() + val.describe())
     return train, val
 
 
@@ -73,8 +73,8 @@ def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
         return
     if select_dtype(config.dtype, device) == torch.float16:
         raise ValueError(
-            f"--parallel {config.parallel} is for bfloat16 or float32, and this GPU has no "
-            f"bfloat16: use --dtype float32, or --parallel ddp"
+            f"float16 does not go with --parallel {config.parallel}: use --dtype bfloat16 or, on a "
+            f"GPU that has none, float32"
         )
     if not dist.is_initialized():
         raise ValueError(

@@ -114,10 +114,6 @@ def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -
 
     Every process must call this, after `step` updates that are saved. If the run `is_complete`, a
     signal came too late to matter.
-
-    Raises:
-        KeyboardInterrupt: the run was stopped by Ctrl-C.
-        OSError: a file could not be written, and the run was to stop for that.
     """
     reason = None if is_complete and stop.reason != "failure" else stop.reason
     if is_main():
@@ -162,13 +158,7 @@ def resume_hint(run_dir: Path) -> str:
 
 @contextmanager
 def explain_failures(run_dir: Path) -> Iterator[None]:
-    """Add to a failure of the body which checkpoint is left, and what to do.
-
-    Raises:
-        FloatingPointError: the body raised it, on all ranks.
-        RunStopped: another process is gone.
-        ValueError: the device ran out of memory, or torch.compile failed.
-    """
+    """Add to a failure of the body which checkpoint is left, and what to do."""
     try:
         yield
     except FloatingPointError as error:
@@ -194,12 +184,6 @@ def open_run(config: TrainConfig, checkpoint: Checkpoint | None) -> Iterator[Pat
 
     The folder may hold a run already if `--resume` found its checkpoint, or found none because the
     run ended before its first.
-
-    Yields:
-        The folder.
-
-    Raises:
-        ValueError: the folder holds another run, or another trainer is using it.
     """
     with ExitStack() as stack:
         run_dir = Path()
