@@ -22,6 +22,8 @@ def check(dist_info):
     path = os.fsdecode(b"runs\\xff")  # not UTF-8
     assert gather_text(path) == [path, path]
     check_same_on_all_ranks(["one", "two"])
+    rounds = list(rank_batches("abc", dist_info))  # each batch counts once
+    assert rounds == ([("b", True), ("c", False)] if dist_info.rank else [("a", True), ("c", True)])
     for end_on_one, message in ((fail_on_one, "on rank 1: one"), (differ, "rank 1 has 1, rank 0")):
         try:
             end_on_one(dist_info)

@@ -17,7 +17,6 @@ NUMBERS = [
     for field in fields(TrainConfig)
     if type(field.default) in (int, float) or field.name in ("n_layer", "n_head", "n_embd")
 ]
-SWITCHES = [field.name for field in fields(TrainConfig) if type(field.default) is bool]
 VALUES = st.one_of(
     st.integers().map(str),
     st.floats().map(str),
@@ -57,24 +56,6 @@ def test_train_config_of_any_values_is_valid_or_refused(values):
     # What a run saves is what a resumed one reads.
     saved = config.saved()
     assert config_from_settings(saved, Path("config.json")).saved() == saved
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_number_that_is_none_is_refused_by_its_flag(name):
-    for value in ("-1", "x", "nan", ""):
-        message = parse([f"{flag(name)}={value}"])
-        assert isinstance(message, str), message
-        assert name.replace("_", "-") in message.replace("_", "-")
-    if name in ABOVE_ZERO:
-        assert f"{flag(name)} must be above 0, not 0" in parse([f"{flag(name)}=0"])
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_switch_takes_no_value(name):
-    assert isinstance(parse([f"{flag(name)}=perhaps"]), str)
-    needs = ["--parallel=fsdp"] if name == "cpu_offload" else []
-    assert getattr(parse([flag(name), *needs]), name) is True
-    assert getattr(parse([f"--no-{name.replace('_', '-')}"]), name) is False
 
 
 def test_all_problems_of_a_configuration_come_together():

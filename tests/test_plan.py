@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
 from model import GPT, GPT2_SIZES, GPTConfig
-from ops import checkpoint_activations
 from runtime.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -46,30 +45,6 @@ def peak_bytes(function, *args):
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     del kept
     return max(itertools.accumulate(sizes), default=0)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "dtype"), [(1, torch.bfloat16), (8, torch.bfloat16), (1, torch.float32)]
-)
-def test_planned_activations_are_near_what_a_backward_pass_takes(chunks, dtype):
-    idx = torch.zeros(1, LONG.block_size, dtype=torch.int64)
-    ratios = []
-    for mode in ("none", "selective", "full"):
-        model = GPT(LONG)
-        model.loss_chunks = chunks
-        checkpoint_activations(model.transformer.h, mode)
-
-        def step(model=model):
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                loss = model(idx, idx).loss
-            loss.backward()
-
-        step()  # the gradients are there afterwards
-        config = TrainConfig(activation_checkpointing=mode, loss_chunks=chunks, compile=False)
-        planned = plan_memory(config, LONG, dtype, gpus()).per_token * LONG.block_size
-        ratios.append(planned / peak_bytes(step))
-    print(ratios)
-    assert all(0.7 < ratio < 1.7 for ratio in ratios)
 
 
 EAGER = {"compile": False}
@@ -226,11 +201,6 @@ def test_planned_time_and_price_are_those_of_published_runs_at_their_mfu(gpu, mf
     price = float(rows["price"].split()[1].strip(",").replace(",", ""))
     assert price == pytest.approx(1e4 * gpu_hours, rel=0.02)
     assert float(rows["time"].split()[1]) == pytest.approx(gpu_hours / 8, abs=0.06)
-
-
-def test_planned_time_of_float32_is_twice_as_long():
-    hours = [plan_rows(gpus=1, dtype=dtype)["time"].split()[1] for dtype in ("auto", "float32")]
-    assert float(hours[1]) == pytest.approx(2 * float(hours[0]), abs=0.2)
 
 
 def test_plan_says_what_does_not_fit_and_names_batches_that_divide():

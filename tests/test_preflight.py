@@ -1,10 +1,10 @@
-"""Each check of `--preflight` meets the fault it is for, on real processes."""
+"""Ranks that differ, and each check of `--preflight`, on real processes."""
 
 import shutil
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, copy_code
 from forked import assert_refused
 
 from train_gpt2 import main
@@ -15,8 +15,9 @@ ALONE = {  # a machine with one process
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
 }
 MACHINE = """
-import os, sys
+import os, shutil, sys
 sys.path.insert(0, {root!r})
+from pathlib import Path
 import numpy as np, train_gpt2
 from runtime.cli import run_command
 from training import preflight
@@ -27,11 +28,16 @@ if os.environ["RANK"] == "1":
 run_command(train_gpt2.main)
 """
 OTHER_DATA = "np.save('data/train_000002.npy', np.load('data/train_000002.npy')[:-5])"
+MANIFEST = "runs/a/checkpoints/step_00000004/manifest.json"
+OTHER_CHECKPOINT = (
+    "os.unlink('runs'); shutil.copytree('../runs', 'runs'); "
+    f"Path('{MANIFEST}').write_text(Path('{MANIFEST}').read_text() + ' ')"
+)
 
 
 @pytest.fixture
 def two_machines(commands, tiny_data, tiny_flags, tmp_path):
-    """What runs a preflight on two machines, after a line of code on the second.
+    """What runs train_gpt2.py on two machines, after a line of code on the second.
 
     Each has its own copy of the data in its working folder, and they share `runs`.
     """
@@ -40,12 +46,13 @@ def two_machines(commands, tiny_data, tiny_flags, tmp_path):
         shutil.copytree(tiny_data, tmp_path / rank / "data")
         (tmp_path / rank / "runs").symlink_to(tmp_path / "runs")
 
-    def run(change):
+    def run(change, *flags):
         script = tmp_path / "machine.py"
         script.write_text(MACHINE.format(root=str(ROOT), folder=str(tmp_path), change=change))
-        flags = [*tiny_flags, "--data-dir=data", "--out-dir=runs", "--preflight"]
+        flags = [*tiny_flags, "--data-dir=data", "--out-dir=runs", *flags]
+        before = list((tmp_path / "runs").iterdir())
         done = commands.run_ranks(2, script, *flags, **ALONE)
-        assert not list((tmp_path / "runs").iterdir())
+        assert list((tmp_path / "runs").iterdir()) == before
         return done
 
     return run
@@ -62,7 +69,7 @@ def test_preflight_of_one_process_passes_and_makes_no_run(tiny_flags, tmp_path, 
 
 
 def test_preflight_of_two_machines_passes(two_machines):
-    done = two_machines("pass")
+    done = two_machines("pass", "--preflight")
     assert done.codes == [0, 0], done.stderr
     assert passed(done.stdout) == CHECKS
     assert "2 x cpu, 1 per machine" in done.stdout
@@ -71,19 +78,43 @@ def test_preflight_of_two_machines_passes(two_machines):
 @pytest.mark.parametrize(
     ("change", "check", "message"),
     [
-        (OTHER_DATA, "ranks", "rank 1 has data/train_000002.npy of 10,995 tokens"),
+        ("sys.argv.append('--max-lr=0.001')", "ranks", "rank 1 has --max-lr 0.001, rank 0 has -"),
+        ("sys.argv.remove('--resume=auto')", "ranks", "rank 1 has --resume None, rank 0 has --re"),
+        (OTHER_DATA, "ranks", "rank 1 has data/train_000002.npy of 10,995 tokens, rank 0 has"),
+        ("Path('data/train_000002.npy').write_bytes(b'junk')", "ranks", "on rank 1: data/train_0"),
         ("os.unlink('runs')", "disk", "rank 0 wrote to runs, and this rank does not see it: give"),
     ],
+    ids=["flag", "resume", "data", "junk", "disk"],
 )
 def test_preflight_refuses_machines_that_differ(two_machines, change, check, message):
-    done = two_machines(change)
+    done = two_machines(change, "--preflight", "--run-name=a", "--resume=auto")
     assert_refused(done, message)
     assert done.codes == [2, 2]
     assert passed(done.stdout) == CHECKS[: CHECKS.index(check)]
 
 
+def test_training_does_not_begin_with_other_code_on_a_machine(two_machines, tmp_path):
+    copy = copy_code(tmp_path / "code")
+    with (copy / "lr_schedule.py").open("a") as file:
+        file.write("# changed\n")
+    done = two_machines(f"preflight.__file__ = {str(copy / 'training/preflight.py')!r}")
+    assert_refused(done, "rank 1 has lr_schedule.py of SHA-256")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("os.unlink('runs')", "rank 1 has no checkpoint, rank 0 has runs/a/checkpoints/step_00"),
+        (OTHER_CHECKPOINT, "rank 1 has runs/a/checkpoints/step_00000004 ("),
+    ],
+)
+def test_training_does_not_go_on_from_two_checkpoints(two_machines, tiny_flags, change, message):
+    main([*tiny_flags, "--run-name=a", "--max-steps=4"])
+    assert_refused(two_machines(change, "--run-name=a", "--resume=auto"), message)
+
+
 def test_preflight_says_that_a_process_is_gone(two_machines):
-    done = two_machines("preflight.check_hashes = lambda *_: os._exit(9)")
+    done = two_machines("preflight.check_hashes = lambda *_: os._exit(9)", "--preflight")
     assert done.codes == [1, 9]
     assert done.stderr.startswith("stopped: another process is gone, or cannot be reached")
 

@@ -78,10 +78,8 @@ class RunLog:
         """Stop the clock of the steps for evaluation and saving."""
         synchronize(self.device)  # a step's last work is not to fall into the pause
         begun = perf_counter()
-        try:
-            yield
-        finally:
-            self._step_begun += perf_counter() - begun
+        yield
+        self._step_begun += perf_counter() - begun
 
     def step(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
         """Log a step, which the device has finished; `step` updates are done by now."""
