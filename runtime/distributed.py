@@ -285,8 +285,8 @@ def raise_on_all_ranks() -> Iterator[None]:
     raise ValueError(f"on rank {rank}: {messages[rank]}")
 
 
-def check_same_on_all_ranks(lines: Sequence[str]) -> None:
-    """End every process if `lines`, which describe it, are not the same on all of them."""
+def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
+    """End every process if `lines`, which describe `what`, are not the same on all of them."""
     texts = gather_text("\n".join(lines))
     with raise_on_all_ranks():
         for rank, text in enumerate(texts):
@@ -294,8 +294,8 @@ def check_same_on_all_ranks(lines: Sequence[str]) -> None:
             for own, main in pairs:
                 if own != main:
                     raise ValueError(
-                        f"the ranks differ: rank {rank} has {own or 'nothing'}, rank 0 has "
-                        f"{main or 'nothing'}"
+                        f"{what} differ: rank {rank} has {own or 'nothing'}, "
+                        f"rank 0 has {main or 'nothing'}"
                     )
 
 

@@ -10,7 +10,7 @@ def fail_on_one(dist_info):
             raise ValueError("one")
 
 def differ(dist_info):
-    check_same_on_all_ranks(["same", str(dist_info.rank)])
+    check_same_on_all_ranks("numbers", ["same", str(dist_info.rank)])
 
 def check(dist_info):
     me = float(dist_info.rank)
@@ -21,7 +21,7 @@ def check(dist_info):
     assert gather_text("Grüße" * dist_info.rank) == ["", "Grüße"]
     path = os.fsdecode(b"runs\\xff")  # not UTF-8
     assert gather_text(path) == [path, path]
-    check_same_on_all_ranks(["one", "two"])
+    check_same_on_all_ranks("numbers", ["one", "two"])
     rounds = list(rank_batches("abc", dist_info))  # each batch counts once
     assert rounds == ([("b", True), ("c", False)] if dist_info.rank else [("a", True), ("c", True)])
     for end_on_one, message in ((fail_on_one, "on rank 1: one"), (differ, "rank 1 has 1, rank 0")):

@@ -48,7 +48,7 @@ def open_same_data(
         if resumed is not None:
             check_resume_compatible(resumed, config, train.fingerprint)
     lines = [*describe_software(config, dist_info), describe_checkpoint(resumed)]
-    check_same_on_all_ranks(lines + train.describe() + val.describe())
+    check_same_on_all_ranks("the ranks", lines + train.describe() + val.describe())
     return train, val
 
 
