@@ -33,19 +33,18 @@ from lr_schedule import SCHEDULES
 from model import GPT
 from ops import IGNORE_INDEX, checkpoint_activations
 from optimizers import Muon
-from plot import plot_run
 from runtime import checkpoint, device, distributed
 from runtime.checkpoint import Checkpoint
 from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
 from runtime.metrics import flops_per_token
-from runtime.run_log import RunLog
 from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import plan, run_dir
 from training.config import TrainConfig
 from training.preflight import open_same_data, run_preflight
+from training.run_log import RunLog
 
 SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -93,10 +92,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> None:
     """Set up, resume if asked to, train. The DDP model must die before its process group does."""
+    splits = open_same_data(config, resumed, dist_info)
     if run_dir.is_finished(resumed, config):
         print0("the run is finished: give a larger --max-steps to train on")
         return
-    splits = open_same_data(config, resumed, dist_info)
     with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
         trainer = setup(config, resumed, splits, folder, dist_info)
         start_step = resumed.state.step if resumed else 0
@@ -129,7 +128,7 @@ def setup(
     compiles = config.compile and can_compile(dist_info)
     raw_model = build_model(config, resumed, dtype, dist_info)
     model = compile_and_wrap(raw_model, config, dist_info, compiles)
-    batch = plan.choose_batch(config, raw_model.config, model, dtype, dist_info)
+    batch = plan.plan_batch(config, raw_model.config, dist_info)
     optimizers = build_optimizers(raw_model, config, dist_info, dtype, compiles)
     scaler = torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16)
     if resumed is not None:
@@ -141,17 +140,12 @@ def setup(
     stop = StopRequest(config.stop_on_write_error)
     log = RunLog(
         folder,
-        settings=config.saved(),
-        trackers=config.logger,
+        config,
         start_step=resumed.state.step if resumed else 0,
-        max_steps=config.max_steps,
-        tokens_per_step=config.total_batch_size,
-        log_every=config.log_every,
         flops_per_token=flops_per_token(raw_model.config),
         device=dist_info.device,
         dtype=dtype,
         on_write_error=stop.on_write_error,
-        draw_figures=lambda: plot_run(folder),
     )
     return Trainer(
         config=config,

@@ -59,7 +59,6 @@ def parse_flags(
     config_class: type[Config],
     args: Sequence[str] | None = None,
     default: Config | None = None,
-    hints: Mapping[str, str] | None = None,
 ) -> Config:
     """Build a dataclass from command-line flags: each field is one, its docstring the help text.
 
@@ -70,14 +69,13 @@ def parse_flags(
         config_class: the dataclass.
         args: by default the process's own.
         default: has the values of flags that are not given, by default those of the class.
-        hints: by flag that does not exist, what to do instead.
 
     Raises:
         ValueError: a flag is unknown or its value is refused; the message is one line. Under
             torchrun only rank 0 raises it; the other ranks exit with code 2 and print nothing.
     """
     try:
-        values = _read_flags(config_class, args, default, hints or {})
+        values = _read_flags(config_class, args, default)
         return build_config(config_class, values, default, flag_of)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -152,10 +150,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_flags(
-    config_class: type[Any],
-    args: Sequence[str] | None,
-    default: object | None,
-    hints: Mapping[str, str],
+    config_class: type[Any], args: Sequence[str] | None, default: object | None
 ) -> dict[str, Any]:
     """The flags that are given: by field their text, for a switch a bool."""
     parser = _new_parser(config_class, default)
@@ -171,14 +166,13 @@ def _read_flags(
         switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
         raise ValueError(f"{unknown[0]!r} belongs to no flag{switch}")
     names = [flag_of(field.name) for field in fields(config_class)]
-    raise ValueError("; ".join(_explain_unknown(flag, names, hints) for flag in flags))
+    raise ValueError("; ".join(_explain_unknown(flag, names) for flag in flags))
 
 
-def _explain_unknown(flag: str, names: Sequence[str], hints: Mapping[str, str]) -> str:
+def _explain_unknown(flag: str, names: Sequence[str]) -> str:
     """That there is no such flag, and which one was probably meant."""
     similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-    hint = hints.get(flag) or (f"did you mean {similar[0]}?" if similar else "")
-    return f"there is no flag {flag}" + (f": {hint}" if hint else "")
+    return f"there is no flag {flag}" + (f": did you mean {similar[0]}?" if similar else "")
 
 
 def _new_parser(config_class: type[Any], default: object | None) -> argparse.ArgumentParser:

@@ -243,17 +243,6 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-@contextlib.contextmanager
-def limited_memory(device: torch.device, share: float) -> Iterator[None]:
-    """Let torch take only a share of a GPU's memory in the body, whose peak is then forgotten."""
-    torch.cuda.set_per_process_memory_fraction(share, device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the CPU to the device; a GPU is not waited for, as pageable memory would."""
     if device.type == "cuda":

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from model import GPT
+from runtime.cli import RunStopped
 from runtime.device import DeviceName, select_device
 from runtime.startup import usable_cores
 
@@ -46,11 +47,7 @@ class DistInfo:
 
 
 def read_dist_env(device_name: DeviceName) -> DistInfo:
-    """Rank and device of this process from `torchrun`'s environment, without joining the others.
-
-    Raises:
-        ValueError: the device is missing.
-    """
+    """Rank and device of this process from `torchrun`'s environment, without joining the others."""
     rank, local_rank, world_size, local_world_size = (
         int(os.environ.get(name, default))
         for name, default in (
@@ -70,19 +67,14 @@ def setup_distributed(
 ) -> Iterator[DistInfo]:
     """Join the process group that `torchrun` describes, if any, for the length of the body.
 
-    GPUs use NCCL, CPUs use gloo. Neither asks who connects: processes of one machine talk over its
-    loopback interface, unless the environment names another. A DDP model must not outlive the
-    body: build it in a function that the body calls.
-
-    Args:
-        device_name: see `select_device`; with CUDA each process takes the GPU of its local rank.
-        cpu_offload: tensors on the CPU are reduced and gathered too, next to those on GPUs.
-        timeout_minutes: a process that waits longer for the others in a collective ends; 0 = never.
-
-    Yields:
-        This process.
+    GPUs use NCCL, CPUs use gloo; with `cpu_offload`, tensors on the CPU are reduced too, next to
+    those on GPUs. Neither asks who connects: processes of one machine talk over its loopback
+    interface, unless the environment names another. A process that waits longer than
+    `timeout_minutes` for the others in a collective ends; 0 = never. A DDP model must not outlive
+    the body: build it in a function that the body calls.
 
     Raises:
+        RunStopped: another process is gone or cannot be reached.
         ValueError: the device is missing, or cannot be shared by several processes.
     """
     dist_info = read_dist_env(device_name)
@@ -100,18 +92,26 @@ def setup_distributed(
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
     if device.type == "cpu":  # torchrun allows each process one thread, however many cores
         torch.set_num_threads(usable_cores())
-    timeout = timedelta(minutes=min(timeout_minutes or LONGEST_TIMEOUT, LONGEST_TIMEOUT))
-    if device.type == "cuda" and cpu_offload:
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-    elif device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
-    yield dist_info
-    # Not after an error: others may wait in a collective, and torchrun ends them.
-    gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit
-    dist.barrier()
-    dist.destroy_process_group()
+    timeout = timedelta(minutes=timeout_minutes or LONGEST_TIMEOUT)
+    try:
+        if device.type == "cuda" and cpu_offload:
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        elif device.type == "cuda":
+            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+        yield dist_info
+        # Not after an error: others may wait in a collective, and torchrun ends them.
+        gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        if not is_lost_process(error):
+            raise
+        raise RunStopped(
+            "another process is gone, or cannot be reached: machines must reach each other on all "
+            "ports (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
+        ) from None
 
 
 def shard_model(
@@ -125,19 +125,14 @@ def shard_model(
 ) -> None:
     """Shard parameters, gradients and optimizer state over all processes, in place (FSDP2).
 
+    The model comes on the meta device, so that no process ever holds all of it; afterwards each
+    process has memory for its shards, which are not initialised.
+
     A block's parameters are gathered before it computes and, with `reshard_after_forward`, again
     before its backward pass (ZeRO-3; Rajbhandari et al. 2020, section 5); without, they stay
     gathered (ZeRO-2). Embeddings and the last LayerNorm are gathered once per forward pass.
-
-    Args:
-        model: on the meta device, so that no process ever holds all of it. Afterwards each
-            process has memory for its shards, which are not initialised.
-        dist_info: this process.
-        replicate: shard within a machine only, and replicate over machines (HSDP).
-        reshard_after_forward: free a block's gathered parameters between its passes.
-        cpu_offload: keep the shards and the optimizer's state in the CPU's memory.
-        dtype: of matrix products and, on GPUs, of gathered block parameters; gradients are
-            reduced in float32.
+    `replicate` shards within a machine only, and replicates over machines (HSDP). On GPUs, blocks
+    are gathered in `dtype`.
     """
     # Imported here because it takes more than a second.
     from torch.distributed.device_mesh import init_device_mesh
@@ -253,8 +248,7 @@ def all_reduce_max(value: int) -> int:
 def gather_text(text: str) -> list[str]:
     """Every process's `text`, in the order of their ranks, on every process.
 
-    Not by `all_gather_object`, which would unpickle what other machines send. A path that is not
-    UTF-8 goes through as Python has it.
+    Not by `all_gather_object`, which would unpickle what other machines send.
     """
     if world_size() == 1:
         return [text]
@@ -272,11 +266,8 @@ def raise_on_all_ranks() -> Iterator[None]:
     """If one process raises in the body what a user can cause, end every process.
 
     Without this the others would wait for it in the next collective. The body itself must not
-    have a collective.
-
-    Raises:
-        ValueError: on the main process, with the message of the first that met an error.
-        SystemExit: on the others, exit code 2.
+    have a collective. Rank 0 raises the error or, of another rank's, a ValueError; the others exit
+    with code 2.
     """
     error = None
     try:
@@ -295,12 +286,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
-    """End every process if `lines`, which describe `what`, are not the same on all of them.
-
-    Raises:
-        ValueError: on the main process, naming the first difference.
-        SystemExit: on the others, exit code 2.
-    """
+    """End every process if `lines`, which describe `what`, are not the same on all of them."""
     texts = gather_text("\n".join(lines))
     with raise_on_all_ranks():
         for rank, text in enumerate(texts):
@@ -324,11 +310,8 @@ def rank_batches(
     A sharded model needs every rank in every forward pass. In the last round some ranks have no
     batch left: they get the last one again, which they compute and do not count.
 
-    Args:
-        batches: the same ones on every rank.
-        dist_info: this process.
-        between: called before every round, on all ranks; it may raise, on all of them alike.
-        title: of a progress bar, which rank 0 shows on a terminal; None shows none.
+    `between` is called before every round; it may raise, on all ranks alike. With a `title`, rank 0
+    shows a progress bar on a terminal.
 
     Yields:
         A batch, and whether to count its result.
@@ -347,15 +330,6 @@ def is_lost_process(error: Exception) -> bool:
     return is_gloos or isinstance(error, dist.DistError)
 
 
-def broadcast_int(value: int) -> int:
-    """The main process's `value`, on every process."""
-    if world_size() == 1:
-        return value
-    tensor = torch.tensor(value, dtype=torch.int64, device=_device())
-    dist.broadcast(tensor, src=0)
-    return int(tensor)
-
-
 def barrier() -> None:
     """Wait until every process has come here."""
     if world_size() > 1:
@@ -363,7 +337,7 @@ def barrier() -> None:
 
 
 def print0(line: str) -> None:
-    """Print a line on rank 0, above the progress bar if there is one."""
+    """Print a line on rank 0, above an evaluation's progress bar if there is one."""
     if not is_main():
         return
     with suppress(OSError):  # a full disk or a closed pipe must not end a run

@@ -1,6 +1,6 @@
 """What a run has measured: reading `metrics.jsonl`; FLOPs, the peaks of GPUs, MFU.
 
-`runtime.run_log` writes the file: one JSON object per line, one line per event. Figures are drawn
+`training.run_log` writes the file: one JSON object per line, one line per event. Figures are drawn
 from this file alone.
 """
 

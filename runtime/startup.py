@@ -1,18 +1,18 @@
 """What a script does before its imports, which take seconds, and asks without them."""
 
+import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 
-ORPHAN_SECONDS = 120  # in which a rank that has lost its parent can save
+PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 
 
 def prepare_process() -> None:
     """Set up this process for slow imports: Ctrl-C ends it in one line.
 
-    A log gets no bars of the hub's downloads. A rank ends when `torchrun` is gone.
+    A log gets no bars of the hub's downloads. `torchrun` that dies by `kill -9` ends no rank: Linux
+    sends them SIGTERM then, so that they save and end.
 
     libgomp, which torch loads, reads its settings only then. Its waiting threads spin, which costs
     nothing alone but slows down all that shares the cores: on 2 cores next to two busy loops the
@@ -23,8 +23,8 @@ def prepare_process() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
     if not (sys.stderr and sys.stderr.isatty()):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
 
@@ -33,19 +33,6 @@ def finish_startup() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again; the imports are done."""
     if signal.getsignal(signal.SIGINT) is _exit_on_ctrl_c:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end_with(parent: int) -> None:
-    """End this process once `parent` has ended without ending it, as by `kill -9`.
-
-    The signal lets training save; a process that does not come to that, because it waits for
-    another in a collective, ends without.
-    """
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_SECONDS)
-    os._exit(1)
 
 
 def _exit_on_ctrl_c(*_: object) -> None:

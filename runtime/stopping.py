@@ -32,13 +32,10 @@ class StopRequest:
 
     The first signal only asks to stop. A second Ctrl-C ends the process at once, except under
     `torchrun`, which repeats the first one to processes that had it from the terminal already.
-
-    Args:
-        stop_on_write_error: whether a file that cannot be written is a reason to stop.
     """
 
     def __init__(self, stop_on_write_error: bool = False) -> None:
-        self.error: OSError | None = None
+        self.error: OSError | None = None  # what this process stops for
         self._stop_on_write_error = stop_on_write_error
         self._own_code = 0  # what this process was asked: a signal's number, or FAILURE
         self._code = 0  # the largest of all processes
@@ -63,11 +60,7 @@ class StopRequest:
         return self._code > 0
 
     def interrupt_evaluation(self) -> None:
-        """Called between the batches of an evaluation, by every process.
-
-        Raises:
-            EvaluationStopped: on every process, if any was asked to stop.
-        """
+        """Raise `EvaluationStopped` on every process if any was asked to stop; all must call it."""
         self._batches += 1
         if self._batches % BATCHES_PER_SYNC == 0 and self.sync_stop():
             raise EvaluationStopped
@@ -75,9 +68,7 @@ class StopRequest:
     def write_failed(self, error: OSError, at_end: bool = False) -> None:
         """Warn of a file that could not be written or, if the flags say so, ask all to stop.
 
-        Args:
-            error: what happened.
-            at_end: whether the run ends here: a warning is then not enough.
+        A warning is not enough `at_end` of the run.
         """
         if at_end or self._stop_on_write_error:
             self.error, self._own_code = self.error or error, FAILURE
@@ -91,16 +82,6 @@ class StopRequest:
             yield
         except OSError as error:
             self.write_failed(error)
-
-    def raise_failure(self) -> None:
-        """End this process if all stop for a failure; the one that met it says what it was.
-
-        Raises:
-            OSError: the error.
-            SystemExit: another process had the error; exit code 2.
-        """
-        if self._code >= FAILURE:
-            raise self.error if self.error is not None else SystemExit(2)
 
     def __enter__(self) -> Self:
         for number in SIGNALS:

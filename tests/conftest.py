@@ -31,8 +31,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
 HELLASWAG = ROOT / "assets/hellaswag_sample.jsonl"
-# torch.compile's commands tear a path at its spaces; training then goes on without.
-no_spaces = pytest.mark.skipif(" " in tempfile.gettempdir(), reason="TMPDIR has a space")
 has_compiler = (
     shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     and Path(sysconfig.get_path("include"), "Python.h").exists()

@@ -4,7 +4,6 @@ python tests/soak_kill.py --kills 200 --seed 0        # by hand: pytest does not
 """
 
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import psutil
@@ -41,18 +39,15 @@ class SoakConfig:
     """Kills in all."""
     seed: int = 0
     """Chooses the moments."""
-    only: Literal["train", "tokenize"] | None = None
-    """Kill only one of the two."""
 
 
 def main() -> None:
     """Take turns between the two until there were enough kills; exit 1 if anything was lost."""
     config = parse_flags(SoakConfig)
     rng, tally = random.Random(config.seed), Counter()
-    kinds = {"tokenize": TokenizeSoak, "train": TrainSoak}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        chosen = [config.only] if config.only else list(kinds)
-        soaks = [kinds[name](Path(folder) / name, rng, tally) for name in chosen]
+        kinds = (TokenizeSoak, TrainSoak)
+        soaks = [kind(Path(folder) / kind.__name__, rng, tally) for kind in kinds]
         while (left := config.kills - kills_of(tally)) > 0:
             soaks[tally["runs"] % len(soaks)].one_run(min(left, KILLS_A_RUN))
             tally["runs"] += 1
@@ -93,36 +88,22 @@ class Soak:
         print(f"{kind}: {message}", flush=True)
 
 
-def faults_of_shards(killed, whole):
-    """What is wrong with the finished shards of a killed run, by an uninterrupted one's."""
-    found = []
-    if (killed / SHARD_MANIFEST).exists():
-        try:
-            verify_shards(killed, Manifest.load(killed).shards)
-        except (OSError, ValueError) as error:
-            found.append(str(error))
-    for path in killed.glob("*.npy"):
-        if path.read_bytes() != (whole / path.name).read_bytes():
-            found.append(f"{path} is not as in an uninterrupted run")
-    return found
-
-
 class TokenizeSoak(Soak):
-    """Kill fineweb.py, with gigatoken and without in turn."""
+    """Kill fineweb.py."""
 
     def prepare(self):
         write_jsonl(self.folder / "a.jsonl", texts_of(20_000))
         self.whole = self.folder / "whole"
         start = time.monotonic()
-        self.finish("whole", hide=False)
+        self.finish("whole")
         self.seconds = time.monotonic() - start
 
-    def start(self, name, hide):
+    def start(self, name):
         flags = ["--source=a.jsonl", "--shard-size=5000", "--workers=2", f"--data-dir={name}"]
-        return start_fineweb(self.folder, *flags, hide=hide)
+        return start_fineweb(self.folder, *flags)
 
-    def finish(self, name, hide):
-        process = self.start(name, hide)
+    def finish(self, name):
+        process = self.start(name)
         _, errors = process.communicate(timeout=TIMEOUT_S)
         if process.returncode:
             self.fault("shards lost", f"{name} did not finish: {errors[-500:]}")
@@ -130,25 +111,32 @@ class TokenizeSoak(Soak):
     def one_run(self, kills):
         """Kill a run up to `kills` times, finish it, compare it with the uninterrupted one."""
         self.runs += 1
-        name, hide = f"run{self.runs}", self.runs % 2 == 0
+        name = f"run{self.runs}"
         killed = self.folder / name
         for _ in range(kills):
-            process = self.start(name, hide)
+            process = self.start(name)
             time.sleep(self.rng.uniform(0, self.seconds))
             process.kill()
             process.communicate()
             if process.returncode == 0:  # it was faster than the kill
                 break
-            self.tally["kill of fineweb.py" + " with tiktoken" * hide] += 1
+            self.tally["kill of fineweb.py"] += 1
             self.tally["resumed"] += 1
             self.check(killed)
-        self.finish(name, hide)
+        self.finish(name)
         if contents(killed) != contents(self.whole):
             self.fault("shards lost", f"{killed} is not as in an uninterrupted run")
 
     def check(self, killed):
-        for fault in faults_of_shards(killed, self.whole):
-            self.fault("shards lost", fault)
+        """The finished shards of a killed run are those of the uninterrupted one."""
+        if (killed / SHARD_MANIFEST).exists():
+            try:
+                verify_shards(killed, Manifest.load(killed).shards)
+            except (OSError, ValueError) as error:
+                self.fault("shards lost", str(error))
+        for path in killed.glob("*.npy"):
+            if path.read_bytes() != (self.whole / path.name).read_bytes():
+                self.fault("shards lost", f"{path} is not as in an uninterrupted run")
 
 
 # Training
@@ -167,12 +155,6 @@ class TrainSoak(Soak):
         np.save(self.folder / "data" / "val_000000.npy", tokens[:2000])
         np.save(self.folder / "data" / "train_000001.npy", tokens[2000:])
         self.references = {}
-        begun = time.monotonic()
-        first = self.start("first", 1)
-        first.stdout.readline()
-        self.start_seconds = time.monotonic() - begun
-        first.kill()
-        first.communicate()
 
     def start(self, name, ranks, keep=0):
         run_dir = self.folder / "runs" / name
@@ -218,13 +200,7 @@ class TrainSoak(Soak):
         for _ in range(kills):
             process = self.start(name, ranks, keep)
             lines = self.read_until_the_moment(process)
-            if ranks == 1 and self.rng.random() < 0.3:
-                kind = "a run with a successor"
-                process, more = self.succeed(process, name, keep)
-                lines += more + self.read_until_the_moment(process)
-                process.kill()
-            else:
-                kind = self.kill(process, ranks)
+            kind = self.kill(process, ranks)
             lines += process.communicate(timeout=TIMEOUT_S)[0].splitlines()
             saved = max([saved, *map(saved_step, lines)])
             if process.returncode == 0:
@@ -236,29 +212,6 @@ class TrainSoak(Soak):
             self.fault("steps lost", f"{name}: the losses are not the uninterrupted run's")
         if leftovers := list(run_dir.glob("checkpoints/.*")):
             self.fault("other faults", f"left over: {leftovers}")
-
-    def succeed(self, first, name, keep):
-        """Stop a run at the moment when its successor looks for a checkpoint.
-
-        Returns:
-            The successor, or another one if it was refused, and the lines of the first. It is
-            refused where the first is still at work, or has saved since the successor looked.
-        """
-        first.send_signal(signal.SIGSTOP)
-        successor = self.start(name, 1, keep)
-        time.sleep(self.start_seconds * self.rng.uniform(0.5, 1.1))
-        first.terminate()
-        first.send_signal(signal.SIGCONT)
-        time.sleep(self.rng.choice([0.0, self.rng.uniform(0, 0.3)]))
-        if self.rng.random() < 0.5:
-            first.kill()
-        lines = first.communicate(timeout=TIMEOUT_S)[0].splitlines()
-        with suppress(subprocess.TimeoutExpired):
-            if successor.wait(self.start_seconds) == 2:
-                successor.communicate()
-                self.tally["successors refused"] += 1
-                successor = self.start(name, 1, keep)
-        return successor, lines
 
     def read_until_the_moment(self, process):
         """Follow the console up to a random step or save, and wait a little longer."""

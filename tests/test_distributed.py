@@ -17,12 +17,13 @@ def check(dist_info):
     assert dist_info.world_size == 2
     assert all_reduce_sum(torch.tensor([1.0, me])).tolist() == [2.0, 1.0]
     assert all_reduce_mean(torch.tensor(me)).item() == 0.5
-    assert broadcast_int(41 + dist_info.rank) == 41
     assert all_reduce_max(dist_info.rank) == 1
     assert gather_text("Grüße" * dist_info.rank) == ["", "Grüße"]
     path = os.fsdecode(b"runs\\xff")  # not UTF-8
     assert gather_text(path) == [path, path]
     check_same_on_all_ranks("numbers", ["one", "two"])
+    rounds = list(rank_batches("abc", dist_info))  # each batch counts once
+    assert rounds == ([("b", True), ("c", False)] if dist_info.rank else [("a", True), ("c", True)])
     for end_on_one, message in ((fail_on_one, "on rank 1: one"), (differ, "rank 1 has 1, rank 0")):
         try:
             end_on_one(dist_info)

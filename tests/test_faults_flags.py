@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.cli import parse_flags
-from training.config import ABOVE_ZERO, FLAG_HINTS, TrainConfig, config_from_settings
+from training.config import ABOVE_ZERO, TrainConfig, config_from_settings
 
 FLAGS = [field.name for field in fields(TrainConfig)]
 NUMBERS = [
@@ -17,7 +17,6 @@ NUMBERS = [
     for field in fields(TrainConfig)
     if type(field.default) in (int, float) or field.name in ("n_layer", "n_head", "n_embd")
 ]
-SWITCHES = [field.name for field in fields(TrainConfig) if type(field.default) is bool]
 VALUES = st.one_of(
     st.integers().map(str),
     st.floats().map(str),
@@ -35,7 +34,7 @@ def flag(name):
 def parse(args):
     """A configuration, or the one line that is said instead; anything else fails."""
     try:
-        return parse_flags(TrainConfig, args, hints=FLAG_HINTS)
+        return parse_flags(TrainConfig, args)
     except ValueError as error:
         return str(error)
 
@@ -43,9 +42,7 @@ def parse(args):
 @settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(FLAGS), VALUES, max_size=4))
 @example({"run_name": ""})
-@example({"seed": str(2**63)})
 @example({"max_lr": "nan"})
-@example({"total_batch_size": "1" + "0" * 400})
 @example({"n_head": "5", "n_embd": "0"})
 def test_train_config_of_any_values_is_valid_or_refused(values):
     config = parse([f"{flag(name)}={value}" for name, value in values.items()])
@@ -61,46 +58,19 @@ def test_train_config_of_any_values_is_valid_or_refused(values):
     assert config_from_settings(saved, Path("config.json")).saved() == saved
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_number_that_is_none_is_refused_by_its_flag(name):
-    for value in ("-1", "x", "nan", ""):
-        message = parse([f"{flag(name)}={value}"])
-        assert isinstance(message, str), message
-        assert name.replace("_", "-") in message.replace("_", "-")
-    if name in ABOVE_ZERO:
-        assert f"{flag(name)} must be above 0, not 0" in parse([f"{flag(name)}=0"])
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_switch_takes_no_value(name):
-    assert isinstance(parse([f"{flag(name)}=perhaps"]), str)
-    needs = ["--parallel=fsdp"] if name == "cpu_offload" else []
-    assert getattr(parse([flag(name), *needs]), name) is True
-    assert getattr(parse([f"--no-{name.replace('_', '-')}"]), name) is False
-
-
 def test_all_problems_of_a_configuration_come_together():
     message = parse(
         [
             *("--max-lr=-1", "--micro-batch-size=0", "--n-head=7", "--run-name=../x", "--seed=-1"),
-            *("--keep-checkpoints=-2", "--val-tokens=5", "--max-steps=100000000"),
+            *("--keep-checkpoints=-2", "--val-tokens=5"),
         ]
     )
     for problem in (
         *("--max-lr must be above 0, not -1", "--micro-batch-size", "n_head 7", "'../x'"),
         *("--seed must be at least 0, not -1", "--keep-checkpoints must be at least 0, not -2"),
         "--val-tokens 5 is below",
-        "--max-steps 100000000 has more than the 8 digits of a checkpoint's name",
     ):
         assert problem in message
-
-
-def test_flags_of_other_trainers_are_told_ours():
-    for name, hint in FLAG_HINTS.items():
-        assert name.removeprefix("--").replace("-", "_") not in FLAGS
-        assert parse([f"{name}=1"]).startswith(f"there is no flag {name}: {hint}")
-        ours = [word.strip(",;:") for word in hint.split() if word.startswith("--")]
-        assert all(word[2:].replace("-", "_") in FLAGS for word in ours)
 
 
 def test_settings_of_earlier_versions_are_read_and_unknown_ones_refused():

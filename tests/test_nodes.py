@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TINY_RUN
+from conftest import ROOT, series
 from forked import free_port
 
 from runtime.metrics import read_metrics
@@ -37,11 +37,11 @@ exit "${STATUS:-0}"
 """
 
 
-def two_nodes(*flags, processes=1):
-    """Train on two "nodes" of so many processes each; both must end well."""
+def two_nodes(*flags):
+    """Train on two "nodes" of two processes each; both must end well."""
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", *meeting]
-    launcher += [f"--nproc_per_node={processes}", "--local-addr=127.0.0.1"]
+    launcher += ["--nproc_per_node=2", "--local-addr=127.0.0.1"]
     command = [*launcher, str(ROOT / "train_gpt2.py"), *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [subprocess.Popen(command, env=LOOPBACK, **pipes) for _ in range(2)]
@@ -51,34 +51,16 @@ def two_nodes(*flags, processes=1):
 
 def losses(run_dir):
     """Training and validation losses, as logged."""
-    records = read_metrics(run_dir / "metrics.jsonl")
-    names = ("train_loss", "val_loss")
-    return {(r["step"], name): r[name] for r in records for name in names if name in r}
+    return [*series(run_dir, "train_loss").values(), *series(run_dir, "val_loss").values()]
 
 
-@pytest.fixture(scope="module")
-def runs(tiny_data, tmp_path_factory):
-    """A folder with the run `nodes`, of two nodes with a process each; and flags for more."""
-    out_dir = tmp_path_factory.mktemp("nodes")
-    flags = [f"--data-dir={tiny_data}", f"--out-dir={out_dir}", *TINY_RUN, "--micro-batch-size=2"]
-    two_nodes(*flags, "--run-name=nodes")
-    return out_dir, flags
-
-
-def test_two_nodes_equal_two_ranks_of_one(commands, runs):
-    out_dir, flags = runs
-    assert commands.run_ranks(2, "train_gpt2", *flags, "--run-name=ranks").code == 0
-    expected = losses(out_dir / "nodes")
+def test_two_nodes_of_two_ranks_with_hsdp_equal_one_process(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--micro-batch-size=2"]
+    two_nodes(*flags, "--parallel=hsdp", "--run-name=hsdp")
+    main([*flags, "--run-name=one"])
+    expected = losses(tmp_path / "runs/one")
     assert len(expected) == 8 + 3
-    # A node's rank has more threads.
-    assert losses(out_dir / "ranks") == pytest.approx(expected, rel=0, abs=1e-6)
-
-
-def test_two_nodes_of_two_ranks_with_hsdp_equal_ddp(runs):
-    out_dir, flags = runs
-    two_nodes(*flags, "--parallel=hsdp", "--run-name=hsdp", processes=2)
-    expected = losses(out_dir / "nodes")
-    assert losses(out_dir / "hsdp") == pytest.approx(expected, rel=0, abs=1e-5)
+    assert losses(tmp_path / "runs/hsdp") == pytest.approx(expected, rel=0, abs=1e-5)
 
 
 # --- Slurm ------------------------------------------------------------------------------------
@@ -162,15 +144,6 @@ def test_slurm_job_saves_at_usr1_is_requeued_and_goes_on(job, tmp_path, tiny_fla
     assert f"SIGUSR1: stopped after step {stopped}; " in output
 
     # The queued job resumes; here on one rank, which takes less time.
-    main(
-        [
-            *flags,
-            f"--out-dir={tmp_path}/runs",
-            "--run-name=a",
-            "--resume=auto",
-            f"--max-steps={stopped + 2}",
-        ]
-    )
-    steps = [r["step"] for r in read_metrics(metrics) if "lr" in r]
-    assert steps == list(range(1, stopped + 3))
+    main([*flags, "--run-name=a", "--resume=auto", f"--max-steps={stopped + 2}"])
+    assert list(series(run_dir, "lr")) == list(range(1, stopped + 3))
     assert not (run_dir / "PREEMPTED").exists()

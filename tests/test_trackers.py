@@ -13,7 +13,6 @@ import pytest
 from conftest import ROOT
 from test_run_log import new_log
 
-from plot import plot_run
 from report import collect_run
 from runtime.metrics import read_metrics
 from runtime.trackers import TRACKERS, Tracker, Trackers
@@ -21,7 +20,7 @@ from train_gpt2 import main
 from training.config import TrainConfig, config_from_settings
 from training.run_dir import parse_config
 
-SETTINGS = {"n_embd": 32}
+SETTINGS = {"n_embd": 32, "n_head": 2}
 
 
 class Recorder(Tracker):
@@ -91,9 +90,7 @@ def by_step(values):
 
 def log_session(run_dir, tracker, start_step, end):
     """Log the steps after `start_step`, as a run does; evaluate at every fourth step."""
-    settings = {"settings": SETTINGS, "start_step": start_step, "max_steps": end}
-    log = new_log(run_dir, trackers=[tracker], draw_figures=lambda: plot_run(run_dir), **settings)
-    with log:
+    with new_log(run_dir, start_step, logger=(tracker,), max_steps=end, **SETTINGS) as log:
         log.record(resumed_from=start_step)
         for step in range(start_step, end + 1):
             if step > start_step:
@@ -132,7 +129,7 @@ def test_log_leaves_out_what_is_not_finite(recorder, tmp_path):
 def test_tracker_that_fails_costs_one_warning(recorder, monkeypatch, tmp_path, capsys, at):
     monkeypatch.setitem(TRACKERS, "wandb", Failing)
     monkeypatch.setattr(Failing, "at", at)
-    with new_log(tmp_path, trackers=["wandb", "tensorboard"]) as log:
+    with new_log(tmp_path, logger=("wandb", "tensorboard")) as log:
         for step in (1, 2):
             log.step(step, loss=1.0, lr=0.1, grad_norm=1.0)
     [warning] = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]

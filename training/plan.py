@@ -1,42 +1,23 @@
 """What a run will take, before it starts: memory, the micro-batch that fits, time and price.
 
-The figures follow from shapes and data sheets. On a GPU a trial of a training step has the last
-word on the micro-batch.
+The figures follow from shapes and data sheets; nothing is tried.
 """
 
-import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from model import GPTConfig
 from ops import ActivationCheckpointing
-from runtime.device import (
-    DTYPES,
-    autocast,
-    device_name,
-    is_out_of_memory,
-    limited_memory,
-    memory_gib,
-    saved_activations,
-    select_dtype,
-)
-from runtime.distributed import (
-    DistInfo,
-    all_reduce_max,
-    print0,
-    read_dist_env,
-    set_gradient_sync,
-)
+from runtime.device import DTYPES, device_name, memory_gib, select_dtype
+from runtime.distributed import DistInfo, all_reduce_max, print0, read_dist_env
 from runtime.metrics import flops_per_token, peak_flops
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
 MEMORY_SHARE = 0.8  # of a device, what a plan counts on
-PROBED_SHARE = 0.92  # what a trial step may take: NCCL's buffers and evaluations need the rest
+CHECKED_SHARE = 0.92  # of a GPU with the whole model, whose plan was compared with allocations
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
 # Saved activations: what a block saves of a token, per channel, for its backward pass: bytes of
 # float32, and values in the dtype of matrix products. none: two residual inputs; two normalised
@@ -57,18 +38,17 @@ class Device(NamedTuple):
     dtype: torch.dtype  # of matrix products
 
 
-GPUS = {  # for --gpus; names as the driver gives them, and what a program can have of the memory
-    "A100": Device("NVIDIA A100-SXM4-80GB", 79, torch.bfloat16),
-    "H100": Device("NVIDIA H100 80GB HBM3", 79, torch.bfloat16),
-    "H200": Device("NVIDIA H200", 139, torch.bfloat16),
+GPUS = {  # for --gpus; names as the driver gives them, and GiB that a program can have
+    "A100": ("NVIDIA A100-SXM4-80GB", 79),
+    "H100": ("NVIDIA H100 80GB HBM3", 79),
+    "H200": ("NVIDIA H200", 139),
 }
 
 
 def find_device(config: TrainConfig, dist_info: DistInfo) -> Device:
     """The device of a process: this machine's or, with `--gpus`, the planned one."""
     if config.gpus:
-        gpu = GPUS[config.gpu]
-        return gpu if config.dtype == "auto" else gpu._replace(dtype=DTYPES[config.dtype])
+        return Device(*GPUS[config.gpu], DTYPES.get(config.dtype, torch.bfloat16))
     device, memory = dist_info.device, memory_gib(dist_info.device)
     if memory is not None and device.type != "cuda":
         memory /= dist_info.local_world_size  # processes without a GPU each share the machine's
@@ -94,7 +74,9 @@ def plan_memory(
     """
     n_params, width = model_config.n_params, model_config.n_layer * model_config.n_embd
     shards = {"ddp": 1, "fsdp": dist_info.world_size, "hsdp": dist_info.local_world_size}
-    sharded = 8 * n_params + moment_bytes(config, model_config)
+    sharded = 16 * n_params
+    if config.optimizer == "muon":  # of the blocks' matrices it keeps one moment, not two
+        sharded -= 4 * 12 * model_config.n_layer * model_config.n_embd**2
     whole = 0  # bytes per parameter that every process has besides
     if dtype != torch.float32 or config.is_sharded:
         whole += dtype.itemsize  # copies for matrix products, cast or gathered
@@ -118,12 +100,6 @@ def plan_memory(
     )
 
 
-def moment_bytes(config: TrainConfig, model_config: GPTConfig) -> int:
-    """Bytes of AdamW's two float32 moments; of the blocks' matrices Muon keeps one."""
-    muons = 12 * model_config.n_layer * model_config.n_embd**2 if config.optimizer == "muon" else 0
-    return 8 * model_config.n_params - 4 * muons
-
-
 def loss_chunks(config: TrainConfig, device_type: str) -> int:
     """Parts of the LM head's logits: as asked, else 4 on a CPU, where it costs no time."""
     return config.loss_chunks or (4 if device_type == "cpu" else 1)
@@ -140,25 +116,19 @@ class BatchPlan:
     grad_accum_steps: int  # micro-batches of each process in an optimizer step
 
 
-def plan_batch(
-    config: TrainConfig,
-    model_config: GPTConfig,
-    dist_info: DistInfo,
-    memory_share: float = MEMORY_SHARE,
-) -> BatchPlan:
+def plan_batch(config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo) -> BatchPlan:
     """Split the global batch over processes and micro-steps, in the same way on every process.
 
     With `--micro-batch-size auto`, a process takes at once the most sequences that divide its
-    part, should fit `memory_share` of every process's memory, and still bring speed.
-
-    Raises:
-        ValueError: the batch does not divide; the message names the nearest sizes that do.
+    part, should fit every process's memory, and still bring speed.
     """
     device, block_size = find_device(config, dist_info), model_config.block_size
     tokens: float = MAX_MICRO_BATCH_TOKENS[dist_info.device.type]
     if device.memory_gib is not None:
         memory = plan_memory(config, model_config, device.dtype, dist_info)
-        free = memory_share * device.memory_gib * 2**30 - memory.state
+        is_checked = dist_info.device.type == "cuda" and not config.is_sharded
+        share = CHECKED_SHARE if is_checked else MEMORY_SHARE
+        free = share * device.memory_gib * 2**30 - memory.state
         tokens = min(tokens, free / memory.per_token)
     limit = -all_reduce_max(-max(1, int(tokens // block_size)))  # the least of all processes
 
@@ -173,111 +143,16 @@ def plan_batch(
             f"--total-batch-size {total} is not a multiple of {factors} = {unit} tokens: "
             f"use {' or '.join(map(str, nearest))}"
         )
-    return _split(total // (block_size * dist_info.world_size), fixed or limit)
-
-
-def _split(sequences: int, limit: int) -> BatchPlan:
-    """The largest micro-batch, up to `limit`, that divides the sequences of a process's step."""
-    micro_batch_size = max(size for size in range(1, limit + 1) if sequences % size == 0)
+    sequences = total // (block_size * dist_info.world_size)  # of a process's step
+    micro_batch_size = fixed or max(n for n in range(1, limit + 1) if sequences % n == 0)
     return BatchPlan(micro_batch_size, sequences // micro_batch_size)
-
-
-def choose_batch(
-    config: TrainConfig,
-    model_config: GPTConfig,
-    model: nn.Module,
-    dtype: torch.dtype,
-    dist_info: DistInfo,
-) -> BatchPlan:
-    """The planned batch; `auto` on a GPU is tried, and halved until a training step fits.
-
-    The plan errs on the safe side, so the first trial nearly always fits: then the model was
-    compiled for the shape that it trains with, once. Elsewhere nothing is tried: the system would
-    end a process that runs out of memory. Nor is it with a sharded model: other ranks would wait
-    for the one that runs out.
-    """
-    device = dist_info.device
-    if device.type != "cuda" or config.micro_batch_size != "auto" or config.is_sharded:
-        return plan_batch(config, model_config, dist_info)
-    memory = moment_bytes(config, model_config)
-
-    def attempt(micro_batch_size: int) -> None:
-        shape = (2, micro_batch_size, model_config.block_size)
-        idx, targets = torch.zeros(shape, dtype=torch.int64, device=device)
-        with saved_activations(device, config.activation_offload):
-            try_step(model, idx, targets, dtype, memory)
-
-    with limited_memory(device, PROBED_SHARE):
-        return fit_batch(plan_batch(config, model_config, dist_info, PROBED_SHARE), attempt)
-
-
-def try_step(
-    model: nn.Module, idx: Tensor, targets: Tensor, dtype: torch.dtype, moments: int
-) -> None:
-    """Take the memory of a training step: so many bytes of moments, and two micro-batches.
-
-    In the second one there are the gradients of the first and, compiled, those of all parameters
-    next to them.
-
-    Raises:
-        RuntimeError: there is not enough.
-    """
-    reserved = torch.empty(moments, dtype=torch.uint8, device=idx.device)
-    set_gradient_sync(model, False)
-    try:
-        for _ in range(2):
-            with autocast(idx.device, dtype):
-                loss = model(idx, targets).loss
-            loss.backward()
-    finally:
-        model.zero_grad(set_to_none=True)
-        set_gradient_sync(model, True)
-    del reserved
-
-
-def fit_batch(batch: BatchPlan, attempt: Callable[[int], None]) -> BatchPlan:
-    """Halve the micro-batch until every process has the memory for it.
-
-    The global batch stays the same: half the micro-batch takes twice the micro-steps. Every
-    process must call this. `attempt` computes the gradients of so many sequences, without
-    communication.
-
-    Raises:
-        ValueError: there is not enough memory for one sequence.
-    """
-    while True:
-        failed = False
-        try:
-            attempt(batch.micro_batch_size)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
-        gc.collect()  # the failed attempt's tensors go only now, with its traceback
-        torch.cuda.empty_cache()
-        failed = bool(all_reduce_max(failed))
-        outcome = "does not fit" if failed else "fits"
-        print0(f"a micro-batch of {batch.micro_batch_size} {outcome}")
-        if not failed:
-            return batch
-        if batch.micro_batch_size == 1:
-            raise ValueError(
-                "the device has not enough memory for a single sequence: "
-                "use a smaller --block-size, a smaller --size, or more --loss-chunks"
-            )
-        sequences = batch.micro_batch_size * batch.grad_accum_steps
-        batch = _split(sequences, batch.micro_batch_size // 2)
 
 
 # --- what it comes to -------------------------------------------------------------------------
 
 
 def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
-    """Print on rank 0 what a run would take: on this machine or, with `--gpus`, on those.
-
-    Raises:
-        ValueError: the batch does not divide, or the device is missing.
-    """
+    """Print on rank 0 what a run would take: on this machine or, with `--gpus`, on those."""
     if config.gpus:
         per_node = config.gpus // config.nodes
         dist_info = DistInfo(torch.device("cuda"), 0, 0, config.gpus, per_node)

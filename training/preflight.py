@@ -3,23 +3,23 @@
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from corpus.shards import Manifest, TokenShards, verify_shards
 from dataloader import open_data
 from runtime.checkpoint import Checkpoint, describe_checkpoint
-from runtime.cli import RunStopped, flag_of
+from runtime.cli import flag_of
 from runtime.device import device_name, select_dtype
 from runtime.distributed import (
     DistInfo,
-    all_reduce_sum,
+    barrier,
     check_same_on_all_ranks,
     gather_text,
-    is_lost_process,
+    is_main,
     print0,
     raise_on_all_ranks,
     setup_distributed,
@@ -31,12 +31,6 @@ from training.plan import CHECKPOINT_BYTES_PER_PARAMETER
 from training.run_dir import check_resume_compatible, check_usable, model_dimensions
 
 CODE_FOLDERS = (".", "corpus", "runtime", "training")
-ADVICE = {
-    "network": "machines must reach each other on all ports (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
-    "ranks": "give all machines the same Python, torch, scripts, flags, data and checkpoints",
-    "data": "make the data again, or copy them again",
-    "disk": "give an --out-dir that all machines share, with room for checkpoints",
-}
 
 
 def open_same_data(
@@ -46,10 +40,6 @@ def open_same_data(
 
     Ranks that differ would train different weights, without a word, or wait for each other in
     different collectives.
-
-    Raises:
-        ValueError: a rank cannot read the data or resume from the checkpoint, or it has other
-            software, flags or data, or another checkpoint, than rank 0.
     """
     with raise_on_all_ranks():
         check_parallel_mode(config, dist_info)
@@ -75,80 +65,34 @@ def describe_software(config: TrainConfig, dist_info: DistInfo) -> list[str]:
 
 
 def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
-    """Refuse a `--parallel` or an offload that this device or these processes cannot do.
-
-    Raises:
-        ValueError: the message names what they can do.
-    """
-    device, world_size, local = dist_info.device, dist_info.world_size, dist_info.local_world_size
-    for name in ("cpu_offload", "activation_offload"):
-        if getattr(config, name) and device.type != "cuda":
-            raise ValueError(f"{flag_of(name)} needs GPUs, and this device is {device.type}")
+    """Refuse a `--parallel` or an offload that this device or these processes cannot do."""
+    device = dist_info.device
+    if config.cpu_offload and device.type != "cuda":
+        raise ValueError(f"--cpu-offload needs GPUs, and this device is {device.type}")
     if not config.is_sharded:
         return
     if select_dtype(config.dtype, device) == torch.float16:
         raise ValueError(
-            f"--parallel {config.parallel} is for bfloat16 or float32, and this GPU has no "
-            f"bfloat16: use --dtype float32, or --parallel ddp"
+            f"float16 does not go with --parallel {config.parallel}: use --dtype bfloat16 or, on a "
+            f"GPU that has none, float32"
         )
-    if not torch.distributed.is_initialized():
-        start = "--standalone --nproc_per_node=2 train_gpt2.py"
-        if config.parallel == "hsdp":
-            start = "--nnodes=2 --nproc_per_node=8 ... on each of two machines"
+    if not dist.is_initialized():
         raise ValueError(
-            f"--parallel {config.parallel} is for processes that torchrun starts, as in "
-            f"torchrun {start}; for one process, use --parallel ddp"
-        )
-    if config.parallel == "hsdp" and (world_size == local or world_size % local):
-        raise ValueError(
-            f"--parallel hsdp needs several machines with equally many processes, and {local} of "
-            f"{world_size} are on this one: use --parallel fsdp, or several machines"
+            f"--parallel {config.parallel} is for processes that torchrun starts, as in torchrun "
+            f"--standalone --nproc_per_node=2 train_gpt2.py; for one process, use --parallel ddp"
         )
 
 
 def run_preflight(config: TrainConfig, resumed: Checkpoint | None) -> None:
-    """Join the other processes and make every check; each that passes prints a line.
-
-    Raises:
-        ValueError: a check failed; the message names it, and what to do.
-        RunStopped: another process is gone or cannot be reached.
-    """
-    with ExitStack() as stack:
-        with explaining("network"):
-            dist_info = stack.enter_context(
-                setup_distributed(config.device, config.cpu_offload, config.step_timeout)
-            )
-            print0(f"network   {check_network(dist_info)}")
-        with explaining("ranks"):
-            open_same_data(config, resumed, dist_info)
-            print0("ranks     have the same software, flags, data and checkpoint")
-        with explaining("data"):
-            print0(f"data      {check_hashes(config, dist_info)}")
-        with explaining("disk"):
-            print0(f"disk      {check_disk(config, resumed, dist_info)}")
-
-
-@contextmanager
-def explaining(check: str) -> Iterator[None]:
-    """Name the check that fails in the body and say what to do."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{check}: {error}: {ADVICE[check]}") from None
-    except RuntimeError as error:
-        if is_lost_process(error):
-            raise RunStopped(f"{check}: another process is gone: {ADVICE[check]}") from None
-        raise
-
-
-def check_network(dist_info: DistInfo) -> str:
-    """Sum the ranks over all processes."""
-    n = dist_info.world_size
-    total = int(all_reduce_sum(torch.tensor(dist_info.rank + 1, device=dist_info.device)))
-    with raise_on_all_ranks():
-        if total != n * (n + 1) // 2:
-            raise ValueError("an all-reduce gave a wrong sum")
-    return f"{n} x {device_name(dist_info.device)}, {dist_info.local_world_size} per machine"
+    """Join the other processes and make every check; each that passes prints a line."""
+    with setup_distributed(config.device, config.cpu_offload, config.step_timeout) as dist_info:
+        barrier()
+        count, per_machine = dist_info.world_size, dist_info.local_world_size
+        print0(f"network   {count} x {device_name(dist_info.device)}, {per_machine} per machine")
+        open_same_data(config, resumed, dist_info)
+        print0("ranks     have the same software, flags, data and checkpoint")
+        print0(f"data      {check_hashes(config, dist_info)}")
+        print0(f"disk      {check_disk(config, resumed)}")
 
 
 def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
@@ -162,13 +106,13 @@ def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
     return f"the hashes of all {len(manifest.shards)} shards are right"
 
 
-def check_disk(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> str:
+def check_disk(config: TrainConfig, resumed: Checkpoint | None) -> str:
     """Check that `--out-dir` is one folder for all ranks, and has room for a checkpoint."""
     needed = CHECKPOINT_BYTES_PER_PARAMETER * model_dimensions(config, resumed).n_params / 2**30
     out_dir, name = config.out_dir, ""
     with ExitStack() as stack:
         with raise_on_all_ranks():
-            if dist_info.is_main:
+            if is_main():
                 if config.run_name is not None:
                     check_usable(out_dir / config.run_name, config, resumed)
                 out_dir.mkdir(parents=True, exist_ok=True)
@@ -176,9 +120,12 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistI
         name = Path(gather_text(name)[0]).name
         with raise_on_all_ranks():
             if not (out_dir / name).is_file():
-                raise ValueError(f"rank 0 wrote to {out_dir}, and this rank does not see it")
+                raise ValueError(
+                    f"rank 0 wrote to {out_dir}, and this rank does not see it: give an --out-dir "
+                    f"that all machines share"
+                )
             free = shutil.disk_usage(out_dir).free / 2**30
             found = f"{out_dir} has {free:.2f} GiB free, a checkpoint takes {needed:.2f} GiB"
             if free < needed:
-                raise ValueError(found)
+                raise ValueError(f"{found}: give an --out-dir with more room")
     return found

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from corpus.shards import SHARD_MANIFEST
 from model import GPTConfig
 from runtime.checkpoint import (
     Checkpoint,
@@ -29,7 +28,6 @@ from runtime.cli import RunStopped, parse_flags
 from runtime.device import compile_error, is_out_of_memory
 from runtime.distributed import (
     barrier,
-    broadcast_int,
     gather_text,
     is_lost_process,
     is_main,
@@ -40,7 +38,6 @@ from runtime.files import lock_folder, write_json
 from runtime.metrics import METRICS_NAME, last_saved_step
 from runtime.stopping import StopRequest
 from training.config import (
-    FLAG_HINTS,
     TrainConfig,
     check_warmup,
     config_from_settings,
@@ -59,10 +56,6 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     Flags that are not given have the values of the resumed checkpoint or of `--config`, and
     `--block-size` is the context of the model of a given `--init-from`. A resumed run keeps its
     warm-up, whatever `--max-steps` becomes: the schedule so far must not change.
-
-    Raises:
-        FileNotFoundError: `--config`, `--resume` or `--init-from` names nothing that is there.
-        ValueError: a flag or a saved setting is refused, or the checkpoint is damaged.
     """
     locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("config", "resume", "out-dir", "run-name", "init-from"):
@@ -82,7 +75,7 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     if given.init_from and checkpoint is None and defaults.init_from is None:
         own = read_model_config(given.init_from).block_size
         defaults = replace(defaults, block_size=own)
-    config = parse_flags(TrainConfig, args, defaults, FLAG_HINTS)
+    config = parse_flags(TrainConfig, args, defaults)
     if checkpoint is None or config.warmup_steps != defaults.warmup_steps:
         check_warmup(config)
     return config, checkpoint
@@ -108,13 +101,12 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
 def is_finished(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     """Whether nothing is left to do: the last step is saved, and the run was not preempted there.
 
-    Every process must call this, and gets what rank 0 sees.
+    It is the same on all ranks, once `open_same_data` has found that they see one checkpoint.
     """
-    finished = False
-    if checkpoint is not None:
-        step, mark = checkpoint.state.step, checkpoint.path.parent.parent / PREEMPTED_NAME
-        finished = step > config.max_steps or (step == config.max_steps and not mark.is_file())
-    return bool(broadcast_int(finished))
+    if checkpoint is None:
+        return False
+    step, mark = checkpoint.state.step, checkpoint.path.parent.parent / PREEMPTED_NAME
+    return step > config.max_steps or (step == config.max_steps and not mark.is_file())
 
 
 def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -> None:
@@ -122,10 +114,6 @@ def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -
 
     Every process must call this, after `step` updates that are saved. If the run `is_complete`, a
     signal came too late to matter.
-
-    Raises:
-        KeyboardInterrupt: the run was stopped by Ctrl-C.
-        OSError: a file could not be written, and the run was to stop for that.
     """
     reason = None if is_complete and stop.reason != "failure" else stop.reason
     if is_main():
@@ -138,7 +126,8 @@ def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -
     if reason is None:
         print0(f"done: {run_dir}")
         return
-    stop.raise_failure()
+    if reason == "failure":  # the process that met it says what it was
+        raise stop.error or SystemExit(2)
     line = f"after step {step}; {resume_hint(run_dir)}"
     if reason == "SIGINT":
         raise KeyboardInterrupt(line) if is_main() else SystemExit(130)
@@ -147,20 +136,13 @@ def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -
 
 def describe_run(run_dir: Path) -> str:
     """Where a run is, and how to follow, stop and resume it."""
-    path = as_typed(run_dir)
+    path = shlex.quote(str(run_dir))
     return (
         f"run folder  {path}\n"
         f"figures     python plot.py {path}, at any time\n"
         f"to stop     Ctrl-C or SIGTERM, which save first\n"
         f"to resume   python train_gpt2.py --resume {path}"
     )
-
-
-def as_typed(path: Path) -> str:
-    """A path for a shell: relative if it is below the working folder, and quoted."""
-    with suppress(ValueError, OSError):
-        path = path.relative_to(Path.cwd())
-    return shlex.quote(path.as_posix())
 
 
 def resume_hint(run_dir: Path) -> str:
@@ -171,18 +153,12 @@ def resume_hint(run_dir: Path) -> str:
             f"no checkpoint yet: begin again with the same flags and --resume auto --run-name "
             f"{run_dir.name}"
         )
-    return f"last checkpoint {checkpoint.name}, go on with --resume {as_typed(run_dir)}"
+    return f"last checkpoint {checkpoint.name}, go on with --resume {shlex.quote(str(run_dir))}"
 
 
 @contextmanager
 def explain_failures(run_dir: Path) -> Iterator[None]:
-    """Add to a failure of the body which checkpoint is left, and what to do.
-
-    Raises:
-        FloatingPointError: the body raised it, on all ranks.
-        RunStopped: another process is gone.
-        ValueError: the device ran out of memory, or torch.compile failed.
-    """
+    """Add to a failure of the body which checkpoint is left, and what to do."""
     try:
         yield
     except FloatingPointError as error:
@@ -208,12 +184,6 @@ def open_run(config: TrainConfig, checkpoint: Checkpoint | None) -> Iterator[Pat
 
     The folder may hold a run already if `--resume` found its checkpoint, or found none because the
     run ended before its first.
-
-    Yields:
-        The folder.
-
-    Raises:
-        ValueError: the folder holds another run, cannot be written, or another trainer is using it.
     """
     with ExitStack() as stack:
         run_dir = Path()
@@ -222,21 +192,15 @@ def open_run(config: TrainConfig, checkpoint: Checkpoint | None) -> Iterator[Pat
                 run_dir = choose_run_dir(config, checkpoint)
                 try:
                     stack.enter_context(lock_folder(run_dir, LOCK_NAME))
-                    check_usable(run_dir, config, checkpoint)
-                    clean_up(run_dir / "checkpoints")
                 except Timeout:
                     raise ValueError(f"another trainer is at work in {run_dir}") from None
-                except OSError as error:
-                    raise ValueError(f"the run folder cannot be written: {error}") from None
+                check_usable(run_dir, config, checkpoint)
+                clean_up(run_dir / "checkpoints")
         yield Path(gather_text(str(run_dir))[0])
 
 
 def choose_run_dir(config: TrainConfig, checkpoint: Checkpoint | None) -> Path:
-    """The run's folder: that of the resumed checkpoint, of the given name, or of size and time.
-
-    Raises:
-        ValueError: the checkpoint is in no run's folder.
-    """
+    """The run's folder: that of the resumed checkpoint, of the given name, or of size and time."""
     if checkpoint is not None and config.run_name is None:
         folder = checkpoint.path.absolute().parent
         if folder.name != "checkpoints":
@@ -262,17 +226,8 @@ def is_own(checkpoint: Checkpoint, run_dir: Path) -> bool:
 
 
 def check_usable(run_dir: Path, config: TrainConfig, checkpoint: Checkpoint | None) -> None:
-    """Refuse a folder in which the run can be neither resumed nor started.
-
-    Raises:
-        ValueError: the folder holds another run or later checkpoints, or its own are not there.
-    """
+    """Refuse a folder in which the run can be neither resumed nor started."""
     checkpoints = run_dir / "checkpoints"
-    if checkpoints.is_symlink() and not checkpoints.exists():
-        raise ValueError(
-            f"{checkpoints} is a link to {checkpoints.readlink()}, which is not there: mount its "
-            f"disk, make that folder, or remove the link"
-        )
     holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
     is_resumed = config.resume is not None and (checkpoint is None or is_own(checkpoint, run_dir))
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
@@ -304,27 +259,16 @@ def is_valid(checkpoint: Path) -> bool:
 
 
 def label_run(run_dir: Path, config: TrainConfig) -> None:
-    """Write `config.json`.
-
-    Raises:
-        ValueError: the folder cannot be written.
-    """
+    """Write `config.json`."""
     with raise_on_all_ranks():
         if is_main():
-            try:
-                write_json(run_dir / RUN_CONFIG_NAME, config.saved())
-            except OSError as error:
-                raise ValueError(f"the run folder cannot be written: {error}") from None
+            write_json(run_dir / RUN_CONFIG_NAME, config.saved())
 
 
 def check_resume_compatible(
     checkpoint: Checkpoint, config: TrainConfig, data_fingerprint: str
 ) -> None:
-    """Refuse to resume with another model, batch, order or data set than the checkpoint's.
-
-    Raises:
-        ValueError: values differ; the message lists each.
-    """
+    """Refuse to resume with another model, batch, order or data set than the checkpoint's."""
     path, state = checkpoint
     found = {**asdict(model_dimensions(config, checkpoint)), "data_fingerprint": data_fingerprint}
     expected = {**state.model_config, "data_fingerprint": state.data_fingerprint}
@@ -336,23 +280,14 @@ def check_resume_compatible(
         if expected.get(name) != value
     }
     if changes:
-        hint, manifest = "", config.data_dir / SHARD_MANIFEST
-        if changes.keys() == {"data_fingerprint"}:  # which a manifest gives, if there is one
-            hint = f"; if {manifest} was added since, move it away"
-            if not manifest.is_file():
-                hint = f"; if {manifest} was lost since, put it back"
         raise ValueError(
             f"{path} is of another run ({', '.join(changes.values())}): leave these as they were, "
-            f"or start a new run, with another --run-name and without --resume{hint}"
+            f"or start a new run, with another --run-name and without --resume"
         )
 
 
 def model_dimensions(config: TrainConfig, checkpoint: Checkpoint | None) -> GPTConfig:
-    """The dimensions that the flags give or, with `--init-from`, its model's or the run's.
-
-    Raises:
-        ValueError: `--block-size` is longer than the context of the model to start from.
-    """
+    """The dimensions that the flags give or, with `--init-from`, its model's or the run's."""
     if config.init_from is None:
         return config.model_config()
     if checkpoint is not None:  # --init-from may be gone by now
@@ -362,9 +297,5 @@ def model_dimensions(config: TrainConfig, checkpoint: Checkpoint | None) -> GPTC
     if given > own:
         raise ValueError(
             f"--block-size {given} is beyond this model's {own}: give --block-size {own} or less"
-        )
-    if given < own:
-        print0(
-            f"--block-size {given}: of {config.init_from}, positions {given} to {own - 1} are cut"
         )
     return replace(model_config, block_size=given)

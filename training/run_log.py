@@ -1,4 +1,4 @@
-"""A run's log: `metrics.jsonl`, the console, samples, the progress bar and trackers.
+"""A run's log: `metrics.jsonl`, the console, samples and trackers.
 
 `metrics.jsonl` has one JSON object per line, one line per event, and is only ever appended to.
 """
@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from statistics import fmean
@@ -18,13 +18,14 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
-from tqdm import tqdm
 
+from plot import plot_run
 from runtime.device import device_name, peak_memory_gib, synchronize
 from runtime.distributed import is_main, print0, world_size
 from runtime.files import append_atomically
 from runtime.metrics import METRICS_NAME, format_count, format_duration, mfu, peak_flops
 from runtime.trackers import Trackers
+from training.config import TrainConfig
 
 LINE_COLUMNS = 100  # of the console
 ETA_STEPS = 50  # recent ones, that the time left is estimated from
@@ -39,41 +40,22 @@ class RunLog:
     """
 
     run_dir: Path
-    _: KW_ONLY
-    settings: Mapping[str, Any]
-    """What the trackers show as the run's settings: JSON values."""
-    trackers: Sequence[str]
-    """Names in `TRACKERS`."""
+    config: TrainConfig
     start_step: int
     """Updates done before."""
-    max_steps: int
-    tokens_per_step: int
-    """Over all ranks."""
-    log_every: int
-    """Steps between lines on the console."""
     flops_per_token: int
     device: torch.device
     dtype: torch.dtype
     """Of matrix products."""
     on_write_error: Callable[[], AbstractContextManager[None]]
     """Around every write: it decides what an OSError means for the run."""
-    draw_figures: Callable[[], list[Path]]
-    """Draws the run's figures at its end, for the trackers, and returns their PNGs."""
 
     def __enter__(self) -> Self:
         self._file = _open_to_append(self.run_dir / METRICS_NAME) if is_main() else None
         self._lock = threading.Lock()  # the thread that writes checkpoints records `saved_step`
-        names = self.trackers if is_main() else ()
-        self._trackers = Trackers(names, self.run_dir, self.settings, self.start_step)
+        names = self.config.logger if is_main() else ()
+        self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
         self._tracked_step: int | None = None
-        # tqdm's own estimate of the time left would count evaluations too; `step` gives another.
-        # That the terminal is closed meanwhile only ends the bar.
-        self._bar = tqdm(
-            total=self.max_steps,
-            initial=self.start_step,
-            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
-            disable=None if is_main() else True,  # None: unless it is a terminal
-        )
         float32 = self.dtype == torch.float32
         self._peak_flops = peak_flops(device_name(self.device), float32=float32)
         self._recent_seconds: deque[float] = deque(maxlen=ETA_STEPS)
@@ -81,10 +63,9 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
         if self._trackers.working and self._tracked_step is not None:
             try:
-                figures = {f"figures/{path.stem}": path for path in self.draw_figures()}
+                figures = {f"figures/{path.stem}": path for path in plot_run(self.run_dir)}
                 self._trackers.log(self._tracked_step, figures)
             except Exception as error:  # whatever a library raises: the run itself is done
                 print0(f"warning: no figures for the trackers: {error}")
@@ -97,10 +78,8 @@ class RunLog:
         """Stop the clock of the steps for evaluation and saving."""
         synchronize(self.device)  # a step's last work is not to fall into the pause
         begun = perf_counter()
-        try:
-            yield
-        finally:
-            self._step_begun += perf_counter() - begun
+        yield
+        self._step_begun += perf_counter() - begun
 
     def step(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
         """Log a step, which the device has finished; `step` updates are done by now."""
@@ -108,12 +87,10 @@ class RunLog:
         seconds, self._step_begun = now - self._step_begun, now
         if step > self.start_step + 1:  # the first step compiles: no measure of the others
             self._recent_seconds.append(seconds)
-        steps_left, recent = self.max_steps - step, self._recent_seconds
-        eta_seconds = steps_left * fmean(recent) if recent else None
-        tokens_per_second = self.tokens_per_step / seconds
+        tokens_per_second = self.config.total_batch_size / seconds
         record = {
             "step": step,
-            "tokens_seen": step * self.tokens_per_step,
+            "tokens_seen": step * self.config.total_batch_size,
             "train_loss": loss,
             "lr": lr,
             "grad_norm": grad_norm,
@@ -123,10 +100,10 @@ class RunLog:
             "peak_memory_gib": peak_memory_gib(self.device),
         }
         self.record(**record)
-        if step % self.log_every == 0 or step == self.max_steps:
-            print0(format_step(record, self.max_steps, eta_seconds))
-        self._bar.set_postfix_str(f"eta {format_duration(eta_seconds)}", refresh=False)
-        self._bar.update()
+        if step % self.config.log_every == 0 or step == self.config.max_steps:
+            steps_left, recent = self.config.max_steps - step, self._recent_seconds
+            eta_seconds = steps_left * fmean(recent) if recent else None
+            print0(format_step(record, self.config.max_steps, eta_seconds))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """Log what was measured after `step` updates, in so many seconds; nothing if empty."""
@@ -134,10 +111,10 @@ class RunLog:
             return
         shown = {**metrics, "evaluation_seconds": seconds}
         if step > self.start_step:  # with compiling, evaluations and saves
-            tokens = (step - self.start_step) * self.tokens_per_step
+            tokens = (step - self.start_step) * self.config.total_batch_size
             shown["overall_tokens_per_second"] = tokens / (perf_counter() - self._begun)
-        self.record(step=step, tokens_seen=step * self.tokens_per_step, **shown)
-        print0(format_evaluation(step, shown))
+        self.record(step=step, tokens_seen=step * self.config.total_batch_size, **shown)
+        print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in shown.items())]))
 
     def samples(self, step: int, lines: Sequence[str]) -> None:
         """Append lines of text that was sampled after `step` updates to `samples.txt`; show it."""
@@ -185,13 +162,12 @@ def _open_to_append(path: Path) -> FileIO:
 
 
 def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:
-    """One console line of a training record; what is missing or None is left out."""
-    speed, share, peak = (record.get(n) for n in ("tokens_per_second", "mfu", "peak_memory_gib"))
-    device = [
-        *([f"{format_count(speed)} tok/s"] if speed is not None else []),
-        *([f"mfu {share:.0%}"] if share is not None else []),
-        *([f"{peak:.3g} GiB"] if peak is not None else []),
-    ]
+    """One console line of a training record; what is None is left out."""
+    device = [f"{format_count(record['tokens_per_second'])} tok/s"]
+    if record["mfu"] is not None:
+        device.append(f"mfu {record['mfu']:.0%}")
+    if record["peak_memory_gib"] is not None:
+        device.append(f"{record['peak_memory_gib']:.3g} GiB")
     lr, norm = f"{record['lr']:.1e}".replace("e-0", "e-"), record["grad_norm"]
     parts = [
         f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
@@ -200,15 +176,4 @@ def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | 
         ", ".join(device),
         f"eta {format_duration(eta_seconds)}",
     ]
-    return " | ".join(filter(None, parts))
-
-
-def format_evaluation(step: int, record: Mapping[str, float]) -> str:
-    """The console lines of an evaluation's metrics: as many as keep each in `LINE_COLUMNS`."""
-    lines = [f"step {step}"]
-    for name, value in record.items():
-        part = f" | {name} {value:.5g}"
-        if len(lines[-1] + part) > LINE_COLUMNS:
-            lines.append(f"step {step}")
-        lines[-1] += part
-    return "\n".join(lines)
+    return " | ".join(parts)
