@@ -41,7 +41,7 @@ from torch.nn.utils.rnn import pad_sequence
 from model import GPT
 from runtime import distributed
 from runtime.checkpoint import load_model
-from runtime.cli import parse_flags, run_command
+from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_dtype, to_device
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
@@ -82,12 +82,7 @@ class HellaSwagConfig:
     in any case."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}"
-            for name, least in (("limit", 0), ("batch_size", 1))
-            if getattr(self, name) < least
-        ]
-        if problems:
+        if problems := bad_numbers(self, ("batch_size",)):
             raise ValueError("; ".join(problems))
 
 

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import codecs
 import json
-import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from model import GPT, KVCache
 from runtime.checkpoint import load_model
-from runtime.cli import parse_flags, run_command
+from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
@@ -70,18 +69,9 @@ class SampleConfig:
     """Dtype of the matrix products; auto is bfloat16 where the hardware has it."""
 
     def __post_init__(self) -> None:
-        least = {"num_samples": 1, "max_new_tokens": 1, "top_k": 0, "seed": 0}
-        problems = [
-            f"--{name.replace('_', '-')} must be at least {least[name]}, not {getattr(self, name)}"
-            for name in least
-            if getattr(self, name) < least[name]
-        ]
-        if not 0 <= self.temperature < math.inf:
-            problems.append(f"--temperature must be 0 or more, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"--top-p must be above 0 and at most 1, not {self.top_p}")
-        if self.seed >= 2**63:
-            problems.append(f"--seed {self.seed} is not below 2**63")
+        problems = bad_numbers(self, ("num_samples", "max_new_tokens", "top_p"))
+        if self.top_p > 1:
+            problems.append(f"--top-p must be at most 1, not {self.top_p}")
         if self.prompt and self.prompts_file:
             problems.append("--prompt and --prompts-file are two sources: give one of them")
         if self.interactive and (self.prompt or self.prompts_file or self.json):

@@ -175,9 +175,6 @@ def test_sample_config_reports_every_bad_flag_at_once():
         SampleConfig(num_samples=0, max_new_tokens=-1, temperature=-1.0, top_k=-1, top_p=0.0)
     for flag in ("--max-new-tokens", "--temperature", "--top-k", "--top-p"):
         assert flag in str(error.value)
-    for temperature in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="--temperature must be 0 or more"):
-            SampleConfig(temperature=temperature)
 
 
 @pytest.fixture(scope="module")
