@@ -59,7 +59,8 @@ def parse_flags(
             torchrun only rank 0 raises it; the other ranks exit with code 2 and print nothing.
     """
     try:
-        return read_flags(config_class, sys.argv[1:] if args is None else args, default, hints)
+        values = _read_flags(config_class, args, default, hints or {})
+        return replace(cast(Any, default), **values) if default else config_class(**values)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             raise ValueError(f"{error} (--help lists the flags)") from None
@@ -67,25 +68,25 @@ def parse_flags(
     raise SystemExit(2)
 
 
-def read_flags(
-    config_class: type[Config],
-    args: Sequence[str],
-    default: Config | None = None,
-    hints: Mapping[str, str] | None = None,
-) -> Config:
-    """The same as `parse_flags` for any arguments, on any rank."""
+def _read_flags(
+    config_class: type[Any],
+    args: Sequence[str] | None,
+    default: object | None,
+    hints: Mapping[str, str],
+) -> dict[str, Any]:
+    """The values that are given, by field."""
     dashed = [
-        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg) for arg in args
+        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
+        for arg in (sys.argv[1:] if args is None else args)
     ]
     given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
     if flags := [arg.split("=")[0] for arg in unknown if arg.startswith("-")]:
-        names = [flag_of(field.name) for field in fields(cast(Any, config_class))]
-        raise ValueError("; ".join(_explain_unknown(flag, names, hints or {}) for flag in flags))
+        names = [flag_of(field.name) for field in fields(config_class)]
+        raise ValueError("; ".join(_explain_unknown(flag, names, hints) for flag in flags))
     if unknown:
         switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
         raise ValueError(f"{unknown[0]!r} belongs to no flag{switch}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
-    return replace(cast(Any, default), **values) if default else config_class(**values)
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from lr_schedule import ScheduleName
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
-from runtime.cli import as_flags, bad_numbers, flag_of, read_flags
+from runtime.cli import as_flags, bad_numbers, flag_of, parse_flags
 from runtime.device import DeviceName, DtypeName
 from runtime.files import is_plain_name, read_json
 from runtime.trackers import TrackerName
@@ -275,7 +275,7 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
             f"version that wrote it, or take the setting out"
         )
     try:
-        return read_flags(TrainConfig, as_flags(values))
+        return parse_flags(TrainConfig, as_flags(values))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
