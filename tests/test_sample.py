@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import sample
 from model import GPT, GPTConfig
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
-from sample import SampleConfig, decode, generate, sample_token, token_printer
+from sample import SampleConfig, decode, generate, generate_text, sample_token, token_printer
 from tokenizer import gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
@@ -186,14 +186,14 @@ def folder(tmp_path_factory):
 
 def test_generate_continues_a_text_in_one_line(folder):
     model = load_pretrained(str(folder))
-    text = generate(model, "Once upon", 5, temperature=0)
+    text = generate_text(model, "Once upon", 5, temperature=0)
     [tokens] = generate(
         model, torch.tensor([gpt2_encoding().encode("Once upon")]), 5, temperature=0
     )
     assert text.startswith("Once upon")
     assert text == decode(tokens)
     torch.manual_seed(0)
-    document = generate(model, "")
+    document = generate_text(model, "")
     assert isinstance(document, str)
     assert "<|endoftext|>" not in document
 
@@ -253,7 +253,7 @@ def test_main_prints_json_for_each_prompt_of_a_file(monkeypatch, capsys, folder,
         record = json.loads(line)
         expected = {"prompt": prompt, "text": decode(record["tokens"]), "index": index}
         assert record == expected | {"tokens": record["tokens"]}
-        assert prompt + record["text"] == generate(model, prompt, 5, temperature=0)
+        assert prompt + record["text"] == generate_text(model, prompt, 5, temperature=0)
 
 
 def test_main_reads_a_prompt_from_a_pipe_as_if_it_were_given(monkeypatch, capsys, folder):
@@ -278,7 +278,7 @@ def test_main_interactive_goes_on_after_all_text_until_new(monkeypatch, capsys, 
     typed = "Once upon\nHe said\n\n/new\nOnce upon\n"
     printed = run_main(monkeypatch, capsys, folder, "--interactive", stdin=typed)
     model = load_pretrained(str(folder))
-    first = generate(model, "Once upon", 5, temperature=0)
+    first = generate_text(model, "Once upon", 5, temperature=0)
     ids = gpt2_encoding().encode_ordinary("Once upon")
 
     def goes_on(text):
@@ -312,7 +312,7 @@ def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(
 
     monkeypatch.setattr(sample, "load_model", load_model)
     printed = run_main(monkeypatch, capsys, folder, "--interactive", stdin="Once upon\n\n")
-    whole = generate(load_pretrained(str(folder)), "Once upon", 7, temperature=0)
+    whole = generate_text(load_pretrained(str(folder)), "Once upon", 7, temperature=0)
     assert len(calls) == 3 + 5  # two tokens came, then five more
     assert "".join(printed.removeprefix(sample.GREETING).split("\n> ")).strip() == whole
 
