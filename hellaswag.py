@@ -249,15 +249,10 @@ def evaluate_hellaswag(
         model: the raw model, neither compiled nor wrapped, on the device of `dist_info`.
         examples: the same ones on every rank.
         dist_info: by default one process on the model's device.
-        dtype: of the matrix products, except the LM head's, which are float32. By default
-            float32, so that scores compare between machines: bfloat16 is faster, and changes a
-            few predictions between nearly equal endings.
+        dtype: of the matrix products, except the LM head's, which are float32. bfloat16 is faster,
+            and changes a few predictions between nearly equal endings.
         batch_size: examples in one forward pass.
-        between: called before each round of batches on all ranks; it may raise to interrupt the
-            evaluation, on all ranks alike.
-
-    Returns:
-        The losses of the examples that fit, in their order.
+        between: called before each round of batches, on all ranks; it may raise, on all alike.
     """
     fitting = [example for example in examples if example.fits(model.config.block_size)]
     if not fitting:

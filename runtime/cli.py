@@ -46,13 +46,8 @@ def parse_flags(
     """Build a dataclass from command-line flags: each field is one, its docstring the help text.
 
     `--help` prints each flag with its default and the first sentence of its docstring, in the
-    groups of the class's `HELP_GROUPS` (titles by their first field), and exits.
-
-    Args:
-        config_class: the dataclass.
-        args: by default the process's own.
-        default: has the values of flags that are not given, by default those of the class.
-        hints: by flag that does not exist, what to do instead.
+    groups of the class's `HELP_GROUPS` (titles by their first field), and exits. `default` has the
+    values of flags that are not given; `hints` says, by flag that does not exist, what to do.
 
     Raises:
         ValueError: a flag is unknown or its value is refused; the message is one line. Under
@@ -108,21 +103,15 @@ def flag_of(name: str) -> str:
 
 
 def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
-    """What is wrong with a configuration's numbers: none may be negative, infinite or beyond int64.
-
-    Args:
-        config: the dataclass.
-        above_zero: fields that may not be 0.
-    """
+    """What is wrong with a configuration's numbers, of which some must be `above_zero`."""
     problems = []
     for name, value in vars(config).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if value >= (2**63 if isinstance(value, int) else math.inf):
-            problems.append(f"{flag_of(name)} {value} is too large")
-        elif name in above_zero and not value > 0:
+        too_large = 2**63 if isinstance(value, int) else math.inf
+        if name in above_zero and not 0 < value < too_large:
             problems.append(f"{flag_of(name)} must be above 0, not {value}")
-        elif not value >= 0:  # nor nan
+        elif not 0 <= value < too_large:
             problems.append(f"{flag_of(name)} must be at least 0, not {value}")
     return problems
 
@@ -184,14 +173,13 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
         raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(words)}")
 
     if field.metadata == POSITIONAL:
-        name = field.name
-        group.add_argument(name, type=read, nargs="*", metavar=name.upper(), help=text)
+        flag, shown, options = field.name, field.name.upper(), {"nargs": "*"}
     elif isinstance(value, tuple):
-        shown = " ".join(value) or "NAME"
-        group.add_argument(flag, type=read, nargs="*", metavar=shown, help=text)
+        shown, options = " ".join(value) or "NAME", {"nargs": "*"}
     else:
-        shown, required = words[0] if value in (None, "", MISSING) else str(value), value is MISSING
-        group.add_argument(flag, type=read, required=required, metavar=shown, help=text)
+        shown = words[0] if value in (None, "", MISSING) else str(value)
+        options = {"required": value is MISSING}
+    group.add_argument(flag, type=read, metavar=shown, help=text, **options)
 
 
 def _parts(kind: object) -> list[Any]:

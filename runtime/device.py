@@ -86,10 +86,9 @@ def select_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
     if device.type == "cpu":
-        with contextlib.suppress(OSError):  # not Linux
-            flags = Path("/proc/cpuinfo").read_text()
-            if "avx512_bf16" in flags or "amx_bf16" in flags:
-                return torch.bfloat16
+        has = torch.cpu.get_capabilities()
+        if has.get("avx512_bf16") or has.get("amx_bf16"):
+            return torch.bfloat16
     return torch.float32
 
 

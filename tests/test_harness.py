@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,8 +104,7 @@ def test_main_scores_in_the_harness_style_in_float32(data, model, tmp_path, monk
     save_pretrained(model, tmp_path / "model")
     flags = [f"--model={tmp_path}/model", f"--data={data}", "--style=harness", "--device=cpu"]
     monkeypatch.setattr(sys, "argv", ["hellaswag.py", *flags, f"--output={tmp_path}/out.jsonl"])
-    cpuinfo = SimpleNamespace(read_text=lambda: "amx_bf16")
-    monkeypatch.setattr("runtime.device.Path", lambda _: cpuinfo)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     hellaswag.main()
     result = evaluate_hellaswag(model, load_examples(data, style="harness"))
     assert capsys.readouterr().out.endswith(f"model, harness style: {result}\n")
