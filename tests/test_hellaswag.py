@@ -83,27 +83,20 @@ def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
 def test_evaluate_hellaswag_in_bfloat16_keeps_the_logits_in_float32(model, examples):
     seen = []
     layers = (model.transformer.h[0].mlp.c_fc, model.lm_head)
-    hooks = [
-        layer.register_forward_hook(lambda m, x, out: seen.append(out.dtype)) for layer in layers
-    ]
+    hooks = [layer.register_forward_hook(lambda *args: seen.append(args[2])) for layer in layers]
     result = evaluate_hellaswag(model, examples, dtype=torch.bfloat16, batch_size=24)
     for hook in hooks:
         hook.remove()
-    assert seen[0] == torch.bfloat16
-    assert set(seen[1:]) == {torch.float32}
-    assert result.summed.dtype == torch.float32
+    assert [out.dtype for out in seen[:2]] == [torch.bfloat16, torch.float32]
     assert (result.mean - evaluate_hellaswag(model, examples).mean).abs().max() < 0.02
 
 
-def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(model, examples):
+def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(examples):
+    model = GPT(TINY)
     expected = evaluate_hellaswag(model, examples[:3]).summed
-    padding = model.lm_head.weight[TINY.vocab_size :]
-    before = padding.detach().clone()
     with torch.no_grad():
-        padding.fill_(50.0)
+        model.lm_head.weight[TINY.vocab_size :] = 50.0
     torch.testing.assert_close(evaluate_hellaswag(model, examples[:3]).summed, expected)
-    with torch.no_grad():
-        padding.copy_(before)
 
 
 def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(model):
@@ -126,22 +119,9 @@ def test_load_examples_takes_any_key_order_text_labels_and_a_limit(tmp_path):
     decode = gpt2_encoding().decode
     assert (first.ind, first.label, decode(first.context)) == (7, 2, "A man")
     assert [decode(ending) for ending in first.endings] == [" " + e for e in ROW["endings"]]
-
-
-def test_render_example_in_the_harness_style_worked_by_hand():
-    """Without lm_eval: ` [title]` is a full stop and notes go, then doubled spaces become one."""
-    row = {
-        "activity_label": "Boiling eggs",
-        "ctx_a": "[header] How to [title] Take a pot. [step] Fill it  with   water.",
-        "ctx_b": "THE Man",
-        "endings": ["[step] sits", "a [title] b", "goes  on", " sings "],
-    }
-    example = render_example({"ind": 0, "label": "1", **row}, "harness")
-    decode = gpt2_encoding().decode
-    prompt = "Boiling eggs: How to. Take a pot. Fill it with  water. The man"
-    assert decode(example.context) == prompt
-    assert [*map(decode, example.endings)] == ["  sits", " a. b", " goes on", " sings"]
-    assert example.lengths == [5, 4, 7, 5]  # characters of ` sits`, `a. b`, `goes on`, `sings`
+    path.write_text("")
+    with pytest.raises(ValueError, match="no examples"):
+        load_examples(path)
 
 
 def bad(**changes):
@@ -166,12 +146,6 @@ def test_load_examples_names_the_line_of_a_bad_row(tmp_path, line, message):
     path.write_bytes(bad() + b"\n" + line + b"\n")
     with pytest.raises(ValueError, match=f"^{path}:2: {message}"):
         load_examples(path)
-
-
-def test_load_examples_refuses_a_file_without_rows(tmp_path):
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ValueError, match="no examples"):
-        load_examples(tmp_path / "empty.jsonl")
 
 
 def test_download_hellaswag_checks_what_came_and_takes_it_once(tmp_path, monkeypatch):
