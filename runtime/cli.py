@@ -53,35 +53,21 @@ def parse_flags(
         ValueError: a flag is unknown or its value is refused; the message is one line. Under
             torchrun only rank 0 raises it; the other ranks exit with code 2 and print nothing.
     """
+    dashed = [
+        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
+        for arg in (sys.argv[1:] if args is None else args)
+    ]
     try:
-        values = _read_flags(config_class, args, default, hints or {})
+        given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
+        if unknown:
+            raise ValueError(_explain_unknown(unknown, config_class, hints or {}))
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
         return replace(cast(Any, default), **values) if default else config_class(**values)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             raise ValueError(f"{error} (--help lists the flags)") from None
     time.sleep(RANK_0_SECONDS)
     raise SystemExit(2)
-
-
-def _read_flags(
-    config_class: type[Any],
-    args: Sequence[str] | None,
-    default: object | None,
-    hints: Mapping[str, str],
-) -> dict[str, Any]:
-    """The values that are given, by field."""
-    dashed = [
-        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
-        for arg in (sys.argv[1:] if args is None else args)
-    ]
-    given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
-    if flags := [arg.split("=")[0] for arg in unknown if arg.startswith("-")]:
-        names = [flag_of(field.name) for field in fields(config_class)]
-        raise ValueError("; ".join(_explain_unknown(flag, names, hints) for flag in flags))
-    if unknown:
-        switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
-        raise ValueError(f"{unknown[0]!r} belongs to no flag{switch}")
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
@@ -122,11 +108,17 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def _explain_unknown(flag: str, names: Sequence[str], hints: Mapping[str, str]) -> str:
-    """That there is no such flag, and which one was probably meant."""
-    similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-    hint = hints.get(flag) or (f"did you mean {similar[0]}?" if similar else "")
-    return f"there is no flag {flag}" + (f": {hint}" if hint else "")
+def _explain_unknown(
+    unknown: Sequence[str], config_class: type[Any], hints: Mapping[str, str]
+) -> str:
+    """That these arguments belong to no flag, and which flags were probably meant."""
+    names, problems = [flag_of(field.name) for field in fields(config_class)], []
+    for flag in (arg.split("=")[0] for arg in unknown if arg.startswith("-")):
+        similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
+        hint = hints.get(flag) or (f"did you mean {similar[0]}?" if similar else "")
+        problems.append(f"there is no flag {flag}" + (f": {hint}" if hint else ""))
+    switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
+    return "; ".join(problems) or f"{unknown[0]!r} belongs to no flag{switch}"
 
 
 def _new_parser(config_class: type[Any], default: object | None) -> argparse.ArgumentParser:

@@ -187,16 +187,6 @@ def test_download_hellaswag_makes_the_other_ranks_wait(commands, tmp_path):
     check_on_ranks(commands, DOWNLOAD.replace("SERVED", str(tmp_path / "served")), tmp_path)
 
 
-def test_main_without_network_stops_every_rank_with_one_line(commands, folder):
-    proxy = {"https_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # no one listens there
-    done = commands.run_ranks(2, "hellaswag", f"--model={folder}", "--device=cpu", **proxy)
-    assert done.code == 2
-    errors = sorted(done.stderr.splitlines())
-    assert len(errors) == 2
-    assert "raw.githubusercontent.com" in errors[1]
-    assert "pass --data FILE" in errors[1]
-
-
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hellaswag") / "model"
