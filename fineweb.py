@@ -32,7 +32,7 @@ from tqdm import tqdm
 from corpus import published, shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter, check_same_dataset
 from corpus.sources import Cursor, Document, Source
-from runtime.cli import parse_flags, run_command
+from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.files import lock_folder
 from runtime.hub import REPO_NAME, check_repo_name, resolve_revision
 from runtime.startup import usable_cores
@@ -71,10 +71,8 @@ class FineWebConfig:
     """OWNER/NAME of a hub data set: upload the finished shards and their manifest."""
 
     def __post_init__(self) -> None:
-        for flag in ("shard_size", "workers", "parts"):
-            value = getattr(self, flag)
-            if value is not None and value < 1:
-                raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
+        if problems := bad_numbers(self, ("shard_size", "workers", "parts")):
+            raise ValueError("; ".join(problems))
         if self.part is not None:
             if self.parts is None:
                 raise ValueError(f"--part {self.part} of how many? Add --parts")

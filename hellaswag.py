@@ -21,13 +21,10 @@ if __name__ == "__main__":
 
     prepare_process()  # the imports below take seconds
 
-import hashlib
-import http.client
 import itertools
 import json
 import math
 import re
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +38,7 @@ from torch.nn.utils.rnn import pad_sequence
 from model import GPT
 from runtime import distributed
 from runtime.checkpoint import load_model
-from runtime.cli import parse_flags, run_command
+from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_dtype, to_device
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
@@ -50,9 +47,8 @@ from tokenizer import gpt2_encoding
 DATA_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 DATA_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 DATA_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
-TIMEOUT_SECONDS = 30  # of each read
 N_ENDINGS = 4
-CONTEXT, PADDING = 0, N_ENDINGS + 1  # segments of a packed row; endings are 1 to 4
+CONTEXT = 1  # the segment of a packed row's context; its endings are 2 to 5, padding is 0
 # Float32 logits of 128 tokens take 26 MB, which stays in a CPU's cache; GPUs need larger products.
 TOKENS_PER_PRODUCT = {"cpu": 128, "cuda": 1024, "mps": 1024}
 Style = Literal["completion", "harness"]
@@ -82,12 +78,7 @@ class HellaSwagConfig:
     in any case."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}"
-            for name, least in (("limit", 0), ("batch_size", 1))
-            if getattr(self, name) < least
-        ]
-        if problems:
+        if problems := bad_numbers(self, ("batch_size",)):
             raise ValueError("; ".join(problems))
 
 
@@ -110,52 +101,33 @@ class Example:
 
 @dataclass(frozen=True)
 class HellaSwagResult:
-    """The losses of N examples and the accuracies that follow; all tensors on the CPU."""
+    """The losses of N examples, and the accuracies that follow."""
 
-    labels: Tensor  # (N,) int64
+    examples: Sequence[Example]
     summed: Tensor  # (N, 4) float32, nats per ending
-    mean: Tensor  # (N, 4) float32, nats per token or, in the harness's style, per character
     left_out: int = 0  # examples longer than the model's context, which are not among the N
 
     @property
-    def total(self) -> int:
-        """How many examples were scored: N."""
-        return len(self.labels)
+    def mean(self) -> Tensor:
+        """(N, 4) float32: nats per token or, in the harness's style, per character."""
+        return self.summed / torch.tensor([example.lengths for example in self.examples])
 
-    @property
-    def predictions(self) -> Tensor:
-        """(N,) int64: the ending with the lowest summed loss, the first of equal ones."""
-        return self.summed.argmin(dim=1)
-
-    @property
-    def predictions_norm(self) -> Tensor:
-        """(N,) int64: the ending with the lowest mean loss, the first of equal ones."""
-        return self.mean.argmin(dim=1)
-
-    @property
-    def acc(self) -> float:
-        """The share of `predictions` that are right."""
-        return int((self.predictions == self.labels).sum()) / self.total
-
-    @property
-    def acc_norm(self) -> float:
-        """The share of `predictions_norm` that are right."""
-        return int((self.predictions_norm == self.labels).sum()) / self.total
+    def correct(self) -> dict[str, int]:
+        """How often the lowest loss, the first of equal ones, is that of the right ending."""
+        labels = torch.tensor([example.label for example in self.examples])
+        losses = {"acc": self.summed, "acc_norm": self.mean}
+        return {name: int((each.argmin(1) == labels).sum()) for name, each in losses.items()}
 
     def metrics(self) -> dict[str, float]:
         """The names and values that training logs."""
-        metrics = {
-            "hellaswag_acc": self.acc,
-            "hellaswag_acc_norm": self.acc_norm,
-            "hellaswag_total": self.total,
-        }
-        return metrics | ({"hellaswag_left_out": self.left_out} if self.left_out else {})
+        total = len(self.examples)
+        metrics = {f"hellaswag_{name}": n / total for name, n in self.correct().items()}
+        left_out = {"hellaswag_left_out": self.left_out} if self.left_out else {}
+        return metrics | {"hellaswag_total": total} | left_out
 
     def __str__(self) -> str:
-        parts = [
-            f"{name} {round(share * self.total)}/{self.total}={share:.4f}"
-            for name, share in (("acc", self.acc), ("acc_norm", self.acc_norm))
-        ]
+        total = len(self.examples)
+        parts = [f"{name} {n}/{total}={n / total:.4f}" for name, n in self.correct().items()]
         if self.left_out:
             parts.append(f"({self.left_out} left out: longer than the model's context)")
         return " ".join(parts)
@@ -170,36 +142,27 @@ def main() -> None:
         examples = load_examples(path, config.limit, config.style)
         exact = config.style == "harness" and config.dtype == "auto"
         dtype = select_dtype("float32" if exact else config.dtype, dist_info.device)
-        result = evaluate_hellaswag(
-            model, examples, dist_info, dtype, batch_size=config.batch_size, progress=True
-        )
+        result = evaluate_hellaswag(model, examples, dist_info, dtype, batch_size=config.batch_size)
         if dist_info.is_main:
             style = ", harness style" if config.style == "harness" else ""
             print(f"HellaSwag {path}, {config.model}{style}: {result}")
             if config.output is not None:
-                scored = [e for e in examples if e.fits(model.config.block_size)]
-                write_predictions(config.output, scored, result)
+                write_predictions(config.output, result)
 
 
 def load_examples(path: str | Path, limit: int = 0, style: Style = "completion") -> list[Example]:
-    """Read and tokenise a HellaSwag JSONL file.
-
-    Args:
-        path: one JSON object per line; see `render_example`. Blank lines are skipped.
-        limit: read this many examples, from the first; 0 = all.
-        style: of the prompt and of `acc_norm`.
+    """Read and tokenise a HellaSwag JSONL file, or its first `limit` rows.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: a row is no HellaSwag example (the message names its line), or there is none.
     """
     examples: list[Example] = []
-    with Path(path).open("rb") as file:
-        rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-        for number, line in itertools.islice(rows, limit or None):
+    with open(path, "rb") as file:
+        for number, line in enumerate(itertools.islice(file, limit or None), start=1):
             try:
-                examples.append(render_example(json.loads(line.decode("utf-8")), style))
-            except (ValueError, RecursionError) as error:  # of UTF-8 and JSON too
+                examples.append(render_example(json.loads(line), style))
+            except ValueError as error:  # of UTF-8 and JSON too
                 raise ValueError(f"{path}:{number}: {error}") from None
     if not examples:
         raise ValueError(f"{path} has no examples")
@@ -207,41 +170,34 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
 
 
 def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: ANN401 - any JSON value
-    """Tokenise one row of the data set: the context, and each ending after a space.
-
-    Args:
-        row: has `ind` (int), `ctx` (text), `endings` (4 texts) and `label` (0 to 3, as a number or
-            a text). The harness's style takes `activity_label`, `ctx_a` and `ctx_b` for `ctx`.
-        style: of the prompt and of `acc_norm`.
-    """
+    """Tokenise one row of the data set: the context, and each ending after a space."""
     fields = CONTEXT_FIELDS[style]
-    if not isinstance(row, dict):
-        raise ValueError("the row is not a JSON object")
-    missing = [key for key in ("ind", *fields, "endings", "label") if key not in row]
-    if missing:
-        raise ValueError(f"the row has no {', '.join(missing)}")
-    ind, label, endings = row["ind"], str(row["label"]), row["endings"]
-    if type(ind) is not int or label not in ("0", "1", "2", "3"):
-        raise ValueError(f"ind is {ind!r}, label {label!r}: not a whole number and one of 0 to 3")
-    if not isinstance(endings, list) or len(endings) != N_ENDINGS:
-        raise ValueError(f"endings must be a list of {N_ENDINGS} texts")
-    texts = [row[field] for field in fields]
-    is_text = all(isinstance(text, str) for text in (*texts, *endings))
-    if not is_text or not all(text.strip() for text in ("".join(texts), *endings)):
-        raise ValueError(f"{', '.join(fields)} or an ending is empty or not a text")
+    match row:
+        case {
+            "ind": int(ind),
+            "label": 0 | 1 | 2 | 3 | "0" | "1" | "2" | "3" as label,  # on the hub, a text
+            "endings": [str(), str(), str(), str()] as endings,
+        } if all(isinstance(row.get(field), str) for field in fields):
+            texts = [row[field] for field in fields]
+        case _:
+            raise ValueError(
+                f"the row needs ind (a number), label (0 to 3), endings (4 texts) and "
+                f"{', '.join(fields)} (a text)"
+            )
     encode = gpt2_encoding().encode_ordinary
     if style == "completion":
-        tokens = [encode(" " + text) for text in endings]
-        return Example(ind, int(label), encode(texts[0]), tokens, [*map(len, tokens)])
-    # As lm-evaluation-harness does in tasks/hellaswag/utils.py and, from ids on, in api/model.py.
-    activity, ctx_a, ctx_b = texts
-    prompt = _harness_text(f"{activity}: {ctx_a} {ctx_b.capitalize()}")
-    choices = [_harness_text(text) for text in endings]
-    context = encode(prompt.rstrip())  # the spaces at its end belong to the endings
+        context, tokens = encode(texts[0]), [encode(f" {text}") for text in endings]
+        lengths = [*map(len, tokens)]
+    else:  # lm-evaluation-harness's tasks/hellaswag/utils.py and, from ids on, api/model.py
+        activity, ctx_a, ctx_b = texts
+        prompt = _harness_text(f"{activity}: {ctx_a} {ctx_b.capitalize()}")
+        choices = [_harness_text(text) for text in endings]
+        context = encode(prompt.rstrip())  # the spaces at its end belong to the endings
+        tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
+        lengths = [*map(len, choices)]
     if not context:
-        raise ValueError("the context is empty without its [notes]")
-    tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
-    return Example(ind, int(label), context, tokens, [*map(len, choices)], cuts_context=True)
+        raise ValueError("the context is empty")
+    return Example(ind, int(label), context, tokens, lengths, cuts_context=style == "harness")
 
 
 def _harness_text(text: str) -> str:
@@ -256,13 +212,11 @@ def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) ->
     Every rank must call this, and all of them get the same answer. Without `path` it takes the
     validation set, downloaded once; a given file must be there, and the same on all ranks.
     """
-    examples: list[Example] = []
-    problem = ""
+    examples, problem = list[Example](), ""
     if path is not None:
         with distributed.raise_on_all_ranks():
             examples = load_examples(path)
-            content = sha256_of(path)
-        distributed.check_same_on_all_ranks("the HellaSwag files", [content])
+        distributed.check_same_on_all_ranks("the HellaSwag files", [sha256_of(path)])
     else:
         try:
             examples = load_examples(download_hellaswag(dist_info))
@@ -281,10 +235,9 @@ def evaluate_hellaswag(
     model: GPT,
     examples: Sequence[Example],
     dist_info: DistInfo | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     *,
     batch_size: int = 16,
-    progress: bool = False,
     between: Callable[[], object] = lambda: None,
 ) -> HellaSwagResult:
     """Score a data set; every rank must call this, and gets the same result.
@@ -296,16 +249,10 @@ def evaluate_hellaswag(
         model: the raw model, neither compiled nor wrapped, on the device of `dist_info`.
         examples: the same ones on every rank.
         dist_info: by default one process on the model's device.
-        dtype: of the matrix products, except the LM head's, which are float32. By default
-            float32, so that scores compare between machines: bfloat16 is faster, and changes a
-            few predictions between nearly equal endings.
+        dtype: of the matrix products, except the LM head's, which are float32. bfloat16 is faster,
+            and changes a few predictions between nearly equal endings.
         batch_size: examples in one forward pass.
-        progress: show a bar on rank 0, if its stderr is a terminal.
-        between: called before each round of batches on all ranks; it may raise to interrupt the
-            evaluation, on all ranks alike.
-
-    Returns:
-        The losses of the examples that fit, in their order.
+        between: called before each round of batches, on all ranks; it may raise, on all alike.
     """
     fitting = [example for example in examples if example.fits(model.config.block_size)]
     if not fitting:
@@ -314,13 +261,12 @@ def evaluate_hellaswag(
             f"{model.config.block_size} tokens: use a model with a larger --block-size"
         )
     dist_info = dist_info or DistInfo(next(model.parameters()).device)
-    dtype = dtype or torch.float32
     # Equal lengths need little padding; the longest come first, so that memory runs out early.
-    order = sorted(range(len(fitting)), key=lambda i: -_length(fitting[i]))
+    lengths = [len(example.context) + sum(map(len, example.endings)) for example in fitting]
+    order = sorted(range(len(fitting)), key=lambda i: -lengths[i])
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
-    title = "HellaSwag" if progress else None
-    rounds = distributed.rank_batches(batches, dist_info, between, title)
+    rounds = distributed.rank_batches(batches, dist_info, between, "HellaSwag")
     # One autocast for all batches casts the weights once.
     with inference(dist_info.device, dtype):
         for batch, counts in rounds:
@@ -329,9 +275,7 @@ def evaluate_hellaswag(
                 summed[to_device(torch.tensor(batch), dist_info.device)] = losses
     # Each row is one rank's losses plus the zeros of the others.
     summed = distributed.all_reduce_sum(summed).cpu()
-    lengths = torch.tensor([example.lengths for example in fitting])
-    labels = torch.tensor([example.label for example in fitting])
-    return HellaSwagResult(labels, summed, summed / lengths, len(examples) - len(fitting))
+    return HellaSwagResult(fitting, summed, len(examples) - len(fitting))
 
 
 @torch.no_grad()
@@ -342,9 +286,8 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     autocast dtype.
     """
     rows = [row for example in examples for row in _rows(example, model.config.block_size)]
-    idx = to_device(_pad([row.idx for row in rows], 0), device)
-    positions = to_device(_pad([row.positions for row in rows], 0), device)
-    segments = to_device(_pad([row.segments for row in rows], PADDING), device)
+    tokens = pad_sequence([row.tokens for row in rows], batch_first=True)  # (B, T, 3)
+    idx, positions, segments = to_device(tokens, device).unbind(dim=2)
     hidden = model.encode(idx, positions, _attention_mask(segments))  # (B, T, C)
 
     T = idx.size(1)
@@ -357,17 +300,10 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
 
 
 class PackedRow(NamedTuple):
-    """One example as a row of tokens, and the predictions in it that count."""
+    """Endings after their context as one row of T tokens, and the predictions in it that count."""
 
-    idx: list[int]
-    positions: list[int]
-    segments: list[int]  # 0 = context, 1 to 4 = ending
+    tokens: Tensor  # (T, 3) int64: id, position and segment of each
     queries: list[int]  # indices in the row that predict the endings' tokens, in their order
-
-
-def _length(example: Example) -> int:
-    """Tokens of the row in which an example fits."""
-    return len(example.context) + sum(len(ending) - 1 for ending in example.endings)
 
 
 def _rows(example: Example, block_size: int) -> list[PackedRow]:
@@ -375,27 +311,21 @@ def _rows(example: Example, block_size: int) -> list[PackedRow]:
     context, endings = example.context, example.endings
     if len(context) + max(map(len, endings)) <= block_size:
         return [_pack(context, endings)]
-    kept = [block_size + 1 - len(ending) for ending in endings]  # the last token is no input
-    return [_pack(context[-n:], [ending]) for n, ending in zip(kept, endings, strict=True)]
+    # An ending's last token is no input: this leaves block_size + 1 tokens with it.
+    return [_pack(context[len(ending) - 1 - block_size :], [ending]) for ending in endings]
 
 
 def _pack(context: list[int], endings: list[list[int]]) -> PackedRow:
     """Lay a context and its endings out as the module's docstring shows."""
-    n_context = len(context)
-    row = PackedRow([*context], [*range(n_context)], [CONTEXT] * n_context, [])
-    for segment, ending in enumerate(endings, start=1):
-        n_inputs = len(ending) - 1
-        start = len(row.idx)
-        row.idx.extend(ending[:-1])
-        row.positions.extend(range(n_context, n_context + n_inputs))
-        row.segments.extend([segment] * n_inputs)
-        row.queries.extend([n_context - 1, *range(start, start + n_inputs)])
-    return row
-
-
-def _pad(rows: list[list[int]], value: int) -> Tensor:
-    """Lists of ids as one (B, T) int64 tensor, T the longest of them."""
-    return pad_sequence([torch.tensor(row) for row in rows], True, value)
+    n_context, queries = len(context), list[int]()
+    idx, positions, segments = [*context], [*range(n_context)], [CONTEXT] * n_context
+    for segment, ending in enumerate(endings, start=CONTEXT + 1):
+        inputs = ending[:-1]
+        queries += [n_context - 1, *range(len(idx), len(idx) + len(inputs))]
+        idx += inputs
+        positions += range(n_context, n_context + len(inputs))
+        segments += [segment] * len(inputs)
+    return PackedRow(torch.tensor([idx, positions, segments]).T, queries)
 
 
 def _attention_mask(segments: Tensor) -> Tensor:
@@ -423,51 +353,40 @@ def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
-def write_predictions(path: Path, examples: Sequence[Example], result: HellaSwagResult) -> None:
+def write_predictions(path: Path, result: HellaSwagResult) -> None:
     """Write one JSON line per scored example, in their order, atomically."""
-
-    def rounded(losses: Tensor) -> list[float | None]:
-        # JSON has no infinity: the mean of an ending that is empty after its clean-up.
-        return [round(x, 6) if math.isfinite(x) else None for x in losses.tolist()]
-
     with atomic_write(path) as file:
-        for row, example in enumerate(examples):
+        for example, summed, mean in zip(result.examples, result.summed, result.mean, strict=True):
             line = {
                 "ind": example.ind,
                 "label": example.label,
-                "mean_losses": rounded(result.mean[row]),
-                "summed_losses": rounded(result.summed[row]),
-                "prediction": int(result.predictions[row]),
-                "prediction_norm": int(result.predictions_norm[row]),
+                "mean_losses": [round(loss, 6) for loss in mean.tolist()],
+                "summed_losses": [round(loss, 6) for loss in summed.tolist()],
+                "prediction": int(summed.argmin()),
+                "prediction_norm": int(mean.argmin()),
             }
             file.write((json.dumps(line) + "\n").encode())
 
 
-def download_hellaswag(dist_info: DistInfo, path: Path = DATA_PATH, url: str = DATA_URL) -> Path:
-    """Download the validation set to `path`, once, on rank 0; every rank must call this.
+def download_hellaswag(dist_info: DistInfo) -> Path:
+    """Download the validation set, once on each machine; every rank must call this.
 
     Raises:
-        OSError: rank 0 could not download it, or another rank does not find it.
+        OSError: this process could not download it.
     """
-    remedy = "pass --data FILE (--hellaswag-data FILE in training)"
     try:
-        if dist_info.is_main and not (path.is_file() and sha256_of(path) == DATA_SHA256):
-            with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
-                content = response.read()
-            if hashlib.sha256(content).hexdigest() != DATA_SHA256:
-                raise OSError("it is not the known file")
-            with atomic_write(path) as file:
-                file.write(content)
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(f"cannot download {url} ({error}); without network {remedy}") from None
+        is_known = DATA_PATH.is_file() and sha256_of(DATA_PATH) == DATA_SHA256
+        if dist_info.local_rank == 0 and not is_known:
+            DATA_PATH.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(DATA_URL, str(DATA_PATH), DATA_SHA256, progress=False)
+    except (OSError, RuntimeError) as error:  # the latter if it has another hash
+        raise OSError(
+            f"cannot download {DATA_URL} ({error}); without network pass --data FILE "
+            f"(--hellaswag-data FILE in training)"
+        ) from None
     finally:
         distributed.barrier()  # the other ranks wait, after a failure too
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"rank {dist_info.rank} has no {path}, which rank 0 downloads from {url}; without "
-            f"network, or rank 0's disk, {remedy}"
-        )
-    return path
+    return DATA_PATH
 
 
 if __name__ == "__main__":

@@ -10,26 +10,16 @@ takes that name.
 """
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
 
-
-class Schedule(Protocol):
-    """A learning rate for every step."""
-
-    def __call__(
-        self, step: int, /, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int
-    ) -> float:
-        """The learning rate of the update after `step` updates, `step` >= 0.
-
-        `warmup_steps` = 0 starts at `max_lr`; `max_steps` are the updates of the whole run.
-        """
+DECAY_SHARE = 0.2  # of all steps, which decay last in `wsd_lr`
 
 
 def cosine_lr(
     step: int, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int
 ) -> float:
-    """Linear warm-up, then half a cosine from `max_lr` down to `min_lr`; see `Schedule`.
+    """Linear warm-up, then half a cosine from `max_lr` down to `min_lr`.
 
     Source: GPT-3 paper (Brown et al. 2020), appendix B; SGDR (Loshchilov & Hutter 2017), eq. 5.
     """
@@ -41,32 +31,24 @@ def cosine_lr(
     return min_lr + 0.5 * (max_lr - min_lr) * (1.0 + math.cos(math.pi * progress))
 
 
-def wsd_lr(
-    step: int,
-    *,
-    max_lr: float,
-    min_lr: float,
-    warmup_steps: int,
-    max_steps: int,
-    decay_fraction: float = 0.2,
-) -> float:
-    """Warm-up, stable, decay: linear up, constant `max_lr`, linear down; see `Schedule`.
+def wsd_lr(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
+    """Warm-up, stable, decay: linear up, constant `max_lr`, linear down.
 
-    The last `decay_fraction` of all steps decays, in [0, 1]; less where warm-up takes longer.
+    Where warm-up takes longer, the decay begins later than `DECAY_SHARE` says.
     Source: MiniCPM (Hu et al. 2024), section 4; the trapezoid of Hägele et al. 2024.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
     if step >= max_steps:
         return min_lr
-    decay_start = max(warmup_steps, max_steps - round(decay_fraction * max_steps))
+    decay_start = max(warmup_steps, max_steps - round(DECAY_SHARE * max_steps))
     if step < decay_start:
         return max_lr
     remaining = (max_steps - step) / (max_steps - decay_start)
     return min_lr + (max_lr - min_lr) * remaining
 
 
-SCHEDULES: Mapping[str, Schedule] = {"cosine": cosine_lr, "wsd": wsd_lr}
+SCHEDULES: Mapping[str, Callable[..., float]] = {"cosine": cosine_lr, "wsd": wsd_lr}
 
 if TYPE_CHECKING:  # mypy takes no computed Literal
     ScheduleName = str

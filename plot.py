@@ -15,13 +15,13 @@ if __name__ == "__main__":
     prepare_process()  # the imports below take seconds
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from runtime.cli import Positional, parse_flags, run_command
+from runtime.cli import POSITIONAL, parse_flags, run_command
 from runtime.files import atomic_write
 from runtime.metrics import (
     HELLASWAG_EXAMPLES,
@@ -51,7 +51,7 @@ BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e
 class PlotConfig:
     """Draw the figures of one or more runs, each into its own `figures/` folder."""
 
-    runs: Positional[tuple[Path, ...]] = ()
+    runs: tuple[Path, ...] = field(default=(), metadata=POSITIONAL)
     """Run folders, such as runs/my-run."""
     compare: Path | None = None
     """Draw the losses of all the runs into this one PNG too."""

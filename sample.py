@@ -14,21 +14,20 @@ if __name__ == "__main__":
 
 import codecs
 import json
-import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from model import GPT, KVCache
 from runtime.checkpoint import load_model
-from runtime.cli import parse_flags, run_command
+from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
@@ -70,18 +69,9 @@ class SampleConfig:
     """Dtype of the matrix products; auto is bfloat16 where the hardware has it."""
 
     def __post_init__(self) -> None:
-        least = {"num_samples": 1, "max_new_tokens": 1, "top_k": 0, "seed": 0}
-        problems = [
-            f"--{name.replace('_', '-')} must be at least {least[name]}, not {getattr(self, name)}"
-            for name in least
-            if getattr(self, name) < least[name]
-        ]
-        if not 0 <= self.temperature < math.inf:
-            problems.append(f"--temperature must be 0 or more, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"--top-p must be above 0 and at most 1, not {self.top_p}")
-        if self.seed >= 2**63:
-            problems.append(f"--seed {self.seed} is not below 2**63")
+        problems = bad_numbers(self, ("num_samples", "max_new_tokens", "top_p"))
+        if self.top_p > 1:
+            problems.append(f"--top-p must be at most 1, not {self.top_p}")
         if self.prompt and self.prompts_file:
             problems.append("--prompt and --prompts-file are two sources: give one of them")
         if self.interactive and (self.prompt or self.prompts_file or self.json):
@@ -95,7 +85,7 @@ def main() -> None:
     config = parse_flags(SampleConfig)
     prompts = read_prompts(config)
     device = select_device(config.device)
-    continue_tokens: Callable[..., Any] = partial(
+    continue_tokens: Callable[..., list[list[int]]] = partial(
         generate,
         load_model(config.model, device),
         max_new_tokens=config.max_new_tokens,
@@ -106,10 +96,10 @@ def main() -> None:
         dtype=select_dtype(config.dtype, device),
     )
     if config.interactive:
-        converse(lambda ids, on_token: continue_tokens(ids.to(device), on_token=on_token))
+        converse(continue_tokens, device)
         return
     for number, prompt in enumerate(prompts):
-        ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
+        ids = encode(prompt)
         samples = continue_tokens(torch.tensor([ids] * config.num_samples, device=device))
         for index, tokens in enumerate(samples):
             if config.json:
@@ -122,12 +112,7 @@ def main() -> None:
 
 
 def read_prompts(config: SampleConfig) -> list[str]:
-    """The texts to continue: of the file, of standard input without its last newline, or one.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file has no prompt.
-    """
+    """The texts to continue: of the file, of standard input without its last newline, or one."""
     if config.prompts_file is not None:
         text = config.prompts_file.read_text(encoding="utf-8-sig", errors="replace")
         prompts = [line for line in text.split("\n") if line.strip()]
@@ -135,17 +120,12 @@ def read_prompts(config: SampleConfig) -> list[str]:
             raise ValueError(f"--prompts-file {config.prompts_file} has no line with a prompt")
         return prompts
     if config.prompt == "-":
-        text = sys.stdin.buffer.read().decode(errors="replace")
-        return [text.removesuffix("\n").removesuffix("\r")]
+        return [sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")]
     return [config.prompt]
 
 
-def converse(continue_tokens: Callable[[Tensor, Callable[[Tensor], None]], object]) -> None:
-    """Continue what is typed after all text so far, and print each token as it comes.
-
-    Args:
-        continue_tokens: continues (1, T) tokens and hands out each new one, as `generate` does.
-    """
+def converse(continue_tokens: Callable[..., object], device: torch.device) -> None:
+    """Continue what is typed after all text so far, by `generate`; print each token as it comes."""
     with suppress(ImportError):  # Windows has none
         import readline  # noqa: F401 - importing it gives `input` its history
     tokens = list[int]()
@@ -163,10 +143,10 @@ def converse(continue_tokens: Callable[[Tensor, Callable[[Tensor], None]], objec
             tokens.clear()
             continue
         tokens.extend(gpt2_encoding().encode_ordinary(f"\n{line}" if tokens and line else line))
-        take = token_printer(tokens)
         print(line, end="", flush=True)
         with suppress(KeyboardInterrupt):
-            continue_tokens(torch.tensor([tokens or [END_OF_TEXT]]), take)
+            prompt = torch.tensor([tokens or [END_OF_TEXT]], device=device)
+            continue_tokens(prompt, on_token=token_printer(tokens))
         print()
 
 
@@ -185,14 +165,10 @@ def token_printer(tokens: list[int]) -> Callable[[Tensor], None]:
     return take
 
 
-@overload
-def generate(model: GPT, prompt: str, *args: Any, **options: Any) -> str: ...  # noqa: ANN401
-@overload
-def generate(model: GPT, prompt: Tensor, *args: Any, **options: Any) -> list[list[int]]: ...  # noqa: ANN401
 @torch.no_grad()
 def generate(
     model: GPT,
-    prompt: str | Tensor,
+    tokens: Tensor,
     max_new_tokens: int = 100,
     *,
     temperature: float = 1.0,
@@ -203,50 +179,28 @@ def generate(
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
     on_token: Callable[[Tensor], None] | None = None,
-) -> str | list[list[int]]:
-    """Continue a text, or each row of a batch of tokens, one token at a time.
+) -> list[list[int]]:
+    """Continue each row of (B, T) tokens, T >= 1; returns the rows, each with its continuation.
 
     Past `block_size` tokens the model sees a window that slides by half a block at a time, so
-    that the cache is refilled once per half block and not at every token.
+    that the cache of keys and values is refilled once per half block and not at every token.
 
-    Args:
-        model: the raw model, neither compiled nor wrapped.
-        prompt: a text, in which "" starts a document; or (B, T) int64 token ids, T >= 1, on the
-            model's device.
-        max_new_tokens: the most tokens to add to each row.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: sample from this many most likely tokens only; 0 = from all.
-        top_p: sample from the smallest set of most likely tokens with this probability (Holtzman
-            et al. 2020, section 3.1), after `top_k`; 1 = from all.
-        generator: source of randomness, on the model's device; by default torch's global one.
-        use_cache: keep keys and values: the same result in less time.
-        dtype: of the matrix products, except the LM head's, which are float32.
-        stop_token: a row ends before the first such token that it samples; None = never.
-        on_token: gets the next token of every row, (B,), as soon as it is sampled.
-
-    Returns:
-        For a text, the text with its continuation. For tokens, B lists of ids, each the prompt
-        and its continuation; a list shorter than T + max_new_tokens has ended.
+    The model is the raw one, neither compiled nor wrapped, on the device of `tokens` and of
+    `generator`. A row ends before the first `stop_token` that it samples; None = never. `on_token`
+    gets the next token of every row, (B,), as soon as it is sampled.
     """
-    if isinstance(prompt, str):
-        ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
-        tokens = torch.tensor([ids], device=next(model.parameters()).device)
-    else:
-        tokens = prompt
     B, T = tokens.shape
-    if T == 0:
-        raise ValueError("the prompt has no token: begin with <|endoftext|>, token 50256")
-    start, device = 0, tokens.device
-    n_cached = min(T + max_new_tokens, model.config.block_size)
+    start, device, block_size = 0, tokens.device, model.config.block_size
+    n_cached = min(T + max_new_tokens, block_size)
     cache = KVCache(model.config, B, n_cached, device, dtype) if use_cache else None
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     # One autocast for all tokens casts the weights once.
     with inference(device, dtype):
         for _ in range(max_new_tokens):
-            previous_start = start
-            start = window_start(tokens.size(1), model.config.block_size)
-            if cache is not None and start != previous_start:
-                cache.length = 0  # every position has changed
+            while tokens.size(1) - start > block_size:
+                start += max(1, block_size // 2)
+                if cache is not None:
+                    cache.length = 0  # every position has changed
             logits = next_token_logits(model, tokens[:, start:], cache)
             next_token = sample_token(logits, temperature, top_k, top_p, generator)
             tokens = torch.cat([tokens, next_token[:, None]], dim=1)
@@ -259,22 +213,13 @@ def generate(
     for row in tokens.tolist():
         end = row.index(stop_token, T) if stop_token in row[T:] else len(row)
         rows.append(row[:end])
-    return decode(rows[0]) if isinstance(prompt, str) else rows
-
-
-def window_start(n_tokens: int, block_size: int) -> int:
-    """The smallest multiple of half a block that leaves at most `block_size` of the tokens."""
-    stride = max(1, block_size // 2)
-    return -(-max(0, n_tokens - block_size) // stride) * stride
+    return rows
 
 
 def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits of the token after each row of a (B, T) window, T <= block_size.
+    """(B, vocab_size) float32 logits of the token after each row of a (B, T) window.
 
     Only the tokens whose keys and values are not in the cache yet are computed.
-
-    Returns:
-        (B, vocab_size) float32, without the padding ids.
     """
     known = 0 if cache is None else cache.length
     hidden = model.encode(window[:, known:], cache=cache)[:, -1]  # (B, C)
@@ -285,7 +230,10 @@ def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tens
 def sample_token(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """Sample one token for each row of (B, V) float32 logits; see `generate`. Returns (B,)."""
+    """Sample one token for each row of (B, V) float32 logits: (B,).
+
+    `top_p` (Holtzman et al. 2020, section 3.1) chooses from what `top_k` has left.
+    """
     if temperature == 0:
         return logits.argmax(dim=-1)
     vocab_size = logits.size(-1)
@@ -297,6 +245,17 @@ def sample_token(
         probs = probs.masked_fill(more_likely >= top_p, 0.0)
     choice = torch.multinomial(probs, 1, generator=generator)
     return ids.gather(-1, choice).squeeze(-1)
+
+
+def generate_text(model: GPT, prompt: str, max_new_tokens: int = 100, **options: Any) -> str:  # noqa: ANN401
+    """A text and its continuation; "" starts a document. For options see `generate`."""
+    tokens = torch.tensor([encode(prompt)], device=next(model.parameters()).device)
+    return decode(generate(model, tokens, max_new_tokens, **options)[0])
+
+
+def encode(text: str) -> list[int]:
+    """A text as tokens; a document's start if it is empty."""
+    return gpt2_encoding().encode_ordinary(text) or [END_OF_TEXT]
 
 
 def decode(tokens: list[int]) -> str:

@@ -451,7 +451,6 @@ def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
             trainer.hellaswag,
             trainer.dist_info,
             trainer.dtype,
-            progress=True,
             between=trainer.stop.interrupt_evaluation,
         )
     return score.metrics()

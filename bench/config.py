@@ -1,14 +1,14 @@
 """The flags of `python -m bench`, and what follows from them."""
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from model import GPTConfig
+from runtime.cli import as_flags, bad_numbers
 from runtime.device import DeviceName, select_device
 from training.config import TrainConfig
 
@@ -69,10 +69,9 @@ class BenchConfig:
             raise ValueError("transformers is missing: pip install -r requirements-dev.txt")
         if self.component == "tokenize" and self.text is None:
             raise ValueError("--component tokenize needs a .parquet or .jsonl file: --text FILE")
-        for name in ("micro_batch_size", "total_batch_size", "steps", "rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        above_zero = ("micro_batch_size", "total_batch_size", "steps", "rounds")
+        if problems := bad_numbers(self, above_zero):
+            raise ValueError("; ".join(problems))
         self.model_config()
         if self.total_batch_size and self.total_batch_size % self.micro_batch_tokens:
             raise ValueError(
@@ -106,15 +105,4 @@ class BenchConfig:
 
     def flags(self, *names: str) -> list[str]:
         """The flags of these fields that are given, for another command."""
-        values = {name: getattr(self, name) for name in names}
-        return as_flags({name: value for name, value in values.items() if value is not None})
-
-
-def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """A command's flags, from their values by field."""
-    flags = []
-    for name, value in values.items():
-        flag = name.replace("_", "-")
-        is_switch = isinstance(value, bool)
-        flags.append(f"--{'' if value else 'no-'}{flag}" if is_switch else f"--{flag}={value}")
-    return flags
+        return as_flags({name: getattr(self, name) for name in names})

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from bench.config import DIMENSIONS, ROOT, BenchConfig, as_flags
+from bench.config import DIMENSIONS, ROOT, BenchConfig
 from bench.report import provenance, results_path
+from runtime.cli import as_flags
 
 STEPS = 10  # timed, of each training run
 

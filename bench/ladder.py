@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from bench.config import BenchConfig, as_flags
+from bench.config import BenchConfig
 from bench.measurement import Measure, run_python, seconds_of
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from bench.report import PRODUCT
+from runtime.cli import as_flags
 from runtime.device import device_name, prepare_compiler, select_dtype
 from runtime.metrics import flops_per_token, mfu, peak_flops, read_metrics
 from training.config import TrainConfig

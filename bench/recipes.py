@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.config import ROOT, as_flags
+from bench.config import ROOT
 from bench.measurement import run_python
 from bench.report import device_label, provenance
 from corpus.shards import open_shards
 from plot import BLUE, GREY, PALE, RED
-from runtime.cli import parse_flags, run_command
+from runtime.cli import as_flags, parse_flags, run_command
 from runtime.device import DeviceName, select_device
 from runtime.files import atomic_write, read_json, write_json
 from runtime.metrics import METRICS_NAME, format_count, read_metrics

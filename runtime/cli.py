@@ -5,46 +5,28 @@ import ast
 import difflib
 import inspect
 import io
+import math
 import os
 import re
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NoReturn,
-    TypeVar,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
 from runtime.files import redact_secrets
 from runtime.startup import finish_startup
 
 Config = TypeVar("Config")
-T = TypeVar("T")
-Positional = Annotated[T, "positional"]  # a field that is given without --NAME
+POSITIONAL = {"positional": True}  # metadata of a field that is given without --NAME
 HELP_COLUMNS = 100
 HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
-MADE_FROM: dict[Any, tuple[type, ...]] = {  # by type: what flags and JSON have for it
-    int: (int, str),
-    float: (float, int, str),
-    str: (str,),
-    Path: (str,),
-    bool: (bool,),
-}
-WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true or false"}
+WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 
 
@@ -63,20 +45,23 @@ def parse_flags(
     """Build a dataclass from command-line flags: each field is one, its docstring the help text.
 
     `--help` prints each flag with its default and the first sentence of its docstring, in the
-    groups of the class's `HELP_GROUPS` (titles by their first field), and exits.
-
-    Args:
-        config_class: the dataclass.
-        args: by default the process's own.
-        default: has the values of flags that are not given, by default those of the class.
+    groups of the class's `HELP_GROUPS` (titles by their first field), and exits. `default` has the
+    values of flags that are not given.
 
     Raises:
         ValueError: a flag is unknown or its value is refused; the message is one line. Under
             torchrun only rank 0 raises it; the other ranks exit with code 2 and print nothing.
     """
+    dashed = [
+        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
+        for arg in (sys.argv[1:] if args is None else args)
+    ]
     try:
-        values = _read_flags(config_class, args, default)
-        return build_config(config_class, values, default, flag_of)
+        given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
+        if unknown:
+            raise ValueError(_explain_unknown(unknown, config_class))
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
+        return replace(cast(Any, default), **values) if default else config_class(**values)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             raise ValueError(f"{error} (--help lists the flags)") from None
@@ -84,63 +69,36 @@ def parse_flags(
     raise SystemExit(2)
 
 
-def build_config(
-    config_class: type[Config],
-    values: Mapping[str, Any],
-    default: Config | None = None,
-    name_of: Callable[[str], str] = str,
-) -> Config:
-    """A dataclass from values by field: text of flags, or JSON of a recipe or `config.json`.
-
-    Args:
-        config_class: the dataclass.
-        values: by the names of its fields.
-        default: has the values of other fields, by default those of the class.
-        name_of: what a message calls a field.
-
-    Raises:
-        ValueError: a value is not of its field's type, or the class refuses it.
-    """
-    kinds, converted = get_type_hints(config_class), {}
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """A command's flags, from their values by field; None is a flag that is not given."""
+    flags = list[str]()
     for name, value in values.items():
-        try:
-            converted[name] = _convert(value, kinds[name])
-        except ValueError:
-            expected = " or ".join(_alternatives(kinds[name]))
-            raise ValueError(f"{name_of(name)} is {value!r:.80}, expected {expected}") from None
-    return replace(cast(Any, default), **converted) if default else config_class(**converted)
-
-
-def _convert(value: object, kind: object) -> Any:  # noqa: ANN401 - of the field's type
-    """The value of a field from the text of a flag, or from JSON."""
-    if get_origin(kind) is tuple:
-        if isinstance(value, list):
-            return tuple(_convert(each, get_args(kind)[0]) for each in value)
-        raise ValueError
-    for part in _parts(kind):
-        if value == part or (value is None and part is NoneType):
-            return value
-        if type(value) in MADE_FROM.get(part, ()):
-            with suppress(ValueError, OverflowError):
-                return part(value)
-    raise ValueError
-
-
-def _parts(kind: object) -> list[Any]:
-    """The classes of a union and the values of a Literal; a class itself."""
-    if get_origin(kind) is Literal:
-        return [*get_args(kind)]
-    return [part for each in get_args(kind) for part in _parts(each)] or [kind]
-
-
-def _alternatives(kind: object) -> list[str]:
-    """What a field may be, in words for a user."""
-    return [WORDS.get(part, part) for part in _parts(kind) if part in WORDS or type(part) is str]
+        if isinstance(value, bool):
+            flags.append(flag_of(name if value else f"no-{name}"))
+        elif isinstance(value, list):
+            flags += [flag_of(name), *map(str, value)]
+        elif value is not None:
+            flags.append(f"{flag_of(name)}={value}")
+    return flags
 
 
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return f"--{name.replace('_', '-')}"
+
+
+def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
+    """What is wrong with a configuration's numbers, of which some must be `above_zero`."""
+    problems = []
+    for name, value in vars(config).items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        too_large = 2**63 if isinstance(value, int) else math.inf
+        if name in above_zero and not 0 < value < too_large:
+            problems.append(f"{flag_of(name)} must be above 0, not {value}")
+        elif not 0 <= value < too_large:
+            problems.append(f"{flag_of(name)} must be at least 0, not {value}")
+    return problems
 
 
 class _Parser(argparse.ArgumentParser):
@@ -149,34 +107,19 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def _read_flags(
-    config_class: type[Any], args: Sequence[str] | None, default: object | None
-) -> dict[str, Any]:
-    """The flags that are given: by field their text, for a switch a bool."""
-    parser = _new_parser(config_class, default)
-    dashed = [
-        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
-        for arg in (sys.argv[1:] if args is None else args)
-    ]
-    given, unknown = parser.parse_known_intermixed_args(dashed)
-    if not unknown:
-        return vars(given)
-    flags = [arg.split("=")[0] for arg in unknown if arg.startswith("-")]
-    if not flags:
-        switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
-        raise ValueError(f"{unknown[0]!r} belongs to no flag{switch}")
-    names = [flag_of(field.name) for field in fields(config_class)]
-    raise ValueError("; ".join(_explain_unknown(flag, names) for flag in flags))
-
-
-def _explain_unknown(flag: str, names: Sequence[str]) -> str:
-    """That there is no such flag, and which one was probably meant."""
-    similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-    return f"there is no flag {flag}" + (f": did you mean {similar[0]}?" if similar else "")
+def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
+    """That these arguments belong to no flag, and which flags were probably meant."""
+    names, problems = [flag_of(field.name) for field in fields(config_class)], []
+    for flag in (arg.split("=")[0] for arg in unknown if arg.startswith("-")):
+        similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
+        hint = f": did you mean {similar[0]}?" if similar else ""
+        problems.append(f"there is no flag {flag}{hint}")
+    switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
+    return "; ".join(problems) or f"{unknown[0]!r} belongs to no flag{switch}"
 
 
 def _new_parser(config_class: type[Any], default: object | None) -> argparse.ArgumentParser:
-    """A parser of what is given and nothing else: `build_config` fills in the defaults."""
+    """A parser whose result has the flags that are given, and no others."""
     columns = min(HELP_COLUMNS, shutil.get_terminal_size((HELP_COLUMNS, 24)).columns)
     parser = _Parser(
         usage=argparse.SUPPRESS,
@@ -186,33 +129,51 @@ def _new_parser(config_class: type[Any], default: object | None) -> argparse.Arg
         allow_abbrev=False,
     )
     titles, docstrings = getattr(config_class, "HELP_GROUPS", {}), _field_docstrings(config_class)
-    kinds, group = get_type_hints(config_class, include_extras=True), cast(Any, parser)
+    kinds, group = get_type_hints(config_class), cast(Any, parser)
     for field in fields(config_class):
         if field.name in titles:
             group = parser.add_argument_group(titles[field.name])
         value = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(default, field.name, value)
-        _add_flag(group, field.name, kinds[field.name], value, docstrings[field.name])
+        _add_flag(group, field, kinds[field.name], value, docstrings[field.name])
     return parser
 
 
-def _add_flag(group: Any, name: str, kind: object, value: object, docstring: str) -> None:  # noqa: ANN401
+def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstring: str) -> None:  # noqa: ANN401
     """Add a field to a parser; its default is what the help text shows in a value's place."""
+    flag = flag_of(field.name)
     text = re.split(r"(?<=\.)\s", docstring, maxsplit=1)[0].replace("%", "%%")
-    choices = _alternatives(kind)
-    if len(choices) > 1 and not all(choice in text for choice in choices):
-        text += f" [{', '.join(choices)}]"
     if kind is bool:
         text += " (on)" if value else " (off)"
-        group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)
-    elif get_origin(kind) is Annotated:
-        group.add_argument(name, nargs="*", metavar=name.upper(), help=text)
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        return
+    parts = _parts(kind)
+    words = [WORDS.get(part, part) for part in parts if part in WORDS or isinstance(part, str)]
+    if len(words) > 1 and not all(word in text for word in words):
+        text += f" [{', '.join(words)}]"
+
+    def read(given: str) -> Any:  # noqa: ANN401 - of the field's type
+        for part in parts:
+            if part == given:
+                return given
+            if part in WORDS:
+                with suppress(ValueError):
+                    return part(given)
+        raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(words)}")
+
+    if field.metadata == POSITIONAL:
+        flag, shown, options = field.name, field.name.upper(), {"nargs": "*"}
     elif isinstance(value, tuple):
-        shown = " ".join(value) or "NAME"
-        group.add_argument(flag_of(name), nargs="*", metavar=shown, help=text)
+        shown, options = " ".join(value) or "NAME", {"nargs": "*"}
     else:
-        shown = choices[0] if value in (None, "", MISSING) else str(value)
-        group.add_argument(flag_of(name), required=value is MISSING, metavar=shown, help=text)
+        shown = words[0] if value in (None, "", MISSING) else str(value)
+        options = {"required": value is MISSING}
+    group.add_argument(flag, type=read, metavar=shown, help=text, **options)
+
+
+def _parts(kind: object) -> list[Any]:
+    """The classes and words that a type is made of: int and "auto" of `int | Literal["auto"]`."""
+    return [part for each in get_args(kind) for part in _parts(each)] or [kind]
 
 
 def _field_docstrings(config_class: type[Any]) -> dict[str, str]:
@@ -250,8 +211,9 @@ def run_command(main: Callable[[], None]) -> None:
         print_error(f"stopped: {error}")
         _exit(1)
     except RuntimeError as error:
-        device = sys.modules.get("runtime.device")  # not imported for this: it takes torch
-        if device is None or not device.is_out_of_memory(error):
+        from runtime.device import is_out_of_memory  # takes torch, which some scripts do without
+
+        if not is_out_of_memory(error):
             raise
         advice = "end what else uses it, or use a smaller batch or model"
         print_error(f"error: the device is out of memory, {advice}: {str(error)[:300]}")
@@ -259,7 +221,7 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt as interrupt:
         print_error(" ".join(["interrupted", *interrupt.args]))
         _exit(130)
-    except SystemExit as stop:  # --help, or a rank whose error another rank prints
+    except SystemExit as stop:  # a rank whose error another rank prints
         _exit(int(stop.code or 0))
 
 
@@ -279,6 +241,6 @@ def _exit(code: int) -> NoReturn:
     except OSError:  # a full disk or a closed pipe; Python would complain at exit once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if distributed is not None and distributed.is_initialized():
         os._exit(code)  # gloo's threads can abort an interpreter that exits in order
     raise SystemExit(code)

@@ -32,25 +32,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
     """The device to run on; `auto` is CUDA, else MPS, else the CPU.
 
-    With CUDA, every process of a machine takes the GPU of its local rank.
-
-    Raises:
-        ValueError: there is none, or an NVIDIA GPU that torch cannot use: `auto` does not fall back
-            to a CPU that takes weeks.
+    With CUDA, every process of a machine takes the GPU of its local rank. An NVIDIA GPU that torch
+    cannot use is refused: `auto` does not fall back to a CPU that takes weeks.
     """
     if name == "cpu":
         return torch.device("cpu")
     with warnings.catch_warnings(action="ignore"):  # `cuda_problem` says it
-        available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name != "mps" and not available["cuda"] and (problem := cuda_problem()):
+        found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name != "mps" and not found["cuda"] and (problem := cuda_problem()):
         raise ValueError(problem)
-    if name == "auto":
-        name = next((kind for kind in ("cuda", "mps") if available[kind]), "cpu")
-    if not available.get(name, True):
-        usable = ", ".join([kind for kind in available if available[kind]] + ["cpu"])
-        raise ValueError(f"--device {name} is not available here; available: {usable}")
-    if name != "cuda":
-        return torch.device(name)
+    available = [*(kind for kind in found if found[kind]), "cpu"]
+    if name not in ("auto", *available):
+        raise ValueError(
+            f"--device {name} is not available here; available: {', '.join(available)}"
+        )
+    kind = available[0] if name == "auto" else name
+    if kind != "cuda":
+        return torch.device(kind)
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"process {local_rank} on this machine has no GPU of its own: "
@@ -60,11 +58,8 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
 
 
 def cuda_problem() -> str | None:
-    """Why torch cannot use this machine's NVIDIA GPU, and what to do; None if it shows none.
-
-    `CUDA_VISIBLE_DEVICES` hides the GPUs if it is empty or names none.
-    """
-    is_hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    """Why torch cannot use this machine's NVIDIA GPU; None if it has none, or the user hides it."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if is_hidden or not (NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi")):
         return None
     try:
@@ -91,10 +86,9 @@ def select_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
     if device.type == "cpu":
-        with contextlib.suppress(OSError):  # not Linux
-            flags = Path("/proc/cpuinfo").read_text()
-            if "avx512_bf16" in flags or "amx_bf16" in flags:
-                return torch.bfloat16
+        has = torch.cpu.get_capabilities()
+        if has.get("avx512_bf16") or has.get("amx_bf16"):
+            return torch.bfloat16
     return torch.float32
 
 
@@ -160,23 +154,22 @@ def is_out_of_memory(error: Exception) -> bool:
 def compile_error(error: Exception) -> str | None:
     """What to do about an error of torch.compile's; None if it is another, as one in the model.
 
-    A process that is killed while it compiles can leave a torn library in torch's cache. A kernel
-    may need more registers or shared memory than the GPU has (Triton's `OutOfResources`).
+    A process that is killed while it compiles can leave a torn library in torch's cache.
     """
-    kind = type(error)
-    if not kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
-        return None
-    if kind.__name__ == "TorchRuntimeError":  # what was traced fails: shapes that do not match
+    kind = type(error)  # a TorchRuntimeError is of what was traced: shapes that do not match
+    is_compilers = kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+    if not is_compilers or kind.__name__ == "TorchRuntimeError":
         return None
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # is imported by now
 
-    first_line = next(iter(str(error).splitlines()), "")
+    first_line = str(error).partition("\n")[0]
     return (
         f"torch.compile failed ({first_line}): delete its cache {cache_dir()} and start again, "
         f"or add --no-compile"
     )
 
 
+@functools.cache  # it compiles
 def prepare_compiler(device: torch.device) -> str | None:
     """Set torch.compile up for training; returns why it cannot work here, None if it can."""
     if device.type == "mps":
@@ -185,13 +178,7 @@ def prepare_compiler(device: torch.device) -> str | None:
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
     if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
         functorch_config.ban_recompute_materialized_backward = False
-    return compile_failure(device)
-
-
-@functools.cache  # it compiles
-def compile_failure(device: torch.device) -> str | None:
-    """Compile and run one line, as a compiler may be missing or broken; the error, if any."""
-    try:
+    try:  # a compiler may be missing or broken
         torch.compile(lambda x: x.sin() + 1, dynamic=False)(torch.ones(64, device=device))
     except Exception as error:  # whatever Dynamo, Inductor, Triton or the compiler make of it
         if "Python.h" in str(error):
@@ -207,17 +194,14 @@ def device_name(device: torch.device) -> str:
 
 def describe_environment(device: torch.device, dtype: torch.dtype, count: int) -> str:
     """How many of which device, the dtype of matrix products, versions of torch and Python."""
-    precision = str(dtype).removeprefix("torch.")
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{count} x {device_name(device)}, {precision}, {versions}"
+    return f"{count} x {device_name(device)}, {str(dtype).removeprefix('torch.')}, {versions}"
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its queued work, so that times are true."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def memory_gib(device: torch.device) -> float | None:

@@ -260,7 +260,7 @@ def test_published_results_have_one_model_per_file_and_their_versions(path):
     ("flags", "message"),
     [
         (["--peer=eager", "--component=data"], "give one"),
-        (["--rounds=0"], "--rounds must be at least 1, not 0"),
+        (["--rounds=0"], "--rounds must be above 0, not 0"),
         (["--data-dir=nowhere"], "no data folder nowhere"),
         (["--total-batch-size=1000"], "--total-batch-size 1000 is not a multiple"),
         (["--component=tokenize"], "--text FILE"),

@@ -2,10 +2,8 @@ import inspect
 import os
 import pkgutil
 import re
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -13,44 +11,57 @@ from typing import ClassVar, Literal
 import pytest
 from conftest import ROOT
 
-from runtime.cli import Positional, build_config, parse_flags, run_command
+from runtime.cli import POSITIONAL, as_flags, bad_numbers, parse_flags, run_command
 
-DEEP_PATH = "/data/" + "a-folder/" * 3 + "with some words, and more/file.txt"
-TIMEOUT_S = 600  # ends a process that hangs; none that is slow
-needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+BOTH = ("wandb", "trackio")
+LEAST = "must be at least 0, not"
 
 
 @dataclass(frozen=True)
 class Config:
     """Train a model."""
 
+    HELP_GROUPS: ClassVar = {"max_lr": "numbers", "size": "words"}
+
     data_dir: Path = Path("data")
-    """Where the shards are."""
-    max_lr: float = 6e-4
-    """Peak learning rate."""
-    max_steps: int = 10
-    """Updates."""
+    """Where the shards are. They are many."""
     compile: bool = True
     """Whether to compile."""
-    size: Literal["gpt2", "gpt2-xl"] = "gpt2"
-    """Which GPT-2."""
+    files: tuple[Path, ...] = field(default=(), metadata=POSITIONAL)
+    """Files."""
+    max_lr: float = 6e-4
+    """Peak learning rate, 100% of it."""
+    max_steps: int = 10
+    """Updates."""
     micro_batch_size: int | Literal["auto"] = "auto"
     """Sequences at once."""
+    workers: int = field(default_factory=lambda: 7)
+    """Threads."""
+    size: Literal["gpt2", "gpt2-xl"] = "gpt2"
+    """Which GPT-2."""
     run_name: str | None = None
     """By default, the time."""
     logger: tuple[Literal["wandb", "trackio"], ...] = ()
     """Trackers."""
 
     def __post_init__(self) -> None:
-        if self.max_steps < 1:
-            raise ValueError(f"--max-steps must be at least 1, not {self.max_steps}")
+        if problems := bad_numbers(self, ("max_steps",)):
+            raise ValueError("; ".join(problems))
 
 
-def script_of(tmp_path, body, imports=""):
-    """A script whose main has this body, and the environment that it runs in."""
+@dataclass(frozen=True)
+class Needy:
+    """Needs a flag."""
+
+    model: str
+    """A model."""
+
+
+def run_script(
+    tmp_path, body, *args, imports="", stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environ
+):
+    """Start a script whose main has this body, in a process of its own."""
     script = tmp_path / "script.py"
-    if "Config" in body:  # this module's imports take most of a second
-        imports += "\nfrom test_cli import Config"
     script.write_text(
         "if __name__ == '__main__':\n"
         f"    from runtime.startup import prepare_process\n    prepare_process()\n{imports}\n"
@@ -58,30 +69,17 @@ def script_of(tmp_path, body, imports=""):
         f"def main() -> None:\n    {body}\n"
         "if __name__ == '__main__':\n    run_command(main)\n"
     )
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return script, os.environ | {"PYTHONPATH": path, "COLUMNS": "80", "TERM": "xterm-256color"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | environ
+    for name in {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} - environ.keys():
+        environment.pop(name, None)
+    command = [sys.executable, str(script), *args]
+    return subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=environment)
 
 
-def run_script(tmp_path, body, *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environ):
-    """Run a script whose main has this body, in a process of its own."""
-    script, environment = script_of(tmp_path, body)
-    return subprocess.run(
-        [sys.executable, str(script), *args],
-        stdout=stdout,
-        stderr=stderr,
-        text=True,
-        env=environment | environ,
-        check=False,
-    )
-
-
-def read_terminal(terminal, end=None):
-    """What a terminal shows: up to `end`, or all of a process that has ended."""
-    shown = b""
-    with suppress(OSError):  # how Linux says that no process has the terminal open
-        while (end is None or not shown.endswith(end)) and (piece := os.read(terminal, 10_000)):
-            shown += piece  # a line may come in parts
-    return shown
+def end(process):
+    """The exit code of a process, and what it has printed."""
+    out, errors = process.communicate(timeout=600)
+    return process.returncode, out, errors
 
 
 # --- flags ------------------------------------------------------------------------------------
@@ -92,14 +90,16 @@ def read_terminal(terminal, end=None):
     [
         (["--max-lr=6e-5", "--max_steps", "3"], Config(max_lr=6e-5, max_steps=3)),
         (["--no-compile", "--data-dir", "my data"], Config(Path("my data"), compile=False)),
-        (["--size", "gpt2-xl", "--run-name", "a_b"], Config(size="gpt2-xl", run_name="a_b")),
         (["--micro-batch-size=8", "--no_compile"], Config(compile=False, micro_batch_size=8)),
         (["--micro-batch-size", "auto", "--logger", "wandb"], Config(logger=("wandb",))),
-        (
-            ["--logger", "wandb", "trackio", "--max-lr", "1"],
-            Config(max_lr=1.0, logger=("wandb", "trackio")),
-        ),
+        (["--logger", "wandb", "trackio", "--run-name=a_b"], Config(run_name="a_b", logger=BOTH)),
         (["--logger=wandb", "--logger"], Config()),
+        (["a", "--workers", "2", "b"], Config(files=(Path("a"), Path("b")), workers=2)),
+        # What JSON has for each type of a field.
+        (as_flags({"max_lr": 1e-300, "size": "gpt2-xl"}), Config(max_lr=1e-300, size="gpt2-xl")),
+        (as_flags({"compile": False, "data_dir": "-x y"}), Config(Path("-x y"), compile=False)),
+        (as_flags({"micro_batch_size": 4, "run_name": None}), Config(micro_batch_size=4)),
+        (as_flags({"compile": True, "logger": [*BOTH]}), Config(logger=BOTH)),
     ],
 )
 def test_parse_flags_takes_every_form(args, expected):
@@ -115,16 +115,17 @@ def test_parse_flags_lays_flags_over_given_defaults():
     ("args", "message"),
     [
         (["--max-stps", "3"], "there is no flag --max-stps: did you mean --max-steps?"),
-        (["--lr=3", "--no-such"], "there is no flag --lr; there is no flag --no-such"),
+        (["--lr=3", "--no"], "there is no flag --lr; there is no flag --no"),
         (["--max-step", "3"], "there is no flag --max-step: did you mean --max-steps?"),
-        (["stray"], "'stray' belongs to no flag"),
-        (["--compile", "False"], "'False' belongs to no flag: give --NAME or --no-NAME"),
-        (["--max-steps", DEEP_PATH], f"--max-steps is {DEEP_PATH!r}, expected INT"),
-        (["--micro-batch-size=all"], "--micro-batch-size is 'all', expected INT or auto"),
-        (["--size", "gpt3"], "--size is 'gpt3', expected gpt2 or gpt2-xl"),
-        (["--logger", "wandb", "x"], "--logger is ['wandb', 'x'], expected wandb or trackio"),
+        (["--compile=no"], "--compile/--no-compile: ignored explicit argument 'no'"),
+        (["--max-steps", "a/ b"], "--max-steps: 'a/ b' is not INT"),
+        (as_flags({"max_steps": 1.5}), "--max-steps: '1.5' is not INT"),
+        (["--micro-batch-size=all"], "--micro-batch-size: 'all' is not INT or auto"),
+        (["--size", "gpt3"], "--size: 'gpt3' is not gpt2 or gpt2-xl"),
+        (["--logger", "wandb", "x"], "--logger: 'x' is not wandb or trackio"),
         (["--max-steps"], "--max-steps: expected one argument"),
-        (["--max-steps", "0"], "--max-steps must be at least 1, not 0"),
+        (["--max-steps=0"], "--max-steps must be above 0, not 0"),
+        (["--max-lr=nan", "--workers=-1"], f"--max-lr {LEAST} nan; --workers {LEAST} -1"),
     ],
 )
 def test_parse_flags_error_is_one_plain_line(args, message):
@@ -134,28 +135,16 @@ def test_parse_flags_error_is_one_plain_line(args, message):
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("args", "message"),
     [
-        ({"max_lr": 1, "size": "gpt2-xl", "run_name": None}, Config(max_lr=1.0, size="gpt2-xl")),
-        (
-            {"micro_batch_size": 4, "logger": ["wandb"]},
-            Config(micro_batch_size=4, logger=("wandb",)),
-        ),
-        ({"max_steps": 1.5}, "max_steps is 1.5, expected INT"),
-        ({"max_steps": True}, "max_steps is True, expected INT"),
-        ({"max_steps": None}, "max_steps is None, expected INT"),
-        ({"max_lr": 10**400}, "max_lr is 1000"),
-        ({"compile": "no"}, "compile is 'no', expected true or false"),
-        ({"data_dir": ["a"]}, "data_dir is ['a'], expected PATH"),
-        ({"logger": "wandb"}, "logger is 'wandb', expected wandb or trackio"),
+        ([], "the following arguments are required: --model"),
+        (["--model=a", "stray"], "'stray' belongs to no flag"),
+        (["--model=a", "False"], "'False' belongs to no flag: give --NAME or --no-NAME"),
     ],
 )
-def test_build_config_reads_json_values_by_the_types_of_the_fields(values, expected):
-    if isinstance(expected, Config):
-        assert build_config(Config, values) == expected
-        return
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        build_config(Config, values)
+def test_parse_flags_refuses_too_few_and_too_many(args, message):
+    with pytest.raises(ValueError, match=message):
+        parse_flags(Needy, args)
 
 
 def help_of(config_class, capsys, default=None):
@@ -165,46 +154,16 @@ def help_of(config_class, capsys, default=None):
     return capsys.readouterr().out
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """Take flags of any kind."""
-
-    HELP_GROUPS: ClassVar = {"model": "what", "weights": "numbers"}
-
-    model: str
-    """A model. The folder of a run, say."""
-    files: Positional[tuple[Path, ...]] = ()
-    """Files."""
-    weights: tuple[str, ...] = ("a", "b")
-    """Weights."""
-    workers: int = field(default_factory=lambda: 7)
-    """Threads, 100% busy."""
-    kind: Literal["x", "y"] | None = None
-    """Kind."""
-
-
-def test_help_has_titles_first_sentences_defaults_and_choices(capsys):
-    shown = " ".join(help_of(Grouped, capsys).split())
-    assert "Take flags of any kind." in shown
+def test_help_has_titles_first_sentences_defaults_and_choices(capsys, monkeypatch):
+    shown = " ".join(help_of(Config, capsys).split())
     for part in (
-        *("FILES Files.", "what: --model TEXT A model.", "numbers: --weights [a b ...] Weights."),
-        *("--workers 7 Threads, 100% busy.", "--kind x Kind. [x, y]"),
+        *("Train a model.", "FILES Files.", "--data-dir data Where the shards are. --compile"),
+        *("--compile, --no-compile Whether to compile. (on)", "numbers: --max-lr 0.0006 Peak"),
+        *("100% of it.", "--micro-batch-size auto Sequences at once. [INT, auto]"),
+        *("--workers 7", "words: --size gpt2 Which GPT-2. [gpt2, gpt2-xl]", "--run-name TEXT By"),
+        "--logger [NAME ...] Trackers. [wandb, trackio]",
     ):
         assert part in shown
-    assert "folder" not in shown
-    assert "--compile, --no-compile Whether to compile. (on)" in " ".join(
-        help_of(Config, capsys).split()
-    )
-
-
-def test_positional_arguments_may_stand_between_flags_and_a_needed_flag_is_named():
-    expected = Grouped("m", (Path("a"), Path("b")), workers=2)
-    assert parse_flags(Grouped, ["a", "--model=m", "--workers", "2", "b"]) == expected
-    with pytest.raises(ValueError, match="the following arguments are required: --model"):
-        parse_flags(Grouped, ["a"])
-
-
-def test_help_shows_given_defaults_and_breaks_lines_of_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = help_of(Config, capsys, Config(Path("my-data"), compile=False, run_name="a"))
     for expected in ("--data-dir my-data", "(off)", "--run-name a"):
@@ -240,10 +199,11 @@ def test_help_of_every_script_has_every_flag_in_100_columns(script, capsys, monk
 
 def test_bad_flag_is_one_line_and_told_by_rank_0_only(tmp_path):
     body = "import runtime.cli; runtime.cli.RANK_0_SECONDS = 0; print(parse_flags(Config))"
-    ranks = [run_script(tmp_path, body, "--max-stps=3", RANK=i) for i in "01"]
+    imports = "from test_cli import Config"
     message = "error: there is no flag --max-stps: did you mean --max-steps?"
-    assert [done.returncode for done in ranks] == [2, 2]
-    assert [done.stderr for done in ranks] == [f"{message} (--help lists the flags)\n", ""]
+    for rank, errors in (("0", f"{message} (--help lists the flags)\n"), ("1", "")):
+        process = run_script(tmp_path, body, "--max-stps=3", imports=imports, RANK=rank)
+        assert end(process) == (2, "", errors)
 
 
 # --- errors and exit codes --------------------------------------------------------------------
@@ -259,8 +219,7 @@ def test_bad_flag_is_one_line_and_told_by_rank_0_only(tmp_path):
     ],
 )
 def test_run_command_ends_in_one_line(body, code, line, tmp_path):
-    done = run_script(tmp_path, body)
-    assert (done.returncode, done.stderr) == (code, f"{line}\n")
+    assert end(run_script(tmp_path, body)) == (code, "", f"{line}\n")
 
 
 def test_exit_codes_are_those_that_the_document_lists():
@@ -275,74 +234,44 @@ def test_exit_codes_are_those_that_the_document_lists():
 def test_run_command_is_quiet_where_its_output_is_not_read(size, tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
-    done = run_script(tmp_path, f"print('x' * {size})", stdout=writer)
+    process = run_script(tmp_path, f"print('x' * {size})", stdout=writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_run_command_prints_its_line_in_one_write(tmp_path):
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps writes apart
-    with ours, theirs:
-        run_script(tmp_path, "raise ValueError('bad')", stderr=theirs)
-        assert ours.recv(100, socket.MSG_DONTWAIT) == b"error: bad\n"
+    assert end(process) == (141, None, "")
 
 
 def test_run_command_does_not_wait_for_a_process_group_to_end_in_order(tmp_path):
     join = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
     lines = "import atexit; import torch.distributed as dist; atexit.register(print, 'in order')"
-    done = run_script(tmp_path, f"{lines}; {join}; print('out'); raise ValueError('bad')")
-    assert (done.returncode, done.stdout) == (2, "out\n")
+    process = run_script(tmp_path, f"{lines}; {join}; print('out'); raise ValueError('bad')")
+    assert end(process)[:2] == (2, "out\n")
 
 
 def test_run_command_shows_a_programming_error_in_full(tmp_path):
-    done = run_script(tmp_path, "{}['no such key']")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "KeyError" in done.stderr
+    code, _, errors = end(run_script(tmp_path, "{}['no such key']"))
+    assert code == 1
+    assert errors.startswith("Traceback")
+    assert "KeyError" in errors
 
 
-@needs_full
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("body", ["raise ValueError('bad')", "print('x'); raise ValueError('bad')"])
 def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(body, tmp_path):
     with open("/dev/full", "w") as full:
-        assert run_script(tmp_path, body, stdout=full, stderr=full).returncode == 2
+        assert end(run_script(tmp_path, body, stdout=full, stderr=full))[0] == 2
 
 
 # --- before the imports -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, "1000 None"),
-        ({"GOMP_SPINCOUNT": "7"}, "7 None"),
-        ({"OMP_WAIT_POLICY": "active"}, "None active"),
-    ],
-)
-def test_prepare_process_limits_spinning_unless_the_user_has_set_it(given, expected):
-    code = (
-        "import os; from runtime.startup import prepare_process; prepare_process()\n"
-        "print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')))"
-    )
-    environment = {**os.environ}
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        environment.pop(name, None)
-    command = [sys.executable, "-c", code]
-    printed = subprocess.check_output(command, text=True, cwd=ROOT, env=environment | given)
-    assert printed.strip() == expected
+def test_prepare_process_limits_spinning_unless_the_user_has_set_it(tmp_path):
+    body = "import os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')))"
+    assert end(run_script(tmp_path, body)) == (0, "1000 None\n", "")
+    assert end(run_script(tmp_path, body, OMP_WAIT_POLICY="active")) == (0, "None active\n", "")
 
 
 def test_ctrl_c_while_importing_ends_in_one_line(tmp_path):
     imports = "import time; print('importing', flush=True); time.sleep(600)"
-    script, environment = script_of(tmp_path, "pass", imports)
-    process = subprocess.Popen(
-        [sys.executable, script],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = run_script(tmp_path, "pass", imports=imports)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(2)
-    assert process.communicate(timeout=TIMEOUT_S) == ("", "interrupted\n")
-    assert process.returncode == 130
+    assert end(process) == (130, "", "interrupted\n")

@@ -26,11 +26,12 @@ from runtime.device import (
 CPU = torch.device("cpu")
 HAS_CUDA = torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="this machine has no CUDA GPU")
+no_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA GPU")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs a shell, or its resource usage")
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA GPU")
+@no_cuda
 def test_select_device_is_what_there_is_and_names_it(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # containers see the driver of their host
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -40,7 +41,7 @@ def test_select_device_is_what_there_is_and_names_it(monkeypatch):
         select_device("cuda")
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="torch can use this machine's GPU")
+@no_cuda
 @pytest.mark.skipif(NVIDIA_DRIVER.exists(), reason="this machine has a driver of its own")
 @posix_only
 def test_driver_that_torch_cannot_use_is_refused_with_the_remedy(commands, tmp_path):
@@ -58,32 +59,14 @@ def test_driver_that_torch_cannot_use_is_refused_with_the_remedy(commands, tmp_p
 
 
 @needs_cuda
-def test_select_device_gives_each_local_rank_its_gpu_and_refuses_one_too_many():
-    count = torch.cuda.device_count()
+def test_gpu_has_a_name_a_dtype_and_memory_and_is_waited_for():
+    count, device = torch.cuda.device_count(), torch.device("cuda")
     assert [select_device("auto", rank).index for rank in range(count)] == list(range(count))
     with pytest.raises(ValueError, match=f"--nproc_per_node={count}"):
         select_device("cuda", count)
-
-
-@linux_only
-def test_select_dtype_auto_on_a_cpu_follows_the_hardware():
-    with open("/proc/cpuinfo") as file:
-        flags = {word for line in file if line.startswith("flags") for word in line.split()}
-    native = bool(flags & {"avx512_bf16", "amx_bf16"})
-    assert select_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
-    assert select_dtype("float16", CPU) == torch.float16
-
-
-@needs_cuda
-def test_select_dtype_auto_on_a_gpu_follows_its_generation():
     major, _ = torch.cuda.get_device_capability()
     expected = torch.bfloat16 if major >= 8 else torch.float16  # Ampere brought bfloat16
-    assert select_dtype("auto", torch.device("cuda")) == expected
-
-
-@needs_cuda
-def test_gpu_has_a_name_and_memory_and_is_waited_for():
-    device = torch.device("cuda")
+    assert select_dtype("auto", device) == expected
     assert device_name(device) == torch.cuda.get_device_properties(0).name
     torch.cuda.reset_peak_memory_stats()
     before = peak_memory_gib(device)
@@ -96,6 +79,18 @@ def test_gpu_has_a_name_and_memory_and_is_waited_for():
     synchronize(device)
     assert event.query()
     assert y.isfinite().all()
+
+
+@linux_only
+def test_cpu_has_the_dtype_and_the_memory_of_the_machine():
+    with open("/proc/cpuinfo") as file:
+        flags = {word for line in file if line.startswith("flags") for word in line.split()}
+    native = bool(flags & {"avx512_bf16", "amx_bf16"})
+    assert select_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
+    assert select_dtype("float16", CPU) == torch.float16
+    with open("/proc/meminfo") as file:
+        total_kib = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
+    assert memory_gib(CPU) == pytest.approx(total_kib / 2**20, rel=0.01)
 
 
 def test_inference_leaves_cudnn_out_lowers_the_precision_and_puts_all_back():
@@ -114,45 +109,30 @@ def test_inference_leaves_cudnn_out_lowers_the_precision_and_puts_all_back():
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_compile_error_is_none_of_a_mistake_in_the_model():
-    def wrong_shapes(x):
-        return x @ torch.ones(3, 3)
-
+@pytest.mark.parametrize(
+    ("traced", "advice"),
+    [
+        (lambda x: x @ torch.ones(3, 3), None),  # a mistake in the model
+        (lambda x: print(x), "delete its cache"),
+    ],
+)
+def test_compile_error_is_none_of_a_mistake_in_the_model(traced, advice):
     with pytest.raises(RuntimeError) as raised:
-        torch.compile(wrong_shapes, backend="eager")(torch.ones(2, 2))
-    assert compile_error(raised.value) is None
-    with pytest.raises(RuntimeError) as raised:
-        torch.compile(lambda x: print(x), backend="eager", fullgraph=True)(torch.ones(2, 2))
-    assert "delete its cache" in compile_error(raised.value)
+        torch.compile(traced, backend="eager", fullgraph=True)(torch.ones(2, 2))
+    assert advice is None or advice in compile_error(raised.value)
+    assert (compile_error(raised.value) is None) == (advice is None)
 
 
 @posix_only
-@pytest.mark.parametrize("how", ["broken", "missing"])
-def test_prepare_compiler_says_in_one_line_why_it_cannot_work(tmp_path, how):
+def test_prepare_compiler_says_in_one_line_why_it_cannot_work(tmp_path):
     assert "MPS" in prepare_compiler(torch.device("mps"))
-    compiler = tmp_path / "g++"
-    if how == "broken":
-        compiler.write_text("#!/bin/sh\nexit 1\n")
-        compiler.chmod(0o755)
     code = "import torch; from runtime import device\n"
     code += "print(device.prepare_compiler(torch.device('cpu')))"
-    environment = os.environ | {
-        "CXX": str(compiler),
-        "PATH": str(tmp_path),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-    }
+    environment = {"CXX": "no-compiler", "PATH": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", code]
-    problem = subprocess.check_output(command, text=True, cwd=ROOT, env=environment).strip()
+    problem = subprocess.check_output(command, text=True, cwd=ROOT, env=os.environ | environment)
     assert "Cpp" in problem or "Cxx" in problem
-    assert "\n" not in problem
-
-
-@linux_only
-def test_memory_gib_on_a_cpu_is_the_machines():
-    with open("/proc/meminfo") as file:
-        total_kib = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
-
-    assert memory_gib(CPU) == pytest.approx(total_kib / 2**20, rel=0.01)
+    assert problem.count("\n") == 1
 
 
 @posix_only
@@ -161,7 +141,6 @@ def test_peak_memory_gib_grows_with_what_is_used_and_does_not_shrink():
     block = b"x" * int(before * 2**30 + 2**27)  # 128 MiB more than ever before
     during = peak_memory_gib(CPU)
     del block
-
     assert during >= before + 0.1
     assert peak_memory_gib(CPU) >= during
 
@@ -191,7 +170,6 @@ def test_tune_malloc_spares_the_page_faults_of_large_tensors(commands, tmp_path)
     script = tmp_path / "faults.py"
     script.write_text(FAULTS)
     default, tuned = (int(commands.run(script, how).stdout) for how in ("default", "tuned"))
-
     assert default > 1000  # 4 tensors of 16,384 pages
     assert tuned < default / 10
 
@@ -212,11 +190,8 @@ OUT_OF_MEMORY_ERRORS = [
 def test_is_out_of_memory_knows_every_librarys_message_from_other_errors():
     with pytest.raises(RuntimeError) as too_much:
         torch.empty(2**52)
-    with pytest.raises(RuntimeError) as other:
-        torch.ones(2) @ torch.ones(3)
-
     for error in (too_much.value, *OUT_OF_MEMORY_ERRORS):
         assert is_out_of_memory(error), error
     gone = dist.DistBackendError(NCCL_ERROR + "socketProgress: Connection closed by remote peer")
-    for error in (other.value, gone, OSError("out of memory")):
+    for error in (RuntimeError("shapes cannot be multiplied"), gone, OSError("out of memory")):
         assert not is_out_of_memory(error), error

@@ -391,7 +391,7 @@ def test_read_plain_names_a_remedy_that_works(tmp_path):
             ["--part", "0", "--parts", "2", "--push-to-hub", "o/n"],
             "--push-to-hub with --part 0: give it once all parts are finished, with --parts 2",
         ),
-        (["--shard-size", "0"], "--shard-size must be at least 1, not 0"),
+        (["--shard-size", "0"], "--shard-size must be above 0, not 0"),
     ],
 )
 def test_main_explains_flags_that_cannot_be(make, flags, message):

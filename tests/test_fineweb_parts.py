@@ -175,7 +175,7 @@ def test_a_part_of_other_data_is_refused_at_once(make, flags):
     [
         (["--part=0"], 1, "--part 0 of how many. Add --parts"),
         (["--part=3", "--parts=3"], 1, "--part 3: parts of 3 are 0 to 2"),
-        (["--parts=0"], 1, "--parts must be at least 1, not 0"),
+        (["--parts=0"], 1, "--parts must be above 0, not 0"),
         (["--part=0", "--parts=6"], 1, "6 parts of 5 files: .* so 5 parts are the most"),
         (["--parts=2"], 2, "torchrun gives each of its 2 processes a part: leave out"),
         (["--push-to-hub=o/n"], 2, "give it after torchrun, with --parts 2"),

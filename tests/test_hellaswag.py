@@ -1,18 +1,13 @@
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT, check_on_ranks, randomize_weights
 
-from hellaswag import (
-    HellaSwagConfig,
-    HellaSwagResult,
-    download_hellaswag,
-    evaluate_hellaswag,
-    load_examples,
-    render_example,
-)
+import hellaswag
+from hellaswag import HellaSwagResult, evaluate_hellaswag, load_examples, render_example
 from model import GPT, GPTConfig
 from runtime.distributed import DistInfo
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
@@ -66,12 +61,12 @@ def test_result_worked_by_hand():
     by the mean (1, 5, 2, 1).
     """
     summed = torch.tensor([[6.0, 4, 9, 8], [5, 5, 2, 7]])
-    lengths = torch.tensor([[6, 2, 3, 8], [5, 1, 1, 7]])
-    result = HellaSwagResult(torch.tensor([0, 2]), summed, summed / lengths)
-    assert result.predictions.tolist() == [1, 2]
-    assert result.predictions_norm.tolist() == [0, 0]
-    assert (result.acc, result.acc_norm, result.total) == (0.5, 0.5, 2)
-    assert str(result) == "acc 1/2=0.5000 acc_norm 1/2=0.5000"
+    first = replace(render_example(ROW), label=0, lengths=[6, 2, 3, 8])
+    second = replace(first, label=2, lengths=[5, 1, 1, 7])
+    assert str(HellaSwagResult([first, second], summed)) == "acc 1/2=0.5000 acc_norm 1/2=0.5000"
+    wrong = HellaSwagResult([replace(first, label=1), second], summed, left_out=3)
+    metrics = {"hellaswag_acc": 1.0, "hellaswag_acc_norm": 0.0, "hellaswag_total": 2}
+    assert wrong.metrics() == metrics | {"hellaswag_left_out": 3}
 
 
 def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
@@ -82,33 +77,26 @@ def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
     torch.testing.assert_close(result.mean, expected / lengths, rtol=0, atol=1e-4)
     labels = [json.loads(line)["label"] for line in SAMPLE.read_text().splitlines()]
     correct = sum(int(expected[i].argmin()) == label for i, label in enumerate(labels))
-    assert (result.acc, result.total) == (correct / 24, 24)
+    assert str(result).startswith(f"acc {correct}/24=")
 
 
 def test_evaluate_hellaswag_in_bfloat16_keeps_the_logits_in_float32(model, examples):
     seen = []
     layers = (model.transformer.h[0].mlp.c_fc, model.lm_head)
-    hooks = [
-        layer.register_forward_hook(lambda m, x, out: seen.append(out.dtype)) for layer in layers
-    ]
+    hooks = [layer.register_forward_hook(lambda *args: seen.append(args[2])) for layer in layers]
     result = evaluate_hellaswag(model, examples, dtype=torch.bfloat16, batch_size=24)
     for hook in hooks:
         hook.remove()
-    assert seen[0] == torch.bfloat16
-    assert set(seen[1:]) == {torch.float32}
-    assert result.summed.dtype == torch.float32
+    assert [out.dtype for out in seen[:2]] == [torch.bfloat16, torch.float32]
     assert (result.mean - evaluate_hellaswag(model, examples).mean).abs().max() < 0.02
 
 
-def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(model, examples):
+def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(examples):
+    model = GPT(TINY)
     expected = evaluate_hellaswag(model, examples[:3]).summed
-    padding = model.lm_head.weight[TINY.vocab_size :]
-    before = padding.detach().clone()
     with torch.no_grad():
-        padding.fill_(50.0)
+        model.lm_head.weight[TINY.vocab_size :] = 50.0
     torch.testing.assert_close(evaluate_hellaswag(model, examples[:3]).summed, expected)
-    with torch.no_grad():
-        padding.copy_(before)
 
 
 def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(model):
@@ -116,37 +104,24 @@ def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(mod
     rows = [render_example(row) for row in (TOO_LONG, ROW, longest, TOO_LONG)]
     result = evaluate_hellaswag(model, rows)
     assert torch.equal(result.summed, evaluate_hellaswag(model, rows[1:3]).summed)
-    assert (result.total, result.left_out) == (2, 2)
+    assert (len(result.examples), result.left_out) == (2, 2)
     assert str(result).endswith("(2 left out: longer than the model's context)")
     with pytest.raises(ValueError, match=r"none of the 2 .* of 64 tokens"):
         evaluate_hellaswag(model, rows[::3])
 
 
-def test_load_examples_takes_any_key_order_blank_lines_text_labels_and_a_limit(tmp_path):
+def test_load_examples_takes_any_key_order_text_labels_and_a_limit(tmp_path):
     path = tmp_path / "data.jsonl"
     backwards = dict(reversed((ROW | {"label": "2"}).items()))  # on the hub, labels are texts
-    path.write_text(f"{json.dumps(ROW)}\n\n{json.dumps(backwards)}\nnot read\n")
+    path.write_text(f"{json.dumps(ROW)}\n{json.dumps(backwards)}\nnot read\n")
     first, second = load_examples(str(path), limit=2)
     assert first == second
     decode = gpt2_encoding().decode
     assert (first.ind, first.label, decode(first.context)) == (7, 2, "A man")
     assert [decode(ending) for ending in first.endings] == [" " + e for e in ROW["endings"]]
-
-
-def test_render_example_in_the_harness_style_worked_by_hand():
-    """Without lm_eval: ` [title]` is a full stop and notes go, then doubled spaces become one."""
-    row = {
-        "activity_label": "Boiling eggs",
-        "ctx_a": "[header] How to [title] Take a pot. [step] Fill it  with   water.",
-        "ctx_b": "THE Man",
-        "endings": ["[step] sits", "a [title] b", "goes  on", " sings "],
-    }
-    example = render_example({"ind": 0, "label": "1", **row}, "harness")
-    decode = gpt2_encoding().decode
-    prompt = "Boiling eggs: How to. Take a pot. Fill it with  water. The man"
-    assert decode(example.context) == prompt
-    assert [*map(decode, example.endings)] == ["  sits", " a. b", " goes on", " sings"]
-    assert example.lengths == [5, 4, 7, 5]  # characters of ` sits`, `a. b`, `goes on`, `sings`
+    path.write_text("")
+    with pytest.raises(ValueError, match="no examples"):
+        load_examples(path)
 
 
 def bad(**changes):
@@ -156,58 +131,42 @@ def bad(**changes):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (bad(endings="abcd"), "endings must be a list of 4"),
-        (bad(endings=["a", "b", "c", 4]), "an ending is empty or not a text"),
-        (bad(ctx=""), "ctx or an ending is empty"),
-        (bad(label=4), "label '4'"),
-        (bad(label="03"), "label '03'"),
-        (bad(label=True), "label 'True'"),
-        (bad(ind="a"), "ind is 'a'"),
-        (b'{"ind": 1, "ctx": "a"}', "no endings, label"),
-        (b"[1]", "not a JSON object"),
+        (bad(endings=["a", "b", "c"]), "the row needs .*endings"),
+        (bad(endings=["a", "b", "c", 4]), "the row needs .*endings"),
+        (bad(ctx=""), "the context is empty"),
+        (bad(label=""), "the row needs .*label"),  # as in the test set
+        (b'{"ind": 1, "ctx": "a"}', "the row needs"),
+        (b"[1]", "the row needs"),
         (b'{"ind": 1', "Expecting"),
-        (b"[" * 100_000, "recursion|Stack overflow"),  # the latter since Python 3.14
-        (b'{"ctx": "\xff"}', "can't decode byte 0xff"),
+        (b'{"ctx": "\xff"}', ".* can't decode byte 0xff"),
     ],
 )
 def test_load_examples_names_the_line_of_a_bad_row(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(bad() + b"\n" + line + b"\n")
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=f"^{path}:2: {message}"):
         load_examples(path)
-    assert str(error.value).startswith(f"{path}:2: ")
-
-
-def test_load_examples_refuses_no_file_and_no_rows(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
-        load_examples(tmp_path / "none.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="no examples"):
-        load_examples(tmp_path / "empty.jsonl")
-
-
-def test_config_reports_every_bad_flag_at_once():
-    with pytest.raises(ValueError, match=r"--limit must be .*; --batch-size must be"):
-        HellaSwagConfig(limit=-1, batch_size=0)
 
 
 def test_download_hellaswag_checks_what_came_and_takes_it_once(tmp_path, monkeypatch):
     served, path = tmp_path / "served", tmp_path / "data" / "rows.jsonl"
     body = b"some rows\n" * 1000
-    monkeypatch.setattr("hellaswag.DATA_SHA256", hashlib.sha256(body).hexdigest())
+    monkeypatch.setattr(hellaswag, "DATA_SHA256", hashlib.sha256(body).hexdigest())
+    monkeypatch.setattr(hellaswag, "DATA_PATH", path)
+    monkeypatch.setattr(hellaswag, "DATA_URL", served.as_uri())
     for wrong in (None, body[:-1]):
         if wrong:
             served.write_bytes(wrong)
         with pytest.raises(OSError, match=f"cannot download {served.as_uri()} .*--data FILE"):
-            download_hellaswag(DistInfo(), path, served.as_uri())
-        assert not path.parent.exists()
+            hellaswag.download_hellaswag(DistInfo())
+        assert not list(path.parent.iterdir())
     served.write_bytes(body)
-    assert download_hellaswag(DistInfo(), path, served.as_uri()).read_bytes() == body
+    assert hellaswag.download_hellaswag(DistInfo()).read_bytes() == body
     served.unlink()
-    download_hellaswag(DistInfo(), path, served.as_uri())  # there is nothing to download
+    hellaswag.download_hellaswag(DistInfo())  # there is nothing to download
     path.write_bytes(body[1:])
     with pytest.raises(OSError, match="cannot download"):  # a damaged file is none
-        download_hellaswag(DistInfo(), path, served.as_uri())
+        hellaswag.download_hellaswag(DistInfo())
 
 
 DOWNLOAD = """
@@ -218,22 +177,14 @@ import hellaswag
 def check(dist_info):
     served, path = Path("SERVED"), Path("SERVED.copy")
     hellaswag.DATA_SHA256 = hashlib.sha256(served.read_bytes()).hexdigest()
-    assert hellaswag.download_hellaswag(dist_info, path, served.as_uri()).is_file()
+    hellaswag.DATA_PATH, hellaswag.DATA_URL = path, served.as_uri()
+    assert hellaswag.download_hellaswag(dist_info).is_file()
 """
 
 
 def test_download_hellaswag_makes_the_other_ranks_wait(commands, tmp_path):
     (tmp_path / "served").write_bytes(b"rows")
     check_on_ranks(commands, DOWNLOAD.replace("SERVED", str(tmp_path / "served")), tmp_path)
-
-
-def test_main_without_network_stops_every_rank_with_one_line(commands, folder):
-    proxy = {"https_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # no one listens there
-    done = commands.run_ranks(2, "hellaswag", f"--model={folder}", "--device=cpu", **proxy)
-    assert done.code == 2
-    errors = done.stderr.splitlines()
-    assert len(errors) == 2
-    assert all("raw.githubusercontent.com" in e and "pass --data FILE" in e for e in errors)
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,8 @@ def test_fast_recipe_changes_how_it_learns_and_nothing_else(name):
     ("change", "said"),
     [
         ({"momentum": 0.9}, "'momentum'"),
-        ({"max_lr": "high"}, "max_lr is 'high', expected FLOAT"),
-        ({"optimizer": "sgd"}, "optimizer is 'sgd', expected adamw or muon"),
+        ({"max_lr": "high"}, "--max-lr: 'high' is not FLOAT"),
+        ({"optimizer": "sgd"}, "--optimizer: 'sgd' is not adamw or muon"),
     ],
 )
 def test_recipe_with_a_setting_that_is_none_is_refused(commands, tmp_path, change, said):

@@ -176,7 +176,7 @@ def test_saved_settings_have_flags_laid_over_them_also_those_of_earlier_versions
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_steps": True}, "config.json: max_steps is True, expected"),
+        ({"max_steps": True}, "config.json: --max-steps: expected one argument"),
         ({"max_lr": -1}, "config.json: --max-lr must be above 0, not -1"),
         ({"layers": 3}, "has the setting 'layers', which this version does not know"),
         ([], "config.json is neither a recipe nor a run's config.json"),

@@ -1,9 +1,9 @@
 import contextlib
 import io
 import json
-import os
 import signal
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,16 +15,19 @@ from hypothesis import strategies as st
 import sample
 from model import GPT, GPTConfig
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
-from sample import SampleConfig, decode, generate, sample_token, token_printer
+from sample import decode, generate, generate_text, sample_token, token_printer
 from tokenizer import gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
 SMALL_VOCAB = GPTConfig(block_size=8, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 
 
-def random_model(config, seed=0):
+greedy = partial(generate, temperature=0, stop_token=None)
+
+
+def random_model(config):
     """A model whose logits differ enough that no two are near each other."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return randomize_weights(GPT(config), 0.3)
 
 
@@ -42,15 +45,10 @@ def test_generate_greedy_equals_transformers():
     theirs.load_state_dict(to_hf_state_dict(model), strict=False)
     theirs.tie_weights()
     idx = prompts(TINY, 3, 4)
-    expected = theirs.generate(
-        idx,
-        attention_mask=torch.ones_like(idx),
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=50256,
-    )
-    assert generate(model, idx, 12, temperature=0, stop_token=None) == expected.tolist()
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 50256}
+    mask = torch.ones_like(idx)
+    expected = theirs.generate(idx, attention_mask=mask, max_new_tokens=12, **options)
+    assert greedy(model, idx, 12) == expected.tolist()
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 8])
@@ -59,18 +57,15 @@ def test_generate_greedy_is_the_same_without_the_cache(block_size, prompt_length
     config = GPTConfig(block_size, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
     model = random_model(config)
     idx = prompts(config, 3, prompt_length)
-    cached = generate(model, idx, 25, temperature=0, stop_token=None)
-    assert cached == generate(model, idx, 25, temperature=0, stop_token=None, use_cache=False)
+    cached = greedy(model, idx, 25)
+    assert cached == greedy(model, idx, 25, use_cache=False)
     assert [len(row) for row in cached] == [prompt_length + 25] * 3
 
 
 def test_generate_refills_the_cache_once_in_half_a_block():
-    model = random_model(SMALL_VOCAB)
-    fed = []
-    model.transformer.wte.register_forward_hook(
-        lambda module, args, output: fed.append(args[0].size(1))
-    )
-    generate(model, prompts(SMALL_VOCAB, 1, 3), 16, temperature=0, stop_token=None)
+    model, fed = random_model(SMALL_VOCAB), []
+    model.transformer.wte.register_forward_hook(lambda *args: fed.append(args[1][0].size(1)))
+    greedy(model, prompts(SMALL_VOCAB, 1, 3), 16)
     assert fed == [3, 1, 1, 1, 1, 1, 5, 1, 1, 1, 5, 1, 1, 1, 5, 1]
 
 
@@ -87,17 +82,19 @@ def test_generate_seed_decides_the_samples_and_leaves_the_global_state():
 
 
 def test_generate_stops_each_row_at_its_own_stop_token_and_not_at_one_in_the_prompt():
-    model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 4, 2)
-    full = generate(model, idx, 12, temperature=0, stop_token=None)
-    stop = full[0][5]
+    model, idx, handed = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 4, 2), []
+    stop = greedy(model, idx, 12)[0][5]
     idx[1, 0] = stop
-    full[1:2] = generate(model, idx[1:2], 12, temperature=0, stop_token=None)
-    rows = generate(model, idx, 12, temperature=0, stop_token=stop)
-    for row, whole in zip(rows, full, strict=True):
+    full = greedy(model, idx, 12, on_token=handed.append)
+    assert torch.stack(handed, dim=1).tolist() == [row[2:] for row in full]
+    for row, whole in zip(greedy(model, idx, 12, stop_token=stop), full, strict=True):
         continuation = whole[2:]
         cut = continuation.index(stop) if stop in continuation else len(continuation)
         assert row == whole[: 2 + cut]
-    assert len(rows[0]) <= 5
+    handed.clear()
+    [row] = greedy(model, idx[:1], 12, stop_token=stop, on_token=handed.append)
+    assert len(row) <= 5
+    assert [int(token) for token in handed] == row[2:]  # the token that ends the text is not in it
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -123,31 +120,13 @@ def test_generate_in_bfloat16_keeps_training_possible():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=30)
-
-
-@given(
-    logits=LOGITS,
-    top_k=st.integers(0, 40),
-    top_p=st.floats(0.01, 1),
-    seed=st.integers(0, 2**31),
-)
-def test_sample_token_is_among_the_top_k_and_in_the_nucleus(logits, top_k, top_p, seed):
-    generator = torch.Generator().manual_seed(seed)
-    token = int(sample_token(torch.tensor([logits]), 1.0, top_k, top_p, generator))
-    assert sum(logit > logits[token] for logit in logits) < (top_k or len(logits))
-    best = torch.tensor(logits).double().topk(min(top_k or 40, len(logits))).values
-    more_likely = best.softmax(dim=0)[best > logits[token]].sum()
-    assert more_likely < top_p + 1e-6
-
-
 @settings(max_examples=30)
-@given(logits=LOGITS, temperature=st.sampled_from([0.0, 1e-38, 1e-3]))
+@given(
+    logits=st.lists(st.integers(-20, 20), min_size=1, max_size=30),  # no near ties
+    temperature=st.sampled_from([0.0, 1e-38, 1e-3]),
+)
 def test_sample_token_is_greedy_at_no_temperature(logits, temperature):
-    logits = [round(logit) for logit in logits]  # no near ties
-    token = int(
-        sample_token(torch.tensor([logits], dtype=torch.float32), temperature, 0, 1.0, None)
-    )
+    token = int(sample_token(torch.tensor([logits]).float(), temperature, 0, 1.0, None))
     assert logits[token] == max(logits)
 
 
@@ -159,25 +138,15 @@ def test_sample_token_follows_the_probabilities_worked_by_hand():
         tokens = sample_token(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
         return torch.bincount(tokens, minlength=4) / len(tokens)
 
-    close = {"rtol": 0, "atol": 0.01}
     expected = torch.tensor([0.1, 0.5, 0.15, 0.25])
-    torch.testing.assert_close(frequencies(1.0, 0, 1.0), expected, **close)
-    squared = expected**2 / (expected**2).sum()
-    torch.testing.assert_close(frequencies(0.5, 0, 1.0), squared, **close)
-    top_3 = torch.tensor([0, 0.5, 0.15, 0.25]) / 0.9
-    torch.testing.assert_close(frequencies(1.0, 3, 1.0), top_3, **close)
-    top_3_then_p = torch.tensor([0, 0.5, 0, 0.25]) / 0.75
-    torch.testing.assert_close(frequencies(1.0, 3, 0.7), top_3_then_p, **close)
-
-
-def test_sample_config_reports_every_bad_flag_at_once():
-    with pytest.raises(ValueError, match="--num-samples") as error:
-        SampleConfig(num_samples=0, max_new_tokens=-1, temperature=-1.0, top_k=-1, top_p=0.0)
-    for flag in ("--max-new-tokens", "--temperature", "--top-k", "--top-p"):
-        assert flag in str(error.value)
-    for temperature in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="--temperature must be 0 or more"):
-            SampleConfig(temperature=temperature)
+    top_3, top_3_then_p = torch.tensor([[0, 0.5, 0.15, 0.25], [0, 0.5, 0, 0.25]])
+    for choice, share in (
+        ((1.0, 0, 1.0), expected),
+        ((0.5, 0, 1.0), expected**2),
+        ((1.0, 3, 1.0), top_3),
+        ((1.0, 3, 0.7), top_3_then_p),
+    ):
+        torch.testing.assert_close(frequencies(*choice), share / share.sum(), rtol=0, atol=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -187,40 +156,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_generate_continues_a_text_in_one_line(folder):
+def test_generate_text_continues_a_text_or_starts_a_document(folder):
     model = load_pretrained(str(folder))
-    text = generate(model, "Once upon", 5, temperature=0)
-    [tokens] = generate(
-        model, torch.tensor([gpt2_encoding().encode("Once upon")]), 5, temperature=0
-    )
+    text = generate_text(model, "Once upon", 5, temperature=0)
+    prompt = torch.tensor([gpt2_encoding().encode("Once upon")])
+    assert text == decode(generate(model, prompt, 5, temperature=0)[0])
     assert text.startswith("Once upon")
-    assert text == decode(tokens)
-    torch.manual_seed(0)
-    document = generate(model, "")
-    assert isinstance(document, str)
-    assert "<|endoftext|>" not in document
-
-
-def test_main_continues_any_bytes_or_starts_a_document(commands, folder):
-    flags = (f"--model={folder}", "--num-samples=2", "--max-new-tokens=20", "--device=cpu")
-    done = commands.run("sample", *flags, "--prompt", os.fsdecode(b"caf\xc3\xa9 \xff"))
-    assert done.code == 0, done.stderr
-    assert done.stdout.count("--- sample ") == 2
-    assert done.stdout.count("café \ufffd") == 2  # the byte that is not UTF-8, as tiktoken reads it
-    done = commands.run("sample", *flags)
-    assert done.code == 0, done.stderr
-    assert done.stdout.count("--- sample ") == 2
-    assert "<|endoftext|>" not in done.stdout
-
-
-def test_generate_hands_out_each_token_of_every_row():
-    model, idx, handed = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 3, 2), []
-    rows = generate(model, idx, 12, temperature=0, stop_token=None, on_token=handed.append)
-    assert torch.stack(handed, dim=1).tolist() == [row[2:] for row in rows]
-    stop = rows[0][5]
-    handed.clear()
-    [row] = generate(model, idx[:1], 12, temperature=0, stop_token=stop, on_token=handed.append)
-    assert [int(token) for token in handed] == row[2:]  # the token that ends the text is not in it
+    assert "<|endoftext|>" not in generate_text(model, "")
 
 
 @given(text=st.text(max_size=20))
@@ -235,53 +177,61 @@ def test_token_printer_never_tears_a_character(text):
     assert decode(tokens) == text
 
 
-def run_main(monkeypatch, capsys, folder, *flags, stdin=""):
-    """What `sample.py` prints in this process, which imports nothing any more."""
-    typed = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", typed)
-    # The tests compare texts with those of `generate`, whose dtype is not the machine's.
-    flags = ("--max-new-tokens=5", "--temperature=0", "--device=cpu", "--dtype=float32", *flags)
-    monkeypatch.setattr(sys, "argv", ["sample.py", f"--model={folder}", *flags])
-    sample.main()
-    return capsys.readouterr().out
+@pytest.fixture
+def run_main(monkeypatch, capsys, folder):
+    """A function that returns what `sample.py` prints, in this process."""
+
+    def run(*flags, stdin=""):
+        typed = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", typed)
+        # The tests compare texts with those of `generate`, whose dtype is not the machine's.
+        always = ("--max-new-tokens=5", "--temperature=0", "--device=cpu", "--dtype=float32")
+        monkeypatch.setattr(sys, "argv", ["sample.py", f"--model={folder}", *always, *flags])
+        sample.main()
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_main_prints_json_for_each_prompt_of_a_file(monkeypatch, capsys, folder, tmp_path):
+def test_main_prints_json_for_each_prompt_of_a_file(run_main, folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("Once upon\n\ncafé\n", encoding="utf-8")
     flags = (f"--prompts-file={tmp_path}/prompts.txt", "--num-samples=2", "--json")
-    lines = run_main(monkeypatch, capsys, folder, *flags).splitlines()
     model = load_pretrained(str(folder))
     expected_order = [(prompt, index) for prompt in ("Once upon", "café") for index in (0, 1)]
+    lines = run_main(*flags).splitlines()
     for line, (prompt, index) in zip(lines, expected_order, strict=True):
         record = json.loads(line)
         expected = {"prompt": prompt, "text": decode(record["tokens"]), "index": index}
         assert record == expected | {"tokens": record["tokens"]}
-        assert prompt + record["text"] == generate(model, prompt, 5, temperature=0)
+        assert prompt + record["text"] == generate_text(model, prompt, 5, temperature=0)
 
 
-def test_main_reads_a_prompt_from_a_pipe_as_if_it_were_given(monkeypatch, capsys, folder):
-    piped = run_main(monkeypatch, capsys, folder, "--prompt=-", stdin="café au\n")
-    assert piped == run_main(monkeypatch, capsys, folder, "--prompt", "café au")
+def test_main_reads_a_prompt_from_a_pipe_as_if_it_were_given(run_main):
+    piped = run_main("--prompt=-", stdin="café au\n")
+    assert piped == run_main("--prompt", "café au")
     assert "café au" in piped
 
 
-def test_main_refuses_a_file_without_prompts_and_flags_that_exclude_each_other(
-    monkeypatch, capsys, folder, tmp_path
-):
-    (tmp_path / "prompts.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match=r"prompts\.txt has no line with a prompt"):
-        run_main(monkeypatch, capsys, folder, f"--prompts-file={tmp_path}/prompts.txt")
-    with pytest.raises(ValueError, match="--prompt and --prompts-file"):
-        run_main(monkeypatch, capsys, folder, "--prompt=a", "--prompts-file=b")
-    with pytest.raises(ValueError, match="--interactive goes without"):
-        run_main(monkeypatch, capsys, folder, "--interactive", "--json")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompts-file=blank.txt"], r"blank\.txt has no line with a prompt"),
+        (["--prompt=a", "--prompts-file=b"], "--prompt and --prompts-file"),
+        (["--interactive", "--json"], "--interactive goes without"),
+        (["--num-samples=0", "--top-k=-1", "--top-p=2"], "--num-samples .*--top-k .*--top-p must"),
+    ],
+)
+def test_main_refuses(run_main, monkeypatch, tmp_path, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blank.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match=message):
+        run_main(*flags)
 
 
-def test_main_interactive_goes_on_after_all_text_until_new(monkeypatch, capsys, folder):
-    typed = "Once upon\nHe said\n\n/new\nOnce upon\n"
-    printed = run_main(monkeypatch, capsys, folder, "--interactive", stdin=typed)
+def test_main_interactive_goes_on_after_all_text_until_new(run_main, folder):
+    printed = run_main("--interactive", stdin="Once upon\nHe said\n\n/new\nOnce upon\n")
     model = load_pretrained(str(folder))
-    first = generate(model, "Once upon", 5, temperature=0)
+    first = generate_text(model, "Once upon", 5, temperature=0)
     ids = gpt2_encoding().encode_ordinary("Once upon")
 
     def goes_on(text):
@@ -298,24 +248,23 @@ def test_main_interactive_goes_on_after_all_text_until_new(monkeypatch, capsys, 
 
 
 def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(
-    monkeypatch, capsys, folder
+    run_main, monkeypatch, folder
 ):
     original, calls = sample.load_model, []
 
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+
     def load_model(*args):
         model = original(*args)
-
-        def interrupt(*_):
-            calls.append(1)
-            if len(calls) == 3:
-                signal.raise_signal(signal.SIGINT)
-
         model.transformer.ln_f.register_forward_hook(interrupt)
         return model
 
     monkeypatch.setattr(sample, "load_model", load_model)
-    printed = run_main(monkeypatch, capsys, folder, "--interactive", stdin="Once upon\n\n")
-    whole = generate(load_pretrained(str(folder)), "Once upon", 7, temperature=0)
+    printed = run_main("--interactive", stdin="Once upon\n\n")
+    whole = generate_text(original(folder), "Once upon", 7, temperature=0)
     assert len(calls) == 3 + 5  # two tokens came, then five more
     assert "".join(printed.removeprefix(sample.GREETING).split("\n> ")).strip() == whole
 

@@ -153,8 +153,8 @@ def test_logger_is_saved_and_read_back():
     assert config.logger == ("tensorboard", "trackio")
     saved = json.loads(json.dumps(config.saved()))
     assert config_from_settings(saved, Path("config.json")).saved() == config.saved() == saved
-    for wrong in ("wandb", ["wandb", 1], ["neptune"]):
-        with pytest.raises(ValueError, match=r"logger is .* expected"):
+    for wrong in (["wandb", 1], ["neptune"]):
+        with pytest.raises(ValueError, match=r"--logger: .* is not tensorboard"):
             config_from_settings({"logger": wrong}, Path("config.json"))
     assert TrainConfig().logger == ()
 

@@ -1,6 +1,5 @@
 """The flags of `train_gpt2.py`: every setting of a run, its default and its limits."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from lr_schedule import ScheduleName
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
-from runtime.cli import build_config, flag_of
+from runtime.cli import as_flags, bad_numbers, parse_flags
 from runtime.device import DeviceName, DtypeName
 from runtime.files import is_plain_name, read_json
 from runtime.trackers import TrackerName
@@ -167,23 +166,13 @@ class TrainConfig:
     """With --gpus: price of one for an hour; 0 = no price."""
 
     def __post_init__(self) -> None:
-        problems = [*self._bad_numbers(), *self._conflicts()]
+        problems = [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]
         try:
             self.model_config()
         except ValueError as error:
             problems.append(str(error))
         if problems:
             raise ValueError("; ".join(problems))
-
-    def _bad_numbers(self) -> Iterator[str]:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            flag = flag_of(name)
-            if name in ABOVE_ZERO and not 0 < value < math.inf:
-                yield f"{flag} must be above 0, not {value}"
-            elif not 0 <= value < math.inf:
-                yield f"{flag} must be at least 0, not {value}"
 
     def _conflicts(self) -> Iterator[str]:
         """What is wrong with flags that do not go together."""
@@ -246,7 +235,7 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
             f"version that wrote it, or take the setting out"
         )
     try:
-        return build_config(TrainConfig, values)
+        return parse_flags(TrainConfig, as_flags(values))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
