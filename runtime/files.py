@@ -18,7 +18,6 @@ URL_SECRETS = re.compile(
     r"(\w:/{1,2})(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
 )
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # of a variable
-MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
 
 
 @contextmanager
@@ -85,14 +84,10 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not JSON, or has more than `MAX_JSON_BYTES`.
+        ValueError: it is not JSON.
     """
-    with path.open("rb") as file:
-        content = file.read(MAX_JSON_BYTES + 1)  # bounded even if the file grows, or is a device
-    if len(content) > MAX_JSON_BYTES:
-        raise ValueError(f"{path} has more than {MAX_JSON_BYTES >> 20} MiB: it is not one of ours")
     try:
-        return json.loads(content)
+        return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 

@@ -211,13 +211,18 @@ def test_checkpoint_has_no_pickle_plain_names_and_a_manifest(saved):
     verify_checkpoint(path)
 
 
+def rewrite_manifest(path):
+    """Let a checkpoint's manifest say what its files are now."""
+    manifest = read_json(path / "manifest.json")
+    for name, entry in manifest["files"].items():
+        entry |= {"bytes": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
+    write_json(path / "manifest.json", manifest)
+
+
 def rewrite_state(path, change):
     """Change a checkpoint's trainer state, and its manifest with it."""
-    state = path / "trainer_state.json"
-    write_json(state, change(read_json(state)))
-    manifest = read_json(path / "manifest.json")
-    manifest["files"][state.name] = {"bytes": state.stat().st_size, "sha256": sha256_of(state)}
-    write_json(path / "manifest.json", manifest)
+    write_json(path / "trainer_state.json", change(read_json(path / "trainer_state.json")))
+    rewrite_manifest(path)
 
 
 def test_checkpoint_of_earlier_versions_loads(saved):
@@ -236,40 +241,21 @@ def test_checkpoint_of_earlier_versions_loads(saved):
 # --- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"step": -5}, {"step": True}, {"train_config": 7}, {"model_config": {"n_layer": 0}}),
-        *({"rng_states": {}}, {"rng_states": {"cpu": "AAAA"}}, {"optimizer_values": {"x": 1}}),
-        *({"format": 99}, {"optimizers": [{}]}),
-    ],
-    ids=str,
-)
-def test_load_checkpoint_refuses_a_forged_state(saved, change):
-    path, model, optimizers = saved
-    rewrite_state(path, lambda state: state | change)
-    with pytest.raises(ValueError, match=str(path)):
-        load(path, model, optimizers)
-
-
-WTE = torch.zeros(128, 16)
+WTE = "transformer.wte.weight"
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "message"),
+    ("change", "message"),
     [
-        (0, {"transformer.wte.weight": None}, r"wte\.weight is missing"),
-        (0, {"transformer.h.2.ln_1.bias": WTE}, r"h\.2\.ln_1\.bias is unexpected"),
-        (0, {"transformer.wte.weight": WTE.T}, r"wte\.weight has shape \(16, 128\)"),
-        (1, {"exp_avg.lm_head.bias": WTE}, r"does not fit this model: exp_avg\.lm_head\.bias is"),
-        (1, {"exp_avg.transformer.wte.weight": WTE.T}, r"exp_avg.*wte\.weight is \(16, 128\)"),
+        ({WTE: None}, r"wte\.weight is missing"),
+        ({"transformer.h.2.ln_1.bias": torch.zeros(16)}, r"h\.2\.ln_1\.bias is unexpected"),
+        ({WTE: torch.zeros(16, 128)}, r"wte\.weight has shape \(16, 128\), not \(128, 16\)"),
     ],
 )
-def test_load_checkpoint_refuses_tensors_that_do_not_fit(saved, file, change, message):
+def test_load_checkpoint_refuses_the_tensors_of_another_model(saved, change, message):
     path, model, optimizers = saved
-    tensors = load_file(path / TENSOR_FILES[file]) | change
-    fitting = {name: t.contiguous() for name, t in tensors.items() if t is not None}
-    save_file(fitting, path / TENSOR_FILES[file])
+    tensors = load_file(path / "model.safetensors") | change
+    save_file({n: t for n, t in tensors.items() if t is not None}, path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         load(path, model, optimizers)
 

@@ -293,16 +293,3 @@ def test_second_trainer_in_a_run_folder_is_refused_and_the_first_goes_on(
     stopped = latest_checkpoint(run_dir)
     assert f"last checkpoint {stopped.name}" in (tmp_path / "stdout").read_text()
     verify_checkpoint(stopped)
-
-
-def test_folders_whose_names_are_not_utf8_are_as_any_other(commands, flags, tiny_data, tmp_path):
-    data, out_dir = tmp_path / os.fsdecode(b"data\xff"), tmp_path / os.fsdecode(b"runs\xff")
-    shutil.copytree(tiny_data, data)
-    flags += [f"--data-dir={data}", f"--out-dir={out_dir}", "--micro-batch-size=2"]
-    for done in (
-        commands.run_ranks(2, "train_gpt2", *flags, "--max-steps=4"),
-        commands.run("train_gpt2", f"--resume={out_dir / 'a'}", "--max-steps=5"),
-        commands.run("sample", f"--model={out_dir / 'a'}", "--max-new-tokens=2"),
-    ):
-        assert done.code == 0, done.stderr
-    assert sorted(losses(out_dir / "a")) == list(range(1, 6))

@@ -12,7 +12,6 @@ from filelock import Timeout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import files
 from runtime.files import (
     append_atomically,
     atomic_write,
@@ -59,17 +58,6 @@ def test_read_json_of_something_else_names_the_file(tmp_path, content):
     (tmp_path / "broken.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"broken\.json is not valid JSON"):
         read_json(tmp_path / "broken.json")
-
-
-def test_read_json_reads_no_more_than_its_limit(tmp_path, monkeypatch):
-    path = tmp_path / "long.json"
-    path.write_text('"' + "a" * 998 + '"')
-    monkeypatch.setattr(files, "MAX_JSON_BYTES", 1000)
-    assert read_json(path) == "a" * 998
-    monkeypatch.setattr(files, "MAX_JSON_BYTES", 999)
-    for too_long in (path, *filter(Path.exists, [Path("/dev/zero")])):  # which has no end
-        with pytest.raises(ValueError, match=f"{too_long} has more than"):
-            read_json(too_long)
 
 
 @given(st.text())

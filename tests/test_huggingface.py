@@ -156,7 +156,6 @@ def test_load_pretrained_reads_what_transformers_saves_as_one_file(tmp_path):
         ("n_layer", None, "n_layer is missing"),
         ("n_head", 3, "n_embd 8 is not a multiple of n_head 3"),
         ("n_layer", 1, "transformer.h.1.attn.c_attn.bias is unexpected"),
-        ("n_layer", 10**9, "n_layer is 1000000000, but the file has 28 tensors"),
     ],
 )
 def test_load_pretrained_refuses_another_architecture(exported, name, value, message):
