@@ -41,8 +41,7 @@ from runtime.files import read_json, sha256_of, sync_folder, write_json
 from runtime.huggingface import (
     HF_CONFIG_NAME,
     build_model,
-    check_finite_weights,
-    check_shapes,
+    check_tensors,
     is_finite,
     is_local,
     load_pretrained,
@@ -374,14 +373,12 @@ def load_checkpoint(
     """
     path, state = checkpoint
     with raise_on_all_ranks():
-        parameters = read_tensors(path / MODEL_NAME)
-        _check_fit(path / MODEL_NAME, parameters, dict(model.named_parameters()))
         _check_classes(path, state, optimizers)
         optimizer_state = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
+        _copy_parameters(read_tensors(path / MODEL_NAME), model, path)
     if scaler is not None and state.grad_scaler:
         scaler.load_state_dict(state.grad_scaler)
     restore_rng_states(state.rng_states)
-    _copy_parameters(parameters, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
     for flat_name, value in optimizer_state.items():
@@ -422,11 +419,8 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
         return load_pretrained(source, device)
     path = find_checkpoint(Path(source))
     verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
-    tensors = read_tensors(path / MODEL_NAME)
-    check_finite_weights(tensors, path)
     model = build_model(GPTConfig(**read_state(path).model_config), device)
-    _check_fit(path / MODEL_NAME, tensors, dict(model.named_parameters()))
-    _copy_parameters(tensors, model)
+    _copy_parameters(read_tensors(path / MODEL_NAME), model, path)
     return model
 
 
@@ -447,23 +441,20 @@ def is_hugging_face(source: str | Path) -> bool:
     return not is_local(source) or ((path / HF_CONFIG_NAME).is_file() and not is_run(path))
 
 
+@torch.no_grad()
 def copy_weights(source: GPT, target: GPT) -> None:
     """Copy parameters by name into a model that may be sharded, or have a shorter context.
 
-    Position embeddings, the parameters with a row for each position, lose the rows after the
-    target's `block_size`.
+    Position embeddings lose the rows after the target's `block_size`.
 
     Raises:
         ValueError: the target has more positions, or is another model.
     """
-    source_size, target_size = source.config.block_size, target.config.block_size
-    tensors = {name: parameter.detach() for name, parameter in source.named_parameters()}
-    for name, parameter in target.named_parameters():
-        value = tensors.get(name, parameter)
-        if value.shape != parameter.shape and value.shape[:1] == (source_size,):
-            tensors[name] = value[:target_size]
-    _check_fit("the model to start from", tensors, dict(target.named_parameters()))
-    _copy_parameters(tensors, target)
+    tensors = {
+        name: parameter[: target.config.block_size] if ".wpe." in name else parameter
+        for name, parameter in source.named_parameters()
+    }
+    _copy_parameters(tensors, target, "the model to start from")
 
 
 def rng_states() -> dict[str, str]:
@@ -486,9 +477,11 @@ def restore_rng_states(states: dict[str, str]) -> None:
 
 
 @torch.no_grad()
-def _copy_parameters(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy tensors whose names and shapes were checked into a model, sharded or not."""
-    for name, parameter in model.named_parameters():
+def _copy_parameters(tensors: Mapping[str, Tensor], model: nn.Module, source: str | Path) -> None:
+    """Copy tensors by name into a model, sharded or not; refuse others than it has."""
+    parameters = dict(model.named_parameters())
+    check_tensors(tensors, shapes_of(parameters), f"{source} does not fit the model in model.py")
+    for name, parameter in parameters.items():
         parameter.copy_(distribute_like(tensors[name], parameter))
 
 
@@ -564,8 +557,3 @@ def _check_classes(checkpoint: Path, state: TrainerState, optimizers: Sequence[O
             f"use the same --optimizer, or start a new run from the weights by "
             f"--init-from {checkpoint}"
         )
-
-
-def _check_fit(source: str | Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Refuse values whose names or shapes are not the expected ones."""
-    check_shapes(shapes_of(found), shapes_of(expected), f"{source} does not fit this model")

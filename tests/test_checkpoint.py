@@ -250,14 +250,18 @@ WTE = "transformer.wte.weight"
         ({WTE: None}, r"wte\.weight is missing"),
         ({"transformer.h.2.ln_1.bias": torch.zeros(16)}, r"h\.2\.ln_1\.bias is unexpected"),
         ({WTE: torch.zeros(16, 128)}, r"wte\.weight has shape \(16, 128\), not \(128, 16\)"),
+        ({WTE: torch.full((128, 16), torch.inf)}, r"wte\.weight has values that are NaN, inf"),
     ],
 )
 def test_load_checkpoint_refuses_the_tensors_of_another_model(saved, change, message):
     path, model, optimizers = saved
     tensors = load_file(path / "model.safetensors") | change
     save_file({n: t for n, t in tensors.items() if t is not None}, path / "model.safetensors")
+    rewrite_manifest(path)
     with pytest.raises(ValueError, match=message):
         load(path, model, optimizers)
+    with pytest.raises(ValueError, match=message):
+        load_model(path)
 
 
 def test_save_refuses_state_that_a_checkpoint_cannot_hold(tmp_path):
