@@ -33,16 +33,9 @@ def resolve_revision(repo: str, revision: str | None) -> str:
 def push_folder(
     folder: Path, repo: str, repo_type: RepoType, files: Sequence[str] | None = None
 ) -> str:
-    """Upload a folder; called again after an interruption, it sends only what is missing.
+    """Upload a folder, or some of its files, and return the repository's address.
 
-    Args:
-        folder: what to upload.
-        repo: OWNER/NAME; if there is no such repository, a private one is made.
-        repo_type: its kind.
-        files: names of the files to upload; by default all.
-
-    Returns:
-        The repository's address.
+    A new repository is private. Called again after an interruption, it sends only what is missing.
     """
     from huggingface_hub import HfApi
 
@@ -71,12 +64,11 @@ def explain_hub_errors(
         yield
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = str(error).strip().partition("\n")[0]
-        cause = ""
         if status in (401, 403, 404):
-            cause = "it is not there, or not open to you: log in by `hf auth login`, with a token "
-            cause += "that may write to upload, and check OWNER/NAME; "
-        elif type(error).__name__ == "OfflineModeIsEnabled":
-            cause = "HF_HUB_OFFLINE is set: unset it; "
+            remedy = (
+                f"it is not there, or not open to you: log in by `hf auth login`, with a token "
+                f"that may write to upload, and check OWNER/NAME; {remedy}"
+            )
+        reason = str(error).strip().partition("\n")[0]
         kind = FileNotFoundError if status == 404 else OSError
-        raise kind(f"{failure} ({type(error).__name__}: {reason}); {cause}{remedy}") from None
+        raise kind(f"{failure} ({type(error).__name__}: {reason}); {remedy}") from None

@@ -264,7 +264,7 @@ def test_export_that_may_not_upload_says_how_to_log_in(
     ("environment", "part"),
     [
         ({"HF_ENDPOINT": "http://127.0.0.1:1"}, "the same command resumes"),
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set: unset it"),
+        ({"HF_HUB_OFFLINE": "1"}, "unset the `HF_HUB_OFFLINE`"),
     ],
 )
 def test_export_without_a_hub_is_one_line(hub, tmp_path, environment, part):
