@@ -127,12 +127,8 @@ class CheckpointWriter:
     def save(self, state: TrainerState, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Wait for the last checkpoint, copy the present state, and start to write it.
 
-        If the model is sharded, every rank must call this: tensors are gathered one at a time.
-
-        Args:
-            state: what to save next to the tensors; its `step` names the folder.
-            model: the raw model, neither compiled nor wrapped; the same each time.
-            optimizers: of any class whose state is tensors and JSON values.
+        The model is the raw one, neither compiled nor wrapped. If it is sharded, every rank must
+        call this: tensors are gathered one at a time.
         """
         self.wait()
         parameters, values = dict(model.named_parameters()), _optimizer_state(model, optimizers)
@@ -177,17 +173,13 @@ class CheckpointWriter:
         self.error = None
         try:
             saved = _write_checkpoint(checkpoints_dir, state, self._copies)
+            self._on_saved(state.step, saved)
+            older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < saved.name]
+            for checkpoint in older[self._keep - 1 :] if self._keep else ():
+                _delete(checkpoint)
         except OSError as error:
             self.error = error
             self._on_error(error)
-            return
-        self._on_saved(state.step, saved)
-        older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < saved.name]
-        for checkpoint in older[self._keep - 1 :] if self._keep else ():
-            try:
-                _delete(checkpoint)
-            except OSError as error:
-                self._on_error(OSError(f"{checkpoint} could not be deleted: {error}"))
 
 
 def _write_checkpoint(
@@ -220,11 +212,15 @@ def _write_checkpoint(
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint, or the link to one; renamed first, so that no half is taken for one."""
+    """Delete a checkpoint, or the link to one; renamed first, so that no half is taken for one.
+
+    Of what cannot be deleted now, as on NFS while another process reads it, `clean_up` takes care.
+    """
     if checkpoint.is_symlink():
         checkpoint.unlink()
     else:
-        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleted")))
+        deleted = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleted"))
+        shutil.rmtree(deleted, ignore_errors=True)
 
 
 def clean_up(checkpoints_dir: Path) -> None:
@@ -299,10 +295,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 def latest_valid_checkpoint(run_dir: Path) -> Path | None:
     """The run's undamaged checkpoint of the highest step; None if the run has no checkpoint.
 
-    A line warns of each of a higher step that is damaged.
-
-    Raises:
-        ValueError: every checkpoint is damaged.
+    A line warns of each of a higher step that is damaged; a ValueError says that all are.
     """
     checkpoints = complete_checkpoints(run_dir / "checkpoints")
     for checkpoint in checkpoints:
@@ -320,11 +313,7 @@ def latest_valid_checkpoint(run_dir: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or a run folder's latest.
-
-    Raises:
-        FileNotFoundError: it is neither; the message lists the runs that are there.
-    """
+    """The checkpoint that a path means: itself, or a run folder's latest."""
     if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
         return path
     if latest := latest_checkpoint(path):
@@ -352,12 +341,7 @@ def is_run(path: Path) -> bool:
 
 
 def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> None:
-    """Check files of a checkpoint against its manifest, and its name against its step.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file's size or hash is not the manifest's, or the folder was renamed.
-    """
+    """Check files of a checkpoint against its manifest, and its name against its step."""
     path = checkpoint / CHECKPOINT_MANIFEST
     manifest = read_json(path)
     if manifest.get("format") != CHECKPOINT_FORMAT:
@@ -373,12 +357,7 @@ def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> No
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """Read a checkpoint's `trainer_state.json`; fields of earlier versions are passed over.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not one of this format.
-    """
+    """Read a checkpoint's `trainer_state.json`; fields of earlier versions are passed over."""
     path, known = checkpoint / STATE_NAME, {each.name for each in fields(TrainerState)}
     content = read_json(path)
     try:
@@ -399,20 +378,10 @@ def load_checkpoint(
     optimizers: Sequence[Optimizer],
     scaler: torch.amp.GradScaler | None = None,
 ) -> None:
-    """Restore a model, its optimizers and the random generators, on every process.
+    """Restore a raw model, its optimizers and the random generators, on every process.
 
-    The files' hashes are not checked here: see `verify_checkpoint`.
-
-    Args:
-        checkpoint: what `read_state` has read, and where.
-        model: the raw model, with the same parameters as the saved one; it may be sharded.
-        optimizers: of the same classes, over the same parameters as the saved ones. Their
-            settings (`param_groups`) stay as they are.
-        scaler: the loss scaler, with float16.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file does not fit the model or the optimizers.
+    The model may be sharded. The optimizers' settings (`param_groups`) stay as they are. The files'
+    hashes are not checked here: see `verify_checkpoint`.
     """
     path, state = checkpoint
     with raise_on_all_ranks():
@@ -472,17 +441,12 @@ def restore_rng_states(states: dict[str, str]) -> None:
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a model, raw and in float32, by a name on this machine or on the hub.
+    """Load a model, raw and in float32.
 
     Args:
         source: a run folder (its latest checkpoint), a checkpoint, a folder in Hugging Face's
             format, or the name of a GPT-2 on the hub.
         device: where to put it.
-
-    Raises:
-        FileNotFoundError: there is no such run, checkpoint, folder or model.
-        ValueError: it is damaged, has weights that are not finite, or does not fit the model that
-            `model.py` builds.
     """
     if is_hugging_face(source):
         return load_pretrained(source, device)
@@ -511,9 +475,6 @@ def copy_weights(source: GPT, target: GPT) -> None:
     """Copy a model's parameters into one that may be sharded, or have a shorter context.
 
     Position embeddings lose the rows after the target's `block_size`.
-
-    Raises:
-        ValueError: the target has more positions, or is another model.
     """
     tensors = {
         name: parameter[: target.config.block_size] if ".wpe." in name else parameter

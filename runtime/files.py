@@ -42,11 +42,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_atomically(file: FileIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file opened for appending: all of it, or nothing.
-
-    Raises:
-        OSError: the disk is full; the message names the file.
-    """
+    """Append `data` to an unbuffered file opened for appending: all of it, or nothing."""
     end = file.seek(0, os.SEEK_END)
     try:
         while data:  # a disk that fills up takes only a part
@@ -80,12 +76,7 @@ def write_json(path: Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Read a JSON file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not JSON.
-    """
+    """Read a JSON file; a ValueError names one that is none."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -101,11 +92,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:
-    """Refuse a file's values that do not have their field's type, and negative counts.
-
-    Raises:
-        ValueError: naming the first such value.
-    """
+    """Refuse a file's values that do not have their field's type, and negative counts."""
     for name, kind in types.items():
         value = values.get(name)
         if type(value) is not kind or (isinstance(value, int) and value < 0):
@@ -121,10 +108,8 @@ def is_plain_name(name: object) -> bool:
 def lock_folder(path: Path, file_name: str) -> Iterator[None]:
     """Make a folder, and keep other processes out of it for the length of the body.
 
-    If the body leaves nothing in a folder, it goes again.
-
-    Raises:
-        filelock.Timeout: (an OSError) another process has the folder.
+    If the body leaves nothing in the folder, it goes again. Where another process has it,
+    `filelock.Timeout` (an OSError) is raised.
     """
     path.mkdir(parents=True, exist_ok=True)
     with FileLock(path / file_name, timeout=0):

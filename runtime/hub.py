@@ -1,12 +1,11 @@
 """The Hugging Face hub: names, commits, uploads, and its errors as one line."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-RepoType = Literal["model", "dataset"]
 TIMEOUT_SECONDS = 10  # of an answer
 NO_NETWORK = (
     "without network, use --source stdlib (Python's own sources) "
@@ -31,7 +30,7 @@ def resolve_revision(repo: str, revision: str | None) -> str:
 
 
 def push_folder(
-    folder: Path, repo: str, repo_type: RepoType, files: Sequence[str] | None = None
+    folder: Path, repo: str, repo_type: Literal["model", "dataset"], files: list[str] | None = None
 ) -> str:
     """Upload a folder, or some of its files, and return the repository's address.
 
@@ -46,7 +45,7 @@ def push_folder(
             folder_path=folder,
             repo_id=repo,
             repo_type=repo_type,
-            allow_patterns=None if files is None else list(files),
+            allow_patterns=files,
             ignore_patterns=[".*"],
         )
     return str(url)

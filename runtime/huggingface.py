@@ -57,11 +57,6 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
             `gpt2-large`, `gpt2-xl`, or any `OWNER/NAME` on the hub. A downloaded model stays in
             the hub's cache and needs no network again.
         device: where to put the model.
-
-    Raises:
-        OSError: there is no such folder, or the hub did not give such a model.
-        ValueError: it is not a GPT-2 that `model.py` can compute, a weight is not finite, or a
-            file is damaged.
     """
     folder = _find_folder(source)
     config, weights = _read_config(folder / HF_CONFIG_NAME), folder / HF_WEIGHTS_NAME
@@ -84,11 +79,8 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
 def save_pretrained(model: GPT, folder: str | Path) -> None:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
-    A model with other parameters than GPT-2's is refused, and one that computes something else.
-
-    Args:
-        model: the raw model, neither compiled nor wrapped.
-        folder: empty, missing, or an earlier export, which is written over.
+    A raw model with other parameters than GPT-2's is refused, and one that computes something
+    else. The folder is empty, missing, or an earlier export, which is written over.
     """
     folder, config = Path(folder), model.config
     if config.vocab_size != VOCAB_SIZE:
@@ -110,12 +102,9 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
-    """Build a model from Hugging Face's tensors; the rows that pad the vocabulary are zeros.
+    """Build a model from copies of Hugging Face's tensors, floats of any width.
 
-    Args:
-        state_dict: floats of any width, by name, with or without `transformer.` in front. They
-            are copied, as float32, to the CPU.
-        config: the dimensions.
+    Their names may begin with `transformer.` or not. The rows that pad the vocabulary are zeros.
     """
     named = {"transformer." + n.removeprefix("transformer."): t for n, t in state_dict.items()}
     tensors = {name: t for name, t in named.items() if not MASK_BUFFER.fullmatch(name)}
@@ -156,15 +145,10 @@ def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_local(source: str | Path) -> bool:
-    """Whether a model's name can only mean a file or folder here, and never a model on the hub."""
-    path = Path(source)
-    return (
-        path.exists()
-        or path.is_absolute()
-        or str(source).startswith((".", "~"))
-        or len(path.parts) > 2
-        or (len(path.parts) == 2 and path.parent.is_dir())
-    )
+    """Whether a model's name means a folder here, there or not, and no model on the hub."""
+    path, name = Path(source), str(source)
+    is_repo = hub.REPO_NAME.fullmatch(name) is not None and not path.parent.is_dir()
+    return path.exists() or not (name in GPT2_SIZES or is_repo)
 
 
 def build_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
@@ -234,11 +218,7 @@ def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -
 def check_tensors(
     tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], refusal: str
 ) -> None:
-    """Refuse weights of other names or shapes than expected, integers, NaN and infinities.
-
-    Raises:
-        ValueError: the refusal, with the first differences.
-    """
+    """Refuse weights of other names or shapes than expected, integers, NaN and infinities."""
     found = shapes_of(tensors)
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
