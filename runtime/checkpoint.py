@@ -144,7 +144,7 @@ class CheckpointWriter:
         synchronize(next(model.parameters()).device)  # once: a GPU copies without being waited for
         state = replace(
             state,
-            optimizers=_class_names(optimizers),
+            optimizers=[type(optimizer).__name__ for optimizer in optimizers],
             optimizer_values={n: value for n, value in values.items() if n not in tensors},
         )
         self._last = self._thread.submit(self._write, self._checkpoints_dir, state)
@@ -243,10 +243,6 @@ def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
         for parameter, own in optimizer.state.items()
         for key, value in own.items()
     }
-
-
-def _class_names(optimizers: Sequence[Optimizer]) -> list[str]:
-    return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
@@ -361,12 +357,9 @@ def read_state(checkpoint: Path) -> TrainerState:
     path, known = checkpoint / STATE_NAME, {each.name for each in fields(TrainerState)}
     content = read_json(path)
     try:
-        state = TrainerState(**{name: content[name] for name in content if name in known})
+        return TrainerState(**{name: content[name] for name in content if name in known})
     except TypeError as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
-    if state.format != CHECKPOINT_FORMAT:
-        raise ValueError(f"{path} has format {state.format}, this code reads {CHECKPOINT_FORMAT}")
-    return state
 
 
 # --- resuming ---------------------------------------------------------------------------------
@@ -385,7 +378,8 @@ def load_checkpoint(
     """
     path, state = checkpoint
     with raise_on_all_ranks():
-        if (built := _class_names(optimizers)) != state.optimizers:
+        built = [type(optimizer).__name__ for optimizer in optimizers]
+        if built != state.optimizers:
             raise ValueError(
                 f"{path} was trained by {' and '.join(state.optimizers)}, and this run builds "
                 f"{' and '.join(built)}: use the same --optimizer, or start a new run from the "

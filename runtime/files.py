@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,14 +81,6 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty if there is no such file, or a crash tore it."""
-    with suppress(OSError, ValueError):
-        value = read_json(path)
-        return value if isinstance(value, dict) else {}
-    return {}
 
 
 def check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:

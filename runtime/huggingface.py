@@ -220,12 +220,10 @@ def check_tensors(
 ) -> None:
     """Refuse weights of other names or shapes than expected, integers, NaN and infinities."""
     found = shapes_of(tensors)
-    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
-    problems += [
-        f"{name} has shape {found[name]}, not {expected[name]}"
-        for name in expected.keys() & found.keys()
-        if found[name] != expected[name]
+    problems = [
+        f"{name} is {found.get(name, 'missing')}, expected {expected.get(name, 'none')}"
+        for name in sorted(expected.keys() | found.keys())
+        if found.get(name) != expected.get(name)
     ]
     problems += [
         f"{name} has values that are NaN, infinite or no floats"
@@ -233,7 +231,7 @@ def check_tensors(
         if not (tensor.is_floating_point() and is_finite(tensor))
     ]
     if problems:
-        raise ValueError(f"{refusal}: {'; '.join(sorted(problems)[:5])}")
+        raise ValueError(f"{refusal}: {'; '.join(problems[:5])}")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -319,13 +317,10 @@ def _find_folder(source: str | Path) -> Path:
 
 def _check_replaceable(folder: Path) -> None:
     """Refuse a folder that holds anything but an earlier export."""
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file; give another folder with --out")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    config_path = folder / HF_CONFIG_NAME
-    config = read_json(config_path) if config_path.is_file() else None
-    if not isinstance(config, dict) or config.get("exported_by") != EXPORTED_BY:
+    config = folder / HF_CONFIG_NAME
+    is_export = config.is_file() and read_json(config).get("exported_by") == EXPORTED_BY
+    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not (is_export or is_empty):
         raise ValueError(f"{folder} is not empty, nor an earlier export; give another with --out")
 
 

@@ -41,12 +41,8 @@ def write_model_card(
 ) -> None:
     """Write a model's card, unless the folder has one that its owner has made his own.
 
-    Args:
-        folder: of the exported model.
-        name: what transformers loads it by: OWNER/NAME, or the folder's name.
-        config: the model's dimensions.
-        n_params: its parameters.
-        checkpoint: that the model is from; None of a model that was not trained here.
+    The name is what transformers loads the model by: OWNER/NAME, or the folder's name. A model
+    without a checkpoint was not trained here.
     """
     path = folder / CARD_NAME
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
