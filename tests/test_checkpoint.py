@@ -9,7 +9,7 @@ from conftest import ROOT, check_on_ranks
 from safetensors.torch import load_file, save_file
 from test_files import largest_file
 
-from model import GPT, GPTConfig, Transformer
+from model import GPT, GPTConfig
 from runtime.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -54,7 +54,6 @@ def muon_and_adamw(model):
 
 OPTIMIZERS = {
     "AdamW": lambda model: (torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),),
-    "SGD": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2),),
     "momentum": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),),
     "Counting": lambda model: (Counting(model.parameters()),),
     "Muon": muon_and_adamw,
@@ -156,7 +155,7 @@ def sharded(kind):
     return model, OPTIMIZERS[kind](model)
 
 def check(dist_info):
-    for kind in ("AdamW", "momentum", "Muon"):
+    for kind in ("AdamW", "Muon"):
         torch.manual_seed(0)
         model, optimizers = sharded(kind)
         train(model, optimizers, 2)
@@ -188,7 +187,7 @@ def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_toge
     commands, tmp_path
 ):
     check_on_ranks(commands, SHARDED_CHECK.replace("FOLDER", str(tmp_path)), tmp_path)
-    for kind in ("AdamW", "momentum", "Muon"):
+    for kind in ("AdamW", "Muon"):
         torch.manual_seed(0)
         model, optimizers = new_training(kind=kind)
         train(model, optimizers, 2)
@@ -201,7 +200,7 @@ def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_toge
         shutil.rmtree(path)
 
 
-def test_checkpoint_has_no_pickle_plain_names_and_a_manifest(saved):
+def test_checkpoint_has_plain_names_and_a_manifest(saved):
     path, _, _ = saved
     assert path.name == "step_00000003"
     assert sorted(os.listdir(path)) == ["manifest.json", *TENSOR_FILES, "trainer_state.json"]
@@ -289,13 +288,12 @@ def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved, ca
 
 def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     path, model, _ = saved
-    idx = torch.arange(16)[None]
     exported = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
-    save_pretrained(exported, str(tmp_path / "hf"))
-    before = torch.get_rng_state()
-    sources = {path: model, path.parent.parent: model, str(path): model, tmp_path / "hf": exported}
+    save_pretrained(exported, tmp_path / "hf")
+    before, idx = torch.get_rng_state(), torch.arange(16)[None]
+    sources = {path: model, path.parent.parent: model, tmp_path / "hf": exported}
     for source, expected in sources.items():
-        assert torch.equal(load_model(source)(idx).logits, expected(idx).logits)
+        assert torch.equal(load_model(str(source))(idx).logits, expected(idx).logits)
         assert read_model_config(source) == expected.config
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -314,17 +312,6 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             load_model(source)
-
-
-def test_load_model_refuses_a_checkpoint_of_other_code(saved, monkeypatch):
-    class Changed(Transformer):
-        def __init__(self, config):
-            super().__init__(config)
-            del self.wpe
-
-    monkeypatch.setattr("model.Transformer", Changed)
-    with pytest.raises(ValueError, match=r"wpe\.weight is \(16, 16\), expected none"):
-        load_model(saved[0])
 
 
 def test_copy_weights_crops_the_position_embeddings():
@@ -377,21 +364,16 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_is_waited_for(tmp
     def on_saved(step, path):
         verify_checkpoint(path)
         goes_on.wait(600)  # training goes on while the checkpoint is written
-        events.append(path.name)
+        events.append(step)
 
-    def interrupted():
-        with CheckpointWriter(tmp_path, on_saved=on_saved) as writer:
-            writer.save(trainer_state(1, model), model, optimizers)
-            events.append("training")
-            goes_on.set()
-            writer.save(trainer_state(2, model), model, optimizers)
-            events.append("second save")
-            raise KeyboardInterrupt  # which the second save survives, too
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert events[:3] == ["training", "step_00000001", "second save"]
-    assert events[3:] == ["step_00000002"]
+    writer = CheckpointWriter(tmp_path, on_saved=on_saved)
+    with pytest.raises(KeyboardInterrupt), writer:  # noqa: PT012
+        writer.save(trainer_state(1, model), model, optimizers)
+        events.append("training")
+        goes_on.set()
+        writer.save(trainer_state(2, model), model, optimizers)
+        raise KeyboardInterrupt  # which the second save survives
+    assert events == ["training", 1, 2]
 
 
 def test_writer_that_fails_says_so_and_leaves_the_older_checkpoints(saved):
