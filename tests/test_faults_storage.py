@@ -18,6 +18,7 @@ from runtime.metrics import read_metrics
 from train_gpt2 import main
 
 TIMEOUT_S = 600  # ends a process that hangs; none that is slow
+TRAIN = (sys.executable, ROOT / "train_gpt2.py")
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "manifest.json")
 
 
@@ -51,7 +52,7 @@ def losses(run_dir):
     return by_step
 
 
-def run_on_small_disk(command, largest_file):
+def run_on_small_disk(*command, largest_file):
     """Run a command to its end; no file can grow beyond `largest_file` bytes."""
 
     def fill_disk():
@@ -59,10 +60,6 @@ def run_on_small_disk(command, largest_file):
 
     options = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
     return subprocess.run(command, preexec_fn=fill_disk, **options)
-
-
-def train(*args, largest_file):
-    return run_on_small_disk([sys.executable, ROOT / "train_gpt2.py", *args], largest_file)
 
 
 def names(folder):
@@ -76,7 +73,9 @@ def test_full_disk_at_a_checkpoint_warns_each_time_and_leaves_the_older_ones(
     flags, run_dir, copied
 ):
     flags += ["--resume=auto", "--max-steps=11", "--checkpoint-every=1", "--keep-checkpoints=1"]
-    result = train(*flags, largest_file=1_000_000)  # less than a checkpoint, more than all else
+    result = run_on_small_disk(
+        *TRAIN, *flags, largest_file=1_000_000
+    )  # less than a checkpoint, more than all else
     warned = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
     steps = ["00000009", "00000010", "00000011"]
     assert [line.split("step_")[1][:8] for line in warned] == steps
@@ -95,7 +94,7 @@ def test_full_disk_at_a_checkpoint_warns_each_time_and_leaves_the_older_ones(
 def test_full_disk_stops_all_ranks_together_if_asked_to(flags, run_dir):
     flags += ["--stop-on-write-error", "--checkpoint-every=2", "--val-every=0", "--max-steps=500"]
     command = torchrun("train_gpt2.py", *flags, "--micro-batch-size=2")
-    result = run_on_small_disk(command, largest_file=1_000_000)
+    result = run_on_small_disk(*command, largest_file=1_000_000)
     assert result.returncode != 0
     [error] = [line for line in result.stderr.splitlines() if "was not saved" in line]
     assert error.startswith("error: ")
@@ -105,7 +104,7 @@ def test_full_disk_stops_all_ranks_together_if_asked_to(flags, run_dir):
 
 
 def test_full_disk_at_metrics_leaves_whole_lines(flags, run_dir):
-    result = train(*flags, "--checkpoint-every=0", largest_file=1_500)
+    result = run_on_small_disk(*TRAIN, *flags, "--checkpoint-every=0", largest_file=1_500)
     assert result.stdout.count("metrics.jsonl was not written: ") > 1
     log = (run_dir / "metrics.jsonl").read_bytes()
     assert 0 < len(log) <= 1_500
@@ -118,8 +117,9 @@ def test_full_disk_at_metrics_leaves_whole_lines(flags, run_dir):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_full_disk_at_the_console_log_does_not_end_the_run(flags, run_dir):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, ROOT / "train_gpt2.py", *flags]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
+        result = subprocess.run(
+            [*TRAIN, *flags], stdout=full, stderr=subprocess.PIPE, timeout=TIMEOUT_S
+        )
     assert sorted(losses(run_dir)) == list(range(1, 9))
     verify_checkpoint(latest_checkpoint(run_dir))
     assert b"Traceback" not in result.stderr
@@ -238,14 +238,7 @@ def test_resume_of_a_checkpoint_in_no_run_asks_for_a_name(copied, tmp_path):
     assert names(copy.parent) == ["step_00000004"]
 
 
-def test_resume_lists_every_difference_and_lets_steps_intervals_and_paths_change(
-    flags, run_dir, copied, tiny_data, tmp_path
-):
-    flags += ["--resume=auto", "--max-steps=10"]
-    with pytest.raises(ValueError, match="is of another run") as refused:
-        main([*flags, "--n-layer=3", "--block-size=16", "--seed=5"])
-    for change in ("n_layer 2 -> 3", "block_size 32 -> 16", "seed 1337 -> 5"):
-        assert change in str(refused.value)
+def test_resume_lets_steps_intervals_and_paths_change(run_dir, copied, tiny_data, tmp_path):
     moved = shutil.copytree(tiny_data, tmp_path / "moved")
     shutil.move(run_dir, tmp_path / "elsewhere/b")
     changed = ["--max-steps=10", "--val-every=5", "--checkpoint-every=1", "--log-every=2"]
