@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import ROOT, check_on_ranks
 from safetensors.torch import load_file, save_file
-from test_files import largest_file
 
 from model import GPT, GPTConfig
 from runtime.checkpoint import (
@@ -374,21 +373,3 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_is_waited_for(tmp
         writer.save(trainer_state(2, model), model, optimizers)
         raise KeyboardInterrupt  # which the second save survives
     assert events == ["training", 1, 2]
-
-
-def test_writer_that_fails_says_so_and_leaves_the_older_checkpoints(saved):
-    path, model, optimizers = saved
-    errors, other = [], new_training()
-    with CheckpointWriter(path.parent, keep=1, on_error=errors.append) as writer:
-        with largest_file(10_000):
-            writer.save(trainer_state(4, model), model, optimizers)
-            writer.wait()
-        assert "step_00000004 was not saved: " in str(writer.error)
-        assert errors == [writer.error]
-        assert os.listdir(path.parent) == [path.name]
-        load(path, *other)
-        assert_same_parameters(model, other[0])
-        writer.save(trainer_state(6, model), model, optimizers)  # there is room again
-        writer.wait()
-        assert writer.error is None
-    assert os.listdir(path.parent) == ["step_00000006"]

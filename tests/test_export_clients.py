@@ -6,7 +6,6 @@ All but the first two need packages of `requirements-test-all.txt`.
 import pytest
 import torch
 from conftest import randomize_weights
-from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
 from runtime.huggingface import load_pretrained, save_pretrained
@@ -145,16 +144,3 @@ def test_onnx_gives_the_same_logits_at_any_length(theirs, idx, tmp_path):
         [logits] = session.run(None, {session.get_inputs()[0].name: each.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(logits), theirs(each).logits, **EXACT)
-
-
-def test_gguf_knows_every_tensor_and_the_tokenizer(exported, theirs, tokenizer):
-    """What llama.cpp's converter reads of a GPT-2; the converter itself is in no package."""
-    gguf = pytest.importorskip("gguf")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, SIZE.n_layer)
-    for name in load_file(exported / "model.safetensors"):
-        assert names.get_name(name, try_suffixes=(".weight", ".bias")), name
-    vocab = gguf.SpecialVocab(exported, load_merges=True, n_vocab=50257)
-    assert len(vocab.merges) == 50_000
-    assert vocab.special_token_ids == dict.fromkeys(("bos", "eos", "pad"), 50256)
-    assert max(tokenizer.vocab.values()) < theirs.config.vocab_size
-    assert theirs.config.n_ctx == SIZE.block_size

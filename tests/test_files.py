@@ -1,13 +1,9 @@
 import os
-import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from filelock import Timeout
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,21 +32,6 @@ def test_atomic_write_makes_the_folder_and_shows_only_complete_files(tmp_path):
         file.write(b"half")
         raise KeyboardInterrupt
     assert [entry.read_bytes() for entry in path.parent.iterdir()] == [b"new"]
-
-
-@posix_only
-def test_atomic_write_killed_in_the_middle_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file.bin"
-    path.write_bytes(b"old")
-    script = (
-        "import os, signal, sys; from pathlib import Path; from runtime.files import atomic_write\n"
-        "with atomic_write(Path(sys.argv[1])) as file:\n"
-        "    file.write(b'half'); file.flush()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], check=False, cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
-    assert path.read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("content", [b"", b"{'a': 1}", b"\xff\xfe\x00", b"[" * 100_000])
