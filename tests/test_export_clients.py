@@ -79,7 +79,7 @@ def test_tokenizer_pads_for_batches_and_for_the_trainers_collator(theirs, tokeni
     assert theirs.config.pad_token_id == tokenizer.pad_token_id == 50256
 
 
-def test_peft_trains_saves_loads_and_merges_an_adapter(exported, theirs, idx, tmp_path):
+def test_peft_trains_and_merges_an_adapter(theirs, idx, tmp_path):
     peft = pytest.importorskip("peft")
     before = theirs(idx).logits
     lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -89,14 +89,10 @@ def test_peft_trains_saves_loads_and_merges_an_adapter(exported, theirs, idx, tm
         tuned(input_ids=idx, labels=idx).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    tuned.eval().save_pretrained(tmp_path / "adapter")
-    base = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
-        expected = tuned(input_ids=idx).logits
-        torch.testing.assert_close(loaded(input_ids=idx).logits, expected, **EXACT)
+        expected = tuned.eval()(input_ids=idx).logits
     assert (expected - before).abs().max() > 1e-3
-    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert_ours_reads(tmp_path / "merged", expected, idx)
 
 

@@ -1,8 +1,6 @@
 """Hostile files: none runs code or leads elsewhere; no error shows a secret; nobody comes in."""
 
 import ast
-import hashlib
-import json
 import os
 import pickle
 import re
@@ -77,37 +75,27 @@ def write_payload(path, mark, kind):
             np.save(file, np.array([Payload(mark)], dtype=object), allow_pickle=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "load"),
-    [
-        ("pickle", lambda path: pickle.loads(path.read_bytes())),
-        ("torch", lambda path: torch.load(path, weights_only=False)),
-        ("npy", lambda path: np.load(path, allow_pickle=True)),
-    ],
-)
-def test_the_payload_would_run(tmp_path, kind, load):
+LOADERS = {
+    "pickle": lambda path: pickle.loads(path.read_bytes()),
+    "torch": lambda path: torch.load(path, weights_only=False),
+    "npy": lambda path: np.load(path, allow_pickle=True),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_payload_would_run(tmp_path, kind):
     """Otherwise the tests below would prove nothing."""
-    mark, path = tmp_path / "ran", tmp_path / "file"
-    write_payload(path, mark, kind)
-    assert not mark.exists()
-    load(path)
-    assert mark.exists()
+    write_payload(tmp_path / "file", tmp_path / "ran", kind)
+    LOADERS[kind](tmp_path / "file")
+    assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(("kind", "manifest"), [("npy", True), ("npy", False), ("pickle", False)])
-def test_no_shard_runs(tmp_path, mark, kind, manifest):
+@pytest.mark.parametrize("kind", ["npy", "pickle"])
+def test_no_shard_runs(tmp_path, mark, kind):
     data = tmp_path / "data"
     data.mkdir()
-    entries = []
     for split in ("val", "train"):
-        path = data / f"{split}_0.npy"
-        write_payload(path, mark, kind)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        entries.append({"file": path.name, "split": split, "tokens": 1, "sha256": digest})
-    if manifest:
-        values = {"format": 1, "source": {}, "tokenizer_sha256": "", "shard_size": 1}
-        values |= {"complete": True, "shards": entries}
-        (data / "manifest.json").write_text(json.dumps(values))
+        write_payload(data / f"{split}_0.npy", mark, kind)
     with refused("train_0.npy cannot be read as a token shard"):
         main([*TINY_RUN, f"--data-dir={data}", f"--out-dir={tmp_path}"])
 
