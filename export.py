@@ -15,7 +15,7 @@ from runtime.checkpoint import find_checkpoint, is_hugging_face, load_model
 from runtime.cli import parse_flags, run_command
 from runtime.hub import check_repo_name, push_folder
 from runtime.huggingface import save_pretrained
-from runtime.model_card import read_training, write_model_card
+from runtime.model_card import write_model_card
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,14 @@ class ExportConfig:
 def main() -> None:
     """Write a model in Hugging Face's format, with a card."""
     config = parse_flags(ExportConfig)
-    training, source = None, config.model
-    if not is_hugging_face(source):
-        source = str(find_checkpoint(Path(source)))  # once: a trainer may be about to save another
-        training = read_training(Path(source))
-    model = load_model(source)
+    checkpoint = None
+    if not is_hugging_face(config.model):  # once: a trainer may be about to save another
+        checkpoint = find_checkpoint(Path(config.model))
+    model = load_model(checkpoint or config.model)
     n_params = model.config.n_params
     save_pretrained(model, config.out)
     name = config.push_to_hub or config.out.resolve().name
-    write_model_card(config.out, name, model.config, n_params, training)
+    write_model_card(config.out, name, model.config, n_params, checkpoint)
     print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
     if config.push_to_hub is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.files import atomic_write, read_object
+from runtime.files import atomic_write, read_json
 from runtime.metrics import (
     HELLASWAG_EXAMPLES,
     HELLASWAG_REFERENCES,
@@ -61,7 +61,8 @@ def collect_run(run_dir: Path, now: float) -> dict[str, Any]:
     """What the page shows of a run, as JSON values; `now` is in seconds since the epoch."""
     records, path = read_run(run_dir), run_dir / METRICS_NAME
     resumed = [step for step in logged_values(path, "resumed_from") if step]  # 0: it began
-    settings = read_object(run_dir / "config.json")
+    config_path = run_dir / "config.json"
+    settings = read_json(config_path) if config_path.is_file() else {}
     step, tokens = records[-1]["step"], records[-1]["tokens_seen"]
     max_steps = settings.get("max_steps", step)
     return {

@@ -161,6 +161,7 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
                     return part(given)
         raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(words)}")
 
+    options: dict[str, Any]
     if field.metadata == POSITIONAL:
         flag, shown, options = field.name, field.name.upper(), {"nargs": "*"}
     elif isinstance(value, tuple):

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +18,6 @@ URL_SECRETS = re.compile(
     r"(\w:/{1,2})(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
 )
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # of a variable
-MAX_JSON_BYTES = 64 << 20  # our largest file, a manifest of 150,000 shards, has 30 MB
 
 
 @contextmanager
@@ -43,11 +42,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_atomically(file: FileIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file opened for appending: all of it, or nothing.
-
-    Raises:
-        OSError: the disk is full; the message names the file.
-    """
+    """Append `data` to an unbuffered file opened for appending: all of it, or nothing."""
     end = file.seek(0, os.SEEK_END)
     try:
         while data:  # a disk that fills up takes only a part
@@ -81,36 +76,15 @@ def write_json(path: Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Read a JSON file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not JSON, or has more than `MAX_JSON_BYTES`.
-    """
-    with path.open("rb") as file:
-        content = file.read(MAX_JSON_BYTES + 1)  # bounded even if the file grows, or is a device
-    if len(content) > MAX_JSON_BYTES:
-        raise ValueError(f"{path} has more than {MAX_JSON_BYTES >> 20} MiB: it is not one of ours")
+    """Read a JSON file; a ValueError names one that is none."""
     try:
-        return json.loads(content)
+        return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty if there is no such file, or a crash tore it."""
-    with suppress(OSError, ValueError):
-        value = read_json(path)
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
 def check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:
-    """Refuse a file's values that do not have their field's type, and negative counts.
-
-    Raises:
-        ValueError: naming the first such value.
-    """
+    """Refuse a file's values that do not have their field's type, and negative counts."""
     for name, kind in types.items():
         value = values.get(name)
         if type(value) is not kind or (isinstance(value, int) and value < 0):
@@ -126,10 +100,8 @@ def is_plain_name(name: object) -> bool:
 def lock_folder(path: Path, file_name: str) -> Iterator[None]:
     """Make a folder, and keep other processes out of it for the length of the body.
 
-    If the body leaves nothing in a folder, it goes again.
-
-    Raises:
-        filelock.Timeout: (an OSError) another process has the folder.
+    If the body leaves nothing in the folder, it goes again. Where another process has it,
+    `filelock.Timeout` (an OSError) is raised.
     """
     path.mkdir(parents=True, exist_ok=True)
     with FileLock(path / file_name, timeout=0):

@@ -1,12 +1,11 @@
 """The Hugging Face hub: names, commits, uploads, and its errors as one line."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-RepoType = Literal["model", "dataset"]
 TIMEOUT_SECONDS = 10  # of an answer
 NO_NETWORK = (
     "without network, use --source stdlib (Python's own sources) "
@@ -31,18 +30,11 @@ def resolve_revision(repo: str, revision: str | None) -> str:
 
 
 def push_folder(
-    folder: Path, repo: str, repo_type: RepoType, files: Sequence[str] | None = None
+    folder: Path, repo: str, repo_type: Literal["model", "dataset"], files: list[str] | None = None
 ) -> str:
-    """Upload a folder; called again after an interruption, it sends only what is missing.
+    """Upload a folder, or some of its files, and return the repository's address.
 
-    Args:
-        folder: what to upload.
-        repo: OWNER/NAME; if there is no such repository, a private one is made.
-        repo_type: its kind.
-        files: names of the files to upload; by default all.
-
-    Returns:
-        The repository's address.
+    A new repository is private. Called again after an interruption, it sends only what is missing.
     """
     from huggingface_hub import HfApi
 
@@ -53,7 +45,7 @@ def push_folder(
             folder_path=folder,
             repo_id=repo,
             repo_type=repo_type,
-            allow_patterns=None if files is None else list(files),
+            allow_patterns=files,
             ignore_patterns=[".*"],
         )
     return str(url)
@@ -71,12 +63,11 @@ def explain_hub_errors(
         yield
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = str(error).strip().partition("\n")[0]
-        cause = ""
         if status in (401, 403, 404):
-            cause = "it is not there, or not open to you: log in by `hf auth login`, with a token "
-            cause += "that may write to upload, and check OWNER/NAME; "
-        elif type(error).__name__ == "OfflineModeIsEnabled":
-            cause = "HF_HUB_OFFLINE is set: unset it; "
+            remedy = (
+                f"it is not there, or not open to you: log in by `hf auth login`, with a token "
+                f"that may write to upload, and check OWNER/NAME; {remedy}"
+            )
+        reason = str(error).strip().partition("\n")[0]
         kind = FileNotFoundError if status == 404 else OSError
-        raise kind(f"{failure} ({type(error).__name__}: {reason}); {cause}{remedy}") from None
+        raise kind(f"{failure} ({type(error).__name__}: {reason}); {remedy}") from None

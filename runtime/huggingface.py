@@ -7,7 +7,6 @@ read or written; a pickle file could run any code.
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,7 +33,6 @@ CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
 # Old files carry the causal mask as a buffer of every attention layer.
 MASK_BUFFER = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_CHECKED_TOKENS = 1024
 MAX_LOGIT_ERROR = 1e-4  # float32 rounding gives about 1e-6, the exact GELU instead of tanh's 3e-4
 
@@ -59,38 +57,36 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
             `gpt2-large`, `gpt2-xl`, or any `OWNER/NAME` on the hub. A downloaded model stays in
             the hub's cache and needs no network again.
         device: where to put the model.
-
-    Raises:
-        OSError: there is no such folder, or the hub did not give such a model.
-        ValueError: it is not a GPT-2 that `model.py` can compute, a weight is not finite, or a
-            file is damaged.
     """
-    tensors, config = _open_pretrained(source)
-    check_finite_weights(tensors, source)
-    return from_hf(tensors, config).to(device)
+    folder = _find_folder(source)
+    config, weights = _read_config(folder / HF_CONFIG_NAME), folder / HF_WEIGHTS_NAME
+    if not weights.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {HF_WEIGHTS_NAME}: save the model again, as one file of safetensors "
+            f"(pickle files are never loaded)"
+        )
+    try:
+        return from_hf(read_tensors(weights), config).to(device)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def read_pretrained_config(source: str | Path) -> GPTConfig:
     """The dimensions of the model that `load_pretrained` loads; its weights are not read."""
-    return _open_pretrained(source)[1]
+    return _read_config(_find_folder(source) / HF_CONFIG_NAME)
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> None:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
-    A model with other parameters than GPT-2's is refused, and one that computes something else.
-
-    Args:
-        model: the raw model, neither compiled nor wrapped.
-        folder: empty, missing, or an earlier export, which is written over.
+    A raw model with other parameters than GPT-2's is refused, and one that computes something
+    else. The folder is empty, missing, or an earlier export, which is written over.
     """
     folder, config = Path(folder), model.config
     if config.vocab_size != VOCAB_SIZE:
         raise ValueError(f"vocab_size is {config.vocab_size}; GPT-2's tokenizer has {VOCAB_SIZE}")
     tensors = to_hf_state_dict(model)
-    refusal = "this model is not a GPT-2, the only one that the Hugging Face format can hold"
-    check_shapes(shapes_of(tensors), gpt2_shapes(config), refusal)
-    check_finite_weights(tensors, "the model")
+    check_tensors(tensors, gpt2_shapes(config), "this model cannot be exported as a GPT-2")
     _check_computes_gpt2(model, tensors)
     _check_replaceable(folder)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
@@ -106,18 +102,18 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
-    """Build a model from Hugging Face's tensors; the rows that pad the vocabulary are zeros.
+    """Build a model from copies of Hugging Face's tensors, floats of any width.
 
-    Args:
-        state_dict: tensors of any of `FLOAT_DTYPES`, by name, with or without `transformer.` in
-            front. They are copied, as float32, to the CPU.
-        config: the dimensions.
+    Their names may begin with `transformer.` or not. The rows that pad the vocabulary are zeros.
     """
-    tensors = _check_tensors(state_dict, config)
+    named = {"transformer." + n.removeprefix("transformer."): t for n, t in state_dict.items()}
+    tensors = {name: t for name, t in named.items() if not MASK_BUFFER.fullmatch(name)}
+    head = tensors.pop("transformer.lm_head.weight", None)
+    if head is not None and not torch.equal(head, tensors.get(WTE, head)):
+        raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
     model = build_model(config)
     targets = dict(_hf_views(model))
-    refusal = "a GPT-2 does not fit the model in model.py"
-    check_shapes(shapes_of(targets), gpt2_shapes(config), refusal)
+    check_tensors(tensors, shapes_of(targets), "the tensors do not fit the model in model.py")
     with torch.no_grad():
         model.get_parameter(WTE).zero_()
         for name, target in targets.items():
@@ -149,15 +145,10 @@ def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_local(source: str | Path) -> bool:
-    """Whether a model's name can only mean a file or folder here, and never a model on the hub."""
-    path = Path(source)
-    return (
-        path.exists()
-        or path.is_absolute()
-        or str(source).startswith((".", "~"))
-        or len(path.parts) > 2
-        or (len(path.parts) == 2 and path.parent.is_dir())
-    )
+    """Whether a model's name means a folder here, there or not, and no model on the hub."""
+    path, name = Path(source), str(source)
+    is_repo = hub.REPO_NAME.fullmatch(name) is not None and not path.parent.is_dir()
+    return path.exists() or not (name in GPT2_SIZES or is_repo)
 
 
 def build_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
@@ -176,27 +167,6 @@ def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
         elif name == WTE:
             view = view[: model.config.vocab_size]
         yield name, view
-
-
-def _check_tensors(state_dict: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """A GPT-2's tensors, all named `transformer.…`, without mask buffers and a tied `lm_head`."""
-    named = {"transformer." + n.removeprefix("transformer."): t for n, t in state_dict.items()}
-    tensors = {name: t for name, t in named.items() if not MASK_BUFFER.fullmatch(name)}
-    head = tensors.pop("transformer.lm_head.weight", None)
-    if head is not None and WTE in tensors and not torch.equal(head, tensors[WTE]):
-        raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
-    if config.n_layer > len(tensors):  # before a forged number of layers is listed
-        raise ValueError(f"n_layer is {config.n_layer}, but the file has {len(tensors)} tensors")
-    check_shapes(shapes_of(tensors), gpt2_shapes(config), "the tensors are not this GPT-2's")
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, which is not a float's")
-    return tensors
-
-
-def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """The shape of each value, None of one that is not a tensor."""
-    return {n: tuple(v.shape) if isinstance(v, Tensor) else None for n, v in values.items()}
 
 
 @torch.no_grad()
@@ -245,14 +215,23 @@ def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -
     return norm(x, "transformer.ln_f") @ tensors[WTE].T
 
 
-def check_finite_weights(tensors: Mapping[str, Tensor], source: str | Path) -> None:
-    """Refuse weights that are NaN or infinite, which would make every loss NaN."""
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            raise ValueError(
-                f"{source}: {name} has weights that are NaN or infinite: "
-                f"take another model, or an earlier checkpoint"
-            )
+def check_tensors(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], refusal: str
+) -> None:
+    """Refuse weights of other names or shapes than expected, integers, NaN and infinities."""
+    found = shapes_of(tensors)
+    problems = [
+        f"{name} is {found.get(name, 'missing')}, expected {expected.get(name, 'none')}"
+        for name in sorted(expected.keys() | found.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    problems += [
+        f"{name} has values that are NaN, infinite or no floats"
+        for name, tensor in tensors.items()
+        if not (tensor.is_floating_point() and is_finite(tensor))
+    ]
+    if problems:
+        raise ValueError(f"{refusal}: {'; '.join(problems[:5])}")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -262,34 +241,9 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # NaN if any is
 
 
-def check_shapes(found: Mapping[str, Any], expected: Mapping[str, Any], refusal: str) -> None:
-    """Raise the refusal as a ValueError, with the first differences, if names or shapes differ."""
-    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
-    problems += [
-        f"{name} has shape {found[name]}, not {expected[name]}"
-        for name in expected.keys() & found.keys()
-        if found[name] != expected[name]
-    ]
-    if problems:
-        shown = "; ".join(sorted(problems)[:5])
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{refusal}: {shown}{more}")
-
-
-def _open_pretrained(source: str | Path) -> tuple[dict[str, Tensor], GPTConfig]:
-    """A model's tensors, not read from the disk yet, and the dimensions that they fit."""
-    folder = Path(source) if is_local(source) else _download(str(source))
-    config, weights = _read_config(folder / HF_CONFIG_NAME), folder / HF_WEIGHTS_NAME
-    if not weights.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no {HF_WEIGHTS_NAME}: save the model again, as one file of safetensors "
-            f"(pickle files are never loaded)"
-        )
-    try:
-        return _check_tensors(read_tensors(weights), config), config
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The tensors' shapes, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _read_config(path: Path) -> GPTConfig:
@@ -297,22 +251,18 @@ def _read_config(path: Path) -> GPTConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} has no {path.name}: it is not a Hugging Face model")
     values = read_json(path)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a JSON object")
     problems = [
         f"{name} is {values[name]!r}, not {accepted[0]!r}"
         for name, accepted in GPT2_SETTINGS.items()
         if values.get(name, accepted[0]) not in accepted
     ]
-    names = ("n_positions", "n_layer", "n_head", "n_embd")
-    missing = [f"{name} is missing" for name in names if not isinstance(values.get(name), int)]
-    problems += missing
-    if not missing and values.get("n_inner") not in (None, 4 * values["n_embd"]):
-        problems.append(f"n_inner is {values['n_inner']!r}, not 4 * n_embd")
     if problems:
         raise ValueError(f"{path} is not a GPT-2 that can be loaded: {'; '.join(problems)}")
-    block_size, n_layer, n_head, n_embd = (values[name] for name in names)
-    return GPTConfig(block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+    sizes = {name: values.get(name) for name in ("n_layer", "n_head", "n_embd")}
+    try:
+        return GPTConfig(block_size=values.get("n_positions"), **sizes)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _hf_config(config: GPTConfig) -> dict[str, Any]:
@@ -339,41 +289,38 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """A safetensors file's tensors, mapped into memory: each is read when it is used."""
     try:
-        with path.open("rb") as file:  # safetensors writes to any path, but opens only UTF-8
-            by_descriptor = f"/dev/fd/{file.fileno()}"
-            return load_file(by_descriptor if os.path.exists(by_descriptor) else path)
+        return load_file(path)
     except (SafetensorError, RuntimeError) as error:  # the latter if it is deleted meanwhile
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _download(source: str) -> Path:
-    """Fetch a model's configuration and weights from the hub; returns their folder."""
+def _find_folder(source: str | Path) -> Path:
+    """A model's folder, once its configuration and weights have come from the hub, if need be."""
+    if is_local(source):
+        return Path(source)
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    repo = f"openai-community/{source}" if source in GPT2_SIZES else source
+    repo = f"openai-community/{source}" if source in GPT2_SIZES else str(source)
     names = (HF_CONFIG_NAME, HF_WEIGHTS_NAME)
-    failure = f"{source!r} is not a folder, and the Hugging Face hub did not give it"
+    failure = f"{str(source)!r} is not a folder, and the Hugging Face hub did not give it"
     remedy = f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
     with hub.explain_hub_errors(failure, remedy + "OWNER/NAME"):
         try:
             paths = [hf_hub_download(repo, name, local_files_only=True) for name in names]
         except LocalEntryNotFoundError:
-            for name in names:  # fails at once where a download tries again for half a minute
-                get_hf_file_metadata(hf_hub_url(repo, name), timeout=hub.TIMEOUT_SECONDS)
+            # Fails at once without a network, where a download tries again for half a minute.
+            get_hf_file_metadata(hf_hub_url(repo, HF_WEIGHTS_NAME), timeout=hub.TIMEOUT_SECONDS)
             paths = [hf_hub_download(repo, name) for name in names]
     return Path(paths[0]).parent
 
 
 def _check_replaceable(folder: Path) -> None:
     """Refuse a folder that holds anything but an earlier export."""
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file; give another folder with --out")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    config_path = folder / HF_CONFIG_NAME
-    config = read_json(config_path) if config_path.is_file() else None
-    if not isinstance(config, dict) or config.get("exported_by") != EXPORTED_BY:
+    config = folder / HF_CONFIG_NAME
+    is_export = config.is_file() and read_json(config).get("exported_by") == EXPORTED_BY
+    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not (is_export or is_empty):
         raise ValueError(f"{folder} is not empty, nor an earlier export; give another with --out")
 
 

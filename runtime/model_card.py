@@ -3,16 +3,15 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from model import GPT2_SIZES, GPTConfig
 from runtime.checkpoint import TrainerState, read_state
 from runtime.files import atomic_write
-from runtime.metrics import METRICS_NAME, read_metrics
+from runtime.metrics import HELLASWAG_EXAMPLES, METRICS_NAME, read_metrics
 
 CARD_NAME = "README.md"
 MARK = "<!-- export.py writes this card again, unless this line is taken out -->"
-HELLASWAG_EXAMPLES = 10_042  # of its validation set
 # No others: a setting may be a path of the user's machine.
 SETTINGS = (
     *("max_steps", "total_batch_size", "block_size", "optimizer", "max_lr", "min_lr"),
@@ -37,57 +36,38 @@ may be used.
 """
 
 
-class TrainingRecord(NamedTuple):
-    """What a checkpoint and its run tell about a model's training."""
-
-    state: TrainerState
-    measured: dict[str, dict[str, Any]]
-    """By name, the last record of `metrics.jsonl` with that value, up to the checkpoint's step."""
-
-
-def read_training(checkpoint: Path) -> TrainingRecord:
-    """Read what there is about the training that led to a checkpoint."""
-    state, path = read_state(checkpoint), checkpoint.absolute().parent.parent / METRICS_NAME
-    measured: dict[str, dict[str, Any]] = {}
-    for record in read_metrics(path) if path.is_file() else ():
-        if record["step"] <= state.step:
-            measured |= dict.fromkeys(record, record)
-    return TrainingRecord(state, measured)
-
-
 def write_model_card(
-    folder: Path, name: str, config: GPTConfig, n_params: int, training: TrainingRecord | None
+    folder: Path, name: str, config: GPTConfig, n_params: int, checkpoint: Path | None
 ) -> None:
     """Write a model's card, unless the folder has one that its owner has made his own.
 
-    Args:
-        folder: of the exported model.
-        name: what transformers loads it by: OWNER/NAME, or the folder's name.
-        config: the model's dimensions.
-        n_params: its parameters.
-        training: None of a model that was not trained here.
+    The name is what transformers loads the model by: OWNER/NAME, or the folder's name. A model
+    without a checkpoint was not trained here.
     """
     path = folder / CARD_NAME
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
-    start = training.state.train_config.get("init_from") if training else None
-    base = [f"base_model: openai-community/{start}"] if start in GPT2_SIZES else []
-    front = ["library_name: transformers", "pipeline_tag: text-generation", *base]
+    front, sections = ["library_name: transformers", "pipeline_tag: text-generation"], list[str]()
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        if (start := state.train_config.get("init_from")) in GPT2_SIZES:
+            front.append(f"base_model: openai-community/{start}")
+        sections = [*_describe_training(state), *_describe_results(checkpoint, state)]
     lines = [
         *("---", *front, "tags:", "- gpt2", "---", MARK, "", f"# {name.rpartition('/')[2]}", ""),
         f"A GPT-2 of {n_params:,} parameters: {config.n_layer} blocks, {config.n_head} heads, "
         f"width {config.n_embd:,}, context {config.block_size:,} tokens.\n",
         USE.format(name=name),
-        *(_describe(training) if training else ()),
+        *sections,
         LIMITS.format(block_size=config.block_size),
     ]
     with atomic_write(path) as file:
         file.write("\n".join(lines).encode(errors="replace"))  # a name may be no UTF-8
 
 
-def _describe(training: TrainingRecord) -> Iterator[str]:
-    """The sections on data, settings and results."""
-    state, settings = training.state, training.state.train_config
+def _describe_training(state: TrainerState) -> Iterator[str]:
+    """The sections on data and settings."""
+    settings = state.train_config
     yield "## Data\n"
     yield f"- `{Path(str(settings.get('data_dir', 'unknown'))).name}`, tokenised with GPT-2's BPE"
     yield f"- fingerprint of the training tokens: `{state.data_fingerprint}`"
@@ -97,17 +77,24 @@ def _describe(training: TrainingRecord) -> Iterator[str]:
     yield "\n## Settings\n\n| setting | value |\n|---|---|"
     chosen = {name: settings[name] for name in SETTINGS if settings.get(name, "auto") != "auto"}
     yield from (f"| `{name}` | {value} |" for name, value in chosen.items())
+
+
+def _describe_results(checkpoint: Path, state: TrainerState) -> Iterator[str]:
+    """The section on what the run measured last, up to the checkpoint's step."""
+    path = checkpoint.absolute().parent.parent / METRICS_NAME
+    last: dict[str, dict[str, Any]] = {}  # by metric, the last record that has it
+    for record in read_metrics(path) if path.is_file() else ():
+        if record["step"] <= state.step:
+            last |= dict.fromkeys(record, record)
     yield "\n## Results\n\n| measure | result | how measured |\n|---|---|---|"
-    validation = training.measured.get("val_loss", {})
-    loss = validation.get("val_loss")
-    if loss is None or not math.isfinite(loss):
+    validation, hellaswag = last.get("val_loss", {}), last.get("hellaswag_total", {})
+    if (loss := validation.get("val_loss")) is None or not math.isfinite(loss):
         yield "| validation loss | not measured | |"
     else:
-        how = f"the mean over at most {settings.get('val_tokens', 0):,} tokens of the data set's "
-        how += "validation split"
+        tokens = state.train_config.get("val_tokens", 0)
+        how = f"the mean over at most {tokens:,} tokens of the data set's validation split"
         at = f"validation loss at step {validation['step']:,}"
         yield f"| {at} | {loss:.4f} nats per token | {how} |"
-    hellaswag = training.measured.get("hellaswag_total", {})
     if (score := hellaswag.get("hellaswag_acc_norm")) is None:
         yield "| HellaSwag | not measured | |\n"
     else:

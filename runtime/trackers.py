@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from runtime.distributed import print0
-from runtime.files import read_object, write_json
+from runtime.files import read_json, write_json
 
 Values = Mapping[str, float | str | Path]
 PROJECT = "gpt2"  # where the environment names none
@@ -97,13 +97,13 @@ class WandB(Tracker):
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ValueError("not logged in: run `wandb login`, or set WANDB_MODE=offline")
         id_path = run_dir / "trackers" / "wandb.json"
-        state = {"id": secrets.token_hex(4)} | read_object(id_path)
-        write_json(id_path, state)
+        if not id_path.is_file():
+            write_json(id_path, {"id": secrets.token_hex(4)})
         seconds = WANDB_SECONDS
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             dir=os.environ.get("WANDB_DIR", run_dir),
-            id=state["id"],
+            id=read_json(id_path)["id"],
             name=run_dir.name,
             config=dict(settings),
             resume="allow",

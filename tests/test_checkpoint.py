@@ -7,9 +7,8 @@ import pytest
 import torch
 from conftest import ROOT, check_on_ranks
 from safetensors.torch import load_file, save_file
-from test_files import largest_file
 
-from model import GPT, GPTConfig, Transformer
+from model import GPT, GPTConfig
 from runtime.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -34,15 +33,11 @@ TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 class Counting(torch.optim.Optimizer):
     """SGD whose state is a number and a None, no tensor."""
 
-    def __init__(self, params):
-        super().__init__(params, {})
-
     @torch.no_grad()
     def step(self):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            state["updates"] = state.get("updates", 0) + 1
-            state["momentum"] = None
+            state |= {"updates": state.get("updates", 0) + 1, "momentum": None}
             parameter.sub_(parameter.grad, alpha=0.1 / state["updates"])
 
 
@@ -54,9 +49,8 @@ def muon_and_adamw(model):
 
 OPTIMIZERS = {
     "AdamW": lambda model: (torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),),
-    "SGD": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2),),
     "momentum": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),),
-    "Counting": lambda model: (Counting(model.parameters()),),
+    "Counting": lambda model: (Counting(model.parameters(), {}),),
     "Muon": muon_and_adamw,
 }
 
@@ -156,7 +150,7 @@ def sharded(kind):
     return model, OPTIMIZERS[kind](model)
 
 def check(dist_info):
-    for kind in ("AdamW", "momentum", "Muon"):
+    for kind in ("AdamW", "Muon"):
         torch.manual_seed(0)
         model, optimizers = sharded(kind)
         train(model, optimizers, 2)
@@ -188,7 +182,7 @@ def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_toge
     commands, tmp_path
 ):
     check_on_ranks(commands, SHARDED_CHECK.replace("FOLDER", str(tmp_path)), tmp_path)
-    for kind in ("AdamW", "momentum", "Muon"):
+    for kind in ("AdamW", "Muon"):
         torch.manual_seed(0)
         model, optimizers = new_training(kind=kind)
         train(model, optimizers, 2)
@@ -201,7 +195,7 @@ def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_toge
         shutil.rmtree(path)
 
 
-def test_checkpoint_has_no_pickle_plain_names_and_a_manifest(saved):
+def test_checkpoint_has_plain_names_and_a_manifest(saved):
     path, _, _ = saved
     assert path.name == "step_00000003"
     assert sorted(os.listdir(path)) == ["manifest.json", *TENSOR_FILES, "trainer_state.json"]
@@ -211,13 +205,18 @@ def test_checkpoint_has_no_pickle_plain_names_and_a_manifest(saved):
     verify_checkpoint(path)
 
 
+def rewrite_manifest(path):
+    """Let a checkpoint's manifest say what its files are now."""
+    manifest = read_json(path / "manifest.json")
+    for name, entry in manifest["files"].items():
+        entry |= {"bytes": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
+    write_json(path / "manifest.json", manifest)
+
+
 def rewrite_state(path, change):
     """Change a checkpoint's trainer state, and its manifest with it."""
-    state = path / "trainer_state.json"
-    write_json(state, change(read_json(state)))
-    manifest = read_json(path / "manifest.json")
-    manifest["files"][state.name] = {"bytes": state.stat().st_size, "sha256": sha256_of(state)}
-    write_json(path / "manifest.json", manifest)
+    write_json(path / "trainer_state.json", change(read_json(path / "trainer_state.json")))
+    rewrite_manifest(path)
 
 
 def test_checkpoint_of_earlier_versions_loads(saved):
@@ -236,52 +235,33 @@ def test_checkpoint_of_earlier_versions_loads(saved):
 # --- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"step": -5}, {"step": True}, {"train_config": 7}, {"model_config": {"n_layer": 0}}),
-        *({"rng_states": {}}, {"rng_states": {"cpu": "AAAA"}}, {"optimizer_values": {"x": 1}}),
-        *({"format": 99}, {"optimizers": [{}]}),
-    ],
-    ids=str,
-)
-def test_load_checkpoint_refuses_a_forged_state(saved, change):
-    path, model, optimizers = saved
-    rewrite_state(path, lambda state: state | change)
-    with pytest.raises(ValueError, match=str(path)):
-        load(path, model, optimizers)
-
-
-WTE = torch.zeros(128, 16)
+WTE = "transformer.wte.weight"
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "message"),
+    ("change", "message"),
     [
-        (0, {"transformer.wte.weight": None}, r"wte\.weight is missing"),
-        (0, {"transformer.h.2.ln_1.bias": WTE}, r"h\.2\.ln_1\.bias is unexpected"),
-        (0, {"transformer.wte.weight": WTE.T}, r"wte\.weight has shape \(16, 128\)"),
-        (1, {"exp_avg.lm_head.bias": WTE}, r"does not fit this model: exp_avg\.lm_head\.bias is"),
-        (1, {"exp_avg.transformer.wte.weight": WTE.T}, r"exp_avg.*wte\.weight is \(16, 128\)"),
+        ({WTE: None}, r"wte\.weight is missing"),
+        (
+            {"transformer.h.2.ln_1.bias": torch.zeros(16)},
+            r"h\.2\.ln_1\.bias is \(16,\), expected n",
+        ),
+        ({WTE: torch.zeros(16, 128)}, r"wte\.weight is \(16, 128\), expected \(128, 16\)"),
+        ({WTE: torch.full((128, 16), torch.inf)}, r"wte\.weight has values that are NaN, inf"),
     ],
 )
-def test_load_checkpoint_refuses_tensors_that_do_not_fit(saved, file, change, message):
+def test_load_checkpoint_refuses_the_tensors_of_another_model(saved, change, message):
     path, model, optimizers = saved
-    tensors = load_file(path / TENSOR_FILES[file]) | change
-    fitting = {name: t.contiguous() for name, t in tensors.items() if t is not None}
-    save_file(fitting, path / TENSOR_FILES[file])
+    tensors = load_file(path / "model.safetensors") | change
+    save_file({n: t for n, t in tensors.items() if t is not None}, path / "model.safetensors")
+    rewrite_manifest(path)
     with pytest.raises(ValueError, match=message):
         load(path, model, optimizers)
+    with pytest.raises(ValueError, match=message):
+        load_model(path)
 
 
-def test_save_refuses_state_that_a_checkpoint_cannot_hold(tmp_path):
-    model, [optimizer] = new_training()
-    optimizer.state[model.transformer.wte.weight]["history"] = [1]
-    with pytest.raises(ValueError, match=r"history\.transformer\.wte\.weight is a list"):
-        save(tmp_path, 1, model, [optimizer])
-
-
-def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved):
+def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved, capsys):
     path, model, optimizers = saved
     run_dir, damaged = path.parent.parent, save(path.parent, 4, model, optimizers)
     assert find_checkpoint(run_dir) == damaged
@@ -290,9 +270,8 @@ def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved):
         load_model(run_dir)
     path.with_name("step_00000007").mkdir()  # without a manifest it is none
     shutil.copytree(path, path.with_name("step_00000009"))
-    warnings = []
-    assert latest_valid_checkpoint(run_dir, warnings.append) == path
-    renamed, refused = warnings
+    assert latest_valid_checkpoint(run_dir) == path
+    renamed, refused = capsys.readouterr().out.splitlines()
     assert "step_00000009 holds the state of step 3: rename it; going back" in renamed
     assert "step_00000004/model.safetensors is damaged" in refused
     assert save(path.parent, 4, model, optimizers) == damaged  # in its place
@@ -304,13 +283,12 @@ def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved):
 
 def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     path, model, _ = saved
-    idx = torch.arange(16)[None]
     exported = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
-    save_pretrained(exported, str(tmp_path / "hf"))
-    before = torch.get_rng_state()
-    sources = {path: model, path.parent.parent: model, str(path): model, tmp_path / "hf": exported}
+    save_pretrained(exported, tmp_path / "hf")
+    before, idx = torch.get_rng_state(), torch.arange(16)[None]
+    sources = {path: model, path.parent.parent: model, tmp_path / "hf": exported}
     for source, expected in sources.items():
-        assert torch.equal(load_model(source)(idx).logits, expected(idx).logits)
+        assert torch.equal(load_model(str(source))(idx).logits, expected(idx).logits)
         assert read_model_config(source) == expected.config
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -324,22 +302,11 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
         "runs/large": "the run runs/large has no checkpoint yet: .*--resume auto .*-name large",
         "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
         "runs": "runs is no run, .*: the runs in runs are large, small",
-        "./nothing": "nothing does not exist: there is no run in",
+        "./nothing": "nothing does not exist: the runs in .* are none",
         "runs/small/checkpoints/step_7": "step_7 does not exist",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             load_model(source)
-
-
-def test_load_model_refuses_a_checkpoint_of_other_code(saved, monkeypatch):
-    class Changed(Transformer):
-        def __init__(self, config):
-            super().__init__(config)
-            del self.wpe
-
-    monkeypatch.setattr("model.Transformer", Changed)
-    with pytest.raises(ValueError, match=r"wpe\.weight is unexpected"):
-        load_model(saved[0])
 
 
 def test_copy_weights_crops_the_position_embeddings():
@@ -350,7 +317,7 @@ def test_copy_weights_crops_the_position_embeddings():
     copy_weights(source, target)
     idx = torch.randint(0, 100, (2, 8))
     assert torch.equal(target(idx).logits, source(idx).logits)
-    with pytest.raises(ValueError, match=r"wpe\.weight has shape \(16, 16\), not \(17, 16\)"):
+    with pytest.raises(ValueError, match=r"wpe\.weight is \(16, 16\), expected \(17, 16\)"):
         copy_weights(source, longer)
     with pytest.raises(ValueError, match=r"h\.2\..* is missing"):
         copy_weights(source, deeper)
@@ -360,28 +327,24 @@ def test_copy_weights_crops_the_position_embeddings():
 
 
 def test_writer_saves_each_step_as_it_was_though_training_goes_on(tmp_path):
-    torch.manual_seed(0)
     # Large enough that the changes below come while the file is being written.
     model, optimizers = new_training(GPTConfig(16, 20_000, n_layer=1, n_head=2, n_embd=128))
     expected = []
     with CheckpointWriter(tmp_path) as writer:
         for step in (1, 2):
             train(model, optimizers, 1)
-            parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-            state = {
-                f"{key}.{name}": value.clone()
-                for name, parameter in model.named_parameters()
-                for key, value in optimizers[0].state[parameter].items()
-            }
-            expected.append(dict(zip(TENSOR_FILES, (parameters, state), strict=True)))
+            tensors = dict(model.named_parameters())
+            for name, parameter in model.named_parameters():
+                tensors[f"exp_avg_sq.{name}"] = optimizers[0].state[parameter]["exp_avg_sq"]
+            expected.append({name: value.detach().clone() for name, value in tensors.items()})
             writer.save(trainer_state(step, model), model, optimizers)
             with torch.no_grad():
-                for parameter in model.parameters():
-                    optimizers[0].state[parameter]["exp_avg_sq"].add_(1.0)
-                    parameter.mul_(2.0)
+                for value in tensors.values():
+                    value.add_(1.0)
     for step, tensors in zip((1, 2), expected, strict=True):
-        found = saved_tensors(tmp_path / f"step_{step:08d}")
-        torch.testing.assert_close(found, tensors, rtol=0, atol=0)
+        parameters, state = saved_tensors(tmp_path / f"step_{step:08d}").values()
+        for name, value in tensors.items():
+            assert torch.equal((parameters | state)[name], value), name
 
 
 def test_writer_says_saved_once_the_checkpoint_is_complete_and_is_waited_for(tmp_path):
@@ -392,36 +355,13 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_is_waited_for(tmp
     def on_saved(step, path):
         verify_checkpoint(path)
         goes_on.wait(600)  # training goes on while the checkpoint is written
-        events.append(path.name)
+        events.append(step)
 
-    def interrupted():
-        with CheckpointWriter(tmp_path, on_saved=on_saved) as writer:
-            writer.save(trainer_state(1, model), model, optimizers)
-            events.append("training")
-            goes_on.set()
-            writer.save(trainer_state(2, model), model, optimizers)
-            events.append("second save")
-            raise KeyboardInterrupt  # which the second save survives, too
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert events[:3] == ["training", "step_00000001", "second save"]
-    assert events[3:] == ["step_00000002"]
-
-
-def test_writer_that_fails_says_so_and_leaves_the_older_checkpoints(saved):
-    path, model, optimizers = saved
-    errors, other = [], new_training()
-    with CheckpointWriter(path.parent, keep=1, on_error=errors.append) as writer:
-        with largest_file(10_000):
-            writer.save(trainer_state(4, model), model, optimizers)
-            writer.wait()
-        assert "step_00000004 was not saved: " in str(writer.error)
-        assert errors == [writer.error]
-        assert os.listdir(path.parent) == [path.name]
-        load(path, *other)
-        assert_same_parameters(model, other[0])
-        writer.save(trainer_state(6, model), model, optimizers)  # there is room again
-        writer.wait()
-        assert writer.error is None
-    assert os.listdir(path.parent) == ["step_00000006"]
+    writer = CheckpointWriter(tmp_path, on_saved=on_saved)
+    with pytest.raises(KeyboardInterrupt), writer:  # noqa: PT012
+        writer.save(trainer_state(1, model), model, optimizers)
+        events.append("training")
+        goes_on.set()
+        writer.save(trainer_state(2, model), model, optimizers)
+        raise KeyboardInterrupt  # which the second save survives
+    assert events == ["training", 1, 2]

@@ -6,7 +6,6 @@ All but the first two need packages of `requirements-test-all.txt`.
 import pytest
 import torch
 from conftest import randomize_weights
-from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
 from runtime.huggingface import load_pretrained, save_pretrained
@@ -80,7 +79,7 @@ def test_tokenizer_pads_for_batches_and_for_the_trainers_collator(theirs, tokeni
     assert theirs.config.pad_token_id == tokenizer.pad_token_id == 50256
 
 
-def test_peft_trains_saves_loads_and_merges_an_adapter(exported, theirs, idx, tmp_path):
+def test_peft_trains_and_merges_an_adapter(theirs, idx, tmp_path):
     peft = pytest.importorskip("peft")
     before = theirs(idx).logits
     lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -90,14 +89,10 @@ def test_peft_trains_saves_loads_and_merges_an_adapter(exported, theirs, idx, tm
         tuned(input_ids=idx, labels=idx).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    tuned.eval().save_pretrained(tmp_path / "adapter")
-    base = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
-        expected = tuned(input_ids=idx).logits
-        torch.testing.assert_close(loaded(input_ids=idx).logits, expected, **EXACT)
+        expected = tuned.eval()(input_ids=idx).logits
     assert (expected - before).abs().max() > 1e-3
-    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert_ours_reads(tmp_path / "merged", expected, idx)
 
 
@@ -145,16 +140,3 @@ def test_onnx_gives_the_same_logits_at_any_length(theirs, idx, tmp_path):
         [logits] = session.run(None, {session.get_inputs()[0].name: each.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(logits), theirs(each).logits, **EXACT)
-
-
-def test_gguf_knows_every_tensor_and_the_tokenizer(exported, theirs, tokenizer):
-    """What llama.cpp's converter reads of a GPT-2; the converter itself is in no package."""
-    gguf = pytest.importorskip("gguf")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, SIZE.n_layer)
-    for name in load_file(exported / "model.safetensors"):
-        assert names.get_name(name, try_suffixes=(".weight", ".bias")), name
-    vocab = gguf.SpecialVocab(exported, load_merges=True, n_vocab=50257)
-    assert len(vocab.merges) == 50_000
-    assert vocab.special_token_ids == dict.fromkeys(("bos", "eos", "pad"), 50256)
-    assert max(tokenizer.vocab.values()) < theirs.config.vocab_size
-    assert theirs.config.n_ctx == SIZE.block_size

@@ -221,10 +221,18 @@ def test_fineweb_download_refuses_a_folder_with_other_data(hub, pushed, tmp_path
     assert_refused(done, "holds .npy files that fineweb.py did not make")
 
 
-def test_export_uploads_a_folder_with_its_card(hub, server, tmp_path):
+@pytest.fixture
+def export(hub, tmp_path):
+    """What exports a run and uploads it, in an environment."""
     save_run(tmp_path / "run")
-    flags = (f"--model={tmp_path}/run", f"--out={tmp_path}/out", "--push-to-hub=me/tiny")
-    done = hub.run("export", *flags)
+    flags = (f"--model={tmp_path}/run", f"--out={tmp_path}/out")
+    return lambda repo="me/tiny", **environment: hub.run(
+        "export", *flags, f"--push-to-hub={repo}", **environment
+    )
+
+
+def test_export_uploads_a_folder_with_its_card(export, server, tmp_path):
+    done = export()
     assert done.code == 0, done.stderr
     repo = server.repos["model", "me/tiny"]
     assert repo["visibility"] == "private"
@@ -234,43 +242,29 @@ def test_export_uploads_a_folder_with_its_card(hub, server, tmp_path):
     assert "SECRET" not in done.stdout + done.stderr
 
 
-def test_explain_hub_errors_does_not_blame_the_hub_for_a_full_disk():
-    problem = r"x was not downloaded \(OSError: \[Errno 28\] .*\); once that is mended, the same "
-    with pytest.raises(OSError, match=problem), explain_hub_errors("x was not downloaded"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize(
-    ("environment", "may_write", "parts"),
+    ("environment", "parts"),
     [
-        ({"HF_TOKEN": ""}, True, ("401", "log in by `hf auth login`")),
-        ({"HF_TOKEN": TOKEN + "x"}, True, ("401", "log in by `hf auth login`")),
-        ({}, False, ("403", "with a token that may write")),
+        ({"HF_TOKEN": ""}, ("401", "log in by `hf auth login`")),
+        ({"HF_TOKEN": TOKEN + "x"}, ("401", "log in by `hf auth login`")),
+        ({}, ("403", "with a token that may write")),
+        ({"HF_ENDPOINT": "http://127.0.0.1:1"}, ("the same command resumes",)),
+        ({"HF_HUB_OFFLINE": "1"}, ("unset the `HF_HUB_OFFLINE`",)),
     ],
 )
-def test_export_that_may_not_upload_says_how_to_log_in(
-    hub, server, tmp_path, environment, may_write, parts
-):
-    save_run(tmp_path / "run")
-    server.may_write = may_write
-    flags = (f"--model={tmp_path}/run", f"--out={tmp_path}/out", "--push-to-hub=me/tiny")
-    done = hub.run("export", *flags, **environment)
-    assert_refused(done, "was not uploaded to me/tiny", *parts)
+def test_export_that_cannot_upload_says_what_to_do(export, server, tmp_path, environment, parts):
+    server.may_write = False
+    assert_refused(export(**environment), "was not uploaded to me/tiny", *parts)
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert not server.repos
 
 
-@pytest.mark.parametrize(
-    ("environment", "part"),
-    [
-        ({"HF_ENDPOINT": "http://127.0.0.1:1"}, "the same command resumes"),
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set: unset it"),
-    ],
-)
-def test_export_without_a_hub_is_one_line(hub, tmp_path, environment, part):
-    save_run(tmp_path / "run")
-    flags = (f"--model={tmp_path}/run", f"--out={tmp_path}/out")
-    done = hub.run("export", *flags, "--push-to-hub=me/tiny", **environment)
-    assert_refused(done, "was not uploaded to me/tiny", part)
-    wrong = hub.run("export", *flags, "--push-to-hub=tiny")
-    assert_refused(wrong, "--push-to-hub tiny is not OWNER/NAME")
+def test_export_refuses_a_name_that_is_no_repository_before_it_exports(export, tmp_path):
+    assert_refused(export("tiny"), "--push-to-hub tiny is not OWNER/NAME")
+    assert not (tmp_path / "out").exists()
+
+
+def test_explain_hub_errors_does_not_blame_the_hub_for_a_full_disk():
+    problem = r"x was not downloaded \(OSError: \[Errno 28\] .*\); once that is mended, the same "
+    with pytest.raises(OSError, match=problem), explain_hub_errors("x was not downloaded"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -7,7 +7,7 @@ from hub_server import HubServer
 from safetensors.torch import load_file
 from torch import nn
 
-from model import GPT, MLP, GPTConfig, Transformer
+from model import GPT, MLP, GPTConfig
 from runtime.files import read_json, write_json
 from runtime.huggingface import from_hf, load_pretrained, save_pretrained, to_hf_state_dict
 from tokenizer import gpt2_encoding
@@ -54,46 +54,37 @@ def test_from_hf_takes_bare_names_mask_buffers_and_half_precision():
         state[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     state["lm_head.weight"] = state["wte.weight"].clone()
     loaded = from_hf(state, TINY)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
     for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours[:8], theirs[:8].half().float())
 
 
-def test_from_hf_ties_the_head_pads_with_zeros_copies_and_leaves_the_generator():
+def test_from_hf_pads_with_zeros_copies_and_leaves_the_generator():
     state = to_hf_state_dict(random_model())
     before = torch.get_rng_state()
-    torch.use_deterministic_algorithms(True)  # new memory is then filled with NaN
-    try:
-        model = from_hf(state, TINY)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    model = from_hf(state, TINY)
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.lm_head.weight is model.transformer.wte.weight
     assert (model.lm_head.weight[TINY.vocab_size :] == 0).all()
     model.transformer.wpe.weight.data.zero_()
     assert state["transformer.wpe.weight"].all()
 
 
 def test_from_hf_refuses_tensors_that_do_not_fit():
-    state = to_hf_state_dict(random_model())
-    state["transformer.ln_f.bias"] = torch.zeros(8, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"transformer\.ln_f\.bias has dtype torch\.int64"):
-        from_hf(state, TINY)
-    head = {"lm_head.weight": state["transformer.wte.weight"] + 1}
-    with pytest.raises(ValueError, match="only tied models"):
-        from_hf(state | head, TINY)
-    del state["transformer.ln_f.bias"]
-    state["score.weight"] = torch.zeros(2)
-    # Square weights would hide it, so this one is given untransposed.
-    state["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(32, 8)
-    with pytest.raises(ValueError, match="not this GPT-2's") as error:
-        from_hf(state, TINY)
-    for part in (
-        "transformer.ln_f.bias is missing",
-        "transformer.score.weight is unexpected",
-        "transformer.h.0.mlp.c_fc.weight has shape (32, 8), not (8, 32)",
+    state, wte = to_hf_state_dict(random_model()), "transformer.wte.weight"
+    for change, message in (
+        ({"lm_head.weight": state[wte] + 1}, "only tied models"),
+        ({"score.weight": torch.zeros(2)}, r"\.score\.weight is \(2,\), expected none"),
+        # Square weights would hide it, so this one is given untransposed.
+        ({"transformer.h.0.mlp.c_fc.weight": torch.zeros(32, 8)}, r"is \(32, 8\), exp"),
+        ({"transformer.ln_f.bias": torch.zeros(8, dtype=torch.int64)}, "or no floats"),
+        ({"transformer.ln_f.bias": torch.full((8,), torch.nan)}, "has values that are NaN"),
     ):
-        assert part in str(error.value)
+        with pytest.raises(ValueError, match=message):
+            from_hf(state | change, TINY)
+    del state[wte]
+    with pytest.raises(ValueError, match=r"wte\.weight is missing, expected \(50257, 8\)"):
+        from_hf(state, TINY)
 
 
 def test_save_pretrained_round_trip_is_exact(exported):
@@ -151,12 +142,10 @@ def test_load_pretrained_reads_what_transformers_saves_as_one_file(tmp_path):
     [
         ("activation_function", "relu", "activation_function is 'relu', not 'gelu_new'"),
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx is True"),
-        ("n_positions", 16, r"wpe.weight has shape \(8, 8\), not \(16, 8\)"),
-        ("n_inner", 100, "n_inner is 100"),
-        ("n_layer", None, "n_layer is missing"),
+        ("n_positions", 16, r"wpe.weight is \(8, 8\), expected \(16, 8\)"),
+        ("n_layer", None, "n_layer must be an integer of at least 1, not None"),
         ("n_head", 3, "n_embd 8 is not a multiple of n_head 3"),
-        ("n_layer", 1, "transformer.h.1.attn.c_attn.bias is unexpected"),
-        ("n_layer", 10**9, "n_layer is 1000000000, but the file has 28 tensors"),
+        ("n_layer", 1, "transformer.h.1.attn.c_attn.bias is .*, expected none"),
     ],
 )
 def test_load_pretrained_refuses_another_architecture(exported, name, value, message):
@@ -166,13 +155,10 @@ def test_load_pretrained_refuses_another_architecture(exported, name, value, mes
         load_pretrained(exported)
 
 
-def test_load_pretrained_refuses_pickle_and_damage(exported):
+def test_load_pretrained_refuses_damage(exported):
     weights = exported / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"model\.safetensors is not a readable"):
-        load_pretrained(exported)
-    weights.rename(exported / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"pickle files are never loaded"):
         load_pretrained(exported)
     (exported / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
@@ -197,16 +183,15 @@ class UnusedEmbedding(nn.Embedding):
 
 CHANGES = {  # what the refusal says, and the change of the model
     r"wpe\.weight is missing": lambda m: delattr(m.transformer, "wpe"),
-    r"ln_0\.bias is unexpected; .*ln_0\.weight is unexpected": lambda m: m.transformer.add_module(
-        "ln_0", nn.LayerNorm(8)
-    ),
-    r"h\.1\.mlp\.c_fc\.weight has shape \(8, 16\), not \(8, 32\)": change_part(
+    r"h\.1\.mlp\.c_fc\.weight is \(8, 16\), expected \(8, 32\)": change_part(
         "transformer.h.1.mlp.c_fc", nn.Linear(8, 16)
     ),
-    r"lm_head\.weight is unexpected": change_part("lm_head", nn.Linear(8, 50304, bias=False)),
+    r"lm_head\.weight is .*, expected none": change_part(
+        "lm_head", nn.Linear(8, 50304, bias=False)
+    ),
     "another activation": change_part("transformer.h.1.mlp", ReluMLP(TINY)),
     "position embedding or attention": change_part("transformer.wpe", UnusedEmbedding(8, 8)),
-    "NaN or infinite": lambda m: m.transformer.ln_f.bias.data.fill_(torch.nan),
+    "NaN, infinite": lambda m: m.transformer.ln_f.bias.data.fill_(torch.nan),
 }
 
 
@@ -217,17 +202,6 @@ def test_save_pretrained_refuses_a_model_that_is_no_gpt2(tmp_path, message):
     with pytest.raises(ValueError, match=message):
         save_pretrained(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_load_pretrained_refuses_a_changed_model(exported, monkeypatch):
-    class Changed(Transformer):
-        def __init__(self, config):
-            super().__init__(config)
-            del self.wpe
-
-    monkeypatch.setattr("model.Transformer", Changed)
-    with pytest.raises(ValueError, match=r"not fit the model in model\.py: .*wpe.* is missing"):
-        load_pretrained(exported)
 
 
 def test_save_pretrained_replaces_exports_and_nothing_else(exported, tmp_path):

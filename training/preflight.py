@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from corpus.shards import Manifest, TokenShards, verify_shards
 from dataloader import open_data
-from runtime.checkpoint import Checkpoint, describe_checkpoint
+from runtime.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
 from runtime.cli import flag_of
 from runtime.device import device_name, select_dtype
 from runtime.distributed import (
@@ -47,7 +47,10 @@ def open_same_data(
         train, val = open_data(config.data_dir, config.block_size, validates=config.val_every > 0)
         if resumed is not None:
             check_resume_compatible(resumed, config, train.fingerprint)
-    lines = [*describe_software(config, dist_info), describe_checkpoint(resumed)]
+    checkpoint = "no checkpoint"
+    if resumed is not None:
+        checkpoint = f"{resumed.path} ({sha256_of(resumed.path / CHECKPOINT_MANIFEST)[:8]})"
+    lines = [*describe_software(config, dist_info), checkpoint]
     check_same_on_all_ranks("the ranks", lines + train.describe() + val.describe())
     return train, val
 

@@ -95,7 +95,7 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
         return path
     if run_name is None:
         raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
-    return latest_valid_checkpoint(out_dir / run_name, lambda line: print0(f"warning: {line}"))
+    return latest_valid_checkpoint(out_dir / run_name)
 
 
 def is_finished(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
