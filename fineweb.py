@@ -95,7 +95,7 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     part = find_part(config)
     if config.source[:1] and config.source[0].startswith(PUBLISHED):
-        folder = download_shards(config, part)
+        folder = download_shards(config)
     else:
         name, open_source = find_source(config)
         folder = config.data_dir or Path("data") / name
@@ -154,24 +154,19 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path, pa
     return f"{line}\n{folder}: all {count} parts are finished, {tokens:,} tokens"
 
 
-def download_shards(config: FineWebConfig, part: Part) -> Path:
-    """Download a tokenised data set, or resume that; print what its folder holds, and return it."""
-    start = time.perf_counter()
-    repo = config.source[0].removeprefix(PUBLISHED)
-    if not REPO_NAME.fullmatch(repo):
-        raise ValueError(f"--source {PUBLISHED}{repo} is not {PUBLISHED}OWNER/NAME")
-    if len(config.source) > 1 or part != WHOLE:
-        raise ValueError(f"--source {PUBLISHED}{repo} is downloaded alone, and by one process")
-    for flag in ("name", "shard_size", "workers"):
-        if getattr(config, flag) != getattr(FineWebConfig(), flag):
-            flag = flag.replace("_", "-")
-            raise ValueError(f"--source {PUBLISHED}{repo} is downloaded as it is: drop --{flag}")
+def download_shards(config: FineWebConfig) -> Path:
+    """Download a tokenised data set, or what is missing of it, into the folder that is returned."""
+    source = config.source[0]
+    repo = source.removeprefix(PUBLISHED)
+    check_repo_name("--source hub:", repo)
+    allowed = {name: getattr(config, name) for name in ("data_dir", "revision", "push_to_hub")}
+    if config != FineWebConfig((source,), **allowed):
+        raise ValueError(f"--source {source} takes no other flags than --data-dir and --revision")
     folder = config.data_dir or Path("data") / repo.split("/")[1]
     with folder_lock(folder):
         earlier = find_manifests(folder).get(WHOLE)
         manifest = published.fetch_shards(repo, config.revision, folder, earlier)
-    unchanged = earlier if manifest is earlier else None
-    print(summary(str(folder), manifest, unchanged, time.perf_counter() - start))
+    print(f"{folder}: {manifest.tokens:,} tokens in {len(manifest.shards)} shards, as in {repo}")
     return folder
 
 

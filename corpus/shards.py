@@ -417,11 +417,11 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
     """Check shards of a data folder against their entries in the manifest, byte for byte."""
     for info in infos:
         path = folder / info.file
-        remedy = f"delete {folder} and run python fineweb.py again"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: {remedy}")
-        if sha256_of(path) != info.sha256:
-            raise ValueError(f"{path} has changed since it was written: {remedy}")
+        if not path.is_file() or sha256_of(path) != info.sha256:
+            raise ValueError(
+                f"{path} has changed since it was written, or is gone: delete {folder}, or only "
+                f"this shard if it was downloaded, and run python fineweb.py again"
+            )
 
 
 def _find_shards(folder: Path, split: Split) -> list[Path]:
