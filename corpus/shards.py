@@ -59,7 +59,7 @@ MANIFEST_TYPES = {
 PROGRESS_TYPES = {"cursor": dict, "tokens": int, "documents": int, "skipped": int}
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Part:
     """Part `index` of `count`: a process's share of a source, with files of its own names."""
 
@@ -130,24 +130,29 @@ class Manifest:
         """Tokens in finished shards."""
         return sum(shard.tokens for shard in self.shards)
 
-    def of_part(self, part: Part) -> "Manifest":
-        """The same data set's manifest of one part."""
-        if part.count == 1:
-            return self
-        return replace(self, source={**self.source, "part": part.index, "parts": part.count})
+    @property
+    def part(self) -> Part:
+        """The part that it is of, or `WHOLE`."""
+        return Part(self.source.get("part", 0), self.source.get("parts", 1))
 
-    def save(self, folder: Path, part: Part = WHOLE) -> None:
+    def of_part(self, index: int, count: int) -> "Manifest":
+        """The same data set's manifest of a part."""
+        if count == 1:
+            return self
+        return replace(self, source={**self.source, "part": index, "parts": count})
+
+    def save(self, folder: Path) -> None:
         """Write the data set's manifest, or a part's, atomically."""
-        write_json(folder / part.manifest_name, asdict(self))
+        write_json(folder / self.part.manifest_name, asdict(self))
 
     @classmethod
-    def load(cls, folder: Path, part: Part = WHOLE) -> "Manifest | None":
+    def load(cls, folder: Path, name: str = SHARD_MANIFEST) -> "Manifest | None":
         """Read the data set's manifest, or a part's; None if there is none.
 
         Raises:
             ValueError: the file is not a manifest of this format.
         """
-        path = folder / part.manifest_name
+        path = folder / name
         if not path.is_file():
             return None
         values = read_json(path)
@@ -160,54 +165,43 @@ class Manifest:
             raise ValueError(f"{path} is not a shard manifest: {error}") from None
 
 
-def load_parts(folder: Path) -> dict[Part, Manifest]:
-    """The manifests of the parts of a data set that were begun in a folder, in order."""
-    names = (
-        re.fullmatch(r"part_(\d+)_of_(\d+)\.json", path.name) for path in folder.glob("part_*")
-    )
-    parts = sorted(Part(int(name[1]), int(name[2])) for name in names if name)
-    manifests = {part: Manifest.load(folder, part) for part in parts}
-    return {part: manifest for part, manifest in manifests.items() if manifest is not None}
+def find_manifests(folder: Path) -> list[Manifest]:
+    """The manifest of the data set in a folder; without it, those of the parts that were begun."""
+    names = [SHARD_MANIFEST]
+    if not (folder / SHARD_MANIFEST).is_file():
+        names = sorted(path.name for path in folder.glob("part_*_of_*.json"))
+    return [manifest for name in names if (manifest := Manifest.load(folder, name))]
 
 
-def unfinished_parts(folder: Path, count: int) -> list[int]:
-    """The parts of `count` that are missing or not finished."""
-    found = load_parts(folder)
-    done = [part.index for part, manifest in found.items() if manifest.complete]
-    return [index for index in range(count) if index not in done]
-
-
-def join_parts(folder: Path, manifest: Manifest, count: int) -> Manifest:
-    """Write the manifest of a data set whose parts are all finished; no shard is copied.
+def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
+    """Write the manifest of a data set once its parts are finished; no shard is copied.
 
     Args:
         folder: holds the parts' shards and manifests.
         manifest: of the data set, without shards.
         count: how many parts it has.
+
+    Returns:
+        The parts that are missing or not finished; with none, the manifest is written.
     """
-    if left := unfinished_parts(folder, count):
-        raise ValueError(
-            f"{folder}: part {', '.join(map(str, left))} of {count} not finished: "
-            f"give the same command with --part {left[0]} first"
-        )
-    parts = load_parts(folder)
-    for part, found in parts.items():
-        check_same_dataset(folder, found, manifest.of_part(Part(part.index, count)))
-    manifest = replace(
-        manifest,
-        shards=tuple(shard for part in parts.values() for shard in part.shards),
-        documents=sum(part.documents for part in parts.values()),
-        skipped=sum(part.skipped for part in parts.values()),
-        complete=True,
-    )
-    manifest.save(folder)
-    return manifest
+    parts = [Manifest.load(folder, Part(i, count).manifest_name) for i in range(count)]
+    done = [part for part in parts if part is not None and part.complete]
+    for part in done:
+        check_same_dataset(folder, part, manifest.of_part(part.part.index, count))
+    if len(done) == count:
+        replace(
+            manifest,
+            shards=tuple(shard for part in done for shard in part.shards),
+            documents=sum(part.documents for part in done),
+            skipped=sum(part.skipped for part in done),
+            complete=True,
+        ).save(folder)
+    return sorted({*range(count)} - {part.part.index for part in done})
 
 
 def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
     """Refuse to mix two data sets in one folder."""
-    files_read = None if found.progress is None else found.progress["cursor"].get("file")
-    was, asked = _fixed_values(found, files_read), _fixed_values(expected, files_read)
+    was, asked = _fixed_values(found), _fixed_values(expected)
     for name in was | asked:
         if was.get(name) != asked.get(name):
             raise ValueError(
@@ -216,14 +210,12 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
             )
 
 
-def _fixed_values(manifest: Manifest, files_read: int | None) -> dict[str, Any]:
+def _fixed_values(manifest: Manifest) -> dict[str, Any]:
     """The values, by name, that must be the same when a run is resumed."""
-    # After the first `files_read` files, a size may change: the user may have repaired a bad row.
-    values = {key: value for key, value in manifest.source.items() if key != "files"}
-    for i, file in enumerate(manifest.source.get("files", [])):
-        size = "" if files_read is not None and i >= files_read else f" of {file['bytes']} bytes"
-        values[f"file {i + 1}"] = file["name"] + size
-    return values | {"shard size": manifest.shard_size, "tokenizer": manifest.tokenizer_sha256}
+    source = {name: value for name, value in manifest.source.items() if name != "files"}
+    files = {f"file {i}": file for i, file in enumerate(manifest.source.get("files", ()), 1)}
+    settings = {"shard size": manifest.shard_size, "tokenizer": manifest.tokenizer_sha256}
+    return source | files | settings
 
 
 @contextmanager
@@ -247,16 +239,14 @@ class ShardWriter:
 
     Args:
         folder: gets the shards and the manifest.
-        manifest: of a new data set, or of an unfinished one, whose next tokens are then added.
-        part: whose names the files get. Only the first part has a validation split; the others may
-            have no tokens at all.
+        manifest: of a new data set, or of an unfinished one, whose next tokens are then added. Of
+            the parts, only the first has a validation split; the others may have no tokens at all.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, part: Part = WHOLE) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.part = part
-        self._splits = part.index == 0 and not manifest.shards
+        self._splits = manifest.part.index == 0 and not manifest.shards
         self._buffer = np.empty((2 if self._splits else 1) * manifest.shard_size, SHARD_DTYPE)
         self._filled = 0
 
@@ -304,7 +294,7 @@ class ShardWriter:
 
     def _write(self, split: Split, tokens: TokenArray) -> None:
         number = len(self.manifest.shards)
-        path = self.folder / f"{split}_{self.part.prefix}{number:06}.npy"
+        path = self.folder / f"{split}_{self.manifest.part.prefix}{number:06}.npy"
         with _naming_full_disk(self.folder), atomic_write(path) as file:
             # Not np.save: it ignores an error of its last write, which a full disk causes.
             header = np.lib.format.header_data_from_array_1_0(tokens)
@@ -316,7 +306,7 @@ class ShardWriter:
     def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
         self.manifest = replace(self.manifest, **values)
         with _naming_full_disk(self.folder):
-            self.manifest.save(self.folder, self.part)
+            self.manifest.save(self.folder)
 
 
 class TokenShards:
@@ -391,14 +381,8 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
     """
     folder = Path(folder)
     manifest = Manifest.load(folder)
-    if manifest is not None and not manifest.complete:
+    if find_manifests(folder) and not (manifest and manifest.complete):
         raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")
-    if manifest is None and (parts := load_parts(folder)):
-        count = next(iter(parts)).count
-        raise ValueError(
-            f"{folder} is not finished: finish its {count} parts, then run python fineweb.py "
-            f"with --parts {count} and no --part"
-        )
     infos = [shard for shard in manifest.shards if shard.split == split] if manifest else []
     paths = [folder / info.file for info in infos] if manifest else _find_shards(folder, split)
     if not paths:

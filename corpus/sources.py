@@ -203,9 +203,8 @@ def read_file(path: Path, opened: os.stat_result, errors: str = "strict") -> Ite
     now = path.stat()
     if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
         raise ValueError(
-            f"{path} was changed while it was read: wait until it is finished; then, if text was "
-            f"only added at its end, the same command resumes, otherwise choose another "
-            f"--data-dir, or delete it"
+            f"{path} was changed while it was read: once it is finished, delete the data folder "
+            f"and begin again"
         )
 
 
