@@ -137,7 +137,7 @@ def test_main_refuses_a_source_that_changes_while_it_is_read(tmp_path, kind, cha
         write = {"jsonl": write_jsonl, "parquet": write_parquet}[kind]
         write(tmp_path / f"{name}.{kind}", texts_of(count))
     changes = {
-        "grown": f"open('a.{kind}', 'ab').write(b'{{}}')",
+        "grown": f"open('a.{kind}', 'ab').write(b' ')",
         "touched": f"os.utime('a.{kind}', (0, 0))",  # now may be the time that it has
     }
     flags = (f"--source=*.{kind}", "--shard-size=5000", "--workers=1", "--data-dir=d")
