@@ -39,14 +39,8 @@ LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
 MAPPED_SHARDS = 128  # of a split; each mapped file keeps a descriptor, and macOS allows 256
-SPLIT_WORDS: dict[Split, re.Pattern[str]] = {
-    "train": re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])"),  # not in `constrained`
-    "val": re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])"),
-}
-HOW_TO_MAKE_DATA = (
-    "python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no network), "
-    "python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
-)
+TRAIN_WORD = re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])")  # not in `constrained`
+VAL_WORD = re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
@@ -299,14 +293,6 @@ class TokenShards:
         """Tokens in all shards of the split."""
         return int(self.offsets[-1])
 
-    def describe(self) -> list[str]:
-        """Lines that are the same wherever the same tokens lie under the same path."""
-        files = zip(self.paths, self.lengths, strict=True)
-        return [
-            *(f"{path} of {length:,} tokens" for path, length in files),
-            f"fingerprint {self.fingerprint}",
-        ]
-
     def read(self, start: int, count: int) -> TokenArray:
         """Copy tokens [start, start + count), across shard edges where need be.
 
@@ -344,17 +330,23 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
     the loader checks every id that it reads. A shard may be a link to another disk.
 
     Raises:
-        FileNotFoundError: the folder or the split is missing; the message names other data folders.
+        FileNotFoundError: the folder or the split is missing.
         ValueError: the data set is unfinished, or a shard is damaged.
     """
     folder = Path(folder)
-    manifest = Manifest.load(folder)
-    if find_manifests(folder) and not (manifest and manifest.complete):
+    manifests = find_manifests(folder)
+    if manifests and not (manifests[0].part == WHOLE and manifests[0].complete):
         raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")
-    infos = [shard for shard in manifest.shards if shard.split == split] if manifest else []
-    paths = [folder / info.file for info in infos] if manifest else _find_shards(folder, split)
+    infos = [info for found in manifests for info in found.shards if info.split == split]
+    paths = [folder / info.file for info in infos] if manifests else _find_shards(folder, split)
     if not paths:
-        raise FileNotFoundError(_explain_missing(folder, split))
+        missing = f"no data folder {folder}"
+        if folder.is_dir():
+            missing = f"{folder} has no {split} shards"
+        raise FileNotFoundError(
+            f"{missing}; python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no "
+            f"network), python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
+        )
     shards = TokenShards(paths, _fingerprint(infos, paths))
     for info, length in zip(infos, shards.lengths, strict=False):  # no infos without a manifest
         if length != info.tokens:
@@ -380,31 +372,16 @@ def _find_shards(folder: Path, split: Split) -> list[Path]:
     """The shards of a folder without a manifest, by their names, such as `a_train000.bin`."""
     for kind in ("npy", "bin"):
         files = sorted(folder.glob(f"*.{kind}"))
-        words = SPLIT_WORDS.values()
-        train, val = ([path for path in files if word.search(path.name)] for word in words)
-        if both := set(train) & set(val):
-            raise ValueError(f"{min(both)} names both splits, train and val: rename it")
+        val = [path for path in files if VAL_WORD.search(path.name)]
+        train = [path for path in files if TRAIN_WORD.search(path.name) and path not in val]
         if (train or val) and kind == "bin" and (folder / NANOGPT_VOCABULARY).exists():
             raise ValueError(
-                f"{folder / NANOGPT_VOCABULARY} says that the .bin files have a vocabulary of "
-                f"their own: only GPT-2's tokens can be read, make them of the text by "
-                f"python fineweb.py"
+                f"{folder / NANOGPT_VOCABULARY} gives the .bin files a vocabulary of their own, "
+                f"not GPT-2's: make shards of the text by python fineweb.py"
             )
         if train or val:
             return train if split == "train" else val
     return []
-
-
-def _explain_missing(folder: Path, split: Split) -> str:
-    """Why `folder` has no shards of a split, and what to do."""
-    missing = f"no data folder {folder}"
-    if folder.is_dir():
-        missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
-    near = [path for at in (folder, folder.parent) for path in sorted(at.glob("*/*train*.*"))]
-    shards = [path for path in near if path.suffix in (".npy", ".bin")]
-    others = dict.fromkeys(str(path.parent) for path in shards if path.parent != folder)
-    found = ", ".join([*others][:5])
-    return f"{missing}{found and f'; found {found}'}; {HOW_TO_MAKE_DATA}"
 
 
 def _map_shard(path: Path) -> TokenArray:
@@ -428,16 +405,10 @@ def _map_bin(path: Path) -> TokenArray:
     size, offset = path.stat().st_size, 0
     with path.open("rb") as file:
         header = file.read(LLM_C_HEADER_BYTES)
+    expected = size // SHARD_DTYPE.itemsize
     if header.startswith(LLM_C_MAGIC):
-        offset = LLM_C_HEADER_BYTES
-        _, version, tokens = np.frombuffer(header.ljust(offset, b"\0"), "<i4", 3).tolist()
-        expected = offset + SHARD_DTYPE.itemsize * tokens
-        if version != 1 or size != expected:
-            raise ValueError(
-                f"{path} is of llm.c's format, version {version}, and has {size:,} bytes: only "
-                f"version 1 is read, and by the header it has {expected:,}; copy it again"
-            )
-    if size <= offset or size % SHARD_DTYPE.itemsize:
+        offset, expected = LLM_C_HEADER_BYTES, int.from_bytes(header[8:12], "little")
+    if not expected or size != offset + expected * SHARD_DTYPE.itemsize:
         raise ValueError(f"{path} has {size:,} bytes, which are no uint16 tokens: copy it again")
     return np.memmap(path, SHARD_DTYPE, "r", offset)
 

@@ -101,8 +101,7 @@ def test_preflight_refuses_one_changed_file(commands, homes, tiny_flags, tmp_pat
 def test_preflight_refuses_other_data(commands, homes, tiny_flags):
     path = homes[1] / "data/train_000002.npy"
     np.save(path, np.load(path)[:-5])
-    difference = "rank 1 has data/train_000002.npy of 10,995 tokens"
-    assert_refused(preflight(commands, homes, tiny_flags), "ranks", difference)
+    assert_refused(preflight(commands, homes, tiny_flags), "ranks", "rank 1 has train tokens ")
 
 
 def test_preflight_refuses_an_out_dir_that_is_not_shared(commands, homes, tiny_flags):

@@ -93,10 +93,6 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
     for split in ("train", "val"):
         found = [path.stem for path in open_shards(tmp_path, split).paths]
         assert sorted(found) == sorted(names[split])
-    np.save(tmp_path / "train_val_0.npy", tokens_of(5))
-    for split in ("train", "val"):
-        with pytest.raises(ValueError, match=r"train_val_0\.npy names both splits, train and val"):
-            open_shards(tmp_path, split)
 
 
 def test_shards_read_more_files_than_stay_mapped(tmp_path):
@@ -120,26 +116,19 @@ def test_shards_name_the_shard_and_offset_of_an_impossible_id(tmp_path):
         shards.check_tokens(shards.read(3, 12), 3, 50257)
 
 
-def test_open_shards_lists_the_data_folders_there_are_and_how_to_make_one(tmp_path):
+def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
     make = r"python fineweb\.py --source stdlib makes .*11 MB.*, python fineweb\.py makes .*20 GB"
-    with pytest.raises(FileNotFoundError, match=rf"no data folder {tmp_path}/x/none; {make}"):
-        open_shards(tmp_path / "x" / "none", "train")
-    for name in ("stdlib", "fineweb-edu-10BT"):
-        write(tmp_path / name, 20)
-    (tmp_path / "notes").mkdir()
-    there = f"found {tmp_path}/fineweb-edu-10BT, {tmp_path}/stdlib"
-    for wrong in ("stdlb", "notes"):
-        with pytest.raises(FileNotFoundError, match=f"; {there}; {make}"):
-            open_shards(tmp_path / wrong, "train")
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no val shards .* {there}"):
+    with pytest.raises(FileNotFoundError, match=rf"no data folder {tmp_path}/none; {make}"):
+        open_shards(tmp_path / "none", "train")
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no val shards; {make}"):
         open_shards(tmp_path, "val")
     Manifest({}, "hash", 10).save(tmp_path)
     with pytest.raises(ValueError, match="not finished"):
         open_shards(tmp_path, "train")
 
 
-def llm_c_header(tokens, version=1):
-    return np.array([20240520, version, tokens], "<i4").tobytes().ljust(1024, b"\0")
+def llm_c_header(tokens):
+    return np.array([20240520, 1, tokens], "<i4").tobytes().ljust(1024, b"\0")
 
 
 @pytest.mark.parametrize("header", [b"", llm_c_header(30)], ids=["nanoGPT", "llm.c"])
@@ -162,20 +151,19 @@ def test_open_shards_reads_bin_files_as_they_are(tmp_path, header):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (llm_c_header(30, version=2) + bytes(60), "version 2, .* only version 1 is read"),
-        (llm_c_header(30) + bytes(58), "has 1,082 bytes: .* by the header it has 1,084"),
-        (llm_c_header(30)[:9], "has 9 bytes: .* by the header it has 1,084"),
-        (llm_c_header(0), "has 1,024 bytes, which are no uint16 tokens"),
-        (bytes(61), "has 61 bytes, which are no uint16 tokens"),
-        (b"", "has 0 bytes"),
+        llm_c_header(30) + bytes(58),
+        llm_c_header(30)[:9],
+        llm_c_header(0),
+        bytes(61),
+        b"",
     ],
 )
-def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content, message):
+def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content):
     path = tmp_path / "train.bin"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path}.*{message}"):
+    with pytest.raises(ValueError, match=f"{path} has .* bytes, which are no uint16 tokens"):
         open_shards(tmp_path, "train")
 
 
@@ -184,7 +172,7 @@ def test_open_shards_prefers_npy_and_refuses_another_vocabulary(tmp_path):
     np.save(tmp_path / "notes.npy", tokens_of(5))
     assert open_shards(tmp_path, "train").total_tokens == 30
     (tmp_path / "meta.pkl").touch()  # nanoGPT's shakespeare_char
-    with pytest.raises(ValueError, match=r"meta\.pkl says .* a vocabulary of their own"):
+    with pytest.raises(ValueError, match=r"meta\.pkl gives .* a vocabulary of their own"):
         open_shards(tmp_path, "train")
     np.save(tmp_path / "train.npy", tokens_of(20))  # converted
     assert open_shards(tmp_path, "train").total_tokens == 20
