@@ -17,9 +17,9 @@ if __name__ == "__main__":
 
     prepare_process()  # the imports below take seconds
 
+import itertools
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,17 +30,17 @@ import filelock
 from tqdm import tqdm
 
 from corpus import published, shards, sources
-from corpus.shards import WHOLE, Manifest, Part, ShardWriter, check_same_dataset, find_manifests
+from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from runtime.cli import flag_of, parse_flags, run_command
 from runtime.files import lock_folder
-from runtime.hub import REPO_NAME, check_repo_name, resolve_revision
+from runtime.hub import REPO_NAME, check_repo_name
 from runtime.startup import usable_cores
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
-OpenSource = Callable[[Manifest | None], Source]  # the manifest of an earlier run, if there is one
+OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class FineWebConfig:
     """OWNER/NAME of a hub data set: upload the finished shards and their manifest."""
 
     def __post_init__(self) -> None:
+        if not self.source:
+            raise ValueError("--source needs a value, such as fineweb-edu or stdlib")
         for name in ("shard_size", "workers", "parts"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -87,7 +89,7 @@ class FineWebConfig:
 def main() -> None:
     """Make a data set, resume it, or verify one that is finished."""
     config = assign_rank(parse_flags(FineWebConfig))
-    if config.source[:1] and config.source[0].startswith(PUBLISHED):
+    if config.source[0].startswith(PUBLISHED):
         folder = download_shards(config)
     else:
         name, open_source = find_source(config)
@@ -112,15 +114,15 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     part = Part(config.part or 0, config.parts or 1)
     with folder_lock(folder, part):
         found = find_earlier(folder)
-        source = open_source(found[0] if found else None)
+        source = open_source(found[0].source.get("revision") if found else None)
         expected = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
         if found and found[0].part == WHOLE and found[0].complete:
-            check_same_dataset(folder, found[0], expected)
+            shards.check_same_dataset(folder, found[0], expected)
             shards.verify_shards(folder, found[0].shards[part.index :: part.count])
             return summary(folder, found[0], found[0], time.perf_counter() - start)
         for manifest in found:
             own = expected.of_part(manifest.part.index, part.count)
-            check_same_dataset(folder, manifest, own)
+            shards.check_same_dataset(folder, manifest, own)
         earlier = Manifest.load(folder, part.manifest_name)
         manifest = earlier or expected.of_part(part.index, part.count)
         shards.verify_shards(folder, manifest.shards)
@@ -164,14 +166,12 @@ def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
 
 
 def find_earlier(folder: Path) -> list[Manifest]:
-    """The manifests that earlier runs left in a folder; files of other programs are refused."""
-    found = find_manifests(folder)
-    for kind in ("npy", "bin"):
-        if not found and any(folder.glob(f"*.{kind}")):
-            raise ValueError(
-                f"{folder} holds .{kind} files that fineweb.py did not make: "
-                f"choose another --data-dir"
-            )
+    """The manifests that earlier runs left in a folder; other programs' shards are refused."""
+    found = shards.find_manifests(folder)
+    if not found and any(folder.glob("*.npy")):
+        raise ValueError(
+            f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
+        )
     return found
 
 
@@ -223,15 +223,9 @@ def tokenize_documents(
     Yields:
         Each batch of documents with its (tokens,) uint16; empty documents have no tokens.
     """
-    in_flight: deque[list[Document]] = deque()
-
-    def texts() -> Iterator[list[str]]:
-        for batch in _batches(documents):
-            in_flight.append(batch)
-            yield [document.text for document in batch if document.text]
-
-    for tokens in encode_documents(texts(), workers):
-        batch = in_flight.popleft()
+    batches, read_ahead = itertools.tee(_batches(documents))
+    texts = ([document.text for document in batch if document.text] for batch in read_ahead)
+    for tokens, batch in zip(encode_documents(texts, workers), batches, strict=True):
         yield batch, tokens if batch[0].begins else tokens[1:]
 
 
@@ -256,21 +250,15 @@ def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds:
     speed = f"{(tokens - (earlier.tokens if earlier else 0)) / seconds:,.0f} tokens/s"
     if earlier is not None and earlier.complete:
         speed = "finished earlier, and unchanged"
-    empty = f" ({manifest.skipped:,} empty left out)" if manifest.skipped else ""
-    return (
-        f"{what}: {_count(manifest.documents, 'document')}{empty}, {_count(tokens, 'token')}, "
-        f"{_count(len(manifest.shards), 'shard')}; {seconds:.1f} s, {speed}"
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
+    if manifest.skipped:
+        documents += f" ({manifest.skipped:,} empty left out)"
+    count = len(manifest.shards)
+    return f"{what}: {documents}, {tokens:,} tokens, {count} shards; {seconds:.1f} s, {speed}"
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     """What `--source` means: the name of its folder in data/, and the function that opens it."""
-    if not config.source:
-        raise ValueError("--source needs a value, such as fineweb-edu or stdlib")
     first = config.source[0]
     if kind := sources.file_type(first):
         paths = sources.local_files(config.source)
@@ -291,18 +279,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         )
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
-    return name, lambda earlier: open_hub(dataset, subset, config.revision, earlier)
-
-
-def open_hub(
-    dataset: str, name: str | None, revision: str | None, earlier: Manifest | None
-) -> Source:
-    """A hub data set at `revision`, by default that of the earlier run, or else the newest."""
-    known = earlier.source.get("revision") if earlier else None
-    revision = revision or known
-    if earlier is None or not earlier.complete or revision != known:
-        revision = resolve_revision(dataset, revision)
-    return sources.hub_source(dataset, name, str(revision))
+    return name, lambda known: sources.hub_source(dataset, subset, config.revision, known)
 
 
 if __name__ == "__main__":

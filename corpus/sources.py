@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
-from runtime.hub import explain_hub_errors
+from runtime.hub import explain_hub_errors, resolve_revision
 
 if TYPE_CHECKING:
     import pyarrow
@@ -249,26 +249,30 @@ def _column_texts(tables: Iterable[Any], origin: str) -> Iterator[str]:
             yield _string(value.as_py(), f"{origin}, row {row}")
 
 
-def hub_source(dataset: str, name: str | None, revision: str) -> Source:
+def hub_source(dataset: str, name: str | None, revision: str | None, known: str | None) -> Source:
     """A data set of the Hugging Face hub at one commit, streamed.
 
     Args:
         dataset: OWNER/NAME.
         name: its configuration.
-        revision: a commit.
+        revision: commit, branch or tag; by default the `known` commit, or else the newest.
+        known: the commit that an earlier run has read.
     """
+    commit = known
+    if known is None or revision not in (None, known):
+        commit = resolve_revision(dataset, revision)
 
     def open_files() -> list[SourceFile]:
         import datasets
 
         with explain_hub_errors(f"reading {dataset} failed", STREAM_REMEDY):
             stream = datasets.load_dataset(
-                dataset, name, split="train", streaming=True, revision=revision
+                dataset, name, split="train", streaming=True, revision=commit
             )
         origins = [f"{dataset}, file {number + 1}" for number in range(stream.num_shards)]
         return [SourceFile(partial(read_stream, stream, i, at)) for i, at in enumerate(origins)]
 
-    identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": revision}
+    identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": commit}
     billions = re.fullmatch(r"sample-(\d+)BT", name or "")
     tokens = int(billions[1]) * 10**9 if billions and dataset in FINEWEB.values() else None
     return Source(identity, open_files, tokens)

@@ -71,18 +71,18 @@ def test_measure_in_turn_takes_each_once_per_round_and_goes_on_after_a_failure(c
     def measure(label):
         calls.append(label)
         if label == "broken":
-            raise ValueError("no data folder /home/me/data")
+            raise ValueError("no folder /home/me/data")
         return {"s": float(len(calls))}
 
     measures = {label: lambda label=label: measure(label) for label in ("a", "broken", "b")}
     results, failures = measure_in_turn(measures, 2, lambda *so_far: stored.append(str(so_far)))
     assert calls == ["a", "broken", "b", "a", "b"]
     assert results == {"a": {"s": [1, 4]}, "b": {"s": [3, 5]}}
-    assert failures == {"broken": "no data folder PATH"}
+    assert failures == {"broken": "no folder PATH"}
     assert len(stored) == 5  # after each run
     assert "'b': {'s': [3.0]}" in stored[2]
-    assert capsys.readouterr().out.splitlines()[1].endswith("| no data folder PATH")
-    with pytest.raises(ValueError, match="nothing was measured: no data folder PATH"):
+    assert capsys.readouterr().out.splitlines()[1].endswith("| no folder PATH")
+    with pytest.raises(ValueError, match="nothing was measured: no folder PATH"):
         measure_in_turn({"broken": measures["broken"]}, 2, lambda *_: None)
 
 
@@ -225,7 +225,7 @@ def test_command_compares_the_product_with_a_peer(tiny_data, tmp_path):
     assert measured["versions"]["torch"] == torch.__version__
     peer, product = (units["tokens/s"][0] for units in measured["results"].values())
     assert f"({product / peer:.2f}x)" in done.stdout
-    # Published results name no machine and no data folder.
+    # Published results name no machine and no folder.
     for private in (str(tiny_data), str(ROOT), "/nonexistent", socket.gethostname()):
         assert private in ("localhost", *file["device"].split()) or private not in path.read_text()
     with Image.open(path.with_suffix(".png")) as image:
