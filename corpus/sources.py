@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
 from runtime.hub import explain_hub_errors, resolve_revision
+from tokenizer import CUT
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,12 +37,6 @@ STREAM_REMEDY = (
 )
 TABLE_ROWS = 256  # rows that are read together
 BLOCK_BYTES = 1 << 20  # read together, and about what is tokenised together of a plain text
-# A text may be cut before whitespace that something else follows, and its ids stay the same: in
-# GPT-2's pattern a word always starts there, and the whitespace before it is a word of its own.
-# Whitespace is Unicode's White_Space, as in the pattern; Python's own `\s` matches more.
-WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
-
 # Folders of the standard library that are not its own code, and tests, which are half of its text.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -212,7 +207,7 @@ def _parse_line(line: bytes, where: str) -> str:
 
 
 def read_plain(path: Path) -> Iterator[str]:
-    """A plain text in blocks whose tokens, joined, are those of the whole (see `CUT`)."""
+    """A plain text in blocks whose tokens, joined, are those of the whole (see `tokenizer.CUT`)."""
     decoder = codecs.getincrementaldecoder("utf-8")()  # open() decodes 8 KB at a time
     rest = ""
     try:

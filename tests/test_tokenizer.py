@@ -94,15 +94,6 @@ def test_encode_documents_without_gigatoken_gives_the_same_ids(texts):
     assert tokens.tolist() == reference(texts)
 
 
-@settings(max_examples=300)
-@given(st.lists(AWKWARD, max_size=60).map("".join))
-def test_up_to_a_word_cuts_where_the_ids_stay_the_same(text):
-    encode = gpt2_encoding().encode_ordinary
-    text = text.encode("utf-8", "replace").decode()
-    if found := tokenizer.UP_TO_A_WORD.match(text):
-        assert encode(found[0]) + encode(text[found.end() :]) == encode(text)
-
-
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000"])
 def test_encode_documents_takes_longer_runs_of_space_than_tiktoken(space):
     text = "a" + space * 1_500_000 + "b"
