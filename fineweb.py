@@ -76,10 +76,8 @@ class FineWebConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag_of(name)} must be at least 1, not {value}")
-        if self.part is not None and not 0 <= self.part < (self.parts or 0):
-            raise ValueError(f"--part {self.part} of --parts {self.parts}: parts count from 0")
-        if self.parts is not None and self.part is None:
-            raise ValueError(f"--parts {self.parts} needs the --part that this process makes")
+        if (self.part, self.parts) != (None, None) and self.part not in range(self.parts or 0):
+            raise ValueError(f"--part {self.part} of --parts {self.parts}: give both, from 0 on")
         if self.push_to_hub is not None:
             check_repo_name("--push-to-hub", self.push_to_hub)
             if self.part is not None:
@@ -218,11 +216,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
 def tokenize_documents(
     documents: Iterable[Document], workers: int
 ) -> Iterator[tuple[list[Document], TokenIds]]:
-    """Encode documents in batches, each document with `END_OF_TEXT` first.
-
-    Yields:
-        Each batch of documents with its (tokens,) uint16; empty documents have no tokens.
-    """
+    """Each batch of documents with its ids, (tokens,) uint16; empty documents have none."""
     batches, read_ahead = itertools.tee(_batches(documents))
     texts = ([document.text for document in batch if document.text] for batch in read_ahead)
     for tokens, batch in zip(encode_documents(texts, workers), batches, strict=True):

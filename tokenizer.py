@@ -45,11 +45,7 @@ CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 
 @functools.cache
 def gpt2_encoding() -> tiktoken.Encoding:
-    """GPT-2's tokenizer, built from the merges file without network.
-
-    Raises:
-        ValueError: the SHA-256 of that file is not that of GPT-2's.
-    """
+    """GPT-2's tokenizer, built from the merges file without network."""
     return tiktoken.Encoding(
         "gpt2",
         pat_str=WORD_PATTERN,
@@ -89,10 +85,9 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     `<|endoftext|>` inside a text is ordinary text, and lone surrogates become U+FFFD, as in
     tiktoken. The ids depend on the texts alone, not on the encoder, the threads or the batches.
 
-    Args:
-        batches: lists of documents; a few batches are in memory at a time.
-        workers: threads. gigatoken splits texts of megabytes among them (its first batch fixes
-            their number for the process); tiktoken, its replacement, encodes a batch in each.
+    A few batches are in memory at a time. gigatoken splits texts of megabytes among the `workers`,
+    which are threads (its first batch fixes their number for the process); tiktoken, its
+    replacement, encodes a batch in each.
 
     Yields:
         The ids of each batch, in order: (tokens,) uint16.

@@ -33,7 +33,6 @@ TokenArray = npt.NDArray[np.uint16]
 
 SHARD_DTYPE = np.dtype("<u2")
 SHARD_MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
@@ -98,7 +97,7 @@ class Manifest:
     complete: bool = False
     progress: dict[str, Any] | None = None
     """Where an interrupted run resumes, see `fineweb.Progress`; None once complete."""
-    format: int = MANIFEST_FORMAT
+    format: int = 1
 
     @property
     def tokens(self) -> int:
@@ -122,18 +121,12 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path, name: str = SHARD_MANIFEST) -> "Manifest | None":
-        """Read the data set's manifest, or a part's; None if there is none.
-
-        Raises:
-            ValueError: the file is not a manifest of this format.
-        """
+        """Read the data set's manifest, or a part's; None if there is none."""
         path = folder / name
         if not path.is_file():
             return None
         values = read_json(path)
         try:
-            if values["format"] != MANIFEST_FORMAT:
-                raise ValueError(f"format {values['format']} is not {MANIFEST_FORMAT}")
             values["shards"] = tuple(ShardInfo(**shard) for shard in values["shards"])
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
@@ -149,15 +142,9 @@ def find_manifests(folder: Path) -> list[Manifest]:
 
 
 def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
-    """Write the manifest of a data set once its parts are finished; no shard is copied.
+    """Write a data set's manifest once its `count` parts are finished; returns those that are not.
 
-    Args:
-        folder: holds the parts' shards and manifests.
-        manifest: of the data set, without shards.
-        count: how many parts it has.
-
-    Returns:
-        The parts that are missing or not finished; with none, the manifest is written.
+    The shards stay where they are. `manifest` says what the data set is, and has no shards.
     """
     parts = [Manifest.load(folder, Part(i, count).manifest_name) for i in range(count)]
     done = [part for part in parts if part is not None and part.complete]
@@ -214,12 +201,7 @@ class ShardWriter:
         self._filled = 0
 
     def add(self, tokens: TokenArray, **progress: Any) -> None:  # noqa: ANN401 - fields' values
-        """Append tokens and write every shard that they fill.
-
-        Args:
-            tokens: (tokens,) uint16.
-            progress: values for the manifest that records a shard of these tokens.
-        """
+        """Append tokens and write every shard that they fill; the manifest then has `progress`."""
         finished = len(self.manifest.shards)
         while len(tokens):
             taken = tokens[: len(self._buffer) - self._filled]
@@ -294,11 +276,7 @@ class TokenShards:
         return int(self.offsets[-1])
 
     def read(self, start: int, count: int) -> TokenArray:
-        """Copy tokens [start, start + count), across shard edges where need be.
-
-        Returns:
-            (count,) uint16.
-        """
+        """Copy tokens [start, start + count), across shard edges where need be: uint16."""
         tokens = np.empty(count, SHARD_DTYPE)
         filled = 0
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -328,10 +306,6 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
 
     Hashes and ids are not read here: `verify_shards` compares the hashes with the manifest's, and
     the loader checks every id that it reads. A shard may be a link to another disk.
-
-    Raises:
-        FileNotFoundError: the folder or the split is missing.
-        ValueError: the data set is unfinished, or a shard is damaged.
     """
     folder = Path(folder)
     manifests = find_manifests(folder)

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 FILE_TYPES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
 NO_UTF8 = "invalid UTF-8; if it is Latin-1, convert it by iconv -f latin1 -t utf-8 FILE > NEW_FILE"
-STREAM_REMEDY = (
-    "finished shards stay, and the same command resumes; if that fails again, the file is damaged "
-    "or gone: choose another --name or --revision, with another --data-dir"
-)
 TABLE_ROWS = 256  # rows that are read together
 BLOCK_BYTES = 1 << 20  # read together, and about what is tokenised together of a plain text
 # Folders of the standard library that are not its own code, and tests, which are half of its text.
@@ -77,10 +73,7 @@ class Source:
         """Read a part from the document with `cursor` on, or from its start."""
         files = self.open_files()
         if part.count > len(files):
-            raise ValueError(
-                f"{part.count} parts of {len(files)} files: a part takes whole files, "
-                f"so {len(files)} parts are the most that work"
-            )
+            raise ValueError(f"--parts {part.count}: more than the source has files, {len(files)}")
         start, stop = (len(files) * i // part.count for i in (part.index, part.index + 1))
         first, skipped = (start, 0) if cursor is None else (cursor["file"], cursor["text"])
         for number in range(first, stop):
@@ -245,13 +238,9 @@ def _column_texts(tables: Iterable[Any], origin: str) -> Iterator[str]:
 
 
 def hub_source(dataset: str, name: str | None, revision: str | None, known: str | None) -> Source:
-    """A data set of the Hugging Face hub at one commit, streamed.
+    """A data set of the Hugging Face hub (OWNER/NAME, configuration), streamed.
 
-    Args:
-        dataset: OWNER/NAME.
-        name: its configuration.
-        revision: commit, branch or tag; by default the `known` commit, or else the newest.
-        known: the commit that an earlier run has read.
+    It is read at `revision`, by default the `known` commit of an earlier run, or else the newest.
     """
     commit = known
     if known is None or revision not in (None, known):
@@ -260,7 +249,7 @@ def hub_source(dataset: str, name: str | None, revision: str | None, known: str 
     def open_files() -> list[SourceFile]:
         import datasets
 
-        with explain_hub_errors(f"reading {dataset} failed", STREAM_REMEDY):
+        with explain_hub_errors(f"reading {dataset} failed"):
             stream = datasets.load_dataset(
                 dataset, name, split="train", streaming=True, revision=commit
             )
@@ -281,7 +270,7 @@ def read_stream(stream: "IterableDataset", number: int, origin: str) -> Iterator
 def _stream_tables(
     stream: "IterableDataset", number: int, origin: str
 ) -> Iterator["pyarrow.Table"]:
-    with explain_hub_errors(f"reading {origin} failed", STREAM_REMEDY):
+    with explain_hub_errors(f"reading {origin} failed"):
         file = stream.shard(stream.num_shards, number, contiguous=True)
         yield from file.with_format("arrow").iter(batch_size=TABLE_ROWS)
 
