@@ -11,7 +11,7 @@ import pytest
 from conftest import save_run
 from forked import Commands
 from hub_server import HubServer
-from test_fineweb import texts_of, write_jsonl
+from test_fineweb import texts_of, write_texts
 
 from corpus.shards import open_shards
 from runtime.hub import explain_hub_errors
@@ -61,7 +61,7 @@ def assert_refused(done, *parts):
 @pytest.fixture
 def pushed(hub, server, tmp_path):
     """A data set of five shards, and its copy on the hub."""
-    write_jsonl(tmp_path / "a.jsonl", texts_of(200))
+    write_texts(tmp_path / "a.jsonl", texts_of(200))
     flags = (f"--source={tmp_path}/a.jsonl", f"--data-dir={tmp_path}/made", "--shard-size=1000")
     done = hub.run("fineweb", *flags, "--push-to-hub=o/shards")
     assert done.code == 0, done.stderr
@@ -112,7 +112,7 @@ def test_fineweb_refuses_shards_that_have_changed_on_the_hub(hub, server, pushed
 
 
 def test_fineweb_uploads_only_what_is_missing(hub, server, tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", texts_of(200))
+    write_texts(tmp_path / "a.jsonl", texts_of(200))
     flags = (f"--source={tmp_path}/a.jsonl", f"--data-dir={tmp_path}/made", "--shard-size=1000")
     server.uploads_left = 2
     failed = hub.run("fineweb", *flags, "--push-to-hub=o/shards")
