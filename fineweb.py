@@ -17,9 +17,9 @@ if __name__ == "__main__":
 
     prepare_process()  # the imports below take seconds
 
-import itertools
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -118,9 +118,8 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
             shards.check_same_dataset(folder, found[0], expected)
             shards.verify_shards(folder, found[0].shards[part.index :: part.count])
             return summary(folder, found[0], found[0], time.perf_counter() - start)
-        for manifest in found:
-            own = expected.of_part(manifest.part.index, part.count)
-            shards.check_same_dataset(folder, manifest, own)
+        for each in found:
+            shards.check_same_dataset(folder, each, expected.of_part(each.part.index, part.count))
         earlier = Manifest.load(folder, part.manifest_name)
         manifest = earlier or expected.of_part(part.index, part.count)
         shards.verify_shards(folder, manifest.shards)
@@ -217,9 +216,15 @@ def tokenize_documents(
     documents: Iterable[Document], workers: int
 ) -> Iterator[tuple[list[Document], TokenIds]]:
     """Each batch of documents with its ids, (tokens,) uint16; empty documents have none."""
-    batches, read_ahead = itertools.tee(_batches(documents))
-    texts = ([document.text for document in batch if document.text] for batch in read_ahead)
-    for tokens, batch in zip(encode_documents(texts, workers), batches, strict=True):
+    in_flight: deque[list[Document]] = deque()  # not itertools.tee, which keeps 57 used batches
+
+    def texts() -> Iterator[list[str]]:
+        for batch in _batches(documents):
+            in_flight.append(batch)
+            yield [document.text for document in batch if document.text]
+
+    for tokens in encode_documents(texts(), workers):
+        batch = in_flight.popleft()
         yield batch, tokens if batch[0].begins else tokens[1:]
 
 

@@ -185,12 +185,10 @@ class ShardWriter:
 
     The first shard is the validation split. Nothing is written before there are two full shards,
     so that a smaller corpus can be split into `SMALL_VAL_FRACTION` validation and the rest
-    training. At most two shards of tokens are in memory.
+    training. At most two shards of tokens are in memory. Of the parts of a data set, only the first
+    has a validation split; the others may have no tokens at all.
 
-    Args:
-        folder: gets the shards and the manifest.
-        manifest: of a new data set, or of an unfinished one, whose next tokens are then added. Of
-            the parts, only the first has a validation split; the others may have no tokens at all.
+    An unfinished data set's manifest has shards already; its next tokens are then to be added.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -256,11 +254,8 @@ class ShardWriter:
 class TokenShards:
     """All shards of one split, memory-mapped, read as one long array of tokens.
 
-    Args:
-        paths: the shard files, in order; each must be a 1-D uint16 `.npy` array, or a `.bin` file
-            of llm.c or nanoGPT.
-        fingerprint: a hash that changes when the tokens do; without a manifest, when the files'
-            names, sizes or first 64 KiB do.
+    The fingerprint changes when the tokens do; without a manifest, when the files' names, sizes or
+    first 64 KiB do.
     """
 
     def __init__(self, paths: list[Path], fingerprint: str) -> None:
