@@ -30,17 +30,17 @@ import filelock
 from tqdm import tqdm
 
 from corpus import published, shards, sources
-from corpus.shards import WHOLE, Manifest, Part, ShardWriter, check_same_dataset
+from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.files import lock_folder
-from runtime.hub import REPO_NAME, check_repo_name, resolve_revision
+from runtime.hub import REPO_NAME, check_repo_name
 from runtime.startup import usable_cores
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
-OpenSource = Callable[[Manifest | None], Source]  # the manifest of an earlier run, if there is one
+OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
 
 @dataclass(frozen=True)
@@ -65,111 +65,86 @@ class FineWebConfig:
     part: int | None = None
     """Tokenise only this one of `--parts`, counted from 0."""
     parts: int | None = None
-    """Processes that share the work, a `--part` each. The last to end writes the data set's
-    manifest; without `--part`, that alone is done, such as for parts copied from elsewhere."""
+    """Processes that share the work, a `--part` each; the last to end writes the manifest."""
     push_to_hub: str | None = None
     """OWNER/NAME of a hub data set: upload the finished shards and their manifest."""
 
     def __post_init__(self) -> None:
-        if problems := bad_numbers(self, ("shard_size", "workers", "parts")):
+        problems = bad_numbers(self, ("shard_size", "workers", "parts"))
+        if not self.source:
+            problems.append("--source needs a value, such as fineweb-edu or stdlib")
+        if problems:
             raise ValueError("; ".join(problems))
-        if self.part is not None:
-            if self.parts is None:
-                raise ValueError(f"--part {self.part} of how many? Add --parts")
-            if not 0 <= self.part < self.parts:
-                last = self.parts - 1
-                raise ValueError(f"--part {self.part}: parts of {self.parts} are 0 to {last}")
+        if (self.part, self.parts) != (None, None) and self.part not in range(self.parts or 0):
+            raise ValueError(f"--part {self.part} of --parts {self.parts}: give both, from 0 on")
         if self.push_to_hub is not None:
             check_repo_name("--push-to-hub", self.push_to_hub)
-            if self.part is not None and self.parts != 1:
-                raise ValueError(
-                    f"--push-to-hub with --part {self.part}: give it once all parts are finished, "
-                    f"with --parts {self.parts} alone"
-                )
+            if self.part is not None:
+                raise ValueError("--push-to-hub is for one process: give it without --part at last")
 
 
 def main() -> None:
     """Make a data set, resume it, or verify one that is finished."""
-    config = parse_flags(FineWebConfig)
-    part = find_part(config)
-    if config.source[:1] and config.source[0].startswith(PUBLISHED):
-        folder = download_shards(config, part)
+    config = assign_rank(parse_flags(FineWebConfig))
+    if config.source[0].startswith(PUBLISHED):
+        folder = download_shards(config)
     else:
         name, open_source = find_source(config)
         folder = config.data_dir or Path("data") / name
-        print(make_shards(config, open_source, folder, part))
+        print(make_shards(config, open_source, folder))
     if config.push_to_hub is not None:
         print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
 
 
-def find_part(config: FineWebConfig) -> Part:
-    """The part that the flags or `torchrun`'s rank assign to this process."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world_size == 1:
-        return WHOLE if config.part is None else Part(config.part, config.parts or 1)
+def assign_rank(config: FineWebConfig) -> FineWebConfig:
+    """Under `torchrun`, a process's part is its rank."""
+    if "RANK" not in os.environ:
+        return config
     if config.parts is not None:
-        raise ValueError(
-            f"torchrun gives each of its {world_size} processes a part: leave out --part, --parts"
-        )
-    if config.push_to_hub is not None:
-        raise ValueError(
-            f"--push-to-hub is for one process: give it after torchrun, with --parts {world_size}"
-        )
-    return Part(rank, world_size)
+        raise ValueError("torchrun gives each of its processes a part: leave out --part, --parts")
+    return replace(config, part=int(os.environ["RANK"]), parts=int(os.environ["WORLD_SIZE"]))
 
 
-def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path, part: Part) -> str:
+def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) -> str:
     """Make or resume a data set, or a part of it, and return what to print."""
     start = time.perf_counter()
-    count = config.parts or part.count
+    part = Part(config.part or 0, config.parts or 1)
     with folder_lock(folder, part):
-        found = find_manifests(folder)
-        source = open_source(next(iter(found.values()), None))
+        found = find_earlier(folder)
+        source = open_source(found[0].source.get("revision") if found else None)
         expected = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
-        for each, manifest in found.items():
-            asked = expected if each == WHOLE else expected.of_part(Part(each.index, count))
-            check_same_dataset(folder, manifest, asked)
-        if part != WHOLE and WHOLE in found:
-            if not found[WHOLE].complete:
-                raise ValueError(f"one process has begun {folder}: finish it without --part")
-            return f"{folder} is finished: part {part.index} of {count} has nothing to do"
-        earlier = found.get(part)
-        if part == WHOLE and count > 1 and earlier is None:
-            earlier = shards.join_parts(folder, expected, count)
-        manifest = expected.of_part(part)
-        if earlier is not None:
-            shards.verify_shards(folder, earlier.shards)
-            manifest = replace(earlier, source=manifest.source)
+        if found and found[0].part == WHOLE and found[0].complete:
+            shards.check_same_dataset(folder, found[0], expected)
+            shards.verify_shards(folder, found[0].shards[part.index :: part.count])
+            return summary(folder, found[0], found[0], time.perf_counter() - start)
+        for each in found:
+            shards.check_same_dataset(folder, each, expected.of_part(each.part.index, part.count))
+        earlier = Manifest.load(folder, part.manifest_name)
+        manifest = earlier or expected.of_part(part.index, part.count)
+        shards.verify_shards(folder, manifest.shards)
         if not manifest.complete:
-            manifest = write_shards(source, manifest, folder, config.workers, part)
-    seconds = time.perf_counter() - start
+            manifest = write_shards(source, manifest, folder, config.workers)
+    line = summary(folder, manifest, earlier, time.perf_counter() - start)
     if part == WHOLE:
-        return summary(str(folder), manifest, earlier, seconds)
-    line = summary(f"{folder}, part {part.index} of {count}", manifest, earlier, seconds)
-    if left := shards.unfinished_parts(folder, count):
-        return f"{line}\n{folder}: part {', '.join(map(str, left))} of {count} not finished yet"
-    tokens = shards.join_parts(folder, expected, count).tokens
-    return f"{line}\n{folder}: all {count} parts are finished, {tokens:,} tokens"
+        return line
+    left = shards.join_parts(folder, expected, part.count)
+    state = f"part {left} of {part.count} not finished yet" if left else "all parts are finished"
+    return f"{line}\n{folder}: {state}"
 
 
-def download_shards(config: FineWebConfig, part: Part) -> Path:
-    """Download a tokenised data set, or resume that; print what its folder holds, and return it."""
-    start = time.perf_counter()
-    repo = config.source[0].removeprefix(PUBLISHED)
-    if not REPO_NAME.fullmatch(repo):
-        raise ValueError(f"--source {PUBLISHED}{repo} is not {PUBLISHED}OWNER/NAME")
-    if len(config.source) > 1 or part != WHOLE:
-        raise ValueError(f"--source {PUBLISHED}{repo} is downloaded alone, and by one process")
-    for flag in ("name", "shard_size", "workers"):
-        if getattr(config, flag) != getattr(FineWebConfig(), flag):
-            flag = flag.replace("_", "-")
-            raise ValueError(f"--source {PUBLISHED}{repo} is downloaded as it is: drop --{flag}")
+def download_shards(config: FineWebConfig) -> Path:
+    """Download a tokenised data set, or what is missing of it, into the folder that is returned."""
+    source = config.source[0]
+    repo = source.removeprefix(PUBLISHED)
+    check_repo_name("--source hub:", repo)
+    allowed = {name: getattr(config, name) for name in ("data_dir", "revision", "push_to_hub")}
+    if config != FineWebConfig((source,), **allowed):
+        raise ValueError(f"--source {source} takes no other flags than --data-dir and --revision")
     folder = config.data_dir or Path("data") / repo.split("/")[1]
     with folder_lock(folder):
-        earlier = find_manifests(folder).get(WHOLE)
+        earlier = next(iter(find_earlier(folder)), None)
         manifest = published.fetch_shards(repo, config.revision, folder, earlier)
-    unchanged = earlier if manifest is earlier else None
-    print(summary(str(folder), manifest, unchanged, time.perf_counter() - start))
+    print(f"{folder}: {manifest.tokens:,} tokens in {len(manifest.shards)} shards, as in {repo}")
     return folder
 
 
@@ -186,17 +161,13 @@ def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
         raise ValueError(f"another fineweb.py is writing to {folder}: wait for it") from None
 
 
-def find_manifests(folder: Path) -> dict[Part, Manifest]:
-    """The manifest of the data set in a folder; without it, those of the parts that were begun."""
-    whole = Manifest.load(folder)
-    found = {WHOLE: whole} if whole else shards.load_parts(folder)
-    if not found:
-        for kind in ("npy", "bin"):
-            if any(folder.glob(f"*.{kind}")):
-                raise ValueError(
-                    f"{folder} holds .{kind} files that fineweb.py did not make: "
-                    f"choose another --data-dir"
-                )
+def find_earlier(folder: Path) -> list[Manifest]:
+    """The manifests that earlier runs left in a folder; other programs' shards are refused."""
+    found = shards.find_manifests(folder)
+    if not found and any(folder.glob("*.npy")):
+        raise ValueError(
+            f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
+        )
     return found
 
 
@@ -209,19 +180,17 @@ class Progress(NamedTuple):
     skipped: int = 0
 
 
-def write_shards(
-    source: Source, manifest: Manifest, folder: Path, workers: int, part: Part = WHOLE
-) -> Manifest:
+def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int) -> Manifest:
     """Write all shards that `manifest` does not have yet, and return the finished manifest."""
     progress = Progress(**(manifest.progress or {}))
-    writer = ShardWriter(folder, manifest, part)
+    writer = ShardWriter(folder, manifest)
     written = manifest.tokens - progress.tokens  # of the first batch, in finished shards
-    total = source.tokens and source.tokens // part.count
+    total = source.tokens and source.tokens // manifest.part.count
     # A bar only on a terminal, and one for all of torchrun's processes.
     hidden = True if os.environ.get("RANK", "0") != "0" else None
     bar = tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=hidden)
     with bar:
-        documents = source.documents(progress.cursor, part)
+        documents = source.documents(progress.cursor, manifest.part)
         for batch, tokens in tokenize_documents(documents, workers):
             progress = progress._replace(cursor=batch[0].cursor)
             writer.add(
@@ -245,12 +214,8 @@ def write_shards(
 def tokenize_documents(
     documents: Iterable[Document], workers: int
 ) -> Iterator[tuple[list[Document], TokenIds]]:
-    """Encode documents in batches, each document with `END_OF_TEXT` first.
-
-    Yields:
-        Each batch of documents with its (tokens,) uint16; empty documents have no tokens.
-    """
-    in_flight: deque[list[Document]] = deque()
+    """Each batch of documents with its ids, (tokens,) uint16; empty documents have none."""
+    in_flight: deque[list[Document]] = deque()  # not itertools.tee, which keeps 57 used batches
 
     def texts() -> Iterator[list[str]]:
         for batch in _batches(documents):
@@ -276,27 +241,22 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def summary(what: str, manifest: Manifest, earlier: Manifest | None, seconds: float) -> str:
+def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds: float) -> str:
     """The last line: what the folder, or a part, holds, and what this run did."""
-    tokens = manifest.tokens
+    tokens, part = manifest.tokens, manifest.part
+    what = str(folder) if part == WHOLE else f"{folder}, part {part.index} of {part.count}"
     speed = f"{(tokens - (earlier.tokens if earlier else 0)) / seconds:,.0f} tokens/s"
     if earlier is not None and earlier.complete:
         speed = "finished earlier, and unchanged"
-    empty = f" ({manifest.skipped:,} empty left out)" if manifest.skipped else ""
-    return (
-        f"{what}: {_count(manifest.documents, 'document')}{empty}, {_count(tokens, 'token')}, "
-        f"{_count(len(manifest.shards), 'shard')}; {seconds:.1f} s, {speed}"
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
+    if manifest.skipped:
+        documents += f" ({manifest.skipped:,} empty left out)"
+    count = len(manifest.shards)
+    return f"{what}: {documents}, {tokens:,} tokens, {count} shards; {seconds:.1f} s, {speed}"
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     """What `--source` means: the name of its folder in data/, and the function that opens it."""
-    if not config.source:
-        raise ValueError("--source needs a value, such as fineweb-edu or stdlib")
     first = config.source[0]
     if kind := sources.file_type(first):
         paths = sources.local_files(config.source)
@@ -317,18 +277,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         )
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
-    return name, lambda earlier: open_hub(dataset, subset, config.revision, earlier)
-
-
-def open_hub(
-    dataset: str, name: str | None, revision: str | None, earlier: Manifest | None
-) -> Source:
-    """A hub data set at `revision`, by default that of the earlier run, or else the newest."""
-    known = earlier.source.get("revision") if earlier else None
-    revision = revision or known
-    if earlier is None or not earlier.complete or revision != known:
-        revision = resolve_revision(dataset, revision)
-    return sources.hub_source(dataset, name, str(revision))
+    return name, lambda known: sources.hub_source(dataset, subset, config.revision, known)
 
 
 if __name__ == "__main__":

@@ -36,18 +36,16 @@ DOCUMENT_MARK = "\ufdd0"  # stands for END_OF_TEXT: Unicode guarantees that it i
 RELOAD_TOKENS = 1 << 26  # gigatoken caches every word that it sees, up to 1 GB in so many tokens
 BATCHES_AHEAD = 4  # batches that may wait, encoded, while a shard is written
 CHECK_CHARS = 10_000  # of every batch, compared with tiktoken
-# In WORD_PATTERN a word always starts at the whitespace in front of a letter or digit, and what
-# comes before it does not change: so a text may be cut there, and its ids stay the same.
-UP_TO_A_WORD = re.compile(r".*(?=[ \n]\w)", re.DOTALL)
+# A text may be cut before whitespace that something else follows, and its ids stay the same: in
+# WORD_PATTERN a word always starts there, and the whitespace before it is a word of its own.
+# Whitespace is Unicode's White_Space, as in the pattern; Python's own `\s` matches more.
+WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 
 
 @functools.cache
 def gpt2_encoding() -> tiktoken.Encoding:
-    """GPT-2's tokenizer, built from the merges file without network.
-
-    Raises:
-        ValueError: the SHA-256 of that file is not that of GPT-2's.
-    """
+    """GPT-2's tokenizer, built from the merges file without network."""
     return tiktoken.Encoding(
         "gpt2",
         pat_str=WORD_PATTERN,
@@ -87,10 +85,9 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     `<|endoftext|>` inside a text is ordinary text, and lone surrogates become U+FFFD, as in
     tiktoken. The ids depend on the texts alone, not on the encoder, the threads or the batches.
 
-    Args:
-        batches: lists of documents; a few batches are in memory at a time.
-        workers: threads. gigatoken splits texts of megabytes among them (its first batch fixes
-            their number for the process); tiktoken, its replacement, encodes a batch in each.
+    A few batches are in memory at a time. gigatoken splits texts of megabytes among the `workers`,
+    which are threads (its first batch fixes their number for the process); tiktoken, its
+    replacement, encodes a batch in each.
 
     Yields:
         The ids of each batch, in order: (tokens,) uint16.
@@ -158,10 +155,7 @@ class _Encoder:
         lines = [b"%s %d\n" % (base64.b64encode(token), id) for token, id in _read_ranks().items()]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "gpt2.tiktoken"
-            try:
-                path.write_bytes(b"".join(lines))
-            except OSError as error:
-                raise OSError(f"{path}: {error.strerror}; make room there, or set TMPDIR") from None
+            path.write_bytes(b"".join(lines))
             self._tokenizer = self._from_tiktoken(path, "gpt2", {DOCUMENT_MARK: END_OF_TEXT})
         self._tokens_since_load = 0
 
@@ -188,7 +182,7 @@ def _starts_as_tiktoken(tokens: TokenIds, texts: Sequence[str]) -> bool:
     """Whether a batch's ids begin with those that tiktoken gives for its first characters."""
     start = texts[0] if texts else ""
     if len(start) > CHECK_CHARS:
-        found = UP_TO_A_WORD.match(start[:CHECK_CHARS])
-        start = found[0] if found else ""
+        cuts = [0, *(cut.start() for cut in CUT.finditer(start, 0, CHECK_CHARS))]
+        start = start[: cuts[-1]]
     expected = _encode_with_tiktoken([start] if texts else [])
     return np.array_equal(tokens[: len(expected)], expected)

@@ -17,8 +17,7 @@ a shard of that split; where no `.npy` file has, each such `.bin` file of llm.c 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,39 +26,23 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from runtime.files import atomic_write, check_types, is_plain_name, read_json, sha256_of, write_json
+from runtime.files import atomic_write, is_plain_name, read_json, sha256_of, write_json
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
 
 SHARD_DTYPE = np.dtype("<u2")
 SHARD_MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
 MAPPED_SHARDS = 128  # of a split; each mapped file keeps a descriptor, and macOS allows 256
-SPLIT_WORDS: dict[Split, re.Pattern[str]] = {
-    "train": re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])"),  # not in `constrained`
-    "val": re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])"),
-}
-HOW_TO_MAKE_DATA = (
-    "python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no network), "
-    "python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
-)
-MANIFEST_TYPES = {
-    "source": dict,
-    "tokenizer_sha256": str,
-    "shard_size": int,
-    "documents": int,
-    "skipped": int,
-    "complete": bool,
-}
-PROGRESS_TYPES = {"cursor": dict, "tokens": int, "documents": int, "skipped": int}
+TRAIN_WORD = re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])")  # not in `constrained`
+VAL_WORD = re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Part:
     """Part `index` of `count`: a process's share of a source, with files of its own names."""
 
@@ -94,9 +77,6 @@ class ShardInfo:
     def __post_init__(self) -> None:
         if not is_plain_name(self.file):
             raise ValueError(f"{self.file!r} is not the plain name of a file")
-        if self.split not in ("train", "val"):
-            raise ValueError(f"{self.file}: split is {self.split!r}, not 'train' or 'val'")
-        check_types(vars(self), {"tokens": int, "sha256": str})
 
 
 @dataclass(frozen=True)
@@ -116,98 +96,74 @@ class Manifest:
     """Empty documents, which have no tokens."""
     complete: bool = False
     progress: dict[str, Any] | None = None
-    """Where an interrupted run resumes, see `PROGRESS_TYPES`; None once complete."""
-    format: int = MANIFEST_FORMAT
-
-    def __post_init__(self) -> None:
-        check_types(vars(self), MANIFEST_TYPES)
-        if self.progress is not None:
-            check_types(vars(self), {"progress": dict})
-            check_types(self.progress, PROGRESS_TYPES)
+    """Where an interrupted run resumes, see `fineweb.Progress`; None once complete."""
+    format: int = 1
 
     @property
     def tokens(self) -> int:
         """Tokens in finished shards."""
         return sum(shard.tokens for shard in self.shards)
 
-    def of_part(self, part: Part) -> "Manifest":
-        """The same data set's manifest of one part."""
-        if part.count == 1:
-            return self
-        return replace(self, source={**self.source, "part": part.index, "parts": part.count})
+    @property
+    def part(self) -> Part:
+        """The part that it is of, or `WHOLE`."""
+        return Part(self.source.get("part", 0), self.source.get("parts", 1))
 
-    def save(self, folder: Path, part: Part = WHOLE) -> None:
+    def of_part(self, index: int, count: int) -> "Manifest":
+        """The same data set's manifest of a part."""
+        if count == 1:
+            return self
+        return replace(self, source={**self.source, "part": index, "parts": count})
+
+    def save(self, folder: Path) -> None:
         """Write the data set's manifest, or a part's, atomically."""
-        write_json(folder / part.manifest_name, asdict(self))
+        write_json(folder / self.part.manifest_name, asdict(self))
 
     @classmethod
-    def load(cls, folder: Path, part: Part = WHOLE) -> "Manifest | None":
-        """Read the data set's manifest, or a part's; None if there is none.
-
-        Raises:
-            ValueError: the file is not a manifest of this format.
-        """
-        path = folder / part.manifest_name
+    def load(cls, folder: Path, name: str = SHARD_MANIFEST) -> "Manifest | None":
+        """Read the data set's manifest, or a part's; None if there is none."""
+        path = folder / name
         if not path.is_file():
             return None
         values = read_json(path)
         try:
-            if values["format"] != MANIFEST_FORMAT:
-                raise ValueError(f"format {values['format']} is not {MANIFEST_FORMAT}")
             values["shards"] = tuple(ShardInfo(**shard) for shard in values["shards"])
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a shard manifest: {error}") from None
 
 
-def load_parts(folder: Path) -> dict[Part, Manifest]:
-    """The manifests of the parts of a data set that were begun in a folder, in order."""
-    names = (
-        re.fullmatch(r"part_(\d+)_of_(\d+)\.json", path.name) for path in folder.glob("part_*")
-    )
-    parts = sorted(Part(int(name[1]), int(name[2])) for name in names if name)
-    manifests = {part: Manifest.load(folder, part) for part in parts}
-    return {part: manifest for part, manifest in manifests.items() if manifest is not None}
+def find_manifests(folder: Path) -> list[Manifest]:
+    """The manifest of the data set in a folder; without it, those of the parts that were begun."""
+    names = [SHARD_MANIFEST]
+    if not (folder / SHARD_MANIFEST).is_file():
+        names = sorted(path.name for path in folder.glob("part_*_of_*.json"))
+    return [manifest for name in names if (manifest := Manifest.load(folder, name))]
 
 
-def unfinished_parts(folder: Path, count: int) -> list[int]:
-    """The parts of `count` that are missing or not finished."""
-    found = load_parts(folder)
-    done = [part.index for part, manifest in found.items() if manifest.complete]
-    return [index for index in range(count) if index not in done]
+def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
+    """Write a data set's manifest once its `count` parts are finished; returns those that are not.
 
-
-def join_parts(folder: Path, manifest: Manifest, count: int) -> Manifest:
-    """Write the manifest of a data set whose parts are all finished; no shard is copied.
-
-    Args:
-        folder: holds the parts' shards and manifests.
-        manifest: of the data set, without shards.
-        count: how many parts it has.
+    The shards stay where they are. `manifest` says what the data set is, and has no shards.
     """
-    if left := unfinished_parts(folder, count):
-        raise ValueError(
-            f"{folder}: part {', '.join(map(str, left))} of {count} not finished: "
-            f"give the same command with --part {left[0]} first"
-        )
-    parts = load_parts(folder)
-    for part, found in parts.items():
-        check_same_dataset(folder, found, manifest.of_part(Part(part.index, count)))
-    manifest = replace(
-        manifest,
-        shards=tuple(shard for part in parts.values() for shard in part.shards),
-        documents=sum(part.documents for part in parts.values()),
-        skipped=sum(part.skipped for part in parts.values()),
-        complete=True,
-    )
-    manifest.save(folder)
-    return manifest
+    parts = [Manifest.load(folder, Part(i, count).manifest_name) for i in range(count)]
+    done = [part for part in parts if part is not None and part.complete]
+    for part in done:
+        check_same_dataset(folder, part, manifest.of_part(part.part.index, count))
+    if len(done) == count:
+        replace(
+            manifest,
+            shards=tuple(shard for part in done for shard in part.shards),
+            documents=sum(part.documents for part in done),
+            skipped=sum(part.skipped for part in done),
+            complete=True,
+        ).save(folder)
+    return sorted({*range(count)} - {part.part.index for part in done})
 
 
 def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
     """Refuse to mix two data sets in one folder."""
-    files_read = None if found.progress is None else found.progress["cursor"].get("file")
-    was, asked = _fixed_values(found, files_read), _fixed_values(expected, files_read)
+    was, asked = _fixed_values(found), _fixed_values(expected)
     for name in was | asked:
         if was.get(name) != asked.get(name):
             raise ValueError(
@@ -216,26 +172,12 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
             )
 
 
-def _fixed_values(manifest: Manifest, files_read: int | None) -> dict[str, Any]:
+def _fixed_values(manifest: Manifest) -> dict[str, Any]:
     """The values, by name, that must be the same when a run is resumed."""
-    # After the first `files_read` files, a size may change: the user may have repaired a bad row.
-    values = {key: value for key, value in manifest.source.items() if key != "files"}
-    for i, file in enumerate(manifest.source.get("files", [])):
-        size = "" if files_read is not None and i >= files_read else f" of {file['bytes']} bytes"
-        values[f"file {i + 1}"] = file["name"] + size
-    return values | {"shard size": manifest.shard_size, "tokenizer": manifest.tokenizer_sha256}
-
-
-@contextmanager
-def _naming_full_disk(folder: Path) -> Iterator[None]:
-    """Name the folder that cannot be written: the error of a full disk names no file."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{folder} cannot be written ({error.strerror or error}), perhaps its disk is full; "
-            "finished shards stay: give the same command again to resume"
-        ) from None
+    source = {name: value for name, value in manifest.source.items() if name != "files"}
+    files = {f"file {i}": file for i, file in enumerate(manifest.source.get("files", ()), 1)}
+    settings = {"shard size": manifest.shard_size, "tokenizer": manifest.tokenizer_sha256}
+    return source | files | settings
 
 
 class ShardWriter:
@@ -243,30 +185,21 @@ class ShardWriter:
 
     The first shard is the validation split. Nothing is written before there are two full shards,
     so that a smaller corpus can be split into `SMALL_VAL_FRACTION` validation and the rest
-    training. At most two shards of tokens are in memory.
+    training. At most two shards of tokens are in memory. Of the parts of a data set, only the first
+    has a validation split; the others may have no tokens at all.
 
-    Args:
-        folder: gets the shards and the manifest.
-        manifest: of a new data set, or of an unfinished one, whose next tokens are then added.
-        part: whose names the files get. Only the first part has a validation split; the others may
-            have no tokens at all.
+    An unfinished data set's manifest has shards already; its next tokens are then to be added.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, part: Part = WHOLE) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.part = part
-        self._splits = part.index == 0 and not manifest.shards
+        self._splits = manifest.part.index == 0 and not manifest.shards
         self._buffer = np.empty((2 if self._splits else 1) * manifest.shard_size, SHARD_DTYPE)
         self._filled = 0
 
     def add(self, tokens: TokenArray, **progress: Any) -> None:  # noqa: ANN401 - fields' values
-        """Append tokens and write every shard that they fill.
-
-        Args:
-            tokens: (tokens,) uint16.
-            progress: values for the manifest that records a shard of these tokens.
-        """
+        """Append tokens and write every shard that they fill; the manifest then has `progress`."""
         finished = len(self.manifest.shards)
         while len(tokens):
             taken = tokens[: len(self._buffer) - self._filled]
@@ -304,8 +237,8 @@ class ShardWriter:
 
     def _write(self, split: Split, tokens: TokenArray) -> None:
         number = len(self.manifest.shards)
-        path = self.folder / f"{split}_{self.part.prefix}{number:06}.npy"
-        with _naming_full_disk(self.folder), atomic_write(path) as file:
+        path = self.folder / f"{split}_{self.manifest.part.prefix}{number:06}.npy"
+        with atomic_write(path) as file:
             # Not np.save: it ignores an error of its last write, which a full disk causes.
             header = np.lib.format.header_data_from_array_1_0(tokens)
             np.lib.format.write_array_header_1_0(file, header)
@@ -315,18 +248,14 @@ class ShardWriter:
 
     def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
         self.manifest = replace(self.manifest, **values)
-        with _naming_full_disk(self.folder):
-            self.manifest.save(self.folder, self.part)
+        self.manifest.save(self.folder)
 
 
 class TokenShards:
     """All shards of one split, memory-mapped, read as one long array of tokens.
 
-    Args:
-        paths: the shard files, in order; each must be a 1-D uint16 `.npy` array, or a `.bin` file
-            of llm.c or nanoGPT.
-        fingerprint: a hash that changes when the tokens do; without a manifest, when the files'
-            names, sizes or first 64 KiB do.
+    The fingerprint changes when the tokens do; without a manifest, when the files' names, sizes or
+    first 64 KiB do.
     """
 
     def __init__(self, paths: list[Path], fingerprint: str) -> None:
@@ -341,20 +270,8 @@ class TokenShards:
         """Tokens in all shards of the split."""
         return int(self.offsets[-1])
 
-    def describe(self) -> list[str]:
-        """Lines that are the same wherever the same tokens lie under the same path."""
-        files = zip(self.paths, self.lengths, strict=True)
-        return [
-            *(f"{path} of {length:,} tokens" for path, length in files),
-            f"fingerprint {self.fingerprint}",
-        ]
-
     def read(self, start: int, count: int) -> TokenArray:
-        """Copy tokens [start, start + count), across shard edges where need be.
-
-        Returns:
-            (count,) uint16.
-        """
+        """Copy tokens [start, start + count), across shard edges where need be: uint16."""
         tokens = np.empty(count, SHARD_DTYPE)
         filled = 0
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -384,25 +301,21 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
 
     Hashes and ids are not read here: `verify_shards` compares the hashes with the manifest's, and
     the loader checks every id that it reads. A shard may be a link to another disk.
-
-    Raises:
-        FileNotFoundError: the folder or the split is missing; the message names other data folders.
-        ValueError: the data set is unfinished, or a shard is damaged.
     """
     folder = Path(folder)
-    manifest = Manifest.load(folder)
-    if manifest is not None and not manifest.complete:
+    manifests = find_manifests(folder)
+    if manifests and not (manifests[0].part == WHOLE and manifests[0].complete):
         raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")
-    if manifest is None and (parts := load_parts(folder)):
-        count = next(iter(parts)).count
-        raise ValueError(
-            f"{folder} is not finished: finish its {count} parts, then run python fineweb.py "
-            f"with --parts {count} and no --part"
-        )
-    infos = [shard for shard in manifest.shards if shard.split == split] if manifest else []
-    paths = [folder / info.file for info in infos] if manifest else _find_shards(folder, split)
+    infos = [info for found in manifests for info in found.shards if info.split == split]
+    paths = [folder / info.file for info in infos] if manifests else _find_shards(folder, split)
     if not paths:
-        raise FileNotFoundError(_explain_missing(folder, split))
+        missing = f"no data folder {folder}"
+        if folder.is_dir():
+            missing = f"{folder} has no {split} shards"
+        raise FileNotFoundError(
+            f"{missing}; python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no "
+            f"network), python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
+        )
     shards = TokenShards(paths, _fingerprint(infos, paths))
     for info, length in zip(infos, shards.lengths, strict=False):  # no infos without a manifest
         if length != info.tokens:
@@ -417,42 +330,27 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
     """Check shards of a data folder against their entries in the manifest, byte for byte."""
     for info in infos:
         path = folder / info.file
-        remedy = f"delete {folder} and run python fineweb.py again"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: {remedy}")
-        if sha256_of(path) != info.sha256:
-            raise ValueError(f"{path} has changed since it was written: {remedy}")
+        if not path.is_file() or sha256_of(path) != info.sha256:
+            raise ValueError(
+                f"{path} has changed since it was written, or is gone: delete {folder}, or only "
+                f"this shard if it was downloaded, and run python fineweb.py again"
+            )
 
 
 def _find_shards(folder: Path, split: Split) -> list[Path]:
     """The shards of a folder without a manifest, by their names, such as `a_train000.bin`."""
     for kind in ("npy", "bin"):
         files = sorted(folder.glob(f"*.{kind}"))
-        words = SPLIT_WORDS.values()
-        train, val = ([path for path in files if word.search(path.name)] for word in words)
-        if both := set(train) & set(val):
-            raise ValueError(f"{min(both)} names both splits, train and val: rename it")
+        val = [path for path in files if VAL_WORD.search(path.name)]
+        train = [path for path in files if TRAIN_WORD.search(path.name) and path not in val]
         if (train or val) and kind == "bin" and (folder / NANOGPT_VOCABULARY).exists():
             raise ValueError(
-                f"{folder / NANOGPT_VOCABULARY} says that the .bin files have a vocabulary of "
-                f"their own: only GPT-2's tokens can be read, make them of the text by "
-                f"python fineweb.py"
+                f"{folder / NANOGPT_VOCABULARY} gives the .bin files a vocabulary of their own, "
+                f"not GPT-2's: make shards of the text by python fineweb.py"
             )
         if train or val:
             return train if split == "train" else val
     return []
-
-
-def _explain_missing(folder: Path, split: Split) -> str:
-    """Why `folder` has no shards of a split, and what to do."""
-    missing = f"no data folder {folder}"
-    if folder.is_dir():
-        missing = f"{folder} has no {split} shards (such as {split}_000000.npy)"
-    near = [path for at in (folder, folder.parent) for path in sorted(at.glob("*/*train*.*"))]
-    shards = [path for path in near if path.suffix in (".npy", ".bin")]
-    others = dict.fromkeys(str(path.parent) for path in shards if path.parent != folder)
-    found = ", ".join([*others][:5])
-    return f"{missing}{found and f'; found {found}'}; {HOW_TO_MAKE_DATA}"
 
 
 def _map_shard(path: Path) -> TokenArray:
@@ -476,16 +374,10 @@ def _map_bin(path: Path) -> TokenArray:
     size, offset = path.stat().st_size, 0
     with path.open("rb") as file:
         header = file.read(LLM_C_HEADER_BYTES)
+    expected = size // SHARD_DTYPE.itemsize
     if header.startswith(LLM_C_MAGIC):
-        offset = LLM_C_HEADER_BYTES
-        _, version, tokens = np.frombuffer(header.ljust(offset, b"\0"), "<i4", 3).tolist()
-        expected = offset + SHARD_DTYPE.itemsize * tokens
-        if version != 1 or size != expected:
-            raise ValueError(
-                f"{path} is of llm.c's format, version {version}, and has {size:,} bytes: only "
-                f"version 1 is read, and by the header it has {expected:,}; copy it again"
-            )
-    if size <= offset or size % SHARD_DTYPE.itemsize:
+        offset, expected = LLM_C_HEADER_BYTES, int.from_bytes(header[8:12], "little")
+    if not expected or size != offset + expected * SHARD_DTYPE.itemsize:
         raise ValueError(f"{path} has {size:,} bytes, which are no uint16 tokens: copy it again")
     return np.memmap(path, SHARD_DTYPE, "r", offset)
 

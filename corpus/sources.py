@@ -9,21 +9,20 @@ import codecs
 import glob
 import hashlib
 import io
-import itertools
 import json
 import os
 import platform
 import re
-import shlex
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
-from runtime.hub import explain_hub_errors
+from runtime.hub import explain_hub_errors, resolve_revision
+from tokenizer import CUT
 
 if TYPE_CHECKING:
     import pyarrow
@@ -31,18 +30,9 @@ if TYPE_CHECKING:
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 FILE_TYPES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
-STREAM_REMEDY = (
-    "finished shards stay, and the same command resumes; if that fails again, the file is damaged "
-    "or gone: choose another --name or --revision, with another --data-dir"
-)
+NO_UTF8 = "invalid UTF-8; if it is Latin-1, convert it by iconv -f latin1 -t utf-8 FILE > NEW_FILE"
 TABLE_ROWS = 256  # rows that are read together
 BLOCK_BYTES = 1 << 20  # read together, and about what is tokenised together of a plain text
-# A text may be cut before whitespace that something else follows, and its ids stay the same: in
-# GPT-2's pattern a word always starts there, and the whitespace before it is a word of its own.
-# Whitespace is Unicode's White_Space, as in the pattern; Python's own `\s` matches more.
-WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
-
 # Folders of the standard library that are not its own code, and tests, which are half of its text.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -83,65 +73,24 @@ class Source:
         """Read a part from the document with `cursor` on, or from its start."""
         files = self.open_files()
         if part.count > len(files):
-            raise ValueError(
-                f"{part.count} parts of {len(files)} files: a part takes whole files, "
-                f"so {len(files)} parts are the most that work"
-            )
+            raise ValueError(f"--parts {part.count}: more than the source has files, {len(files)}")
         start, stop = (len(files) * i // part.count for i in (part.index, part.index + 1))
-        first, skipped = (start, 0) if cursor is None else _parse_cursor(cursor, range(start, stop))
+        first, skipped = (start, 0) if cursor is None else (cursor["file"], cursor["text"])
         for number in range(first, stop):
-            file, texts = files[number], enumerate(files[number].read())
-            if number == first and sum(1 for _ in itertools.islice(texts, skipped)) < skipped:
-                raise _wrong_cursor(cursor)
-            for i, text in texts:
-                place = {"file": number, "text": i}
-                yield Document(text, place, begins=i == 0 or not file.is_document)
+            file = files[number]
+            for i, text in enumerate(file.read()):
+                if number > first or i >= skipped:
+                    place = {"file": number, "text": i}
+                    yield Document(text, place, begins=i == 0 or not file.is_document)
 
 
-def _parse_cursor(cursor: Cursor, files: range) -> tuple[int, int]:
-    """The numbers of the file and of the text to begin with."""
-    file, text = cursor.get("file"), cursor.get("text")
-    if type(file) is not int or type(text) is not int or file not in files or text < 0:
-        raise _wrong_cursor(cursor)
-    return file, text
-
-
-def _wrong_cursor(cursor: Cursor | None) -> ValueError:
-    return ValueError(
-        f"the manifest resumes at {cursor}, which is no place in this source: "
-        f"choose another --data-dir, or delete it"
-    )
-
-
-def text_source(name: str, texts: Callable[[], Iterable[str]]) -> Source:
-    """The texts that a function yields, as one file.
-
-    Args:
-        name: of `--source`, and in the manifest.
-        texts: called, it gives the documents' texts, always the same ones in the same order.
-    """
-    return Source({"kind": name}, lambda: [SourceFile(texts)])
-
-
-def file_source(
-    paths: list[Path], identity: dict[str, Any] | None = None, errors: str = "strict"
-) -> Source:
-    """Local files, in order.
-
-    Args:
-        paths: .parquet, .jsonl, .jsonl.gz and .jsonl.zst files with a `text` in each row; any other
-            is one plain text.
-        identity: for the manifest; by default the files' names and sizes.
-        errors: what to do with invalid UTF-8 in plain texts: `strict` or `replace`.
-    """
-    stats = [path.stat() for path in paths]
+def file_source(paths: list[Path], identity: dict[str, Any] | None = None) -> Source:
+    """Local files, in order; those that are of none of `FILE_TYPES` are plain texts."""
     files = [
-        SourceFile(partial(read_file, path, stat, errors), file_type(path) in ("", ".txt"))
-        for path, stat in zip(paths, stats, strict=True)
+        SourceFile(partial(read_file, path, path.stat()), file_type(path) in ("", ".txt"))
+        for path in paths
     ]
-    sizes = [
-        {"name": path.name, "bytes": stat.st_size} for path, stat in zip(paths, stats, strict=True)
-    ]
+    sizes = [{"name": path.name, "bytes": path.stat().st_size} for path in paths]
     return Source(identity or {"kind": "files", "files": sizes}, lambda: files)
 
 
@@ -167,7 +116,7 @@ def stdlib_source() -> Source:
         "modules": len(names),
         "sha256 of names and sizes": digest.hexdigest(),
     }
-    return file_source([root / name for name in names], identity, errors="replace")
+    return file_source([root / name for name in names], identity)
 
 
 def file_type(path: Path | str) -> str:
@@ -191,7 +140,7 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     return paths
 
 
-def read_file(path: Path, opened: os.stat_result, errors: str = "strict") -> Iterator[str]:
+def read_file(path: Path, opened: os.stat_result) -> Iterator[str]:
     """The texts of a local file; at its end, refuse it if it has changed since it was `opened`."""
     kind = file_type(path)
     if kind == ".parquet":
@@ -199,13 +148,12 @@ def read_file(path: Path, opened: os.stat_result, errors: str = "strict") -> Ite
     elif kind.startswith(".jsonl"):
         yield from read_jsonl(path)
     else:
-        yield from read_plain(path, errors)
+        yield from read_plain(path)
     now = path.stat()
     if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
         raise ValueError(
-            f"{path} was changed while it was read: wait until it is finished; then, if text was "
-            f"only added at its end, the same command resumes, otherwise choose another "
-            f"--data-dir, or delete it"
+            f"{path} was changed while it was read: once it is finished, delete the data folder "
+            f"and begin again"
         )
 
 
@@ -215,9 +163,9 @@ def read_parquet(path: Path) -> Iterator[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            _check_text_field(file.schema_arrow.names, f"{path}, row 1")
+            _check_text_field(file.schema_arrow.names, str(path))
             yield from _column_texts(file.iter_batches(TABLE_ROWS, columns=["text"]), str(path))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
 
 
@@ -227,8 +175,8 @@ def read_jsonl(path: Path) -> Iterator[str]:
         with _open_lines(path) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _parse_line(line, path, number)
-    except (OSError, EOFError) as error:
+                    yield _parse_line(line, f"{path}, line {number}")
+    except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): is it complete?") from None
 
 
@@ -240,21 +188,20 @@ def _open_lines(path: Path) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(path), BLOCK_BYTES)  # decompresses by suffix
 
 
-def _parse_line(line: bytes, path: Path, number: int) -> str:
-    where = f"{path}, line {number}"
+def _parse_line(line: bytes, where: str) -> str:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise _invalid_utf8(where, path, error) from None
-    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {NO_UTF8} ({error.reason})") from None
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
     _check_text_field(value if isinstance(value, dict) else (), where)
     return _string(value["text"], where)
 
 
-def read_plain(path: Path, errors: str = "strict") -> Iterator[str]:
-    """A plain text in blocks whose tokens, joined, are those of the whole (see `CUT`)."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors)  # open() decodes 8 KB at a time
+def read_plain(path: Path) -> Iterator[str]:
+    """A plain text in blocks whose tokens, joined, are those of the whole (see `tokenizer.CUT`)."""
+    decoder = codecs.getincrementaldecoder("utf-8")()  # open() decodes 8 KB at a time
     rest = ""
     try:
         with path.open("rb") as file:
@@ -265,25 +212,13 @@ def read_plain(path: Path, errors: str = "strict") -> Iterator[str]:
                     rest = rest[cut.start() :]
         yield rest + decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        raise _invalid_utf8(str(path), path, error) from None
+        raise ValueError(f"{path}: {NO_UTF8} ({error.reason})") from None
 
 
-def _invalid_utf8(where: str, path: Path, error: UnicodeDecodeError) -> ValueError:
-    compressed = path.suffix in (".gz", ".zst")
-    plain = path.with_suffix("") if compressed else path
-    target = plain.with_suffix(".utf8" + plain.suffix)
-    return ValueError(
-        f"{where}: invalid UTF-8 ({error.reason}); if it is Latin-1, "
-        f"{'decompress it, and ' if compressed else ''}convert it: "
-        f"iconv -f latin1 -t utf-8 {shlex.quote(str(plain))} > {shlex.quote(str(target))}"
-    )
-
-
-def _check_text_field(names: Iterable[str], where: str) -> None:
-    found = list(names)
-    if "text" not in found:
-        has = f"it has {', '.join(found)}" if found else "it has no fields"
-        raise ValueError(f"{where}: no `text`, the field that documents are read from; {has}")
+def _check_text_field(names: Collection[str], where: str) -> None:
+    if "text" not in names:
+        has = ", ".join(names) or "no fields"
+        raise ValueError(f"{where}: no `text`, the field of a document; it has {has}")
 
 
 def _string(value: object, where: str) -> str:
@@ -296,36 +231,32 @@ def _column_texts(tables: Iterable[Any], origin: str) -> Iterator[str]:
     """The strings of the column `text` of Arrow tables, whose rows are counted from 1."""
     row = 0
     for table in tables:
-        _check_text_field(table.schema.names, f"{origin}, row {row + 1}")
+        _check_text_field(table.schema.names, origin)
         for value in table.column("text"):
             row += 1
-            where = f"{origin}, row {row}"
-            try:
-                yield _string(value.as_py(), where)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: invalid UTF-8 ({error.reason})") from None
+            yield _string(value.as_py(), f"{origin}, row {row}")
 
 
-def hub_source(dataset: str, name: str | None, revision: str) -> Source:
-    """A data set of the Hugging Face hub at one commit, streamed.
+def hub_source(dataset: str, name: str | None, revision: str | None, known: str | None) -> Source:
+    """A data set of the Hugging Face hub (OWNER/NAME, configuration), streamed.
 
-    Args:
-        dataset: OWNER/NAME.
-        name: its configuration.
-        revision: a commit.
+    It is read at `revision`, by default the `known` commit of an earlier run, or else the newest.
     """
+    commit = known
+    if known is None or revision not in (None, known):
+        commit = resolve_revision(dataset, revision)
 
     def open_files() -> list[SourceFile]:
         import datasets
 
-        with explain_hub_errors(f"reading {dataset} failed", STREAM_REMEDY):
+        with explain_hub_errors(f"reading {dataset} failed"):
             stream = datasets.load_dataset(
-                dataset, name, split="train", streaming=True, revision=revision
+                dataset, name, split="train", streaming=True, revision=commit
             )
         origins = [f"{dataset}, file {number + 1}" for number in range(stream.num_shards)]
         return [SourceFile(partial(read_stream, stream, i, at)) for i, at in enumerate(origins)]
 
-    identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": revision}
+    identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": commit}
     billions = re.fullmatch(r"sample-(\d+)BT", name or "")
     tokens = int(billions[1]) * 10**9 if billions and dataset in FINEWEB.values() else None
     return Source(identity, open_files, tokens)
@@ -339,14 +270,14 @@ def read_stream(stream: "IterableDataset", number: int, origin: str) -> Iterator
 def _stream_tables(
     stream: "IterableDataset", number: int, origin: str
 ) -> Iterator["pyarrow.Table"]:
-    with explain_hub_errors(f"reading {origin} failed", STREAM_REMEDY):
+    with explain_hub_errors(f"reading {origin} failed"):
         file = stream.shard(stream.num_shards, number, contiguous=True)
         yield from file.with_format("arrow").iter(batch_size=TABLE_ROWS)
 
 
 # What `--source NAME` opens. To add a source, write a generator function that yields the texts of
 # its documents, always the same ones in the same order, and add a line here: its NAME and
-# `lambda: text_source("NAME", the_function)`.
+# `lambda: Source({"kind": "NAME"}, lambda: [SourceFile(the_function)])`.
 SOURCES: dict[str, Callable[[], Source]] = {
     "stdlib": stdlib_source,
 }

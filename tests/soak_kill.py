@@ -19,7 +19,7 @@ from conftest import ROOT, TINY_RUN, torchrun
 
 sys.path.insert(0, str(ROOT))
 
-from test_fineweb import contents, start_fineweb, texts_of, write_jsonl
+from test_fineweb import contents, start_fineweb, texts_of, write_texts
 
 from corpus.shards import SHARD_MANIFEST, Manifest, verify_shards
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint
@@ -92,7 +92,7 @@ class TokenizeSoak(Soak):
     """Kill fineweb.py."""
 
     def prepare(self):
-        write_jsonl(self.folder / "a.jsonl", texts_of(20_000))
+        write_texts(self.folder / "a.jsonl", texts_of(20_000))
         self.whole = self.folder / "whole"
         start = time.monotonic()
         self.finish("whole")

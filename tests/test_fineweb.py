@@ -1,11 +1,9 @@
 """Text to shards: the same bytes from every source, encoder and interrupted run."""
 
-import glob
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +20,7 @@ from hypothesis import strategies as st
 import fineweb
 from corpus import sources
 from corpus.shards import Manifest, Part, open_shards
-from corpus.sources import Source, SourceFile, file_source, read_plain, read_stream
+from corpus.sources import Source, SourceFile, file_source, read_plain
 from fineweb import FineWebConfig, tokenize_documents
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
@@ -62,21 +60,18 @@ def texts_of(count, seed=0):
     return texts
 
 
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
-    return path
-
-
-def compress(path):
-    """Replace a file by its compressed form, of two members that are cut anywhere."""
-    content, kind = path.read_bytes(), {".gz": "gzip", ".zst": "zstd"}[path.suffix]
-    halves = content[: len(content) // 2], content[len(content) // 2 :]
-    path.write_bytes(b"".join(pa.compress(half, kind, asbytes=True) for half in halves))
-    return path
-
-
-def write_parquet(path, texts, **options):
-    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, **options)
+def write_texts(path, texts):
+    """A source of the kind that its name says; compressed, it has two members, cut anywhere."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path)
+        return path
+    content = "\n".join(texts).encode()
+    if path.suffix != ".txt":
+        content = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+    if codec := {".gz": "gzip", ".zst": "zstd"}.get(path.suffix):
+        halves = content[: len(content) // 2], content[len(content) // 2 :]
+        content = b"".join(pa.compress(half, codec, asbytes=True) for half in halves)
+    path.write_bytes(content)
     return path
 
 
@@ -97,10 +92,10 @@ def tokens_of(folder):
     return np.concatenate([np.load(folder / shard.file) for shard in manifest.shards]).tolist()
 
 
-def start_fineweb(folder, *flags, kill_at=0, hide=False, root=ROOT, environment=None, **options):
+def start_fineweb(folder, *flags, kill_at=0, hide=False, environment=None, **options):
     """Start fineweb.py in `folder`, in a process of its own."""
     script = folder / "driver.py"
-    script.write_text(DRIVER.format(root=str(root), hide=bool(hide)))
+    script.write_text(DRIVER.format(root=str(ROOT), hide=bool(hide)))
     return subprocess.Popen(
         [sys.executable, str(script), *map(str, flags)],
         env={**os.environ, "KILL_AT": str(kill_at), **(environment or {})},
@@ -119,15 +114,6 @@ def run_driver(folder, *flags, **options):
 
 def assert_killed(done):
     assert done.returncode == -signal.SIGKILL, done.stderr
-
-
-def mtimes(folder):
-    """When each shard of an unfinished run was written; there are more than two."""
-    manifest = Manifest.load(folder)
-    assert not manifest.complete
-    assert len(manifest.shards) > 2
-    paths = [folder / shard.file for shard in manifest.shards]
-    return {path: path.stat().st_mtime_ns for path in paths}
 
 
 @pytest.fixture
@@ -151,8 +137,8 @@ def make(monkeypatch, capsys, tmp_path):
 
 def test_main_writes_the_tokens_of_every_document(make, tmp_path):
     texts = texts_of(200)
-    write_jsonl(tmp_path / "a1.jsonl", texts[:80])
-    write_jsonl(tmp_path / "a2.jsonl", texts[80:])
+    write_texts(tmp_path / "a1.jsonl", texts[:80])
+    write_texts(tmp_path / "a2.jsonl", texts[80:])
     line = make("--source", "a*.jsonl", "--data-dir", "d", "--shard-size", 1500)
     assert tokens_of(Path("d")) == reference(texts)
     manifest = Manifest.load(Path("d"))
@@ -166,16 +152,12 @@ def test_main_writes_the_tokens_of_every_document(make, tmp_path):
     assert 0 < sizes[-1] <= 1500
     assert [shard.split for shard in manifest.shards] == ["val"] + ["train"] * (len(sizes) - 1)
     assert str(tmp_path) not in Path("d/manifest.json").read_text()
-    assert re.fullmatch(
-        rf"d: 199 documents \(1 empty left out\), {sum(sizes):,} tokens, "
-        rf"{len(sizes)} shards; \d+\.\d s, [\d,]+ tokens/s",
-        line,
-    )
+    assert line.startswith(f"d: 199 documents (1 empty left out), {sum(sizes):,} tokens, ")
 
 
 @pytest.mark.parametrize("hide", [False, True], ids=["gigatoken", "tiktoken"])
 def test_main_gives_the_same_bytes_however_it_encodes(make, tmp_path, hide):
-    source = write_parquet(tmp_path / "a.parquet", texts_of(300))
+    source = write_texts(tmp_path / "a.parquet", texts_of(300))
     flags = ["--source", source, "--shard-size", 2000]
     make(*flags, "--data-dir", "one", "--workers", 1)
     done = run_driver(tmp_path, *flags, "--data-dir", "two", "--workers", 3, hide=hide)
@@ -193,14 +175,15 @@ def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
 
 
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
-    flags = ["--source", write_jsonl(tmp_path / "a.jsonl", ["text"]), "--data-dir", "."]
-    (tmp_path / ".mine.tmp").write_text("")
-    np.save(tmp_path / "train.npy", np.zeros(5, np.uint16))
-    with pytest.raises(ValueError, match=r"\.npy files that fineweb\.py did not make"):
-        make(*flags)
-    (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a shard manifest"):
-        make(*flags)
+    flags = ["--source", write_texts(tmp_path / "a.jsonl", ["text"]), "--data-dir", "."]
+    for name, content, message in [
+        ("train.npy", "", r"\.npy files that fineweb\.py did not make"),
+        ("manifest.json", "{}", "not a shard manifest"),
+    ]:
+        (tmp_path / name).write_text(content)
+        (tmp_path / ".mine.tmp").touch()
+        with pytest.raises(ValueError, match=message):
+            make(*flags)
     assert contents(tmp_path).keys() == {"train.npy", "manifest.json", "a.jsonl"}
     assert (tmp_path / ".mine.tmp").exists()
 
@@ -210,52 +193,44 @@ def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt", "jsonl.gz"])
 def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kind):
-    texts = texts_of(200)
-    source = tmp_path / f"a.{kind}"
-    if kind == "txt":
-        source.write_text("\n".join(texts), encoding="utf-8")
-    else:
-        {"parquet": write_parquet}.get(kind, write_jsonl)(source, texts)
-    if kind.endswith(("gz", "zst")):
-        compress(source)
+    source = write_texts(tmp_path / f"a.{kind}", texts_of(200))
     flags = ["--source", source, "--shard-size", 1000]
     make(*flags, "--data-dir", "whole")
     # Before the first manifest, the first two shards and their manifest; then further on.
     for kill_at in (1, 2, 4, 9) if kind == "jsonl" else (9,):
         assert_killed(run_driver(tmp_path, *flags, "--data-dir", "killed", kill_at=kill_at))
-        assert list((tmp_path / "killed").glob(".*.tmp"))
-    finished = mtimes(tmp_path / "killed")
+        assert list(Path("killed").glob(".*.tmp"))
+    finished = {path: path.stat().st_mtime_ns for path in Path("killed").glob("*.npy")}
+    assert len(finished) > 2
     with pytest.raises(ValueError, match="not finished"):
-        open_shards(tmp_path / "killed", "train")
+        open_shards("killed", "train")
     make(*flags, "--data-dir", "killed")
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    assert not list((tmp_path / "killed").glob(".*.tmp"))
+    assert contents(Path("killed")) == contents(Path("whole"))
+    assert not list(Path("killed").glob(".*.tmp"))
     assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not made again
 
 
 def test_main_leaves_a_finished_data_set_as_it_is(make, tmp_path):
-    flags = ["--source", write_jsonl(tmp_path / "a.jsonl", texts_of(50))]
+    flags = ["--source", write_texts(tmp_path / "a.jsonl", texts_of(50))]
     make(*flags)
     before = {path: path.stat().st_mtime_ns for path in Path("data/a").iterdir()}
     assert "finished earlier" in make(*flags)
     assert {path: path.stat().st_mtime_ns for path in Path("data/a").iterdir()} == before
     shard = Path("data/a/train_000001.npy")
-    damaged = bytearray(shard.read_bytes())
-    damaged[-1] ^= 1
-    shard.write_bytes(damaged)
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\1\1")
     with pytest.raises(ValueError, match=r"train_000001\.npy has changed"):
         make(*flags)
 
 
 def test_main_refuses_other_data_in_the_same_folder(make, tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", texts_of(50))
-    write_jsonl(tmp_path / "b.jsonl", texts_of(50))
+    write_texts(tmp_path / "a.jsonl", texts_of(50))
+    write_texts(tmp_path / "b.jsonl", texts_of(50))
     same = ["--source", "a.jsonl", "--shard-size", 500, "--data-dir", "d"]
     make(*same)
     before = contents(Path("d"))
     for flags, difference in [
         (["--shard-size", 501], "shard size 500 instead of 501"),
-        (["--source", "b.jsonl"], r"file 1 a\.jsonl of \d+ bytes instead of b\.jsonl of \d+ bytes"),
+        (["--source", "b.jsonl"], r"file 1 .*a\.jsonl.* instead of .*b\.jsonl.*"),
         (["--source", "stdlib"], "kind files instead of stdlib"),
     ]:
         with pytest.raises(ValueError, match=f"d holds other data, {difference}: choose another"):
@@ -264,7 +239,7 @@ def test_main_refuses_other_data_in_the_same_folder(make, tmp_path):
 
 
 def test_main_refuses_a_second_writer(make, tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", ["some text"])
+    source = write_texts(tmp_path / "a.jsonl", ["some text"])
     with (
         fineweb.folder_lock(Path("data/a")),
         pytest.raises(ValueError, match=r"another fineweb\.py is writing to data/a"),
@@ -283,9 +258,7 @@ def test_main_refuses_a_second_writer(make, tmp_path):
         (b'{"body": "x", "id": 2}', "no `text`, .* it has body, id"),
         (b'["text"]', "no `text`"),
         (b'{"text": null}', "`text` is NoneType, not a string"),
-        (b'{"text": "\xff"}', r"invalid UTF-8 .* iconv -f latin1 -t utf-8 .*/a\.jsonl"),
-        (b"[" * 100_000, "not JSON"),
-        (b'{"id": ' + b"1" * 10_000 + b', "text": "x"}', "not JSON .*digits"),
+        (b'{"text": "\xff"}', r"invalid UTF-8; .* iconv -f latin1 -t utf-8 "),
     ],
 )
 def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
@@ -298,7 +271,7 @@ def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_read_jsonl_gives_the_texts_of_a_compressed_file(tmp_path, suffix):
     texts = texts_of(300)
-    path = compress(write_jsonl(tmp_path / f"a.jsonl{suffix}", texts))
+    path = write_texts(tmp_path / f"a.jsonl{suffix}", texts)
     assert list(sources.read_jsonl(path)) == texts
     content = path.read_bytes()
     for damaged in (content[:-9], content[: len(content) // 4], b"{}\n"):
@@ -307,90 +280,57 @@ def test_read_jsonl_gives_the_texts_of_a_compressed_file(tmp_path, suffix):
             list(sources.read_jsonl(path))
 
 
-def test_read_jsonl_takes_what_python_takes(tmp_path):
-    """NaN, a repeated key (the last counts), and surrogates, which the tokenizers replace."""
-    rows = [b'{"score": NaN, "text": "a"}', b'{"text": "x", "text": "b"}']
-    rows += [rb'{"text": "\ud83d\ude00"}', rb'{"text": "c \ud800 d"}']
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\n".join(rows))
-    assert list(sources.read_jsonl(path)) == ["a", "b", "😀", "c \ud800 d"]
-    batches = tokenize_documents(file_source([path]).documents(None), 1)
-    tokens = np.concatenate([tokens for _, tokens in batches]).tolist()
-    assert tokens == reference(["a", "b", "😀", "c \ufffd d"])
-
-
-def test_main_goes_on_once_a_bad_row_is_repaired(make, tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", texts_of(100))
-    flags = ["--source", source, "--shard-size", 1000]
-    make(*flags, "--data-dir", "whole")
-    lines = source.read_bytes().splitlines(keepends=True)
-    source.write_bytes(b"".join([*lines[:80], b'{"text": 3}\n', *lines[81:]]))
+def test_main_ends_at_a_bad_row_and_the_repaired_file_is_another(make, tmp_path):
+    source = write_texts(tmp_path / "a.jsonl", texts_of(100))
+    flags = ["--source", source, "--shard-size", 1000, "--data-dir", "d"]
+    good = source.read_bytes()
+    source.write_bytes(good + b'{"text": 3}\n')
     for _ in range(2):  # a resumed run finds the same line
-        done = run_driver(tmp_path, *flags, "--data-dir", "mended")
-        assert done.returncode == 2
+        done = run_driver(tmp_path, *flags)
         # One line: no progress bar is drawn into a pipe.
-        assert done.stderr == f"error: {source}, line 81: `text` is int, not a string\n"
-    manifest = Manifest.load(Path("mended"))
-    assert not manifest.complete
-    shards = [shard.file for shard in manifest.shards]
-    assert contents(Path("mended")).keys() == {"manifest.json", *shards}
-    source.write_bytes(b"".join(lines))
-    make(*flags, "--data-dir", "mended")
-    assert contents(Path("mended")) == contents(Path("whole"))
+        message = f"error: {source}, line 101: `text` is int, not a string\n"
+        assert (done.returncode, done.stderr) == (2, message)
+    assert len(Manifest.load(Path("d")).shards) > 2
+    source.write_bytes(good)
+    with pytest.raises(ValueError, match=r"d holds other data, file 1 .* or delete it"):
+        make(*flags)
 
 
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ({"body": ["x"]}, r"row 1: no `text`.* it has body"),
-        ({"text": [1, 2]}, "row 1: `text` is int"),
+        ({"body": ["x"]}, "no `text`.* it has body"),
+        ({"text": [1, 2]}, "`text` is int"),
         ({"text": ["a"] * 40 + [None]}, "row 41: `text` is NoneType"),
-        (
-            {"text": pa.array([b"a"] * 20 + [b"\xff"], pa.binary()).view(pa.string())},
-            "row 21: invalid UTF-8",
-        ),
     ],
 )
 def test_read_parquet_names_the_bad_row(tmp_path, column, message):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(column), path)
-    with pytest.raises(ValueError, match=rf"a\.parquet, {message}"):
+    with pytest.raises(ValueError, match=rf"a\.parquet.*{message}"):
         list(sources.read_parquet(path))
     path.write_bytes(b"PAR1 no PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet is not a readable Parquet file"):
         list(sources.read_parquet(path))
 
 
-def test_read_plain_names_a_remedy_that_works(tmp_path):
-    text = "a line of text\n" * 20 + "café noir\nmore\n"
-    path = tmp_path / "a text.txt"  # whose name a shell tears unless it is quoted
-    path.write_text(text, encoding="latin-1")
-    message = r"text\.txt: invalid UTF-8 .* convert it: (iconv .*)"
-    with pytest.raises(ValueError, match=message) as refusal:
+def test_read_plain_of_another_encoding_names_a_remedy(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("café noir\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"a\.txt: invalid UTF-8; .* iconv -f latin1 -t utf-8 "):
         list(read_plain(path))
-    if shutil.which("iconv") is None:
-        pytest.skip("runs iconv")
-    subprocess.run(re.search(message, str(refusal.value))[1], shell=True, check=True)
-    assert "".join(read_plain(tmp_path / "a text.utf8.txt")) == text
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--source", "none.jsonl"], "none.jsonl: no such file"),
         (["--source", "none*.txt"], r"none\*.txt: no such file"),
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
-        (
-            ["--source", "a.csv"],
-            r"a\.csv is not .* files that end in .*, \.jsonl\.gz, ",
-        ),
+        (["--source", "a.csv"], r"a\.csv is not .* files that end in .*, \.jsonl\.gz, "),
         (["--source", "."], r"\. is a folder: name its files, as in \./\*\.jsonl"),
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),
-        (
-            ["--part", "0", "--parts", "2", "--push-to-hub", "o/n"],
-            "--push-to-hub with --part 0: give it once all parts are finished, with --parts 2",
-        ),
+        (["--source"], "--source needs a value"),
         (["--shard-size", "0"], "--shard-size must be above 0, not 0"),
     ],
 )
@@ -434,9 +374,7 @@ def test_read_plain_blocks_have_the_tokens_of_the_whole(tmp_path_factory, text, 
 def test_tokenize_documents_joins_blocks_and_marks_documents_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 64)
     text = "".join(f"word{n} and 語 \n" for n in range(200))
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    source = file_source([tmp_path / "a.txt", tmp_path / "b.txt"])
+    source = file_source([write_texts(tmp_path / name, [text]) for name in ("a.txt", "b.txt")])
     batches = list(tokenize_documents(source.documents(None), 1))
     assert len(batches) > 50
     assert np.concatenate([tokens for _, tokens in batches]).tolist() == reference([text, text])
@@ -452,23 +390,13 @@ def test_stdlib_source_is_the_librarys_own_files_in_a_fixed_order():
     assert files == [file.read.args[0] for file in sources.stdlib_source().open_files()]
 
 
-# Places
-
-
-def test_source_resumes_from_any_document_and_refuses_what_is_no_place(tmp_path):
-    paths = [write_jsonl(tmp_path / "a.jsonl", ["a", "", "b"])]
-    paths += [write_jsonl(tmp_path / "b.jsonl", []), write_parquet(tmp_path / "c.parquet", ["c"])]
-    source = file_source(paths)
+def test_source_resumes_from_any_document(tmp_path):
+    files = {"a.jsonl": ["a", "", "b"], "b.jsonl": [], "c.parquet": ["c"]}
+    source = file_source([write_texts(tmp_path / name, texts) for name, texts in files.items()])
     documents = list(source.documents(None))
     assert [document.text for document in documents] == ["a", "", "b", "c"]
     for n, document in enumerate(documents):
         assert list(source.documents(json.loads(json.dumps(document.cursor)))) == documents[n:]
-    place = {"file": 0, "text": 1}
-    changes = ({"file": "x"}, {"file": 99}, {"text": 10**9}, {"text": -1}, {"text": None})
-    of_an_older_format = {"file": 0, "row": 1, "byte": 9}
-    for cursor in [{}, of_an_older_format, *(place | change for change in changes)]:
-        with pytest.raises(ValueError, match="no place in this source"):
-            list(source.documents(cursor))
 
 
 @given(st.integers(1, 20), st.data())
@@ -483,31 +411,6 @@ def test_source_divides_its_files_in_order_and_evenly(files, data):
 # The hub
 
 
-def parquet_stream(folder):
-    import datasets
-
-    return datasets.load_dataset(
-        "parquet",
-        data_files=sorted(glob.glob(f"{folder}/part*.parquet")),
-        split="train",
-        streaming=True,
-        cache_dir=str(folder),
-    )
-
-
-def test_read_stream_gives_each_file_and_names_the_bad_row(tmp_path):
-    texts = [f"document {n}" for n in range(60)]
-    for part, start in enumerate(range(0, 60, 20)):
-        path = tmp_path / f"part{part}.parquet"
-        write_parquet(path, texts[start : start + 20], row_group_size=6)
-    write_parquet(tmp_path / "part3.parquet", ["b", None])
-    stream = parquet_stream(tmp_path)
-    found = [text for number in range(3) for text in read_stream(stream, number, "the hub")]
-    assert found == texts
-    with pytest.raises(ValueError, match="the hub, row 2: `text` is NoneType"):
-        list(read_stream(stream, 3, "the hub"))
-
-
 @pytest.fixture
 def hub(tmp_path):
     """A hub with the data set o/n; its `texts`."""
@@ -517,7 +420,7 @@ def hub(tmp_path):
         b"  - split: train\n    path: sample/10BT/*\n---\n"
     }
     for part in range(2):
-        path = write_parquet(tmp_path / "part.parquet", texts[150 * part : 150 * part + 150])
+        path = write_texts(tmp_path / "part.parquet", texts[150 * part : 150 * part + 150])
         files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
     with HubServer() as server:
         server.add("dataset", "o/n", files)
@@ -537,12 +440,7 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     done = run_driver(tmp_path, *flags, environment=environment)
     assert done.returncode == 0, done.stderr
     assert tokens_of(folder) == reference(hub.texts)
-    assert Manifest.load(folder).source == {
-        "kind": "hub",
-        "dataset": "o/n",
-        "name": "sample-10BT",
-        "revision": "a" * 40,
-    }
+    assert Manifest.load(folder).source["revision"] == "a" * 40
     assert not any("b" * 40 in path for _, path in hub.asked)
     closed = {**environment, "HF_ENDPOINT": "http://127.0.0.1:1"}
     done = run_driver(tmp_path, *flags, environment=closed)
@@ -552,27 +450,11 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     assert f"revision {'a' * 40} instead of {'b' * 40}" in done.stderr
 
 
-def test_main_names_what_the_hub_does_not_have(hub, tmp_path):
-    for flags, message in [
-        (["--source=o/nothing"], "for o/nothing failed (RepositoryNotFoundError"),
-        (["--source=o/n", "--revision=nowhere"], "for --revision nowhere of o/n failed (Revision"),
-    ]:
-        done = run_driver(tmp_path, *flags, environment=hub.environment(tmp_path / "hf"))
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"error: asking the Hugging Face hub {message}" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("source", "name", "folder"),
-    [
+def test_find_source_names_the_folder_after_the_source():
+    for source, name, folder in [
         ("fineweb-edu", None, "fineweb-edu-10BT"),
         ("fineweb-edu", "sample-100BT", "fineweb-edu-100BT"),
         ("owner/stories", None, "stories"),
         ("stdlib", None, "stdlib"),
-    ],
-)
-def test_find_source_names_the_folder_after_the_source(tmp_path, monkeypatch, source, name, folder):
-    monkeypatch.chdir(tmp_path)
-    for name_of_source in ("fineweb-edu", "stdlib"):  # a folder of that name is not in the way
-        Path(name_of_source).mkdir()
-    assert fineweb.find_source(FineWebConfig(source=(source,), name=name))[0] == folder
+    ]:
+        assert fineweb.find_source(FineWebConfig(source=(source,), name=name))[0] == folder

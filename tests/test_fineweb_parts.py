@@ -1,7 +1,5 @@
 """One data set from many processes: each writes shards of its own, one manifest lists them."""
 
-import itertools
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,12 +14,10 @@ from test_fineweb import (
     run_driver,
     texts_of,
     tokens_of,
-    write_jsonl,
-    write_parquet,
+    write_texts,
 )
 
-import fineweb
-from corpus.shards import Manifest, Part, open_shards
+from corpus.shards import Manifest, open_shards
 
 make, hub = single.make, single.hub
 
@@ -30,11 +26,7 @@ make, hub = single.make, single.hub
 def flags(tmp_path, make):
     """Flags of five files of all kinds, of which `whole` is what one process makes."""
     for i, kind in enumerate(["jsonl", "parquet", "txt", "jsonl", "parquet"]):
-        texts, path = texts_of(40 * (i % 3 + 1), seed=i), tmp_path / f"{i}.{kind}"
-        if kind == "txt":
-            path.write_text("\n".join(texts), encoding="utf-8")
-        else:
-            {"jsonl": write_jsonl, "parquet": write_parquet}[kind](path, texts)
+        write_texts(tmp_path / f"{i}.{kind}", texts_of(40 * (i % 3 + 1), seed=i))
     flags = ["--source", *sorted(path.name for path in tmp_path.glob("[0-9].*"))]
     flags += ["--shard-size", "700"]
     make(*flags, "--data-dir", "whole")
@@ -50,16 +42,20 @@ def make_parts(make, *flags, count=2):
 def test_parts_hold_the_tokens_of_one_process_in_order(make, flags, count):
     flags = [*flags, "--data-dir", "d"]
     printed = make_parts(make, *flags, count=count)
-    assert f"d: part 0 of {count} not finished yet" in printed[-2]
-    assert f"d: all {count} parts are finished" in printed[-1]
+    assert f"d: part [0] of {count} not finished yet" in printed[-2]
+    assert "d: all parts are finished" in printed[-1]
     folder, one, other = Path("d"), Manifest.load(Path("whole")), Manifest.load(Path("d"))
     assert tokens_of(folder) == tokens_of(Path("whole"))
     assert [shard.split for shard in other.shards].count("val") == 1
     assert other.shards[0].file == "val_p00000_000000.npy"
     counts = [(part.source, part.documents, part.skipped, part.tokens) for part in (one, other)]
     assert counts[0] == counts[1]
-    assert "part 1 of" in make(*flags, "--part", 1, "--parts", count)
-    assert "finished earlier, and unchanged" in make(*flags)
+    before, one_part = contents(folder), ["--part", 1, "--parts", count]
+    for own in ([], one_part):
+        assert "finished earlier, and unchanged" in make(*flags, *own)
+    (folder / "manifest.json").unlink()  # as in a folder to which parts were copied
+    assert "d: all parts are finished" in make(*flags, *one_part)
+    assert contents(folder) == before
     read = [open_shards(folder, split) for split in ("train", "val")]
     for path in folder.glob("*.json"):
         path.unlink()
@@ -69,7 +65,7 @@ def test_parts_hold_the_tokens_of_one_process_in_order(make, flags, count):
 
 def test_parts_may_have_no_tokens(make, tmp_path):
     for name, texts in [("a", texts_of(60)), ("b", ["", ""]), ("c", [""])]:
-        write_jsonl(tmp_path / f"{name}.jsonl", texts)
+        write_texts(tmp_path / f"{name}.jsonl", texts)
     flags = ["--source", "a.jsonl", "b.jsonl", "c.jsonl", "--shard-size", "300", "--data-dir", "d"]
     make_parts(make, *flags, count=3)
     assert tokens_of(Path("d")) == reference(texts_of(60))
@@ -81,78 +77,38 @@ def test_torchrun_gives_each_process_a_part(flags, tmp_path):
     command = torchrun(script, *flags, "--data-dir=d")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    assert "d: all 2 parts are finished" in done.stdout
+    assert "d: all parts are finished" in done.stdout
     assert tokens_of(tmp_path / "d") == tokens_of(tmp_path / "whole")
 
 
 def test_a_part_killed_at_any_moment_goes_on_to_the_same_bytes(make, flags, tmp_path):
     make_parts(make, *flags, "--data-dir", "straight")
     killed = [*flags, "--data-dir", "killed"]
-    part = ["--part=1", "--parts=2"]
-    for kill_at in (1, 2, 3, 9):  # before the first manifest, the first shard; further on
-        assert_killed(run_driver(tmp_path, *killed, *part, kill_at=kill_at))
-    kept = Manifest.load(Path("killed"), Part(1, 2)).shards
-    times = {shard.file: Path("killed", shard.file).stat().st_mtime_ns for shard in kept}
-    assert len(times) > 2
-    make(*killed, *part)
-    assert_killed(run_driver(tmp_path, *killed, "--part=0", "--parts=2", kill_at=5))
-    with pytest.raises(ValueError, match="killed is not finished: finish its 2 parts"):
-        open_shards("killed", "train")
-    make(*killed, "--part=0", "--parts=2")
+    for part, *moments in ((1, 1, 2, 3, 9), (0, 5)):  # before the first manifest; further on
+        killed_part = [*killed, f"--part={part}", "--parts=2"]
+        for kill_at in moments:
+            assert_killed(run_driver(tmp_path, *killed_part, kill_at=kill_at))
+        with pytest.raises(ValueError, match="killed is not finished"):
+            open_shards("killed", "train")
+        make(*killed_part)
     assert contents(Path("killed")) == contents(Path("straight"))
     assert not list(Path("killed").glob(".*.tmp"))
-    for name, time_ns in times.items():  # finished shards were not made again
-        assert Path("killed", name).stat().st_mtime_ns == time_ns
-
-
-def test_parts_have_locks_of_their_own(make, flags):
-    flags = [*flags, "--data-dir", "d", "--parts", "2"]
-    with fineweb.folder_lock(Path("d"), Part(0, 2)):
-        make(*flags, "--part", 1)
-        with pytest.raises(ValueError, match=r"another fineweb\.py is writing to d"):
-            make(*flags, "--part", 0)
 
 
 def test_parts_of_the_hub_are_of_one_revision(hub, tmp_path):
-    texts = [texts_of(40 + 9 * part, seed=part) for part in range(3)]
-    files, environment = hub.repos["dataset", "o/n"]["files"], hub.environment(tmp_path / "hf")
-    for part in range(3):
-        path = write_parquet(tmp_path / "part.parquet", texts[part])
-        files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
-
-    def run(*more, **options):
-        flags = ["--source=o/n", "--name=sample-10BT", "--shard-size=1500", "--data-dir=d"]
-        return run_driver(tmp_path, *flags, "--parts=2", *more, environment=environment, **options)
-
-    done = run("--part=1")
+    flags = ["--source=o/n", "--name=sample-10BT", "--shard-size=1500", "--data-dir=d", "--parts=2"]
+    environment = hub.environment(tmp_path / "hf")
+    done = run_driver(tmp_path, *flags, "--part=1", environment=environment)
     assert done.returncode == 0, done.stderr
     hub.head = "b" * 40  # the data set has moved on, the other part has not
-    done = run("--part=0", "--revision=main")
+    newest = [*flags, "--part=0", "--revision=main"]
+    done = run_driver(tmp_path, *newest, environment=environment)
     assert done.returncode == 2
     assert f"d holds other data, revision {'a' * 40} instead of" in done.stderr
-    assert_killed(run("--part=0", kill_at=4))
-    done = run("--part=0")
+    done = run_driver(tmp_path, *flags, "--part=0", environment=environment)
     assert done.returncode == 0, done.stderr
-    assert tokens_of(tmp_path / "d") == reference(itertools.chain(*texts))
+    assert tokens_of(tmp_path / "d") == reference(hub.texts)
     assert Manifest.load(tmp_path / "d").source["revision"] == "a" * 40
-
-
-def test_parts_that_were_brought_together_are_joined_once_all_are_there(make, flags):
-    make_parts(make, *flags, "--data-dir", "there")
-    Path("d").mkdir()
-    for path in Path("there").glob("*p00001*"):
-        shutil.copy(path, "d")
-    shutil.copy("there/part_00001_of_00002.json", "d")
-    with pytest.raises(ValueError, match=r"d: part 0 of 2 not finished: .* with --part 0 first"):
-        make(*flags, "--data-dir", "d", "--parts", 2)
-    for path in Path("there").glob("*0000*"):
-        shutil.copy(path, "d")
-    assert "d: " in make(*flags, "--data-dir", "d", "--parts", 2)
-    assert contents(Path("d")) == contents(Path("there"))
-    shard = Path("d/train_p00001_000002.npy")
-    shard.write_bytes(shard.read_bytes()[:-2] + b"\1\1")
-    with pytest.raises(ValueError, match=r"train_p00001_000002\.npy has changed since it was"):
-        make(*flags, "--data-dir", "d", "--parts", 2)
 
 
 def test_a_part_of_other_data_is_refused_at_once(make, flags):
@@ -171,18 +127,20 @@ def test_a_part_of_other_data_is_refused_at_once(make, flags):
 
 
 @pytest.mark.parametrize(
-    ("others", "world_size", "message"),
+    ("others", "rank", "message"),
     [
-        (["--part=0"], 1, "--part 0 of how many. Add --parts"),
-        (["--part=3", "--parts=3"], 1, "--part 3: parts of 3 are 0 to 2"),
-        (["--parts=0"], 1, "--parts must be above 0, not 0"),
-        (["--part=0", "--parts=6"], 1, "6 parts of 5 files: .* so 5 parts are the most"),
-        (["--parts=2"], 2, "torchrun gives each of its 2 processes a part: leave out"),
-        (["--push-to-hub=o/n"], 2, "give it after torchrun, with --parts 2"),
+        (["--part=0"], None, "--part 0 of --parts None"),
+        (["--part=3", "--parts=3"], None, "--part 3 of --parts 3: give both, from 0 on"),
+        (["--parts=2"], None, "--part None of --parts 2"),
+        (["--part=0", "--parts=6"], None, "--parts 6: more than the source has files, 5"),
+        (["--part=0", "--parts=2"], "1", "torchrun gives each of its processes a part"),
+        (["--push-to-hub=o/n"], "1", "--push-to-hub is for one process"),
     ],
 )
-def test_main_explains_parts_that_cannot_be(make, flags, monkeypatch, others, world_size, message):
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+def test_main_explains_parts_that_cannot_be(make, flags, monkeypatch, others, rank, message):
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=message):
         make(*flags, "--data-dir=d", *others)
     assert not list(Path("d").glob("[!.]*"))

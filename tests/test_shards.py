@@ -1,21 +1,13 @@
 """The token format: what is written opens again, and what is damaged is named."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corpus.shards import (
-    MAPPED_SHARDS,
-    Manifest,
-    ShardInfo,
-    ShardWriter,
-    open_shards,
-    verify_shards,
-)
+from corpus.shards import Manifest, ShardInfo, ShardWriter, open_shards, verify_shards
 
 
 def tokens_of(count, start=0):
@@ -62,27 +54,6 @@ def test_shard_writer_goes_on_after_finished_shards(tmp_path):
     assert writer.close() == whole
 
 
-def test_shard_writer_refuses_too_little_for_two_splits(tmp_path):
-    with pytest.raises(ValueError, match="1 tokens: too few"):
-        write(tmp_path, 1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_manifest_survives_a_save(tmp_path):
-    manifest = Manifest(
-        {"kind": "hub", "name": None},
-        "hash",
-        10,
-        (ShardInfo("val_000000.npy", "val", 10, "ab"),),
-        documents=3,
-        skipped=1,
-        progress={"cursor": {"file": 0}, "tokens": 5, "documents": 2, "skipped": 0},
-    )
-    manifest.save(tmp_path)
-    assert Manifest.load(tmp_path) == manifest
-    assert Manifest.load(tmp_path / "elsewhere") is None
-
-
 def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
     names = {
         "train": ["edufineweb_train_000001", "train-0", "train000", "training_2", "x.train"],
@@ -94,20 +65,6 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
     for split in ("train", "val"):
         found = [path.stem for path in open_shards(tmp_path, split).paths]
         assert sorted(found) == sorted(names[split])
-    np.save(tmp_path / "train_val_0.npy", tokens_of(5))
-    for split in ("train", "val"):
-        with pytest.raises(ValueError, match=r"train_val_0\.npy names both splits, train and val"):
-            open_shards(tmp_path, split)
-
-
-def test_shards_read_more_files_than_stay_mapped(tmp_path):
-    count = 10 * (MAPPED_SHARDS + 20)
-    for number, tokens in enumerate(np.split(tokens_of(count), count // 10)):
-        np.save(tmp_path / f"train_{number:06}.npy", tokens)
-    shards = open_shards(tmp_path, "train")
-    starts = [*range(0, count - 20, 7)]
-    starts += np.random.default_rng(0).integers(0, count - 20, 500).tolist()
-    assert all(shards.read(start, 20).tolist() == [*range(start, start + 20)] for start in starts)
 
 
 def test_shards_name_the_shard_and_offset_of_an_impossible_id(tmp_path):
@@ -121,26 +78,19 @@ def test_shards_name_the_shard_and_offset_of_an_impossible_id(tmp_path):
         shards.check_tokens(shards.read(3, 12), 3, 50257)
 
 
-def test_open_shards_lists_the_data_folders_there_are_and_how_to_make_one(tmp_path):
+def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
     make = r"python fineweb\.py --source stdlib makes .*11 MB.*, python fineweb\.py makes .*20 GB"
-    with pytest.raises(FileNotFoundError, match=rf"no data folder {tmp_path}/x/none; {make}"):
-        open_shards(tmp_path / "x" / "none", "train")
-    for name in ("stdlib", "fineweb-edu-10BT"):
-        write(tmp_path / name, 20)
-    (tmp_path / "notes").mkdir()
-    there = f"found {tmp_path}/fineweb-edu-10BT, {tmp_path}/stdlib"
-    for wrong in ("stdlb", "notes"):
-        with pytest.raises(FileNotFoundError, match=f"; {there}; {make}"):
-            open_shards(tmp_path / wrong, "train")
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no val shards .* {there}"):
+    with pytest.raises(FileNotFoundError, match=rf"no data folder {tmp_path}/none; {make}"):
+        open_shards(tmp_path / "none", "train")
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no val shards; {make}"):
         open_shards(tmp_path, "val")
     Manifest({}, "hash", 10).save(tmp_path)
     with pytest.raises(ValueError, match="not finished"):
         open_shards(tmp_path, "train")
 
 
-def llm_c_header(tokens, version=1):
-    return np.array([20240520, version, tokens], "<i4").tobytes().ljust(1024, b"\0")
+def llm_c_header(tokens):
+    return np.array([20240520, 1, tokens], "<i4").tobytes().ljust(1024, b"\0")
 
 
 @pytest.mark.parametrize("header", [b"", llm_c_header(30)], ids=["nanoGPT", "llm.c"])
@@ -152,31 +102,20 @@ def test_open_shards_reads_bin_files_as_they_are(tmp_path, header):
             (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / f"bin/x_{split}_{number}.bin").write_bytes(header + tokens.tobytes())
         np.save(tmp_path / f"npy/x_{split}_{number}.npy", tokens)
-    before = {path: path.read_bytes() for path in (tmp_path / "bin").iterdir()}
-    for path in before:
-        path.chmod(0o444)
     for split, count in (("train", 60), ("val", 30)):
         ours, same = (open_shards(tmp_path / name, split) for name in ("bin", "npy"))
         assert ours.read(0, count).tolist() == same.read(0, count).tolist()
         assert ours.total_tokens == count
-    assert before == {path: path.read_bytes() for path in before}
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (llm_c_header(30, version=2) + bytes(60), "version 2, .* only version 1 is read"),
-        (llm_c_header(30) + bytes(58), "has 1,082 bytes: .* by the header it has 1,084"),
-        (llm_c_header(30)[:9], "has 9 bytes: .* by the header it has 1,084"),
-        (llm_c_header(0), "has 1,024 bytes, which are no uint16 tokens"),
-        (bytes(61), "has 61 bytes, which are no uint16 tokens"),
-        (b"", "has 0 bytes"),
-    ],
+    "content",
+    [llm_c_header(30) + bytes(58), llm_c_header(30)[:9], llm_c_header(0), bytes(61), b""],
 )
-def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content, message):
+def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content):
     path = tmp_path / "train.bin"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path}.*{message}"):
+    with pytest.raises(ValueError, match=f"{path} has .* bytes, which are no uint16 tokens"):
         open_shards(tmp_path, "train")
 
 
@@ -185,7 +124,7 @@ def test_open_shards_prefers_npy_and_refuses_another_vocabulary(tmp_path):
     np.save(tmp_path / "notes.npy", tokens_of(5))
     assert open_shards(tmp_path, "train").total_tokens == 30
     (tmp_path / "meta.pkl").touch()  # nanoGPT's shakespeare_char
-    with pytest.raises(ValueError, match=r"meta\.pkl says .* a vocabulary of their own"):
+    with pytest.raises(ValueError, match=r"meta\.pkl gives .* a vocabulary of their own"):
         open_shards(tmp_path, "train")
     np.save(tmp_path / "train.npy", tokens_of(20))  # converted
     assert open_shards(tmp_path, "train").total_tokens == 20
@@ -250,50 +189,14 @@ def test_open_shards_refuses_any_damage_to_size_or_header(tmp_path_factory, data
     expected = Manifest.load(folder)
     if not manifest:
         (folder / "manifest.json").unlink()
-    refusal = refusal_of(folder)
-    if refusal:
-        assert "train_000002.npy" in refusal
-    else:  # dtype, shape and, with a manifest, the number of tokens were checked
+    refusal = ""
+    try:
         shards = open_shards(folder, "train")
+    except ValueError as error:
+        refusal = str(error)
+    assert not refusal or "train_000002.npy" in refusal
+    if not refusal:  # dtype, shape and, with a manifest, the number of tokens were checked
         assert shards.read(0, shards.total_tokens).shape == (sum(shards.lengths),)
         assert shards.total_tokens == 30 or not manifest
     with pytest.raises(ValueError, match=r"train_000002\.npy has changed"):  # as --preflight does
         verify_shards(folder, expected.shards)
-
-
-def refusal_of(folder):
-    """Why a folder's training split does not open; None if it does. Other errors are raised."""
-    try:
-        open_shards(folder, "train")
-    except (ValueError, FileNotFoundError) as error:
-        return str(error)
-    return None
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just("train"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=4,
-)
-
-
-@settings(max_examples=100)
-@given(data=st.data())
-def test_manifest_with_any_value_in_any_place_opens_or_is_refused(tmp_path_factory, data):
-    folder = tmp_path_factory.getbasetemp() / "manifests"
-    if not folder.exists():
-        write(folder, 40)
-    path = folder / "manifest.json"
-    good = path.read_text()
-    values = json.loads(good)
-    place = data.draw(st.sampled_from([*values, "shard"]))
-    if place == "shard":
-        shard = values["shards"][1]
-        shard[data.draw(st.sampled_from(list(shard)))] = data.draw(json_values)
-    else:
-        values[place] = data.draw(json_values)
-    path.write_text(json.dumps(values))
-    refusal = refusal_of(folder)
-    tokens = None if refusal else open_shards(folder, "train").total_tokens
-    path.write_text(good)
-    assert str(folder) in refusal if refusal else tokens in (20, 30)

@@ -84,23 +84,12 @@ def test_encode_documents_of_megabytes_has_tiktokens_ids():
     assert np.array_equal(tokens, np.array(reference(texts), np.uint16))
 
 
-@settings(max_examples=200)
-@given(st.lists(TEXTS, max_size=5))
-def test_encode_documents_without_gigatoken_gives_the_same_ids(texts):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        without_gigatoken(monkeypatch)
-        with pytest.warns(UserWarning, match="gigatoken is not installed"):
-            (tokens,) = encode_documents([texts])
+def test_encode_documents_without_gigatoken_gives_the_same_ids(monkeypatch):
+    without_gigatoken(monkeypatch)
+    texts = [*SPACES, *WORDS, *OTHERS, "".join(SPACES + WORDS + OTHERS)]
+    with pytest.warns(UserWarning, match="gigatoken is not installed"):
+        (tokens,) = encode_documents([texts])
     assert tokens.tolist() == reference(texts)
-
-
-@settings(max_examples=300)
-@given(st.lists(AWKWARD, max_size=60).map("".join))
-def test_up_to_a_word_cuts_where_the_ids_stay_the_same(text):
-    encode = gpt2_encoding().encode_ordinary
-    text = text.encode("utf-8", "replace").decode()
-    if found := tokenizer.UP_TO_A_WORD.match(text):
-        assert encode(found[0]) + encode(text[found.end() :]) == encode(text)
 
 
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000"])
