@@ -1,6 +1,5 @@
 """The flags of `python -m bench`, and what follows from them."""
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from model import GPTConfig
+from runtime.cli import flag_of
 from runtime.device import DeviceName, select_device
 from training.config import TrainConfig
 
@@ -57,22 +57,20 @@ class BenchConfig:
     text: Path | None = None
     """A .parquet or .jsonl file for --component tokenize; of millions of tokens, or the start of
     the processes counts most."""
-    hellaswag_data: Path | None = None
-    """A HellaSwag JSONL for --component hellaswag; by default the sample in assets/."""
+    hellaswag_data: Path = Path("assets/hellaswag_sample.jsonl")
+    """A HellaSwag JSONL for --component hellaswag."""
     out_dir: Path = Path("bench/results")
     """Where the results go. Another model or batch than the default has a file of its own."""
 
     def __post_init__(self) -> None:
         if self.gpu + bool(self.peer) + bool(self.component) > 1:
             raise ValueError("--gpu, --peer and --component are three measurements: give one")
-        if self.peer == "transformers" and not importlib.util.find_spec("transformers"):
-            raise ValueError("transformers is missing: pip install -r requirements-dev.txt")
         if self.component == "tokenize" and self.text is None:
             raise ValueError("--component tokenize needs a .parquet or .jsonl file: --text FILE")
         for name in ("micro_batch_size", "total_batch_size", "steps", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+                raise ValueError(f"{flag_of(name)} must be at least 1, not {value}")
         self.model_config()
         if self.total_batch_size and self.total_batch_size % self.micro_batch_tokens:
             raise ValueError(
@@ -104,17 +102,7 @@ class BenchConfig:
         """Timed steps per run: seconds on a GPU, a minute elsewhere."""
         return self.steps or (20 if self.torch_device.type == "cuda" else 4)
 
-    def flags(self, *names: str) -> list[str]:
-        """The flags of these fields that are given, for another command."""
-        values = {name: getattr(self, name) for name in names}
-        return as_flags({name: value for name, value in values.items() if value is not None})
-
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """A command's flags, from their values by field."""
-    flags = []
-    for name, value in values.items():
-        flag = name.replace("_", "-")
-        is_switch = isinstance(value, bool)
-        flags.append(f"--{'' if value else 'no-'}{flag}" if is_switch else f"--{flag}={value}")
-    return flags
+    """A command's flags, from their values by field; None is none."""
+    return [f"{flag_of(name)}={value}" for name, value in values.items() if value is not None]

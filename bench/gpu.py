@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from bench.config import DIMENSIONS, ROOT, BenchConfig, as_flags
-from bench.report import provenance, results_path
+from bench.measurement import provenance, results_path
 
 STEPS = 10  # timed, of each training run
 
@@ -30,12 +30,12 @@ class Command(NamedTuple):
 
 def gpu_commands(config: BenchConfig, scratch: Path) -> list[Command]:
     """What to run, for the config's model, data and device; runs are saved in `scratch`."""
-    model = config.flags(*DIMENSIONS, "device", "data_dir")
-    total = config.flags("total_batch_size")
-    bench = ["-m", "bench", *model, *total, *config.flags("micro_batch_size", "out_dir")]
-    bench += [f"--steps={config.steps or STEPS}", "--rounds=1"]
+    given = {name: getattr(config, name) for name in (*DIMENSIONS, "device", "data_dir")}
+    given["total_batch_size"] = config.total_batch_size
+    bench = ["-m", "bench", *as_flags(given), f"--out-dir={config.out_dir}", "--rounds=1"]
+    bench += as_flags({"micro_batch_size": config.micro_batch_size, "steps": config.steps or STEPS})
     settings = {"val_every": 20, "val_tokens": 65_536, "hellaswag_every": 0, "sample_every": 0}
-    train = ["train_gpt2.py", *model, *total, *as_flags(settings | {"out_dir": scratch})]
+    train = ["train_gpt2.py", *as_flags(given | settings | {"out_dir": scratch})]
     run = scratch / "trained"
     context = 64 * config.block_size
     long = as_flags({"block_size": context, "total_batch_size": context, "micro_batch_size": 1})
@@ -64,11 +64,7 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[Command]:
 
 
 def run_gpu_commands(config: BenchConfig, scratch: Path) -> None:
-    """Run the commands, one after the other; print what came of each.
-
-    Raises:
-        ValueError: there is no GPU, and no other --device was asked for.
-    """
+    """Run the commands, one after the other; print what came of each."""
     if config.device == "auto" and config.torch_device.type != "cuda":
         raise ValueError("--gpu: this machine has no usable GPU; --device cpu only rehearses it")
     config = replace(config, out_dir=config.out_dir.absolute())

@@ -10,25 +10,42 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from bench.config import BenchConfig, as_flags
 from bench.measurement import Measure, run_python, seconds_of
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
-from bench.report import PRODUCT
+from plot import BLUE, GREY
 from runtime.device import device_name, prepare_compiler, select_dtype
+from runtime.files import atomic_write
 from runtime.metrics import flops_per_token, mfu, peak_flops, read_metrics
 from training.config import TrainConfig
 
-ACCUMULATION = "gradient accumulation"
+PRODUCT, ACCUMULATION = "product defaults", "gradient accumulation"
 TRAIN_GPT2, PLAIN = ("train_gpt2.py",), ("-m", "bench.plain")
-LADDER = ("float32", *OPTIMIZATIONS, ACCUMULATION)  # and then the product
 EAGER = ("TF32", "bfloat16", "flash attention")
 PEERS = {  # a plain trainer; and Hugging Face's model, as its users would tune it
     "eager": EAGER,
     "transformers": (*EAGER, "compile", "fused AdamW", HUGGING_FACE),
+}
+SWITCHES = {  # by kind of device, one change to the product's defaults: a flag or a variable
+    "any": {
+        "not compiled": "--no-compile",
+        "float32": "--dtype=float32",
+        "selective recomputation": "--activation-checkpointing=selective",
+    },
+    "cpu": {
+        "logits not in chunks": "--loss-chunks=1",
+        "OpenMP's own spinning": "GOMP_SPINCOUNT=300000",
+    },
+    "cuda": {
+        "logits in 4 chunks": "--loss-chunks=4",
+        "deterministic": "--deterministic",  # a CPU always is
+        "coordinate descent": "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1",
+        "max-autotune": "TORCHINDUCTOR_MAX_AUTOTUNE=1",
+    },
 }
 MICRO_BATCHES = 4  # of a step with accumulation, except on a GPU
 TRAINING = {  # a constant rate; nothing but training
@@ -36,40 +53,19 @@ TRAINING = {  # a constant rate; nothing but training
     **{"val_every": 0, "hellaswag_every": 0, "sample_every": 0},
 }
 MATMUL_SIZE, MATMUL_REPEATS = 2048, 10
-
-
-class Switch(NamedTuple):
-    """One change to the product's defaults."""
-
-    flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] = {}
-    device: str = ""
-    """The only kind that it changes anything on."""
-
-
-SWITCHES = {
-    PRODUCT: Switch(),
-    "not compiled": Switch(("--no-compile",)),
-    "float32": Switch(("--dtype=float32",)),
-    "logits not in chunks": Switch(("--loss-chunks=1",), device="cpu"),
-    "logits in 4 chunks": Switch(("--loss-chunks=4",), device="cuda"),
-    "selective recomputation": Switch(("--activation-checkpointing=selective",)),
-    "OpenMP's own spinning": Switch((), {"GOMP_SPINCOUNT": "300000"}, "cpu"),
-    "deterministic": Switch(("--deterministic",), device="cuda"),  # a CPU always is
-    "coordinate descent": Switch((), {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}, "cuda"),
-    "max-autotune": Switch((), {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}, "cuda"),
-}
+LIGHT_BLUE = "#a3bed1"
 
 
 def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
     """What the config compares, by name, with files in `scratch`."""
     device, one = config.torch_device, config.micro_batch_tokens
-    lacking, train = lacking_optimizations(device), partial(measure_training, config, scratch)
+    available = available_optimizations(device)
+    train = partial(measure_training, config, scratch)
     tokens = config.total_batch_size or (
         TrainConfig.total_batch_size if device.type == "cuda" else one
     )
     if config.peer in PEERS:
-        on = [name for name in PEERS[config.peer] if name not in lacking]
+        on = [name for name in PEERS[config.peer] if name in (*available, HUGGING_FACE)]
         return {
             config.peer: partial(train, (*PLAIN, ",".join(on)), tokens),
             PRODUCT: partial(train, TRAIN_GPT2, tokens),
@@ -77,40 +73,30 @@ def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
     # The product takes the micro-batch that it would choose.
     auto = () if config.micro_batch_size else ("--micro-batch-size=auto",)
     if config.peer == "switches":
-        return {
-            name: partial(train, TRAIN_GPT2, tokens, *auto, *switch.flags, **switch.environment)
-            for name, switch in SWITCHES.items()
-            if switch.device in ("", device.type)
-        }
+        measures: dict[str, Measure] = {PRODUCT: partial(train, TRAIN_GPT2, tokens, *auto)}
+        for name, change in (SWITCHES["any"] | SWITCHES.get(device.type, {})).items():
+            is_flag = change.startswith("--")
+            flags, environment = ((change,), {}) if is_flag else ((), dict([change.split("=")]))
+            measures[name] = partial(train, TRAIN_GPT2, tokens, *auto, *flags, **environment)
+        return measures
     if not config.total_batch_size and device.type != "cuda":
         tokens = MICRO_BATCHES * one
-    measures: dict[str, Measure] = {}
-    on = []
-    for name in LADDER:
-        if name in lacking:
-            measures[name] = partial(refuse, lacking[name])
-            continue
-        on += [name] if name in OPTIMIZATIONS else []
-        step_tokens = tokens if name == ACCUMULATION else one
-        measures[name] = partial(train, (*PLAIN, ",".join(on)), step_tokens)
+    measures = {"float32": partial(train, (*PLAIN, ""), one)}
+    for count, name in enumerate(available, 1):
+        measures[name] = partial(train, (*PLAIN, ",".join(available[:count])), one)
+    measures[ACCUMULATION] = partial(train, (*PLAIN, ",".join(available)), tokens)
     return measures | {PRODUCT: partial(train, TRAIN_GPT2, tokens, *auto)}
 
 
-def lacking_optimizations(device: torch.device) -> dict[str, str]:
-    """The optimizations that this device does not have, and why."""
-    lacking = {}
-    if device.type != "cuda":
-        lacking["TF32"] = "a number format of NVIDIA GPUs"
-    if select_dtype("auto", device) == torch.float32:
-        lacking["bfloat16"] = "this device has no native bfloat16"
-    if problem := prepare_compiler(device):
-        lacking["compile"] = problem
-    return lacking
-
-
-def refuse(reason: str) -> dict[str, float]:
-    """The measure of what cannot be measured."""
-    raise ValueError(reason)
+def available_optimizations(device: torch.device) -> list[str]:
+    """The plain trainer's optimizations that this device has; prints which it lacks."""
+    lacking = {
+        "TF32": device.type != "cuda",
+        "bfloat16": select_dtype("auto", device) == torch.float32,
+        "compile": prepare_compiler(device),
+    }
+    print("not on this device:", *(name for name in lacking if lacking[name]), flush=True)
+    return [name for name in OPTIMIZATIONS if not lacking.get(name)]
 
 
 def measure_training(
@@ -121,20 +107,11 @@ def measure_training(
     *flags: str,
     **environment: str,
 ) -> dict[str, float]:
-    """Train once, in a fresh process; the first step, which compiles, is not timed.
+    """Train once, in a fresh process, with `tokens` in a step and `flags` on top of the usual ones.
 
-    Args:
-        config: the model, data, device and number of steps.
-        scratch: gets the run, and compiled code, which later runs find.
-        trainer: what Python runs.
-        tokens: in a step.
-        flags: on top of the usual ones.
-        environment: the process's, on top of this one's.
-
-    Raises:
-        ValueError: it failed, in one line.
+    The first step, which compiles, is not timed. `scratch` gets the run, and compiled code, which
+    later runs find.
     """
-    assert config.data_dir is not None
     device, model_config = config.torch_device, config.model_config()
     peak = device_flops(device)
     shutil.rmtree(scratch / "runs", ignore_errors=True)
@@ -143,10 +120,10 @@ def measure_training(
         **{"block_size": config.block_size, "device": config.device},
         **{"data_dir": config.data_dir, "out_dir": scratch / "runs", "run_name": "run"},
         **{"micro_batch_size": config.sequences, "total_batch_size": tokens},
-        **{"max_steps": config.timed_steps + 1, "shuffle": False},
+        **{"max_steps": config.timed_steps + 1},
     }
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "compiled")
-    run_python(*trainer, *as_flags(settings | TRAINING), *flags, **environment)
+    run_python(*trainer, *as_flags(settings | TRAINING), "--no-shuffle", *flags, **environment)
     records = read_metrics(scratch / "runs" / "run" / "metrics.jsonl")
     first, *steps = [record for record in records if "train_loss" in record]
     speed = tokens / (statistics.median(step["step_time_ms"] for step in steps) / 1000)
@@ -170,3 +147,32 @@ def device_flops(device: torch.device) -> float | None:
     a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE).to(select_dtype("auto", device))
     seconds = min(seconds_of(lambda: a @ b) for _ in range(MATMUL_REPEATS))
     return 2 * MATMUL_SIZE**3 / seconds
+
+
+def draw_ladder(ladder: Mapping[str, Any], device: str, path: Path) -> Path:
+    """Draw the training speeds of a stored ladder as bars from zero, into a PNG."""
+    from matplotlib.figure import Figure
+
+    results, model = ladder["results"], ladder["model"]
+    figure = Figure(figsize=(8, 1 + 0.35 * len(results)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for label, units in results.items():
+        speed = statistics.median(units["tokens/s"])
+        mfu = f" · {statistics.median(units['MFU']):.1%}" if "MFU" in units else ""
+        bar = axes.barh(label, speed, height=0.72, color=BLUE if label == PRODUCT else LIGHT_BLUE)
+        axes.bar_label(bar, [f"{speed:,.0f}{mfu}"], padding=5)
+    axes.invert_yaxis()  # from top to bottom
+    axes.margins(x=0.2)  # room for the figures after the longest bar
+    axes.set_title(
+        f"Tokens per second · MFU on {device}, one more optimization in each line\n"
+        f"{model['n_layer']} layers, width {model['n_embd']}, context {model['block_size']} · "
+        f"{ladder['date'][:10]} · commit {ladder['commit'][:7]}",
+        loc="left",
+        fontsize=10,
+        color=GREY,
+    )
+    axes.spines[:].set_visible(False)
+    axes.tick_params(bottom=False, labelbottom=False, left=False)
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png")
+    return path
