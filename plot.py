@@ -17,7 +17,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,13 +36,8 @@ if TYPE_CHECKING:
 
 Records = list[dict[str, Any]]
 
-NEARLY_EQUAL: dict[str, Literal["top", "bottom"]] = {
-    "GPT-2 774M": "top",
-    "GPT-3 350M": "bottom",
-}  # labels next to their lines
 FALL_SHARE = 0.02  # the loss's fall over this share of the tokens may begin above the figure
 MARKED_POINTS = 40  # up to this many points are drawn as dots too
-LONGEST_NAME = 40  # characters of a run's name in a figure
 
 BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e4"
 
@@ -54,7 +49,7 @@ class PlotConfig:
     runs: Positional[tuple[Path, ...]] = ()
     """Run folders, such as runs/my-run."""
     compare: Path | None = None
-    """Draw the losses of all the runs into this one PNG too."""
+    """Draw the losses of all the runs into this one file too: .png, .pdf or .svg."""
     report: bool = False
     """Instead of the figures, write a page with everything about the runs to look at in a browser:
     report.html, in the first run's folder."""
@@ -62,8 +57,6 @@ class PlotConfig:
     def __post_init__(self) -> None:
         if not self.runs:
             raise ValueError("no run folder given: python plot.py runs/NAME")
-        if self.compare is not None and self.compare.suffix != ".png":
-            raise ValueError(f"--compare {self.compare} must end in .png")
 
 
 def main() -> None:
@@ -90,8 +83,8 @@ def plot_run(run_dir: Path) -> list[Path]:
         The PNGs: `loss.png`, and `hellaswag.png` and `throughput.png` if the run has measured them.
     """
     records, figures = read_run(run_dir), run_dir / "figures"
-    place = f"step {records[-1]['step']:,} · {format_count(records[-1]['tokens_seen'])} tokens"
-    title = f"{_short_name(run_dir)} · {place}"
+    step, tokens = records[-1]["step"], format_count(records[-1]["tokens_seen"])
+    title = f"{run_dir.resolve().name} · step {step:,} · {tokens} tokens"
     drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
@@ -111,14 +104,9 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     axes = _new_axes(f"{len(lines)} runs", f"{kind} loss (nats per token)")
     for run_dir, line in zip(run_dirs, lines, strict=True):
         # The number first: matplotlib leaves labels that begin with "_" out of the legend.
-        _plot_line(axes, line, f"{line.values[-1]:.3f} {_short_name(run_dir)}")
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {run_dir.resolve().name}")
     _fit_loss(axes, lines)
     _save(axes, path)
-
-
-def _short_name(run_dir: Path) -> str:
-    name = run_dir.resolve().name
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _new_axes(title: str, quantity: str) -> Axes:
@@ -147,27 +135,22 @@ def _plot_line(axes: Axes, series: Series, label: str, **style: Any) -> None:  #
 
 
 def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
-    """Set the limits; where the first fall takes a third of the height, let it begin above.
-
-    The end of every line, however short the run, is inside.
-    """
+    """Set the limits; where the first fall takes a third of the height, let it begin above."""
     whole = np.concatenate([line.values for line in lines])
-    late = np.concatenate(
-        [line.values[line.tokens >= FALL_SHARE * line.tokens[-1]] for line in lines]
-    )
-    shown = late if np.ptp(whole) > 1.5 * np.ptp(late) and len(late) > 1 else whole
-    margin = max(0.05 * np.ptp(shown), 0.02)
-    axes.set_ylim(shown.min() - margin, shown.max() + margin)
+    late = [line.values[line.tokens >= FALL_SHARE * line.tokens[-1]] for line in lines]
+    low, high = whole.min(), np.concatenate(late).max()
+    if whole.max() - low <= 1.5 * (high - low) or high == low:
+        high = whole.max()
+    margin = max(0.05 * (high - low), 0.02)
+    axes.set_ylim(low - margin, high + margin)
 
 
-def _save(
-    axes: Axes, path: Path, corner: Literal["upper left", "upper right"] = "upper right"
-) -> Path:
-    """Add the legend and write the PNG."""
+def _save(axes: Axes, path: Path, corner: str = "upper right") -> Path:
+    """Add the legend and write the file, whose ending is its format."""
     axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width of its own
     axes.legend(loc=corner, fontsize=9, edgecolor="none", framealpha=1)
     with atomic_write(path) as file:
-        axes.figure.savefig(file, format="png")  # type: ignore[union-attr]
+        axes.figure.savefig(file, format=path.suffix[1:])  # type: ignore[union-attr]
     return path
 
 
@@ -201,9 +184,8 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", color=BLUE)
     for name, height in references.items():
         axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        label = axes.text(1.01, height, f"{name} {height:g}", color=GREY, fontsize=9)
+        label = axes.text(1.01, height, f"{name} {height:g}", color=GREY, fontsize=9, va="center")
         label.set_transform(axes.get_yaxis_transform())  # the x is a share of the width
-        label.set_verticalalignment(NEARLY_EQUAL.get(name, "center"))
     return _save(axes, path, "upper left")
 
 
