@@ -103,7 +103,7 @@ def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_fla
     [(_, _, config)] = recorded(run_dir, "config")
     assert config == json.loads((run_dir / "config.json").read_text())
     assert config["logger"] == ["tensorboard"]
-    environment = collect_run(run_dir, time.time())["environment"]
+    environment = collect_run(run_dir)["environment"]
     assert environment["environment"].startswith("1 x cpu, float32, torch ")
     assert re.fullmatch(r"[0-9a-f]{16}", environment["data fingerprint"])
 
