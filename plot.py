@@ -17,7 +17,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -145,7 +145,9 @@ def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _save(axes: Axes, path: Path, corner: str = "upper right") -> Path:
+def _save(
+    axes: Axes, path: Path, corner: Literal["upper left", "upper right"] = "upper right"
+) -> Path:
     """Add the legend and write the file, whose ending is its format."""
     axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width of its own
     axes.legend(loc=corner, fontsize=9, edgecolor="none", framealpha=1)
@@ -191,11 +193,9 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
 
 def _draw_throughput(records: Records, title: str, path: Path) -> Path:
     speed = Series.of(records, "tokens_per_second")
-    utilisation = Series.of(records, "mfu").values
-    share = f", MFU {np.median(utilisation):.1%}" if len(utilisation) else ""
-    label = f"median {format_count(float(np.median(speed.values)))}{share}"
     axes = _new_axes(title, "throughput (tokens per second)")
     axes.plot(*speed, color=BLUE, linewidth=0.6, alpha=0.3)
+    label = f"median {format_count(float(np.median(speed.values)))}"
     settled = Series(speed.tokens[1:], speed.values[1:])  # the first step compiles
     axes.plot(*settled.smoothed(), color=BLUE, linewidth=1.8, label=label)
     axes.yaxis.set_major_formatter(lambda value, _: format_count(value))

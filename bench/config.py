@@ -42,9 +42,6 @@ class BenchConfig:
     micro_batch_size: int | None = None
     """Sequences per micro-batch; by default 16 on a GPU (as in published figures) and 4 elsewhere.
     In the ladder and the switches, the product takes what it would choose."""
-    total_batch_size: int | None = None
-    """Tokens per step; by default 524,288 on a GPU. Elsewhere it is a micro-batch, and 4 of them in
-    the ladder's last lines."""
     steps: int | None = None
     """Timed steps per run, after one untimed step; by default 20 on a GPU, else 4."""
     rounds: int = 3
@@ -67,20 +64,19 @@ class BenchConfig:
             raise ValueError("--gpu, --peer and --component are three measurements: give one")
         if self.component == "tokenize" and self.text is None:
             raise ValueError("--component tokenize needs a .parquet or .jsonl file: --text FILE")
-        for name in ("micro_batch_size", "total_batch_size", "steps", "rounds"):
+        for name in ("micro_batch_size", "steps", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag_of(name)} must be at least 1, not {value}")
         self.model_config()
-        if self.total_batch_size and self.total_batch_size % self.micro_batch_tokens:
-            raise ValueError(
-                f"--total-batch-size {self.total_batch_size} is not a multiple of a micro-batch's "
-                f"{self.micro_batch_tokens} tokens"
-            )
 
     def model_config(self) -> GPTConfig:
         """The dimensions that the flags give."""
         return TrainConfig(**{name: getattr(self, name) for name in DIMENSIONS}).model_config()
+
+    def shared_settings(self) -> dict[str, Any]:
+        """What the commands that are measured take over: by their fields, too."""
+        return {name: getattr(self, name) for name in (*DIMENSIONS, "device", "data_dir")}
 
     @property
     def torch_device(self) -> torch.device:
@@ -96,6 +92,13 @@ class BenchConfig:
     def micro_batch_tokens(self) -> int:
         """Tokens per micro-batch."""
         return self.sequences * self.block_size
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens per step: a micro-batch; on a GPU as many as make up the default's 524,288."""
+        on_gpu = self.torch_device.type == "cuda"
+        wanted = TrainConfig.total_batch_size if on_gpu else self.micro_batch_tokens
+        return max(1, wanted // self.micro_batch_tokens) * self.micro_batch_tokens
 
     @property
     def timed_steps(self) -> int:

@@ -21,7 +21,6 @@ from plot import BLUE, GREY
 from runtime.device import device_name, prepare_compiler, select_dtype
 from runtime.files import atomic_write
 from runtime.metrics import flops_per_token, mfu, peak_flops, read_metrics
-from training.config import TrainConfig
 
 PRODUCT, ACCUMULATION = "product defaults", "gradient accumulation"
 TRAIN_GPT2, PLAIN = ("train_gpt2.py",), ("-m", "bench.plain")
@@ -30,24 +29,15 @@ PEERS = {  # a plain trainer; and Hugging Face's model, as its users would tune 
     "eager": EAGER,
     "transformers": (*EAGER, "compile", "fused AdamW", HUGGING_FACE),
 }
-SWITCHES = {  # by kind of device, one change to the product's defaults: a flag or a variable
-    "any": {
-        "not compiled": "--no-compile",
-        "float32": "--dtype=float32",
-        "selective recomputation": "--activation-checkpointing=selective",
-    },
-    "cpu": {
-        "logits not in chunks": "--loss-chunks=1",
-        "OpenMP's own spinning": "GOMP_SPINCOUNT=300000",
-    },
-    "cuda": {
-        "logits in 4 chunks": "--loss-chunks=4",
-        "deterministic": "--deterministic",  # a CPU always is
-        "coordinate descent": "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1",
-        "max-autotune": "TORCHINDUCTOR_MAX_AUTOTUNE=1",
-    },
+SWITCHES = {  # one change to the product's defaults; some are the default of a device
+    "not compiled": "--no-compile",
+    "float32": "--dtype=float32",
+    "logits in one chunk": "--loss-chunks=1",
+    "logits in 4 chunks": "--loss-chunks=4",
+    "selective recomputation": "--activation-checkpointing=selective",
+    "deterministic": "--deterministic",
 }
-MICRO_BATCHES = 4  # of a step with accumulation, except on a GPU
+MICRO_BATCHES = 4  # of a step with accumulation, at least
 TRAINING = {  # a constant rate; nothing but training
     **{"max_lr": 3e-4, "min_lr": 3e-4, "warmup_steps": 0, "checkpoint_every": 0},
     **{"val_every": 0, "hellaswag_every": 0, "sample_every": 0},
@@ -58,12 +48,9 @@ LIGHT_BLUE = "#a3bed1"
 
 def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
     """What the config compares, by name, with files in `scratch`."""
-    device, one = config.torch_device, config.micro_batch_tokens
-    available = available_optimizations(device)
+    available = available_optimizations(config.torch_device)
     train = partial(measure_training, config, scratch)
-    tokens = config.total_batch_size or (
-        TrainConfig.total_batch_size if device.type == "cuda" else one
-    )
+    one, tokens = config.micro_batch_tokens, config.step_tokens
     if config.peer in PEERS:
         on = [name for name in PEERS[config.peer] if name in (*available, HUGGING_FACE)]
         return {
@@ -73,15 +60,13 @@ def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
     # The product takes the micro-batch that it would choose.
     auto = () if config.micro_batch_size else ("--micro-batch-size=auto",)
     if config.peer == "switches":
-        measures: dict[str, Measure] = {PRODUCT: partial(train, TRAIN_GPT2, tokens, *auto)}
-        for name, change in (SWITCHES["any"] | SWITCHES.get(device.type, {})).items():
-            is_flag = change.startswith("--")
-            flags, environment = ((change,), {}) if is_flag else ((), dict([change.split("=")]))
-            measures[name] = partial(train, TRAIN_GPT2, tokens, *auto, *flags, **environment)
-        return measures
-    if not config.total_batch_size and device.type != "cuda":
-        tokens = MICRO_BATCHES * one
-    measures = {"float32": partial(train, (*PLAIN, ""), one)}
+        changes = {PRODUCT: (), **{name: (flag,) for name, flag in SWITCHES.items()}}
+        return {
+            name: partial(train, TRAIN_GPT2, tokens, *auto, *change)
+            for name, change in changes.items()
+        }
+    tokens = max(tokens, MICRO_BATCHES * one)
+    measures: dict[str, Measure] = {"float32": partial(train, (*PLAIN, ""), one)}
     for count, name in enumerate(available, 1):
         measures[name] = partial(train, (*PLAIN, ",".join(available[:count])), one)
     measures[ACCUMULATION] = partial(train, (*PLAIN, ",".join(available)), tokens)
@@ -105,31 +90,26 @@ def measure_training(
     trainer: Sequence[str],
     tokens: int,
     *flags: str,
-    **environment: str,
 ) -> dict[str, float]:
     """Train once, in a fresh process, with `tokens` in a step and `flags` on top of the usual ones.
 
     The first step, which compiles, is not timed. `scratch` gets the run, and compiled code, which
     later runs find.
     """
-    device, model_config = config.torch_device, config.model_config()
-    peak = device_flops(device)
+    peak = device_flops(config.torch_device)
     shutil.rmtree(scratch / "runs", ignore_errors=True)
-    settings = {
-        **{name: getattr(model_config, name) for name in ("n_layer", "n_head", "n_embd")},
-        **{"block_size": config.block_size, "device": config.device},
-        **{"data_dir": config.data_dir, "out_dir": scratch / "runs", "run_name": "run"},
+    settings = config.shared_settings() | {
+        **{"out_dir": scratch / "runs", "run_name": "run", "max_steps": config.timed_steps + 1},
         **{"micro_batch_size": config.sequences, "total_batch_size": tokens},
-        **{"max_steps": config.timed_steps + 1},
     }
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "compiled")
-    run_python(*trainer, *as_flags(settings | TRAINING), "--no-shuffle", *flags, **environment)
+    args = [*trainer, *as_flags(settings | TRAINING), "--no-shuffle", *flags]
+    run_python(*args, TORCHINDUCTOR_CACHE_DIR=str(scratch / "compiled"))
     records = read_metrics(scratch / "runs" / "run" / "metrics.jsonl")
     first, *steps = [record for record in records if "train_loss" in record]
     speed = tokens / (statistics.median(step["step_time_ms"] for step in steps) / 1000)
     values = {
         "tokens/s": speed,
-        "MFU": mfu(speed, flops_per_token(model_config), peak),
+        "MFU": mfu(speed, flops_per_token(config.model_config()), peak),
         "peak GiB": steps[-1]["peak_memory_gib"],
         "first step s": first["step_time_ms"] / 1000,
         f"loss after {len(steps)} steps": steps[-1]["train_loss"],

@@ -61,18 +61,13 @@ def measure_in_turn(
 
 def format_results(results: Results, failures: Mapping[str, str]) -> str:
     """A line per label: the median of each unit, and its ratio to that of the first label."""
-    units = list(dict.fromkeys(unit for values in results.values() for unit in values))
-    rows = [["", *units]]
-    first: dict[str, float] = {}
+    lines, first = [], dict[str, float]()
     for label, values in results.items():
         medians = {unit: statistics.median(runs) for unit, runs in values.items()}
         first = medians | first
-        ratios = {unit: median / (first[unit] or 1) for unit, median in medians.items()}
-        cells = {unit: f"{medians[unit]:,.4g} ({ratios[unit]:.2f}x)" for unit in medians}
-        rows.append([label, *(cells.get(unit, "-") for unit in units)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *(f"{label}: {why}" for label, why in failures.items())])
+        shown = [f"{m:,.4g} {unit} ({m / (first[unit] or 1):.2f}x)" for unit, m in medians.items()]
+        lines.append(f"{label:<24} | {', '.join(shown)}")
+    return "\n".join([*lines, *(f"{label:<24} | {why}" for label, why in failures.items())])
 
 
 def seconds_of(work: Callable[[], object], device: torch.device | None = None) -> float:
@@ -124,7 +119,7 @@ def results_path(config: BenchConfig) -> Path:
     compares different ones.
     """
     parts = [device_label(config.torch_device)]
-    for name in (*DIMENSIONS, "micro_batch_size", "total_batch_size"):
+    for name in (*DIMENSIONS, "micro_batch_size"):
         if (value := getattr(config, name)) != getattr(BenchConfig, name):
             parts.append(f"{name}-{value}")
     file_name = re.sub("[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
@@ -145,14 +140,9 @@ def store_results(
 
 def provenance() -> dict[str, Any]:
     """The date, the commit and the versions of a measurement."""
-    describe = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty"]
-    try:
-        commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
-        commit = "unknown"
     versions = {package: version(package) for package in PACKAGES if find_spec(package)}
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit,
+        "commit": subprocess.getoutput("git describe --always --exclude=* --dirty"),
         "versions": {"python": platform.python_version()} | versions,
     }
