@@ -105,7 +105,7 @@ def train(name: str, config: RecipesConfig) -> dict[str, Any]:
         **{"config": ROOT / f"recipes/{file_name}.json", "device": config.device, "resume": "auto"},
         **{"data_dir": Path(config.data_dir or "").absolute(), "run_name": name},
         **{"out_dir": config.out_dir.absolute(), "hellaswag_every": 0, "sample_every": 0},
-        **{"val_every": max(1, steps // EVALUATIONS), "checkpoint_every": 0},
+        **{"val_every": steps // EVALUATIONS, "checkpoint_every": 0},
         **{"val_tokens": 32 * settings["total_batch_size"]},
     }
     run_python("train_gpt2.py", *as_flags(settings | others))

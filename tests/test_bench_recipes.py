@@ -14,7 +14,7 @@ from runtime.files import read_json
 def test_command_trains_what_is_missing_and_draws_both(
     commands, tiny_data, tmp_path, monkeypatch, capsys
 ):
-    names = ["tiny_12_reference_0.01", "tiny_12_fast_0.01"]
+    names = ["tiny_16_reference_0.01", "tiny_16_fast_0.01"]
     monkeypatch.setattr(recipes, "RUNS", names)
     sizes = {"n_layer": 1, "n_embd": 64, "block_size": 8, "total_batch_size": 32}
     monkeypatch.setitem(recipes.SCALES, "tiny", sizes)
@@ -41,7 +41,7 @@ def test_command_trains_what_is_missing_and_draws_both(
     reference, fast = (record["curve"] for record in runs.values())
     assert reference[0] == fast[0]  # the same initial weights
     assert reference[-1][1] != fast[-1][1]
-    assert [point[0] for point in fast] == list(range(13))
+    assert [point[0] for point in fast] == list(range(17))
     assert all(record["machine"] and record["versions"]["torch"] for record in runs.values())
     (tmp_path / "other").mkdir()
     np.save(tmp_path / "other/train_000001.npy", np.arange(9000, dtype=np.uint16))
