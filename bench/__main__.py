@@ -9,7 +9,7 @@
 
 What is compared runs in turn (A B A B …), because machines drift, and medians are compared; a
 training run is a command in a fresh process. The results go to `bench/results/DEVICE.json` after
-each run, the ladder's chart next to it.
+each run.
 """
 
 if __name__ == "__main__":
@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.components import COMPONENTS
 from bench.config import BenchConfig
 from bench.gpu import run_gpu_commands
-from bench.ladder import draw_ladder, training_measures
+from bench.ladder import training_measures
 from bench.measurement import (
     device_label,
     format_results,
@@ -53,8 +53,7 @@ def main() -> None:
 
 def measure(config: BenchConfig, scratch: Path) -> None:
     """Measure one thing, print its table, add it to the device's results."""
-    device, path = device_label(config.torch_device), results_path(config)
-    print(f"{device}: {config.model_config()}", flush=True)
+    print(f"{device_label(config.torch_device)}: {config.model_config()}", flush=True)
     if config.component:
         name = f"component_{config.component}"
         measures = COMPONENTS[config.component](config, scratch)
@@ -62,11 +61,9 @@ def measure(config: BenchConfig, scratch: Path) -> None:
         name = f"peer_{config.peer}" if config.peer else "ladder"
         measures = training_measures(config, scratch)
     for measured in measure_in_turn(measures, config.rounds):
-        stored = store_results(config, name, *measured)
+        store_results(config, name, *measured)
     print(format_results(*measured))
-    if name == "ladder":
-        print(draw_ladder(stored, device, path.with_suffix(".png")))
-    print(path)
+    print(results_path(config))
 
 
 if __name__ == "__main__":

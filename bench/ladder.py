@@ -7,19 +7,16 @@ next to the product; a switch changes one of the product's defaults.
 
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench.config import BenchConfig, as_flags
 from bench.measurement import Measure, run_python, seconds_of
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
-from plot import BLUE, GREY
 from runtime.device import device_name, prepare_compiler, select_dtype
-from runtime.files import atomic_write
 from runtime.metrics import flops_per_token, mfu, peak_flops, read_metrics
 
 PRODUCT, ACCUMULATION = "product defaults", "gradient accumulation"
@@ -43,7 +40,6 @@ TRAINING = {  # a constant rate; nothing but training
     **{"val_every": 0, "hellaswag_every": 0, "sample_every": 0},
 }
 MATMUL_SIZE, MATMUL_REPEATS = 2048, 10
-LIGHT_BLUE = "#a3bed1"
 
 
 def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
@@ -127,32 +123,3 @@ def device_flops(device: torch.device) -> float | None:
     a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE).to(select_dtype("auto", device))
     seconds = min(seconds_of(lambda: a @ b) for _ in range(MATMUL_REPEATS))
     return 2 * MATMUL_SIZE**3 / seconds
-
-
-def draw_ladder(ladder: Mapping[str, Any], device: str, path: Path) -> Path:
-    """Draw the training speeds of a stored ladder as bars from zero, into a PNG."""
-    from matplotlib.figure import Figure
-
-    results, model = ladder["results"], ladder["model"]
-    figure = Figure(figsize=(8, 1 + 0.35 * len(results)), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for label, units in results.items():
-        speed = statistics.median(units["tokens/s"])
-        mfu = f" · {statistics.median(units['MFU']):.1%}" if "MFU" in units else ""
-        bar = axes.barh(label, speed, height=0.72, color=BLUE if label == PRODUCT else LIGHT_BLUE)
-        axes.bar_label(bar, [f"{speed:,.0f}{mfu}"], padding=5)
-    axes.invert_yaxis()  # from top to bottom
-    axes.margins(x=0.2)  # room for the figures after the longest bar
-    axes.set_title(
-        f"Tokens per second · MFU on {device}, one more optimization in each line\n"
-        f"{model['n_layer']} layers, width {model['n_embd']}, context {model['block_size']} · "
-        f"{ladder['date'][:10]} · commit {ladder['commit'][:7]}",
-        loc="left",
-        fontsize=10,
-        color=GREY,
-    )
-    axes.spines[:].set_visible(False)
-    axes.tick_params(bottom=False, labelbottom=False, left=False)
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png")
-    return path

@@ -115,7 +115,7 @@ def device_label(device: torch.device) -> str:
 def results_path(config: BenchConfig) -> Path:
     """The results file of a device.
 
-    Another model or batch than the default has its own file, so that no file and no chart
+    Another model or batch than the default has its own file, so that no file
     compares different ones.
     """
     parts = [device_label(config.torch_device)]
@@ -128,14 +128,12 @@ def results_path(config: BenchConfig) -> Path:
 
 def store_results(
     config: BenchConfig, name: str, results: Results, failures: Mapping[str, str]
-) -> dict[str, Any]:
-    """Put a measurement into the device's results, in place of its earlier ones; returns it."""
+) -> None:
+    """Put a measurement into the device's results, in place of its earlier ones."""
     path = results_path(config)
     file = read_json(path) if path.exists() else {"device": device_label(config.torch_device)}
     measured = {"model": asdict(config.model_config()), "not_measured": failures}
-    stored = provenance() | measured | {"results": results}
-    write_json(path, file | {name: stored})
-    return stored
+    write_json(path, file | {name: provenance() | measured | {"results": results}})
 
 
 def provenance() -> dict[str, Any]:
