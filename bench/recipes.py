@@ -25,11 +25,11 @@ import numpy as np
 from bench.config import ROOT, as_flags
 from bench.measurement import device_label, provenance, run_python
 from corpus.shards import open_shards
-from plot import BLUE, GREY, PALE, RED
+from plot import BLUE, GREY, RED, new_axes, save_figure
 from runtime.cli import parse_flags, run_command
 from runtime.device import DeviceName, select_device
-from runtime.files import atomic_write, read_json, write_json
-from runtime.metrics import METRICS_NAME, format_count, read_metrics
+from runtime.files import read_json, write_json
+from runtime.metrics import METRICS_NAME, read_metrics
 
 RECIPES = {  # a file in recipes/, and the last rate's share of the first
     "reference": ("gpt2-124m", 0.1),
@@ -168,40 +168,19 @@ def compare(runs: Mapping[str, Mapping[str, Any]]) -> list[Comparison]:
 
 
 def draw_summary(comparisons: Sequence[Comparison], path: Path) -> Path:
-    """Draw the losses where there are most tokens per parameter, and the shares of all."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), dpi=110, layout="constrained")
-    losses, shares = figure.subplots(1, 2)
+    """Draw the losses where there are most tokens per parameter."""
     longest = max(comparisons, key=lambda each: each.tokens_per_parameter)
+    title = f"{longest.scale}, {longest.tokens_per_parameter:.2g} tokens per parameter"
+    axes = new_axes(title, "validation loss (nats per token)")
     batch, end = SCALES[longest.scale]["total_batch_size"], longest.reference[-1][1]
     for name, curve, colour in (("reference", longest[2], GREY), ("fast", longest[3], BLUE)):
         steps, values, *_ = np.transpose(curve[1:])
-        losses.plot(steps * batch, values, color=colour, label=f"{name}: {values[-1]:.3f}")
-    losses.axhline(end, color=GREY, linewidth=0.8, linestyle=":")
+        axes.plot(steps * batch, values, color=colour, label=f"{name} {values[-1]:.3f}")
+    axes.axhline(end, color=GREY, linewidth=0.8, linestyle=":")
     if longest.share is not None:
         reached = longest.share * longest.steps * batch
-        losses.plot([reached], [end], color=RED, marker="o")
-        note = f"after {longest.share:.0%}\nof the tokens"
-        losses.annotate(note, (0.95 * reached, end), color=RED, ha="right", va="top")
-    losses.set(xlabel="training tokens", ylabel="validation loss (nats per token)")
-    losses.xaxis.set_major_formatter(lambda value, _: format_count(value))
-    losses.set_title(f"{longest.scale}, {longest.tokens_per_parameter:.2g} tokens per parameter")
-    for scale in dict.fromkeys(each.scale for each in comparisons):
-        points = [(c.tokens_per_parameter, c.share) for c in comparisons if c.scale == scale]
-        label = f"width {SCALES[scale]['n_embd']}"
-        shares.plot(*zip(*points, strict=True), marker="o", label=label)
-    shares.axhline(0.5, color=GREY, linewidth=0.8, linestyle=":")
-    shares.set(xscale="log", ylim=(0, 1), xlabel="training tokens per parameter of the blocks")
-    shares.xaxis.set_major_formatter("{x:g}")
-    shares.set_title("share of the reference's tokens to its end loss")
-    for axes in (losses, shares):
-        axes.legend(edgecolor="none")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.grid(axis="y", color=PALE)
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png")
-    return path
+        axes.plot(reached, end, "o", color=RED, label=f"after {longest.share:.0%} of the tokens")
+    return save_figure(axes, path)
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_fla
     texts = recorded(run_dir, "str")
     assert [(step, name) for step, name, _ in texts] == [(0, "sample_text"), (8, "sample_text")]
     assert "".join(f"{text}\n" for *_, text in texts) == (run_dir / "samples.txt").read_text()
-    loss, throughput, _ = recorded(run_dir, "figure", "end")
-    assert (loss[:2], throughput[:2]) == ((8, "figures/loss"), (8, "figures/throughput"))
+    loss, _ = recorded(run_dir, "figure", "end")
+    assert loss[:2] == (8, "figures/loss")
     assert Path(loss[2]).read_bytes().startswith(b"\x89PNG")
     [(_, _, config)] = recorded(run_dir, "config")
     assert config == json.loads((run_dir / "config.json").read_text())
