@@ -1,4 +1,4 @@
-"""Figures of a run from its `metrics.jsonl` alone: loss, HellaSwag, throughput over tokens.
+"""Figures of a run from its `metrics.jsonl` alone: loss and HellaSwag over tokens.
 
     python plot.py runs/my-run                        # runs/my-run/figures/*.png
     python plot.py runs/a runs/b --compare ab.png     # and one figure with both losses
@@ -17,7 +17,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,13 +36,8 @@ if TYPE_CHECKING:
 
 Records = list[dict[str, Any]]
 
-NEARLY_EQUAL: dict[str, Literal["top", "bottom"]] = {
-    "GPT-2 774M": "top",
-    "GPT-3 350M": "bottom",
-}  # labels next to their lines
 FALL_SHARE = 0.02  # the loss's fall over this share of the tokens may begin above the figure
 MARKED_POINTS = 40  # up to this many points are drawn as dots too
-LONGEST_NAME = 40  # characters of a run's name in a figure
 
 BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e4"
 
@@ -54,7 +49,7 @@ class PlotConfig:
     runs: tuple[Path, ...] = field(default=(), metadata=POSITIONAL)
     """Run folders, such as runs/my-run."""
     compare: Path | None = None
-    """Draw the losses of all the runs into this one PNG too."""
+    """Draw the losses of all the runs into this one file too: .png, .pdf or .svg."""
     report: bool = False
     """Instead of the figures, write a page with everything about the runs to look at in a browser:
     report.html, in the first run's folder."""
@@ -62,8 +57,6 @@ class PlotConfig:
     def __post_init__(self) -> None:
         if not self.runs:
             raise ValueError("no run folder given: python plot.py runs/NAME")
-        if self.compare is not None and self.compare.suffix != ".png":
-            raise ValueError(f"--compare {self.compare} must end in .png")
 
 
 def main() -> None:
@@ -84,19 +77,13 @@ def main() -> None:
 
 
 def plot_run(run_dir: Path) -> list[Path]:
-    """Draw what a run has measured so far into `run_dir/figures/`.
-
-    Returns:
-        The PNGs: `loss.png`, and `hellaswag.png` and `throughput.png` if the run has measured them.
-    """
+    """Draw what a run has measured so far: `figures/loss.png`, and `hellaswag.png` if it has."""
     records, figures = read_run(run_dir), run_dir / "figures"
-    place = f"step {records[-1]['step']:,} · {format_count(records[-1]['tokens_seen'])} tokens"
-    title = f"{_short_name(run_dir)} · {place}"
+    step, tokens = records[-1]["step"], format_count(records[-1]["tokens_seen"])
+    title = f"{run_dir.resolve().name} · step {step:,} · {tokens} tokens"
     drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
-    if len(Series.of(records, "tokens_per_second").values):
-        drawn.append(_draw_throughput(records, title, figures / "throughput.png"))
     return drawn
 
 
@@ -108,20 +95,15 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
         kind, lines = "training", [Series.of(records, "train_loss").smoothed() for records in runs]
     if not all(len(line.values) for line in lines):
         raise ValueError("some runs have no training loss yet, others no validation loss: wait")
-    axes = _new_axes(f"{len(lines)} runs", f"{kind} loss (nats per token)")
+    axes = new_axes(f"{len(lines)} runs", f"{kind} loss (nats per token)")
     for run_dir, line in zip(run_dirs, lines, strict=True):
         # The number first: matplotlib leaves labels that begin with "_" out of the legend.
-        _plot_line(axes, line, f"{line.values[-1]:.3f} {_short_name(run_dir)}")
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {run_dir.resolve().name}")
     _fit_loss(axes, lines)
-    _save(axes, path)
+    save_figure(axes, path)
 
 
-def _short_name(run_dir: Path) -> str:
-    name = run_dir.resolve().name
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
-
-
-def _new_axes(title: str, quantity: str) -> Axes:
+def new_axes(title: str, quantity: str) -> Axes:
     """Axes over training tokens in this project's style, in a figure of their own."""
     from matplotlib.figure import Figure
 
@@ -147,32 +129,27 @@ def _plot_line(axes: Axes, series: Series, label: str, **style: Any) -> None:  #
 
 
 def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
-    """Set the limits; where the first fall takes a third of the height, let it begin above.
-
-    The end of every line, however short the run, is inside.
-    """
+    """Set the limits; where the first fall takes a third of the height, let it begin above."""
     whole = np.concatenate([line.values for line in lines])
-    late = np.concatenate(
-        [line.values[line.tokens >= FALL_SHARE * line.tokens[-1]] for line in lines]
-    )
-    shown = late if np.ptp(whole) > 1.5 * np.ptp(late) and len(late) > 1 else whole
-    margin = max(0.05 * np.ptp(shown), 0.02)
-    axes.set_ylim(shown.min() - margin, shown.max() + margin)
+    late = [line.values[line.tokens >= FALL_SHARE * line.tokens[-1]] for line in lines]
+    low, high = whole.min(), np.concatenate(late).max()
+    if whole.max() - low <= 1.5 * (high - low) or high == low:
+        high = whole.max()
+    margin = max(0.05 * (high - low), 0.02)
+    axes.set_ylim(low - margin, high + margin)
 
 
-def _save(
-    axes: Axes, path: Path, corner: Literal["upper left", "upper right"] = "upper right"
-) -> Path:
-    """Add the legend and write the PNG."""
+def save_figure(axes: Axes, path: Path) -> Path:
+    """Add the legend and write the file, whose ending is its format."""
     axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width of its own
-    axes.legend(loc=corner, fontsize=9, edgecolor="none", framealpha=1)
+    axes.legend(fontsize=9, edgecolor="none", framealpha=1)
     with atomic_write(path) as file:
-        axes.figure.savefig(file, format="png")  # type: ignore[union-attr]
+        axes.figure.savefig(file, format=path.suffix[1:])  # type: ignore[union-attr]
     return path
 
 
 def _draw_loss(records: Records, title: str, path: Path) -> Path:
-    axes = _new_axes(title, "loss (nats per token)")
+    axes = new_axes(title, "loss (nats per token)")
     train, val = Series.of(records, "train_loss"), Series.of(records, "val_loss")
     if len(train.values):
         axes.plot(*train, color=BLUE, linewidth=0.6, alpha=0.3)
@@ -181,7 +158,7 @@ def _draw_loss(records: Records, title: str, path: Path) -> Path:
     if len(val.values):
         _plot_line(axes, val, f"validation {val.values[-1]:.3f}", color=RED)
     _fit_loss(axes, [series for series in (train, val) if len(series.values)])
-    return _save(axes, path)
+    return save_figure(axes, path)
 
 
 def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
@@ -194,31 +171,16 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
         references |= dict(list(HELLASWAG_REFERENCES.items())[: max(2, passed + 1)])
     else:
         title += f"\n{total:,} examples (reference scores need all {HELLASWAG_EXAMPLES:,})"
-    axes = _new_axes(title, "HellaSwag accuracy (acc_norm)")
+    axes = new_axes(title, "HellaSwag accuracy (acc_norm)")
     error = np.sqrt(accuracy.values * (1 - accuracy.values) / total)
     band = (accuracy.tokens, accuracy.values - error, accuracy.values + error)
     axes.fill_between(*band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error")
     _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", color=BLUE)
     for name, height in references.items():
         axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        label = axes.text(1.01, height, f"{name} {height:g}", color=GREY, fontsize=9)
+        label = axes.text(1.01, height, f"{name} {height:g}", color=GREY, fontsize=9, va="center")
         label.set_transform(axes.get_yaxis_transform())  # the x is a share of the width
-        label.set_verticalalignment(NEARLY_EQUAL.get(name, "center"))
-    return _save(axes, path, "upper left")
-
-
-def _draw_throughput(records: Records, title: str, path: Path) -> Path:
-    speed = Series.of(records, "tokens_per_second")
-    utilisation = Series.of(records, "mfu").values
-    share = f", MFU {np.median(utilisation):.1%}" if len(utilisation) else ""
-    label = f"median {format_count(float(np.median(speed.values)))}{share}"
-    axes = _new_axes(title, "throughput (tokens per second)")
-    axes.plot(*speed, color=BLUE, linewidth=0.6, alpha=0.3)
-    settled = Series(speed.tokens[1:], speed.values[1:])  # the first step compiles
-    axes.plot(*settled.smoothed(), color=BLUE, linewidth=1.8, label=label)
-    axes.yaxis.set_major_formatter(lambda value, _: format_count(value))
-    axes.set_ylim(0, 1.2 * np.quantile(speed.values, 0.99))
-    return _save(axes, path)
+    return save_figure(axes, path)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 
 What is compared runs in turn (A B A B …), because machines drift, and medians are compared; a
 training run is a command in a fresh process. The results go to `bench/results/DEVICE.json` after
-each run, the chart of training speeds next to it.
+each run.
 """
 
 if __name__ == "__main__":
@@ -19,15 +19,20 @@ if __name__ == "__main__":
 
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from bench.components import COMPONENTS
 from bench.config import BenchConfig
 from bench.gpu import run_gpu_commands
 from bench.ladder import training_measures
-from bench.measurement import format_results, measure_in_turn, run_python
-from bench.report import device_label, draw_speeds, results_path, store_results
+from bench.measurement import (
+    device_label,
+    format_results,
+    measure_in_turn,
+    results_path,
+    run_python,
+    store_results,
+)
 from corpus.shards import open_shards
 from runtime.cli import parse_flags, run_command
 
@@ -55,10 +60,9 @@ def measure(config: BenchConfig, scratch: Path) -> None:
     else:
         name = f"peer_{config.peer}" if config.peer else "ladder"
         measures = training_measures(config, scratch)
-    store = partial(store_results, config, name)
-    print(format_results(*measure_in_turn(measures, config.rounds, store)))
-    if not config.component:
-        print(draw_speeds(results_path(config)))
+    for measured in measure_in_turn(measures, config.rounds):
+        store_results(config, name, *measured)
+    print(format_results(*measured))
     print(results_path(config))
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from bench.config import ROOT, BenchConfig
+from bench.config import BenchConfig
 from bench.ladder import TRAIN_GPT2, measure_training
 from bench.measurement import Measure, run_python, seconds_of
 from corpus.shards import open_shards
@@ -75,8 +76,8 @@ def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
 def hellaswag_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
     """One example at a time, and the batched scorer; how many predictions equal the latter's."""
     model, dtype = new_model(config), select_dtype("auto", config.torch_device)
-    path = config.hellaswag_data or ROOT / "assets" / "hellaswag_sample.jsonl"
-    examples = [example for example in load_examples(path) if example.fits(config.block_size)]
+    examples = load_examples(config.hellaswag_data)
+    examples = [example for example in examples if example.fits(config.block_size)]
 
     def batched() -> Tensor:
         return evaluate_hellaswag(model, examples, dtype=dtype).mean.argmin(dim=1)
@@ -85,9 +86,9 @@ def hellaswag_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
     score_one_at_a_time(model, examples[:1], dtype)  # the device's first operations are slow
 
     def measure(score: Callable[[], Tensor]) -> dict[str, float]:
-        predictions = list[Tensor]()
-        rate = len(examples) / seconds_of(lambda: predictions.append(score()))
-        same = (predictions[0] == expected).float().mean().item()
+        start = perf_counter()
+        same = (score() == expected).float().mean().item()
+        rate = len(examples) / (perf_counter() - start)
         return {"examples/s": rate, "share of equal predictions": same}
 
     single = partial(score_one_at_a_time, model, examples, dtype)
@@ -125,21 +126,13 @@ def sample_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
     """`generate` without its cache of keys and values, and with it."""
     model, device = new_model(config), config.torch_device
     prompt = torch.full((SAMPLE_COUNT, 1), END_OF_TEXT, device=device)
+    sample = partial(generate, model, prompt, dtype=select_dtype("auto", device), stop_token=None)
+    sample(2)  # the device's first operations are slow
 
-    def rate(use_cache: bool, max_new_tokens: int = SAMPLE_TOKENS) -> dict[str, float]:
-        sample = partial(
-            generate,
-            model,
-            prompt,
-            max_new_tokens,
-            generator=torch.Generator(device).manual_seed(SEED),
-            use_cache=use_cache,
-            dtype=select_dtype("auto", device),
-            stop_token=None,
-        )
-        return {"tokens/s": SAMPLE_COUNT * max_new_tokens / seconds_of(sample, device)}
+    def rate(use_cache: bool) -> dict[str, float]:
+        seconds = seconds_of(partial(sample, SAMPLE_TOKENS, use_cache=use_cache), device)
+        return {"tokens/s": SAMPLE_COUNT * SAMPLE_TOKENS / seconds}
 
-    rate(True, 2)  # the device's first operations are slow
     return {"without a cache": partial(rate, False), "with the KV cache": partial(rate, True)}
 
 

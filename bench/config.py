@@ -1,14 +1,13 @@
 """The flags of `python -m bench`, and what follows from them."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from model import GPTConfig
-from runtime.cli import as_flags, bad_numbers
+from runtime.cli import bad_numbers
 from runtime.device import DeviceName, select_device
 from training.config import TrainConfig
 
@@ -42,9 +41,6 @@ class BenchConfig:
     micro_batch_size: int | None = None
     """Sequences per micro-batch; by default 16 on a GPU (as in published figures) and 4 elsewhere.
     In the ladder and the switches, the product takes what it would choose."""
-    total_batch_size: int | None = None
-    """Tokens per step; by default 524,288 on a GPU. Elsewhere it is a micro-batch, and 4 of them in
-    the ladder's last lines."""
     steps: int | None = None
     """Timed steps per run, after one untimed step; by default 20 on a GPU, else 4."""
     rounds: int = 3
@@ -57,31 +53,28 @@ class BenchConfig:
     text: Path | None = None
     """A .parquet or .jsonl file for --component tokenize; of millions of tokens, or the start of
     the processes counts most."""
-    hellaswag_data: Path | None = None
-    """A HellaSwag JSONL for --component hellaswag; by default the sample in assets/."""
+    hellaswag_data: Path = Path("assets/hellaswag_sample.jsonl")
+    """A HellaSwag JSONL for --component hellaswag."""
     out_dir: Path = Path("bench/results")
     """Where the results go. Another model or batch than the default has a file of its own."""
 
     def __post_init__(self) -> None:
         if self.gpu + bool(self.peer) + bool(self.component) > 1:
             raise ValueError("--gpu, --peer and --component are three measurements: give one")
-        if self.peer == "transformers" and not importlib.util.find_spec("transformers"):
-            raise ValueError("transformers is missing: pip install -r requirements-dev.txt")
         if self.component == "tokenize" and self.text is None:
             raise ValueError("--component tokenize needs a .parquet or .jsonl file: --text FILE")
-        above_zero = ("micro_batch_size", "total_batch_size", "steps", "rounds")
+        above_zero = ("micro_batch_size", "steps", "rounds")
         if problems := bad_numbers(self, above_zero):
             raise ValueError("; ".join(problems))
         self.model_config()
-        if self.total_batch_size and self.total_batch_size % self.micro_batch_tokens:
-            raise ValueError(
-                f"--total-batch-size {self.total_batch_size} is not a multiple of a micro-batch's "
-                f"{self.micro_batch_tokens} tokens"
-            )
 
     def model_config(self) -> GPTConfig:
         """The dimensions that the flags give."""
         return TrainConfig(**{name: getattr(self, name) for name in DIMENSIONS}).model_config()
+
+    def shared_settings(self) -> dict[str, Any]:
+        """What the commands that are measured take over: by their fields, too."""
+        return {name: getattr(self, name) for name in (*DIMENSIONS, "device", "data_dir")}
 
     @property
     def torch_device(self) -> torch.device:
@@ -99,10 +92,13 @@ class BenchConfig:
         return self.sequences * self.block_size
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens per step: a micro-batch; on a GPU as many as make up the default's 524,288."""
+        on_gpu = self.torch_device.type == "cuda"
+        wanted = TrainConfig.total_batch_size if on_gpu else self.micro_batch_tokens
+        return max(1, wanted // self.micro_batch_tokens) * self.micro_batch_tokens
+
+    @property
     def timed_steps(self) -> int:
         """Timed steps per run: seconds on a GPU, a minute elsewhere."""
         return self.steps or (20 if self.torch_device.type == "cuda" else 4)
-
-    def flags(self, *names: str) -> list[str]:
-        """The flags of these fields that are given, for another command."""
-        return as_flags({name: getattr(self, name) for name in names})

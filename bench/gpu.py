@@ -11,65 +11,56 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
 
 import torch
 
-from bench.config import DIMENSIONS, ROOT, BenchConfig
-from bench.report import provenance, results_path
+from bench.config import ROOT, BenchConfig
+from bench.measurement import provenance, results_path
 from runtime.cli import as_flags
 
 STEPS = 10  # timed, of each training run
 
 
-class Command(NamedTuple):
-    """A command of Python, and the minutes that it may take."""
+def gpu_commands(config: BenchConfig, scratch: Path) -> list[tuple[float, list[str]]]:
+    """The minutes that each command of Python may take, and its arguments.
 
-    args: list[str]
-    minutes: float
-
-
-def gpu_commands(config: BenchConfig, scratch: Path) -> list[Command]:
-    """What to run, for the config's model, data and device; runs are saved in `scratch`."""
-    model = config.flags(*DIMENSIONS, "device", "data_dir")
-    total = config.flags("total_batch_size")
-    bench = ["-m", "bench", *model, *total, *config.flags("micro_batch_size", "out_dir")]
-    bench += [f"--steps={config.steps or STEPS}", "--rounds=1"]
-    settings = {"val_every": 20, "val_tokens": 65_536, "hellaswag_every": 0, "sample_every": 0}
-    train = ["train_gpt2.py", *model, *total, *as_flags(settings | {"out_dir": scratch})]
+    Runs are saved in `scratch`.
+    """
+    given = config.shared_settings()
+    bench = ["-m", "bench", *as_flags(given), f"--out-dir={config.out_dir}", "--rounds=1"]
+    bench += as_flags({"micro_batch_size": config.micro_batch_size, "steps": config.steps or STEPS})
+    settings = given | {"total_batch_size": config.step_tokens, "out_dir": scratch}
+    settings |= {"val_every": 20, "val_tokens": 65_536, "hellaswag_every": 0, "sample_every": 0}
+    train = ["train_gpt2.py", *as_flags(settings)]
     run = scratch / "trained"
     context = 64 * config.block_size
     long = as_flags({"block_size": context, "total_batch_size": context, "micro_batch_size": 1})
     long += ["--activation-checkpointing=full", "--loss-chunks=8", "--val-every=0"]
     evaluated = [f"--model={run}", f"--device={config.device}"]
-    on_all = []
-    if config.torch_device.type == "cuda" and torch.cuda.device_count() > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu"]
-        on_all.append(Command([*torchrun, *train, "--run-name=all", "--max-steps=40"], 4))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu"]
+    on_all = [(4, [*torchrun, *train, "--run-name=all", "--max-steps=40"])]
+    if config.torch_device.type != "cuda" or torch.cuda.device_count() == 1:
+        on_all = []
     return [
-        Command(["-m", "pytest", "-q", "-rfE", "--tb=short", "tests/test_cuda.py"], 6),
-        Command([*bench, "--peer=transformers"], 5),
-        Command([*bench, "--peer=switches"], 12),
-        Command(bench, 9),  # the ladder
-        Command([*train, f"--run-name={run.name}", "--max-steps=40"], 4),
-        Command(["train_gpt2.py", f"--resume={run}", "--max-steps=60"], 3),
+        (6, ["-m", "pytest", "-q", "-rfE", "--tb=short", "tests/test_cuda.py"]),
+        (5, [*bench, "--peer=transformers"]),
+        (12, [*bench, "--peer=switches"]),
+        (9, bench),  # the ladder
+        (4, [*train, f"--run-name={run.name}", "--max-steps=40"]),
+        (3, ["train_gpt2.py", f"--resume={run}", "--max-steps=60"]),
         *on_all,
-        Command([*train, *long, "--run-name=long", "--max-steps=3"], 3),
-        Command(["hellaswag.py", *evaluated, "--data=assets/hellaswag_sample.jsonl"], 2),
-        Command(["sample.py", *evaluated], 2),
-        Command([*bench, "--component=sample"], 2),
-        Command([*bench, "--component=hellaswag"], 2),
-        Command([*bench, "--component=data"], 2),
-        Command([*bench, "--peer=eager"], 4),
+        (3, [*train, *long, "--run-name=long", "--max-steps=3"]),
+        (2, ["hellaswag.py", *evaluated, "--data=assets/hellaswag_sample.jsonl"]),
+        (2, ["sample.py", *evaluated]),
+        (2, [*bench, "--component=sample"]),
+        (2, [*bench, "--component=hellaswag"]),
+        (2, [*bench, "--component=data"]),
+        (4, [*bench, "--peer=eager"]),
     ]
 
 
 def run_gpu_commands(config: BenchConfig, scratch: Path) -> None:
-    """Run the commands, one after the other; print what came of each.
-
-    Raises:
-        ValueError: there is no GPU, and no other --device was asked for.
-    """
+    """Run the commands, one after the other; print what came of each."""
     if config.device == "auto" and config.torch_device.type != "cuda":
         raise ValueError("--gpu: this machine has no usable GPU; --device cpu only rehearses it")
     config = replace(config, out_dir=config.out_dir.absolute())
@@ -77,18 +68,18 @@ def run_gpu_commands(config: BenchConfig, scratch: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     print(f"what the commands print goes to {path}", flush=True)
     path.write_text(f"{provenance()}\n")
-    for command in gpu_commands(config, scratch):
-        print(run_limited(command, path), flush=True)
+    for minutes, args in gpu_commands(config, scratch):
+        print(run_limited(minutes, args, path), flush=True)
 
 
-def run_limited(command: Command, log: Path) -> str:
+def run_limited(minutes: float, args: list[str], log: Path) -> str:
     """Run a command, with what it prints added to `log`; returns what came of it, in one line."""
     start = monotonic()
-    shown = f"python {' '.join(command.args)}"
+    shown = f"python {' '.join(args)}"
     with log.open("a") as file:
         print(f"\n$ {shown}", file=file, flush=True)
         child = subprocess.Popen(
-            [sys.executable, *command.args],
+            [sys.executable, *args],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
             stdout=file,
@@ -96,10 +87,10 @@ def run_limited(command: Command, log: Path) -> str:
             process_group=0,  # to end the command's own processes, too
         )
         try:
-            code = child.wait(60 * command.minutes)
+            code = child.wait(60 * minutes)
             outcome = f"FAILED ({code})" if code else f"done in {monotonic() - start:.0f} s"
         except subprocess.TimeoutExpired:
-            outcome = f"STOPPED after {command.minutes:g} minutes"
+            outcome = f"STOPPED after {minutes:g} minutes"
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)

@@ -1,80 +1,73 @@
-"""Measures that are taken in turn, their table, and the child processes that are measured."""
+"""Measures that are taken in turn, and their results: a table, and one JSON file per device.
+
+The file has the last results of each measurement (`ladder`, `peer_transformers`,
+`component_sample`, …), each with its own date, commit and versions. The files are made to be
+committed: they name no host and no folder.
+"""
 
 import os
+import platform
 import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench.config import ROOT
-from runtime.device import synchronize
+from bench.config import DIMENSIONS, ROOT, BenchConfig
+from runtime.device import device_name, synchronize
+from runtime.files import read_json, write_json
+from runtime.startup import usable_cores
 
+PACKAGES = ("torch", "transformers", "numpy", "tiktoken", "gigatoken")
 Measure = Callable[[], dict[str, float]]  # what one run measured, by unit
 Results = dict[str, dict[str, list[float]]]  # every run's values, by label and unit
 
 
 def measure_in_turn(
-    measures: Mapping[str, Measure],
-    rounds: int,
-    store: Callable[[Results, dict[str, str]], object],
-) -> tuple[Results, dict[str, str]]:
+    measures: Mapping[str, Measure], rounds: int
+) -> Iterator[tuple[Results, dict[str, str]]]:
     """Take each measure once per round (A B A B …), as machines drift; print a line for each.
 
-    Args:
-        measures: by label. One that raises ValueError is not taken again.
-        rounds: how often.
-        store: gets what is returned, as far as it is measured, after each run.
-
-    Returns:
-        The results; and, by label, why there are none.
-
-    Raises:
-        ValueError: every measure failed.
+    A measure that raises ValueError is not taken again. After each run this yields the results so
+    far, and by label why there are none.
     """
     results: Results = {}
     failures: dict[str, str] = {}
     for turn in range(1, rounds + 1):
-        for label, measure in measures.items():
-            if label in failures:
-                continue
+        for label in [label for label in measures if label not in failures]:
             try:
-                values = measure()
+                values = measures[label]()
+                line = ", ".join(f"{value:,.5g} {unit}" for unit, value in values.items())
             except ValueError as error:
                 # Results are published, so they name no folders of this machine.
-                failures[label] = line = re.sub(r"(/[\w.+-]+){2,}", "PATH", str(error))[:160]
-            else:
-                line = ", ".join(f"{value:,.5g} {unit}" for unit, value in values.items())
-                for unit, value in values.items():
-                    results.setdefault(label, {}).setdefault(unit, []).append(value)
+                line = re.sub(r"(/[\w.+-]+){2,}", "PATH", str(error))[:160]
+                values, failures[label] = {}, line
+            for unit, value in values.items():
+                results.setdefault(label, {}).setdefault(unit, []).append(value)
             print(f"run {turn}/{rounds} | {label:<24} | {line}", flush=True)
-            store(results, failures)
+            yield results, failures
     if not results:
-        raise ValueError(f"nothing was measured: {next(iter(failures.values()))}")
-    return results, failures
+        raise ValueError(f"nothing was measured: {line}")
 
 
 def format_results(results: Results, failures: Mapping[str, str]) -> str:
     """A line per label: the median of each unit, and its ratio to that of the first label."""
-    units = list(dict.fromkeys(unit for values in results.values() for unit in values))
-    rows = [["", *units]]
-    first: dict[str, float] = {}
+    lines, first = [], dict[str, float]()
     for label, values in results.items():
-        rows.append([label])
-        for unit in units:
-            if unit in values:
-                median = statistics.median(values[unit])
-                ratio = median / first.setdefault(unit, median) if median else 1.0
-                rows[-1].append(f"{median:,.4g} ({ratio:.2f}x)")
-            else:
-                rows[-1].append("-")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *(f"{label}: {why}" for label, why in failures.items())])
+        medians = {unit: statistics.median(runs) for unit, runs in values.items()}
+        first = medians | first
+        shown = [f"{m:,.4g} {unit} ({m / (first[unit] or 1):.2f}x)" for unit, m in medians.items()]
+        lines.append(f"{label:<24} | {', '.join(shown)}")
+    return "\n".join([*lines, *(f"{label:<24} | {why}" for label, why in failures.items())])
 
 
 def seconds_of(work: Callable[[], object], device: torch.device | None = None) -> float:
@@ -90,7 +83,7 @@ def run_python(*args: str | Path, **environment: str) -> None:
     """Run Python in this repository's folder, in a child process.
 
     Raises:
-        ValueError: the child failed; the message is a line of its standard error.
+        ValueError: the child failed; the message is the last line of its standard error.
     """
     child = subprocess.run(
         [sys.executable, *args],
@@ -103,11 +96,51 @@ def run_python(*args: str | Path, **environment: str) -> None:
     if child.returncode < 0:
         raise ValueError(f"ended by signal {-child.returncode}: out of memory?")
     if child.returncode:
-        raise ValueError(error_line(child.stderr))
+        raise ValueError(child.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
 
 
-def error_line(stderr: str) -> str:
-    """What a failed process said: its first line of ours, else its last one."""
-    lines = ["no error message", *stderr.strip().splitlines()]
-    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return ours[0] if ours else lines[-1]
+# --- the file of a device ---------------------------------------------------------------------
+
+
+def device_label(device: torch.device) -> str:
+    """The name of a device's kind, such as `NVIDIA H100 80GB HBM3` or `AMD EPYC, 2 cores`."""
+    if device.type == "cuda":
+        return device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")  # on Linux
+    found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    return f"{name}, {usable_cores()} cores" + (", MPS" if device.type == "mps" else "")
+
+
+def results_path(config: BenchConfig) -> Path:
+    """The results file of a device.
+
+    Another model or batch than the default has its own file, so that no file
+    compares different ones.
+    """
+    parts = [device_label(config.torch_device)]
+    for name in (*DIMENSIONS, "micro_batch_size"):
+        if (value := getattr(config, name)) != getattr(BenchConfig, name):
+            parts.append(f"{name}-{value}")
+    file_name = re.sub("[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
+    return config.out_dir / f"{file_name}.json"
+
+
+def store_results(
+    config: BenchConfig, name: str, results: Results, failures: Mapping[str, str]
+) -> None:
+    """Put a measurement into the device's results, in place of its earlier ones."""
+    path = results_path(config)
+    file = read_json(path) if path.exists() else {"device": device_label(config.torch_device)}
+    measured = {"model": asdict(config.model_config()), "not_measured": failures}
+    write_json(path, file | {name: provenance() | measured | {"results": results}})
+
+
+def provenance() -> dict[str, Any]:
+    """The date, the commit and the versions of a measurement."""
+    versions = {package: version(package) for package in PACKAGES if find_spec(package)}
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": subprocess.getoutput("git describe --always --exclude=* --dirty"),
+        "versions": {"python": platform.python_version()} | versions,
+    }

@@ -5,7 +5,6 @@ from this file alone.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -48,10 +47,7 @@ HELLASWAG_REFERENCES = {
     "GPT-3 124M": 0.337,
     "GPT-2 350M": 0.3752,
     "GPT-2 774M": 0.4320,
-    "GPT-3 350M": 0.436,
     "GPT-2 1558M": 0.4889,
-    "GPT-3 760M": 0.510,
-    "GPT-3 1.3B": 0.547,
 }
 METRICS_NAME = "metrics.jsonl"
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
@@ -119,16 +115,10 @@ class Series(NamedTuple):
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], name: str) -> "Series":
-        """The records that have a finite value of that name, in the order of their tokens."""
-        points = {
-            record["tokens_seen"]: record[name]
-            for record in records
-            if "tokens_seen" in record
-            and isinstance(value := record.get(name), int | float)
-            and math.isfinite(value)
-        }
-        tokens = sorted(points)
-        return cls(np.array(tokens, float), np.array([points[token] for token in tokens], float))
+        """The records that have a value of that name, in their order."""
+        points = [(r["tokens_seen"], r[name]) for r in records if r.get(name) is not None]
+        tokens, values = np.array(points, float).reshape(-1, 2).T
+        return cls(tokens, values)
 
     def smoothed(self) -> "Series":
         """The running mean over `SMOOTHING` of the records, centred, narrower at the ends."""

@@ -7,7 +7,7 @@ from conftest import ROOT, TINY_MODEL
 from bench import __main__ as bench_main
 from bench import gpu
 from bench.config import BenchConfig
-from bench.gpu import Command, gpu_commands
+from bench.gpu import gpu_commands
 from hellaswag import HellaSwagConfig
 from runtime.cli import parse_flags
 from sample import SampleConfig
@@ -28,14 +28,15 @@ def test_every_command_is_one_that_its_program_accepts(gpus, tmp_path, monkeypat
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(BenchConfig, "torch_device", torch.device("cuda"))
     programs = []
-    for args, minutes in gpu_commands(config, tmp_path):
+    commands = gpu_commands(config, tmp_path)
+    for minutes, args in commands:
         assert 0 < minutes <= 12
         (place, *_) = [place for place, arg in enumerate(args) if arg in (*CONFIGS, "pytest")]
         programs.append(" ".join(args[: place + 1]))
         if args[place] != "pytest":
             parse_flags(CONFIGS[args[place]], args[place + 1 :])
             assert args[place] == "bench" or (ROOT / args[place]).is_file()
-    assert sum(command.minutes for command in gpu_commands(config, tmp_path)) <= 60
+    assert sum(minutes for minutes, _ in commands) <= 60
     assert sum("torch.distributed.run" in program for program in programs) == bool(gpus)
 
 
@@ -45,10 +46,10 @@ def test_command_notes_what_failed_or_took_too_long_and_goes_on(
     survived = tmp_path / "survived"
     waits = f"import os, time; os.fork(); time.sleep(60); open({str(survived)!r}, 'w')"
     listed = [
-        Command(["-c", "print('a result')"], 1),
-        Command(["-c", "raise SystemExit('a reason')"], 1),
-        Command(["-c", waits], 0.02),
-        Command(["-c", "print('the last')"], 1),
+        (1, ["-c", "print('a result')"]),
+        (1, ["-c", "raise SystemExit('a reason')"]),
+        (0.02, ["-c", waits]),
+        (1, ["-c", "print('the last')"]),
     ]
     monkeypatch.setattr(gpu, "gpu_commands", lambda *_: listed)
     flags = ["bench", "--gpu", "--device=cpu", f"--data-dir={tiny_data}", f"--out-dir={tmp_path}"]

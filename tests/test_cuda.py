@@ -161,37 +161,6 @@ def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
 
 
 @needs_gpu
-def test_checkpoint_of_gpu_tensors_goes_through_pinned_memory_that_is_kept(both, tmp_path):
-    _, model = both
-    optimizers = build_optimizers(model, TrainConfig(), DistInfo())
-    state = TrainerState(1, 1, vars(CONFIG), {}, "", rng_states(), {})
-    addresses = []
-    with CheckpointWriter(tmp_path / "checkpoints") as writer:
-        for step in (1, 2):
-            idx = torch.randint(CONFIG.vocab_size, (2, 32), device=CUDA)
-            model(idx, idx).loss.backward()
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = 1e-2
-                optimizer.step()
-            expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-            writer.save(TrainerState(**(vars(state) | {"step": step})), model, optimizers)
-            with torch.no_grad():  # while the copy is written
-                model.transformer.wte.weight.zero_()
-            copies = [copy for file in writer._copies.values() for copy in file.values()]
-            assert all(copy.is_pinned() for copy in copies)
-            addresses.append([copy.data_ptr() for copy in copies])
-            with torch.no_grad():
-                model.transformer.wte.weight.copy_(expected["transformer.wte.weight"])
-    assert addresses[0] == addresses[1]
-    resumed = GPT(CONFIG).to(CUDA)
-    load_checkpoint(
-        latest_checkpoint(tmp_path), resumed, build_optimizers(resumed, TrainConfig(), DistInfo())
-    )
-    for name, parameter in resumed.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
-
-
-@needs_gpu
 def test_no_path_takes_twice_the_model_of_the_gpu(tmp_path):
     size, idx = 4 * DEEP.n_params, torch.zeros(1, 8, dtype=torch.int64, device=CUDA)
     model = GPT(DEEP).to(CUDA)

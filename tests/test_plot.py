@@ -57,8 +57,8 @@ def pixels_of(path):
     [
         ({"steps": 1, "tokens_per_second": None}, ["loss"]),
         ({"steps": 0, "val_every": 1, "hellaswag_every": 1}, ["loss", "hellaswag"]),
-        ({"steps": 5, "hellaswag_every": 5, "total": 40}, ["loss", "hellaswag", "throughput"]),
-        ({"steps": 19_073, "val_every": 250, "mfu": 0.5}, ["loss", "throughput"]),
+        ({"steps": 5, "hellaswag_every": 5, "total": 40}, ["loss", "hellaswag"]),
+        ({"steps": 19_073, "val_every": 250, "mfu": 0.5}, ["loss"]),
     ],
 )
 def test_plot_run_draws_what_there_is(tmp_path, settings, names, recwarn):
@@ -84,7 +84,7 @@ def test_plot_run_of_another_folder_says_what_is_missing(tmp_path):
         plot_run(tmp_path)
 
 
-@pytest.mark.parametrize(("score", "lines"), [(0.26, 3), (0.31, 3), (0.34, 4), (0.434, 6)])
+@pytest.mark.parametrize(("score", "lines"), [(0.26, 3), (0.34, 4), (0.434, 6)])
 def test_hellaswag_is_compared_with_models_up_to_the_next_one_to_reach(tmp_path, score, lines):
     """With chance, GPT-2's and GPT-3's 124M at least."""
     run_dir = write_run(tmp_path / "run", 10, hellaswag_every=5, score=score)
@@ -95,8 +95,8 @@ def test_hellaswag_is_compared_with_models_up_to_the_next_one_to_reach(tmp_path,
 
 @pytest.mark.parametrize("val_every", [5, 0])
 def test_plot_comparison_draws_every_run_however_short(tmp_path, val_every):
-    """The third run stopped at a loss far above the others' end; names may be long."""
-    lengths = {"long": 400, "a-third-of-it" * 10: 130, "_stopped-at-once": 1}
+    """The third run stopped at a loss far above the others' end."""
+    lengths = {"long": 400, "a-third-of-it": 130, "_stopped-at-once": 1}
     runs = [
         write_run(tmp_path / name, steps, val_every, loss_at_end=3 + number / 2)
         for number, (name, steps) in enumerate(lengths.items())
@@ -119,7 +119,7 @@ def test_plot_command_draws_several_runs_and_prints_where(commands, tmp_path):
     no_screen = {"MPLBACKEND": "TkAgg"}  # must not matter: there may be no screen
     done = commands.run("plot", *runs, "--compare", tmp_path / "ab.png", **no_screen)
     assert (done.code, done.stderr) == (0, "")
-    figures = [run / "figures" / f"{name}.png" for run in runs for name in ("loss", "throughput")]
+    figures = [run / "figures" / "loss.png" for run in runs]
     assert done.stdout.splitlines() == [str(path) for path in (*figures, tmp_path / "ab.png")]
     assert all(Path(path).is_file() for path in done.stdout.splitlines())
 
@@ -137,8 +137,10 @@ def test_plot_command_writes_a_report_instead_of_figures(commands, tmp_path):
     [
         ([], "python plot.py runs/NAME"),
         (["no-such-run", "--report"], "no run folder no-such-run: python plot.py runs/NAME"),
-        (["a", "--compare=x.pdf"], "--compare x.pdf must end in .png"),
+        (["--compare=x.text"], "'text' is not supported (supported formats:"),
     ],
 )
-def test_plot_command_refuses_in_one_line(commands, args, message):
+def test_plot_command_refuses_in_one_line(commands, tmp_path, args, message):
+    if args and args[0].startswith("--compare"):
+        args = [write_run(tmp_path / "run", steps=2), *args]
     assert_refused(commands.run("plot", *args), message)

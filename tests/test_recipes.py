@@ -43,17 +43,9 @@ def test_fast_recipe_changes_how_it_learns_and_nothing_else(name):
     assert fast.min_lr / fast.max_lr == pytest.approx(small_fast.min_lr / small_fast.max_lr)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"momentum": 0.9}, "'momentum'"),
-        ({"max_lr": "high"}, "--max-lr: 'high' is not FLOAT"),
-        ({"optimizer": "sgd"}, "--optimizer: 'sgd' is not adamw or muon"),
-    ],
-)
-def test_recipe_with_a_setting_that_is_none_is_refused(commands, tmp_path, change, said):
+def test_recipe_with_a_setting_that_is_none_is_refused(commands, tmp_path):
     path = tmp_path / "recipe.json"
-    write_json(path, read_json(ROOT / "recipes/gpt2-124m-fast.json") | change)
+    write_json(path, read_json(ROOT / "recipes/gpt2-124m-fast.json") | {"momentum": 0.9})
     done = commands.run("train_gpt2", f"--config={path}", f"--out-dir={tmp_path}/runs")
-    assert_refused(done, "recipe.json", said)
+    assert_refused(done, "recipe.json", "'momentum'")
     assert not (tmp_path / "runs").exists()

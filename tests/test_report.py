@@ -4,12 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-import time
 
 import pytest
 from test_plot import BATCH, append_records, write_run
 
-from report import collect_run, read_samples, run_state, write_report
+from report import collect_run, read_samples, write_report
 from runtime.files import write_json
 from runtime.metrics import read_metrics
 
@@ -59,7 +58,7 @@ def test_page_has_what_the_run_measured(run_dir):
         assert series["values"] == pytest.approx(list(expected.values()), rel=1e-5), name
         assert len(series.get("mean", series["tokens"])) == len(series["tokens"])
     assert (run["name"], run["step"], run["max_steps"]) == ("full", 100, 100)
-    assert (run["tokens"], run["state"]) == (100 * BATCH, "finished")
+    assert run["tokens"] == 100 * BATCH
     assert run["resumed"] == [50 * BATCH]
     assert run["environment"]["resumed from step"] == "50"
     assert run["samples"] == [{"step": 50, "texts": ['one\n"line"']}]
@@ -86,12 +85,9 @@ def test_hostile_texts_stay_texts(tmp_path):
 def test_environment_is_of_every_session(run_dir):
     for machine in ("1 x cpu", "8 x NVIDIA B200", "8 x NVIDIA B200"):
         append_records(run_dir, {"environment": machine, "data_fingerprint": "12ab"})
-    write_json(run_dir / "checkpoints/step_00000100/manifest.json", {})
-    (run_dir / "checkpoints/step_00000150").mkdir()  # not complete
-    environment = collect_run(run_dir, time.time())["environment"]
+    environment = collect_run(run_dir)["environment"]
     assert environment["environment"] == "1 x cpu; then 8 x NVIDIA B200"
     assert environment["data fingerprint"] == "12ab"
-    assert environment["newest checkpoint"] == "step_00000100"
 
 
 def test_run_in_progress_with_a_torn_line_and_nothing_but_a_loss(tmp_path):
@@ -101,27 +97,14 @@ def test_run_in_progress_with_a_torn_line_and_nothing_but_a_loss(tmp_path):
     write_settings(run_dir)
     _, page = report_of(run_dir)
     (run,) = page["runs"]
-    assert (run["step"], run["max_steps"], run["state"]) == (5, 100, "in progress")
+    assert (run["step"], run["max_steps"]) == (5, 100)
     assert [name for name in CHARTS if run["series"][name]["values"]] == ["train_loss"]
-    assert (run["samples"], run["resumed"], run["time_left"]) == ([], [], "")
-
-
-def test_run_state_is_told_from_the_steps_the_mark_and_the_silence(tmp_path):
-    run_dir = write_run(tmp_path / "run", 5)
-    os.utime(run_dir / "metrics.jsonl", (1000, 1000))
-    assert run_state(run_dir, 9, 9, now=1e9) == "finished"
-    assert run_state(run_dir, 5, 9, now=4500) == "in progress"
-    assert run_state(run_dir, 5, 9, now=4700) == "silent"
-    write_json(run_dir / "PREEMPTED", {})
-    os.utime(run_dir / "PREEMPTED", (1001, 1001))
-    assert run_state(run_dir, 5, 9, now=1100) == "stopped"
-    os.utime(run_dir / "PREEMPTED", (999, 999))  # resumed since, and not saved yet
-    assert run_state(run_dir, 5, 9, now=1100) == "in progress"
+    assert (run["samples"], run["resumed"]) == ([], [])
 
 
 @pytest.mark.parametrize(
     ("data_dir", "total", "losses", "accuracies"),
-    [("data/fineweb-edu-10BT", 10042, 3, 9), ("data/mine", 24, 1, 1)],
+    [("data/fineweb-edu-10BT", 10042, 2, 6), ("data/mine", 24, 0, 1)],
 )
 def test_references_are_shown_only_where_they_compare(
     tmp_path, data_dir, total, losses, accuracies
@@ -131,7 +114,6 @@ def test_references_are_shown_only_where_they_compare(
     references = report_of(run_dir)[1]["references"]
     assert len(references["val_loss"]) == losses
     assert len(references["hellaswag_acc_norm"]) == accuracies
-    assert references["train_loss"] == {"a uniform guess": 10.82}
 
 
 def test_page_of_a_long_run_stays_small_and_keeps_its_ends_and_spikes(tmp_path):
@@ -141,20 +123,16 @@ def test_page_of_a_long_run_stays_small_and_keeps_its_ends_and_spikes(tmp_path):
         for step, norm in ((1234, 50.0), (4321, 0.01))
     ]
     append_records(run_dir, *spikes)
-    (run_dir / "samples.txt").write_text(
-        "".join(f"step {n} | sample: {'x' * 150!r}\n" for n in range(0, 20_000, 20))
-    )
     _, page = report_of(run_dir)
     assert (run_dir / "report.html").stat().st_size < 2_000_000
     (run,) = page["runs"]
-    norms, samples = run["series"]["grad_norm"], run["samples"]
+    norms = run["series"]["grad_norm"]
     assert len(norms["tokens"]) == len(norms["values"]) == len(norms["mean"]) <= 1000
     assert (norms["tokens"][0], norms["tokens"][-1]) == (BATCH, 20_000 * BATCH)
     assert dict(zip(norms["tokens"], norms["values"], strict=True)).items() >= {
         (float(f"{1234 * BATCH:.6g}"), 50.0),
         (float(f"{4321 * BATCH:.6g}"), 0.01),
     }
-    assert (len(samples), samples[0]["step"], samples[-1]["step"]) == (60, 0, 19_980)
 
 
 def test_read_samples_takes_what_a_resumed_run_wrote_again_once(tmp_path):
