@@ -1,5 +1,6 @@
 """Text to shards: the same bytes from every source, encoder and interrupted run."""
 
+import hashlib
 import json
 import os
 import random
@@ -144,9 +145,10 @@ def test_main_writes_the_tokens_of_every_document(make, tmp_path):
     manifest = Manifest.load(Path("d"))
     assert manifest.complete
     assert (manifest.documents, manifest.skipped) == (199, 1)
-    assert manifest.source["files"] == [
-        {"name": name, "bytes": os.path.getsize(name)} for name in ("a1.jsonl", "a2.jsonl")
-    ]
+    for name, file in zip(("a1.jsonl", "a2.jsonl"), manifest.source["files"], strict=True):
+        digest = hashlib.sha256(2 * Path(name).read_bytes()).hexdigest()  # head and tail are all
+        size = os.path.getsize(name)
+        assert file == {"name": name, "bytes": size, "sha256 of head and tail": digest}
     sizes = [shard.tokens for shard in manifest.shards]
     assert sizes[:-1] == [1500] * (len(sizes) - 1)
     assert 0 < sizes[-1] <= 1500
@@ -236,6 +238,25 @@ def test_main_refuses_other_data_in_the_same_folder(make, tmp_path):
         with pytest.raises(ValueError, match=f"d holds other data, {difference}: choose another"):
             make(*same, *flags)
     assert contents(Path("d")) == before
+
+
+@pytest.mark.parametrize("kill_at", [0, 9], ids=["rerun", "resume"])
+def test_main_refuses_a_source_that_was_edited_and_has_the_same_size(make, tmp_path, kill_at):
+    source = write_texts(tmp_path / "a.jsonl", texts_of(200))
+    flags = ["--source", source, "--shard-size", 1000, "--data-dir", "d"]
+    run_driver(tmp_path, *flags, kill_at=kill_at)
+    assert Manifest.load(Path("d")).complete == (not kill_at)
+    path, good, before = Path("d/manifest.json"), source.read_text(), contents(Path("d"))
+    source.write_text(good.replace('"id": 1', '"id": 2', 1))
+    with pytest.raises(ValueError, match=r"d holds other data, file 1 .*head and tail"):
+        make(*flags)
+    assert contents(Path("d")) == before
+    source.write_text(good)
+    manifest = json.loads(path.read_text())
+    del manifest["source"]["files"][0]["sha256 of head and tail"]  # as earlier versions wrote it
+    path.write_text(json.dumps(manifest))
+    make(*flags)
+    assert Manifest.load(Path("d")).complete
 
 
 def test_main_refuses_a_second_writer(make, tmp_path):
