@@ -138,7 +138,7 @@ def file_type(path: Path | str) -> str:
 
 
 def local_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files of paths and globs, those of a glob sorted."""
+    """The files of paths and globs, those of a glob sorted, each file once."""
     paths = []
     for pattern in patterns:
         matches = sorted(glob.glob(pattern, recursive=True))
@@ -150,7 +150,12 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     for path in paths:
         if not file_type(path) or not path.is_file():
             raise ValueError(f"--source {path} is not a {', '.join(FILE_TYPES)} file")
-    return paths
+    once: dict[Path, Path] = {}
+    for path in paths:
+        once.setdefault(path.resolve(), path)
+    if len(once) < len(paths):
+        print(f"--source has {len(paths)} names of {len(once)} files: each file is read once")
+    return [*once.values()]
 
 
 def read_file(path: Path, opened: os.stat_result) -> Iterator[str]:

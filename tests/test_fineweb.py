@@ -176,6 +176,16 @@ def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
     assert (val.total_tokens, train.total_tokens) == (1, 10)
 
 
+def test_main_takes_a_file_of_several_names_once(make, tmp_path):
+    (tmp_path / "a").mkdir()
+    for name in ("b", "c"):
+        write_texts(tmp_path / f"a/{name}.txt", [f"one two three {name}"])
+    (tmp_path / "link.txt").symlink_to("a/c.txt")
+    printed = make("--source", "a/*.txt", "a/b.txt", "a/../a/b.txt", "link.txt", "--data-dir", "d")
+    assert printed.startswith("--source has 5 names of 2 files: each file is read once\n")
+    assert tokens_of(Path("d")) == reference(["one two three b", "one two three c"])
+
+
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
     flags = ["--source", write_texts(tmp_path / "a.jsonl", ["text"]), "--data-dir", "."]
     for name, content, message in [
