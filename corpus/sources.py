@@ -219,7 +219,8 @@ def _parse_line(line: bytes, where: str) -> str:
 
 def read_plain(path: Path) -> Iterator[str]:
     """A plain text in blocks whose tokens, joined, are those of the whole (see `tokenizer.CUT`)."""
-    decoder = codecs.getincrementaldecoder("utf-8")()  # open() decodes 8 KB at a time
+    # It drops a byte-order mark; open() would decode 8 KB at a time.
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     rest = ""
     try:
         with path.open("rb") as file:

@@ -391,12 +391,14 @@ def test_main_without_network_says_what_works(tmp_path):
     st.integers(1, 20),
 )
 @example("0ࠀ ࠀ 0", 3)
+@example("\ufeffOnce upon", 3)
 def test_read_plain_blocks_have_the_tokens_of_the_whole(tmp_path_factory, text, block_bytes):
     path = tmp_path_factory.getbasetemp() / "hypothesis.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
         blocks = list(read_plain(path))
+    text = text.removeprefix("\ufeff")  # a byte-order mark is none of the text
     assert "".join(blocks) == text
     encode = gpt2_encoding().encode_ordinary
     assert [id for block in blocks for id in encode(block)] == encode(text)
