@@ -119,7 +119,7 @@ def assert_killed(done):
 
 @pytest.fixture
 def make(monkeypatch, capsys, tmp_path):
-    """fineweb.py in this process, in small batches; returns the last line that it prints."""
+    """fineweb.py in this process, in small batches; returns what it prints."""
     monkeypatch.setattr(fineweb, "BATCH_CHARS", 1000)
     monkeypatch.setattr(sources, "TABLE_ROWS", 16)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
@@ -154,7 +154,7 @@ def test_main_writes_the_tokens_of_every_document(make, tmp_path):
     assert 0 < sizes[-1] <= 1500
     assert [shard.split for shard in manifest.shards] == ["val"] + ["train"] * (len(sizes) - 1)
     assert str(tmp_path) not in Path("d/manifest.json").read_text()
-    assert line.startswith(f"d: 199 documents (1 empty left out), {sum(sizes):,} tokens, ")
+    assert f"\nd: 199 documents (1 empty left out), {sum(sizes):,} tokens, " in line
 
 
 @pytest.mark.parametrize("hide", [False, True], ids=["gigatoken", "tiktoken"])
@@ -174,6 +174,20 @@ def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
     assert "data/small: 1 document, 11 tokens, 2 shards; " in make("--source", source)
     val, train = (open_shards(Path("data/small"), split) for split in ("val", "train"))
     assert (val.total_tokens, train.total_tokens) == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (7, "the first 2 of 3 documents, up to file 2 of 3"),
+        (9, "the first 1 of 3 documents, up to"),
+    ],
+)
+def test_main_says_of_which_files_the_validation_split_is(make, tmp_path, tokens, said):
+    """Three documents of five tokens: the first shard of 7, or a tenth of all 15."""
+    for name in "abc":
+        write_texts(tmp_path / f"{name}.txt", [f"one two three {name}"])
+    assert f"validation: {said}" in make("--source", "*.txt", "--shard-size", tokens)
 
 
 def test_main_takes_a_file_of_several_names_once(make, tmp_path):
