@@ -17,9 +17,10 @@ if __name__ == "__main__":
 
     prepare_process()  # the imports below take seconds
 
+import itertools
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import filelock
+import numpy as np
 from tqdm import tqdm
 
 from corpus import published, shards, sources
@@ -36,7 +38,7 @@ from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.files import lock_folder
 from runtime.hub import REPO_NAME, check_repo_name
 from runtime.startup import usable_cores
-from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
+from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
@@ -189,6 +191,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     # A bar only on a terminal, and one for all of torchrun's processes.
     hidden = True if os.environ.get("RANK", "0") != "0" else None
     bar = tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=hidden)
+    counts: Counter[int] = Counter()  # documents by file
     with bar:
         documents = source.documents(progress.cursor, manifest.part)
         for batch, tokens in tokenize_documents(documents, workers):
@@ -200,6 +203,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 progress=progress._asdict(),
             )
             written = max(0, written - len(tokens))
+            counts.update(item.cursor["file"] for item in batch if item.begins and item.text)
             bar.update(len(tokens))
             progress = Progress(
                 None,  # the next batch has its own
@@ -208,7 +212,19 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 progress.skipped + sum(not item.text for item in batch),
             )
         bar.total = progress.tokens
-    return writer.close(progress.documents, progress.skipped)
+    finished = writer.close(progress.documents, progress.skipped)
+    if manifest.part.index == 0 and not manifest.shards:  # all documents are counted
+        print_validation_files(folder / finished.shards[0].file, counts)
+    return finished
+
+
+def print_validation_files(path: Path, counts: Counter[int]) -> None:
+    """Say of what the validation split is: the first documents may be no fair sample of all."""
+    val = np.load(path, mmap_mode="r", allow_pickle=False)
+    documents = int(np.count_nonzero(val == END_OF_TEXT))
+    files = 1 + sum(total < documents for total in itertools.accumulate(counts.values()))
+    line = f"validation: the first {documents:,} of {counts.total():,} documents"
+    print(f"{line}, up to file {files} of {len(counts)}")
 
 
 def tokenize_documents(

@@ -165,10 +165,13 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
     """Refuse to mix two data sets in one folder."""
     was, asked = _fixed_values(found), _fixed_values(expected)
     for name in was | asked:
-        if was.get(name) != asked.get(name):
+        before, now = was.get(name), asked.get(name)
+        if isinstance(before, dict) and isinstance(now, dict):  # earlier versions hashed no files
+            now = {key: now.get(key) for key in before}
+        if before != now:
             raise ValueError(
-                f"{folder} holds other data, {name} {was.get(name)} instead of "
-                f"{asked.get(name)}: choose another --data-dir, or delete it"
+                f"{folder} holds other data, {name} {before} instead of {now}: "
+                f"choose another --data-dir, or delete it"
             )
 
 

@@ -32,6 +32,7 @@ FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fin
 FILE_TYPES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
 NO_UTF8 = "invalid UTF-8; if it is Latin-1, convert it by iconv -f latin1 -t utf-8 FILE > NEW_FILE"
 TABLE_ROWS = 256  # rows that are read together
+HASHED_BYTES = 1 << 20  # of a file's head, and of its tail
 BLOCK_BYTES = 1 << 20  # read together, and about what is tokenised together of a plain text
 # Folders of the standard library that are not its own code, and tests, which are half of its text.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -90,8 +91,20 @@ def file_source(paths: list[Path], identity: dict[str, Any] | None = None) -> So
         SourceFile(partial(read_file, path, path.stat()), file_type(path) in ("", ".txt"))
         for path in paths
     ]
-    sizes = [{"name": path.name, "bytes": path.stat().st_size} for path in paths]
-    return Source(identity or {"kind": "files", "files": sizes}, lambda: files)
+    if identity is None:
+        identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
+    return Source(identity, lambda: files)
+
+
+def describe_file(path: Path) -> dict[str, str | int]:
+    """What tells a file from others, and mostly from itself before an edit."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        ends = file.read(HASHED_BYTES)
+        file.seek(max(0, size - HASHED_BYTES))
+        ends += file.read()
+    digest = hashlib.sha256(ends).hexdigest()
+    return {"name": path.name, "bytes": size, "sha256 of head and tail": digest}
 
 
 def stdlib_source() -> Source:
@@ -125,7 +138,7 @@ def file_type(path: Path | str) -> str:
 
 
 def local_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files of paths and globs, those of a glob sorted."""
+    """The files of paths and globs, those of a glob sorted, each file once."""
     paths = []
     for pattern in patterns:
         matches = sorted(glob.glob(pattern, recursive=True))
@@ -137,7 +150,12 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     for path in paths:
         if not file_type(path) or not path.is_file():
             raise ValueError(f"--source {path} is not a {', '.join(FILE_TYPES)} file")
-    return paths
+    once: dict[Path, Path] = {}
+    for path in paths:
+        once.setdefault(path.resolve(), path)
+    if len(once) < len(paths):
+        print(f"--source has {len(paths)} names of {len(once)} files: each file is read once")
+    return [*once.values()]
 
 
 def read_file(path: Path, opened: os.stat_result) -> Iterator[str]:
@@ -201,7 +219,8 @@ def _parse_line(line: bytes, where: str) -> str:
 
 def read_plain(path: Path) -> Iterator[str]:
     """A plain text in blocks whose tokens, joined, are those of the whole (see `tokenizer.CUT`)."""
-    decoder = codecs.getincrementaldecoder("utf-8")()  # open() decodes 8 KB at a time
+    # It drops a byte-order mark; open() would decode 8 KB at a time.
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     rest = ""
     try:
         with path.open("rb") as file:

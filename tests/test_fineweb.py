@@ -1,5 +1,6 @@
 """Text to shards: the same bytes from every source, encoder and interrupted run."""
 
+import hashlib
 import json
 import os
 import random
@@ -118,7 +119,7 @@ def assert_killed(done):
 
 @pytest.fixture
 def make(monkeypatch, capsys, tmp_path):
-    """fineweb.py in this process, in small batches; returns the last line that it prints."""
+    """fineweb.py in this process, in small batches; returns what it prints."""
     monkeypatch.setattr(fineweb, "BATCH_CHARS", 1000)
     monkeypatch.setattr(sources, "TABLE_ROWS", 16)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
@@ -144,15 +145,16 @@ def test_main_writes_the_tokens_of_every_document(make, tmp_path):
     manifest = Manifest.load(Path("d"))
     assert manifest.complete
     assert (manifest.documents, manifest.skipped) == (199, 1)
-    assert manifest.source["files"] == [
-        {"name": name, "bytes": os.path.getsize(name)} for name in ("a1.jsonl", "a2.jsonl")
-    ]
+    for name, file in zip(("a1.jsonl", "a2.jsonl"), manifest.source["files"], strict=True):
+        digest = hashlib.sha256(2 * Path(name).read_bytes()).hexdigest()  # head and tail are all
+        size = os.path.getsize(name)
+        assert file == {"name": name, "bytes": size, "sha256 of head and tail": digest}
     sizes = [shard.tokens for shard in manifest.shards]
     assert sizes[:-1] == [1500] * (len(sizes) - 1)
     assert 0 < sizes[-1] <= 1500
     assert [shard.split for shard in manifest.shards] == ["val"] + ["train"] * (len(sizes) - 1)
     assert str(tmp_path) not in Path("d/manifest.json").read_text()
-    assert line.startswith(f"d: 199 documents (1 empty left out), {sum(sizes):,} tokens, ")
+    assert f"\nd: 199 documents (1 empty left out), {sum(sizes):,} tokens, " in line
 
 
 @pytest.mark.parametrize("hide", [False, True], ids=["gigatoken", "tiktoken"])
@@ -172,6 +174,30 @@ def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
     assert "data/small: 1 document, 11 tokens, 2 shards; " in make("--source", source)
     val, train = (open_shards(Path("data/small"), split) for split in ("val", "train"))
     assert (val.total_tokens, train.total_tokens) == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (7, "the first 2 of 3 documents, up to file 2 of 3"),
+        (9, "the first 1 of 3 documents, up to"),
+    ],
+)
+def test_main_says_of_which_files_the_validation_split_is(make, tmp_path, tokens, said):
+    """Three documents of five tokens: the first shard of 7, or a tenth of all 15."""
+    for name in "abc":
+        write_texts(tmp_path / f"{name}.txt", [f"one two three {name}"])
+    assert f"validation: {said}" in make("--source", "*.txt", "--shard-size", tokens)
+
+
+def test_main_takes_a_file_of_several_names_once(make, tmp_path):
+    (tmp_path / "a").mkdir()
+    for name in ("b", "c"):
+        write_texts(tmp_path / f"a/{name}.txt", [f"one two three {name}"])
+    (tmp_path / "link.txt").symlink_to("a/c.txt")
+    printed = make("--source", "a/*.txt", "a/b.txt", "a/../a/b.txt", "link.txt", "--data-dir", "d")
+    assert printed.startswith("--source has 5 names of 2 files: each file is read once\n")
+    assert tokens_of(Path("d")) == reference(["one two three b", "one two three c"])
 
 
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
@@ -236,6 +262,25 @@ def test_main_refuses_other_data_in_the_same_folder(make, tmp_path):
         with pytest.raises(ValueError, match=f"d holds other data, {difference}: choose another"):
             make(*same, *flags)
     assert contents(Path("d")) == before
+
+
+@pytest.mark.parametrize("kill_at", [0, 9], ids=["rerun", "resume"])
+def test_main_refuses_a_source_that_was_edited_and_has_the_same_size(make, tmp_path, kill_at):
+    source = write_texts(tmp_path / "a.jsonl", texts_of(200))
+    flags = ["--source", source, "--shard-size", 1000, "--data-dir", "d"]
+    run_driver(tmp_path, *flags, kill_at=kill_at)
+    assert Manifest.load(Path("d")).complete == (not kill_at)
+    path, good, before = Path("d/manifest.json"), source.read_text(), contents(Path("d"))
+    source.write_text(good.replace('"id": 1', '"id": 2', 1))
+    with pytest.raises(ValueError, match=r"d holds other data, file 1 .*head and tail"):
+        make(*flags)
+    assert contents(Path("d")) == before
+    source.write_text(good)
+    manifest = json.loads(path.read_text())
+    del manifest["source"]["files"][0]["sha256 of head and tail"]  # as earlier versions wrote it
+    path.write_text(json.dumps(manifest))
+    make(*flags)
+    assert Manifest.load(Path("d")).complete
 
 
 def test_main_refuses_a_second_writer(make, tmp_path):
@@ -360,12 +405,14 @@ def test_main_without_network_says_what_works(tmp_path):
     st.integers(1, 20),
 )
 @example("0ࠀ ࠀ 0", 3)
+@example("\ufeffOnce upon", 3)
 def test_read_plain_blocks_have_the_tokens_of_the_whole(tmp_path_factory, text, block_bytes):
     path = tmp_path_factory.getbasetemp() / "hypothesis.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
         blocks = list(read_plain(path))
+    text = text.removeprefix("\ufeff")  # a byte-order mark is none of the text
     assert "".join(blocks) == text
     encode = gpt2_encoding().encode_ordinary
     assert [id for block in blocks for id in encode(block)] == encode(text)
