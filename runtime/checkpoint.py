@@ -435,7 +435,7 @@ def restore_rng_states(states: dict[str, str]) -> None:
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a model, raw and in float32.
+    """Load a model, raw, in float32 and in eval mode.
 
     Args:
         source: a run folder (its latest checkpoint), a checkpoint, a folder in Hugging Face's
@@ -448,7 +448,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
     model = build_model(GPTConfig(**read_state(path).model_config), device)
     copy_parameters(read_tensors(path / MODEL_NAME), model, path)
-    return model
+    return model.eval()
 
 
 def read_model_config(source: str | Path) -> GPTConfig:

@@ -50,7 +50,7 @@ GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a GPT-2, in float32, from a folder in Hugging Face's format or from the hub.
+    """Load a GPT-2, in float32 and eval mode, from a folder in Hugging Face's format or the hub.
 
     Args:
         source: a folder with `config.json` and `model.safetensors`; or `gpt2`, `gpt2-medium`,
@@ -66,7 +66,7 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
             f"(pickle files are never loaded)"
         )
     try:
-        return from_hf(read_tensors(weights), config).to(device)
+        return from_hf(read_tensors(weights), config).to(device).eval()
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 

@@ -288,7 +288,9 @@ def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     before, idx = torch.get_rng_state(), torch.arange(16)[None]
     sources = {path: model, path.parent.parent: model, tmp_path / "hf": exported}
     for source, expected in sources.items():
-        assert torch.equal(load_model(str(source))(idx).logits, expected(idx).logits)
+        loaded = load_model(str(source))
+        assert not loaded.training
+        assert torch.equal(loaded(idx).logits, expected(idx).logits)
         assert read_model_config(source) == expected.config
     assert torch.equal(torch.get_rng_state(), before)
 
