@@ -41,10 +41,9 @@ def main() -> None:
     if not is_hugging_face(config.model):  # once: a trainer may be about to save another
         checkpoint = find_checkpoint(Path(config.model))
     model = load_model(checkpoint or config.model)
-    n_params = model.config.n_params
     name = config.push_to_hub or config.out.resolve().name
     with export_folder(config.out) as folder:
-        save_pretrained(model, folder)
+        n_params = save_pretrained(model, folder)
         write_model_card(folder, name, model.config, n_params, checkpoint)
     print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')

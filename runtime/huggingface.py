@@ -108,10 +108,11 @@ def export_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def save_pretrained(model: GPT, folder: Path) -> None:
+def save_pretrained(model: GPT, folder: Path) -> int:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
     A raw model with other parameters than GPT-2's is refused, and one that computes something else.
+    Returns the parameters in the file, which are those without the rows that pad the vocabulary.
     """
     config = model.config
     if config.vocab_size != VOCAB_SIZE:
@@ -129,6 +130,7 @@ def save_pretrained(model: GPT, folder: Path) -> None:
     generation = {**TOKEN_IDS, "max_length": config.block_size}
     write_json(folder / "generation_config.json", generation)
     _write_tokenizer(folder, config.block_size)
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
