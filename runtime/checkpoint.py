@@ -12,6 +12,7 @@ the copy is written.
 """
 
 import base64
+import json
 import os
 import re
 import shutil
@@ -71,8 +72,8 @@ class TrainerState:
     train_config: dict[str, Any]
     """The training configuration, as its flags."""
     data_fingerprint: str
-    rng_states: dict[str, str]
-    """Generator states by device type, base64."""
+    rng_states: list[dict[str, str]]
+    """Of each rank, its generators' states by device type, base64."""
     grad_scaler: dict[str, Any]
     """The loss scaler's state; empty unless float16 is in use."""
     optimizers: list[str] = field(default_factory=lambda: ["AdamW"])
@@ -260,12 +261,16 @@ def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | N
     return next(filter(None, gather_text(own)), None)
 
 
-def rng_states() -> dict[str, str]:
-    """The states of torch's global random generators, by device type, as base64 text."""
+def rng_states() -> list[dict[str, str]]:
+    """The states of every rank's global random generators, by device type, as base64 text.
+
+    Every process must call this, and gets the same list.
+    """
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return {name: base64.b64encode(bytes(s.tolist())).decode() for name, s in states.items()}
+    own = {name: base64.b64encode(bytes(s.tolist())).decode() for name, s in states.items()}
+    return [json.loads(text) for text in gather_text(json.dumps(own))]
 
 
 # --- finding a checkpoint ---------------------------------------------------------------------
@@ -356,6 +361,8 @@ def read_state(checkpoint: Path) -> TrainerState:
     """Read a checkpoint's `trainer_state.json`; fields of earlier versions are passed over."""
     path, known = checkpoint / STATE_NAME, {each.name for each in fields(TrainerState)}
     content = read_json(path)
+    if isinstance(content.get("rng_states"), dict):  # of earlier versions: rank 0's alone
+        content["rng_states"] = [content["rng_states"]]
     try:
         return TrainerState(**{name: content[name] for name in content if name in known})
     except TypeError as error:
@@ -420,11 +427,17 @@ def _placed(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - a tensor or
     return (distribute_like(value, parameter) if value.dim() else value).clone()
 
 
-def restore_rng_states(states: dict[str, str]) -> None:
-    """Set torch's global random generators to what `rng_states` returned."""
+def restore_rng_states(states: list[dict[str, str]]) -> None:
+    """Set this rank's generators to what `rng_states` returned.
+
+    A rank that the saved run did not have keeps its own: another's would repeat that one's numbers.
+    """
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank >= len(states):
+        return
     tensors = {
         name: torch.tensor(list(base64.b64decode(s)), dtype=torch.uint8)
-        for name, s in states.items()
+        for name, s in states[rank].items()
     }
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
@@ -435,7 +448,7 @@ def restore_rng_states(states: dict[str, str]) -> None:
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a model, raw and in float32.
+    """Load a model, raw, in float32 and in eval mode.
 
     Args:
         source: a run folder (its latest checkpoint), a checkpoint, a folder in Hugging Face's
@@ -448,7 +461,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
     model = build_model(GPTConfig(**read_state(path).model_config), device)
     copy_parameters(read_tensors(path / MODEL_NAME), model, path)
-    return model
+    return model.eval()
 
 
 def read_model_config(source: str | Path) -> GPTConfig:

@@ -8,7 +8,9 @@ read or written; a pickle file could run any code.
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.nn import functional as F
 
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime import hub
-from runtime.files import atomic_write, read_json, write_json
+from runtime.files import atomic_write, read_json, sync_folder, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
@@ -50,7 +52,7 @@ GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a GPT-2, in float32, from a folder in Hugging Face's format or from the hub.
+    """Load a GPT-2, in float32 and eval mode, from a folder in Hugging Face's format or the hub.
 
     Args:
         source: a folder with `config.json` and `model.safetensors`; or `gpt2`, `gpt2-medium`,
@@ -66,7 +68,7 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
             f"(pickle files are never loaded)"
         )
     try:
-        return from_hf(read_tensors(weights), config).to(device)
+        return from_hf(read_tensors(weights), config).to(device).eval()
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -76,19 +78,48 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
     return _read_config(_find_folder(source) / HF_CONFIG_NAME)
 
 
-def save_pretrained(model: GPT, folder: str | Path) -> None:
+@contextmanager
+def export_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder`, as a whole, once the body has filled it.
+
+    `folder` is missing, empty or an earlier export. What a user has added to that, such as a card
+    of his own, is in the new folder too.
+    """
+    folder = folder.resolve()
+    new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
+    if old.exists() and not folder.exists():  # a kill came between the two renames below
+        old.rename(folder)
+    _check_replaceable(folder)
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        if folder.exists():
+            others = shutil.ignore_patterns(HF_WEIGHTS_NAME)
+            shutil.copytree(folder, new, symlinks=True, ignore=others, dirs_exist_ok=True)
+        yield new
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def save_pretrained(model: GPT, folder: Path) -> int:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
-    A raw model with other parameters than GPT-2's is refused, and one that computes something
-    else. The folder is empty, missing, or an earlier export, which is written over.
+    A raw model with other parameters than GPT-2's is refused, and one that computes something else.
+    Returns the parameters in the file, which are those without the rows that pad the vocabulary.
     """
-    folder, config = Path(folder), model.config
+    config = model.config
     if config.vocab_size != VOCAB_SIZE:
         raise ValueError(f"vocab_size is {config.vocab_size}; GPT-2's tokenizer has {VOCAB_SIZE}")
     tensors = to_hf_state_dict(model)
     check_tensors(tensors, gpt2_shapes(config), "this model cannot be exported as a GPT-2")
     _check_computes_gpt2(model, tensors)
-    _check_replaceable(folder)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
     # transformers 4 demands to be told that the tensors are PyTorch's.
     weights = save(tensors, metadata={"format": "pt"})
@@ -99,6 +130,7 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
     generation = {**TOKEN_IDS, "max_length": config.block_size}
     write_json(folder / "generation_config.json", generation)
     _write_tokenizer(folder, config.block_size)
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:

@@ -140,6 +140,7 @@ SHARDED_CHECK = f"""
 import torch
 from pathlib import Path
 from torch.distributed.fsdp import fully_shard
+from runtime.checkpoint import restore_rng_states
 sys.path.append({str(ROOT / "tests")!r})
 from test_checkpoint import *
 
@@ -154,6 +155,7 @@ def check(dist_info):
         torch.manual_seed(0)
         model, optimizers = sharded(kind)
         train(model, optimizers, 2)
+        torch.rand(dist_info.rank)  # from here on each rank has random numbers of its own
         folder = Path("FOLDER") / kind
         with CheckpointWriter(folder if dist_info.is_main else None) as writer:
             writer.save(trainer_state(2, model), model, optimizers)
@@ -164,6 +166,9 @@ def check(dist_info):
         train(other, other_optimizers, 2)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
+    before = torch.get_rng_state()
+    restore_rng_states(state.rng_states[:1])  # of a run of one rank
+    assert dist_info.is_main or torch.equal(torch.get_rng_state(), before)
     # Muon's step communicates: a file that one rank cannot read must end both before that step.
     path = folder / ("step_00000002" if dist_info.is_main else "nothing")
     error, message = (ValueError, "rank 1: .*nothing") if dist_info.is_main else (SystemExit, "2")
@@ -220,14 +225,16 @@ def rewrite_state(path, change):
 
 
 def test_checkpoint_of_earlier_versions_loads(saved):
-    path, model, _ = saved
+    (path, model, _), generator = saved, torch.get_rng_state()
     new = {"optimizers", "optimizer_values"}
     rewrite_state(path, lambda state: {k: v for k, v in state.items() if k not in new})
-    rewrite_state(path, lambda state: state | {"grad_norms": [0.5], "stateless": []})
+    old = {"rng_states": rng_states()[0], "stateless": []}
+    rewrite_state(path, lambda state: state | old)
     verify_checkpoint(path)
     other, optimizers = new_training()
     assert load(path, other, optimizers).optimizers == ["AdamW"]
     assert_same_parameters(model, other)
+    assert torch.equal(torch.get_rng_state(), generator)
     with pytest.raises(ValueError, match=r"trained by AdamW, and this run builds SGD: .*--init"):
         load(path, *new_training(kind="momentum"))
 
@@ -288,7 +295,9 @@ def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     before, idx = torch.get_rng_state(), torch.arange(16)[None]
     sources = {path: model, path.parent.parent: model, tmp_path / "hf": exported}
     for source, expected in sources.items():
-        assert torch.equal(load_model(str(source))(idx).logits, expected(idx).logits)
+        loaded = load_model(str(source))
+        assert not loaded.training
+        assert torch.equal(loaded(idx).logits, expected(idx).logits)
         assert read_model_config(source) == expected.config
     assert torch.equal(torch.get_rng_state(), before)
 

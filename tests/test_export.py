@@ -6,6 +6,7 @@ import sys
 import huggingface_hub
 import torch
 from conftest import save_run
+from safetensors.torch import load_file
 from test_checkpoint import new_training
 
 import export
@@ -35,9 +36,13 @@ def run_export(monkeypatch, source, out):
 
 def test_main_exports_a_run_that_loads_with_the_same_logits(tmp_path, monkeypatch, capsys):
     model, out = save_run(tmp_path / "run"), tmp_path / "exported"
-    run_export(monkeypatch, tmp_path / "run", out)
-    last_line = capsys.readouterr().out.splitlines()[-1].strip()
-    assert last_line == f'transformers.pipeline("text-generation", "{out.as_posix()}")'
+    card = run_export(monkeypatch, tmp_path / "run", out)
+    first_line, last_line = capsys.readouterr().out.splitlines()
+    assert last_line.strip() == f'transformers.pipeline("text-generation", "{out.as_posix()}")'
+    tensors = load_file(out / "model.safetensors").values()
+    n_params = f"{sum(tensor.numel() for tensor in tensors):,} parameters"
+    assert n_params in first_line
+    assert n_params in card
     idx = torch.randint(0, 50257, (1, 8))
     with torch.no_grad():
         assert torch.equal(load_model(out)(idx).logits, model(idx).logits)

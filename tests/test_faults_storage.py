@@ -1,5 +1,6 @@
 """Training meets full disks, damaged checkpoints and folders that it must not touch."""
 
+import itertools
 import os
 import random
 import resource
@@ -8,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY_RUN, series, torchrun
+from conftest import ROOT, TINY_RUN, save_run, series, torchrun
 
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint
 from train_gpt2 import main
@@ -103,6 +104,53 @@ def test_full_disk_at_the_console_log_does_not_end_the_run(flags, run_dir):
     assert sorted(losses(run_dir)) == list(range(1, 9))
     verify_checkpoint(latest_checkpoint(run_dir))
     assert b"Traceback" not in result.stderr
+
+
+# --- a kill while an export is written ------------------------------------------------------------
+
+KILLED_EXPORT = """
+import itertools, os, signal, export
+count = itertools.count()
+
+def killed(function):
+    def call(*args, **kwargs):
+        if next(count) == PLACE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return call
+
+os.replace, os.rename, os.rmdir = map(killed, (os.replace, os.rename, os.rmdir))
+export.main()
+"""
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_export_that_is_killed_leaves_the_old_one_or_the_new_one(commands, tmp_path, earlier):
+    def export(name, folder, script="export"):
+        return commands.run(script, f"--model={tmp_path}/{name}", f"--out={folder}").code
+
+    def weights_and_card(folder):
+        return [(folder / name).read_bytes() for name in ("model.safetensors", "README.md")]
+
+    whole, out, script = {}, tmp_path / "exports" / "out", tmp_path / "killed.py"
+    for step, name in enumerate(("old", "new")):
+        save_run(tmp_path / name, step=step)
+        assert export(name, tmp_path / f"of_{name}" / "out") == 0
+        whole[name] = weights_and_card(tmp_path / f"of_{name}" / "out")
+    assert whole["old"][0] != whole["new"][0]
+    assert whole["old"][1] != whole["new"][1]
+    for place in itertools.count():  # what a kill has left hidden is met by the next export
+        if out.exists() or not place:
+            shutil.rmtree(out, ignore_errors=True)
+            if earlier:
+                shutil.copytree(tmp_path / "of_old" / "out", out)
+        script.write_text(KILLED_EXPORT.replace("PLACE", str(place)))
+        if export("new", out, script) == 0:
+            break
+        assert not out.exists() or weights_and_card(out) in list(whole.values())
+    assert place > 8
+    assert weights_and_card(out) == whole["new"]
+    assert names(out.parent) == ["out"]
 
 
 # --- damage -----------------------------------------------------------------------------------
