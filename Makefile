@@ -42,4 +42,4 @@ lint: .venv/.installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv data/stdlib runs/demo exported/demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv data/stdlib .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,9 +9,10 @@ if __name__ == "__main__":
 
     prepare_process()  # the imports below take seconds
 
+import itertools
 import math
 import shlex
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,8 +26,6 @@ from runtime.cli import parse_flags, run_command
 from runtime.metrics import format_duration, read_metrics
 
 DATA_DIR = Path("data/stdlib")
-RUN_DIR = Path("runs/demo")
-EXPORT_DIR = Path("exported/demo")
 CLEARLY_BELOW = 0.1  # nats per token
 
 
@@ -42,38 +41,55 @@ def main() -> None:
     """Run every command in turn and sum up."""
     config = parse_flags(DemoConfig)
     start = time.perf_counter()
-    shutil.rmtree(RUN_DIR, ignore_errors=True)  # an earlier demo's
+    name = new_name()
+    run_dir, export_dir = Path("runs", name), Path("exported", name)
     step("Python's standard library → token shards", "fineweb.py", "--source=stdlib")
-    train = ["--config=recipes/demo.json", f"--run-name={RUN_DIR.name}"]
+    train = ["--config=recipes/demo.json", f"--run-name={name}"]
     train += ["--max-steps=300"] if config.short else []
     step("shards → a GPT-2 of 10M parameters", "train_gpt2.py", *train)
-    step("a sample", "sample.py", f"--model={RUN_DIR}", "--prompt=def read", "--num-samples=2")
-    scored = (f"--model={RUN_DIR}", "--data=assets/hellaswag_sample.jsonl")
+    step("a sample", "sample.py", f"--model={run_dir}", "--prompt=def read", "--num-samples=2")
+    scored = (f"--model={run_dir}", "--data=assets/hellaswag_sample.jsonl")
     step("HellaSwag's format (24 rows of our own: NOT the benchmark)", "hellaswag.py", *scored)
-    step("export for Hugging Face", "export.py", f"--model={RUN_DIR}", f"--out={EXPORT_DIR}")
-    step("figures", "plot.py", str(RUN_DIR))
-    summarise(time.perf_counter() - start)
+    step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
+    step("figures", "plot.py", str(run_dir))
+    summarise(run_dir, export_dir, time.perf_counter() - start)
+
+
+def new_name() -> str:
+    """`demo`, or the first of `demo-2`, … that no earlier run has: it may have been trained on."""
+    names = itertools.chain(["demo"], (f"demo-{count}" for count in itertools.count(2)))
+    return next(n for n in names if not Path("runs", n).exists() | Path("exported", n).exists())
 
 
 def step(title: str, script: str, *flags: str) -> None:
     """Announce one of the project's commands and run it; its failure ends the demo."""
     print(f"\n=== {title}\n$ python {shlex.join([script, *flags])}", flush=True)
-    result = subprocess.run([sys.executable, script, *flags], check=False)
-    if result.returncode:
-        raise SystemExit(result.returncode)
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    with subprocess.Popen([sys.executable, script, *flags]) as child:
+        try:
+            code = child.wait()
+        except SystemExit:
+            child.terminate()  # training saves, and `with` waits for it
+            raise
+    if code:
+        raise SystemExit(code)
 
 
-def summarise(seconds: float) -> None:
+def _exit_on_sigterm(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def summarise(run_dir: Path, export_dir: Path, seconds: float) -> None:
     """Print the losses and where everything is; fail unless token frequencies are beaten."""
-    losses = [r["val_loss"] for r in read_metrics(RUN_DIR / "metrics.jsonl") if "val_loss" in r]
+    losses = [r["val_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
     baseline = unigram_loss(open_shards(DATA_DIR, "train"), open_shards(DATA_DIR, "val"))
     print(
         f"\n=== done in {format_duration(seconds)}\n"
         f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
         f"unigram model    {baseline:.2f}: the loss from token frequencies alone\n"
-        f"run, samples     {RUN_DIR}\n"
-        f"loss curve       {RUN_DIR / 'figures' / 'loss.png'}\n"
-        f"for transformers {EXPORT_DIR}"
+        f"run, samples     {run_dir}\n"
+        f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
+        f"for transformers {export_dir}"
     )
     if losses[-1] > baseline - CLEARLY_BELOW:
         raise FloatingPointError("the model has learnt no more than token frequencies")

@@ -9,7 +9,10 @@ script inserts all of them as text, so that no sample or name can be taken for H
 import ast
 import json
 import re
+import shlex
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.cli import run_command
 from runtime.files import atomic_write, read_json
 from runtime.metrics import (
     HELLASWAG_EXAMPLES,
@@ -75,7 +79,7 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
         "resumed": [each * tokens / max(step, 1) for each in resumed if each <= step],
         "settings": settings,
         "environment": environment,
-        "samples": read_samples(run_dir / "samples.txt"),
+        "samples": read_samples(run_dir / "samples.txt", records),
     }
 
 
@@ -109,15 +113,30 @@ def thinned_series(records: Records, name: str) -> dict[str, list[float]]:
     return {key: [float(f"{x:.6g}") for x in column[kept]] for key, column in columns.items()}
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The texts sampled at each step, in order of the steps.
+def read_samples(path: Path, records: Records) -> list[dict[str, Any]]:
+    """The texts sampled at each step, in order of the steps; lines that are torn are skipped.
 
-    Lines that are torn are skipped, and so are texts that a resumed run wrote again as they were.
+    `records` tell of which steps, and how many: the last ones in the file. Others are of a branch
+    that was dropped when the run resumed from an earlier step, or were written again.
     """
     lines = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    by_step: dict[int, dict[str, None]] = {}  # a dict as a set that keeps the order
+    by_step = defaultdict[int, list[str]](list)
     for step, quoted in SAMPLE_LINE.findall(lines):
         with suppress(ValueError, SyntaxError):
-            text = str(ast.literal_eval(quoted))
-            by_step.setdefault(int(step), {})[text] = None
-    return [{"step": step, "texts": [*by_step[step]]} for step in sorted(by_step)]
+            by_step[int(step)].append(str(ast.literal_eval(quoted)))
+    counts = {record["step"]: record["samples"] for record in records if record.get("samples")}
+    return [
+        {"step": step, "texts": by_step[step][-count:]}
+        for step, count in sorted(counts.items())
+        if by_step[step]
+    ]
+
+
+def main() -> None:
+    """Say which command writes the report."""
+    runs = shlex.join(sys.argv[1:]) or "runs/NAME"
+    raise ValueError(f"report.py is no command: python plot.py {runs} --report")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -6,6 +6,7 @@ from this file alone.
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,7 @@ HELLASWAG_REFERENCES = {
     "GPT-2 1558M": 0.4889,
 }
 METRICS_NAME = "metrics.jsonl"
+CLEARLY_ABOVE = 0.05  # nats per token: more than a validation loss goes up and down by chance
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
 
 
@@ -90,6 +92,26 @@ def read_run(run_dir: Path) -> list[dict[str, Any]]:
 def logged_values(path: Path, name: str) -> list[Any]:
     """Every value of a name, in the order they were logged."""
     return [record[name] for record in _read_lines(path) if name in record]
+
+
+def describe_best(run_dir: Path) -> str:
+    """The last lines of a run: its best validation loss, and a warning if the last is above it.
+
+    Empty if it was never validated.
+    """
+    records = read_metrics(run_dir / METRICS_NAME)
+    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
+    if not losses:
+        return ""
+    best, last = min(losses, key=losses.__getitem__), max(losses)
+    line = f"best val_loss {losses[best]:.4f} at step {best}"
+    if losses[last] - losses[best] < CLEARLY_ABOVE:
+        return line
+    checkpoint = run_dir / "checkpoints" / f"step_{best:08d}"
+    remedy = "use fewer --max-steps, or more data"
+    if checkpoint.is_dir():
+        remedy = f"sample and export with --model {shlex.quote(str(checkpoint))}"
+    return f"{line}\nwarning: the last, {losses[last]:.4f}, is clearly above it: {remedy}"
 
 
 def last_saved_step(path: Path) -> int:

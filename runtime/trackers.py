@@ -7,13 +7,15 @@ To add a tracker, write a function and give it a name in `TRACKERS`: the flag `-
 name.
 """
 
+import contextlib
 import html
 import importlib.util
+import io
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -94,19 +96,23 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
 
 
 def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
-    """Trackio: `TRACKIO_DIR=runs/NAME/trackio trackio show`, or where your TRACKIO_DIR is.
+    """Trackio, in the run's folder or where TRACKIO_DIR says; a line tells how to see it.
 
     A resumed run goes on under its folder's name.
     """
-    os.environ.setdefault("TRACKIO_DIR", str(run_dir.absolute() / "trackio"))
+    folder = os.environ.setdefault("TRACKIO_DIR", str(run_dir.absolute() / "trackio"))
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
     import trackio  # reads the variable
 
-    run: Any = trackio.init(
-        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-        name=run_dir.name,
-        config=dict(settings),
-        resume="allow" if start_step else "never",
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # its own hint lacks the folder
+        run: Any = trackio.init(
+            project=project,
+            name=run_dir.name,
+            config=dict(settings),
+            resume="allow" if start_step else "never",
+        )
+    place = f"TRACKIO_DIR={shlex.quote(folder)}"
+    print0(f"trackio     {place} trackio show --project {shlex.quote(project)}")
 
     def text(text: str) -> object:
         return trackio.Markdown(_fenced(text))
@@ -183,7 +189,7 @@ class Trackers:
             with self._dropping(name):
                 tracker.finish()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
         try:
             yield

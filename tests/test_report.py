@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from test_plot import BATCH, append_records, write_run
 
-from report import collect_run, read_samples, write_report
+from report import collect_run, write_report
 from runtime.files import write_json
 from runtime.metrics import read_metrics
 
@@ -41,10 +41,14 @@ def run_dir(tmp_path):
         {"step": step, "tokens_seen": step * BATCH, "train_loss": 4.0} | FULL
         for step in range(51, 101)
     ]
-    append_records(folder, {"resumed_from": 50}, *again)
+    append_records(folder, sampled(50, 1), {"resumed_from": 50}, *again)
     write_settings(folder)
     (folder / "samples.txt").write_text("step 50 | sample: 'one\\n\"line\"'\nstep 100 | sample: 't")
     return folder
+
+
+def sampled(step, count):
+    return {"step": step, "tokens_seen": step * BATCH, "samples": count}
 
 
 def test_page_has_what_the_run_measured(run_dir):
@@ -74,6 +78,7 @@ def test_hostile_texts_stay_texts(tmp_path):
     plain, _ = report_of(write_run(tmp_path / "plain", 5))
     run_dir = write_run(tmp_path / "<img src=x onerror=alert(1)>", 5)
     write_settings(run_dir, data_dir=HOSTILE)
+    append_records(run_dir, sampled(5, 1))
     (run_dir / "samples.txt").write_text(f"step 5 | sample: {HOSTILE!r}\n")
     text, page = report_of(run_dir)
     assert text == plain  # all of it is in the JSON, and that ended where it should
@@ -135,15 +140,17 @@ def test_page_of_a_long_run_stays_small_and_keeps_its_ends_and_spikes(tmp_path):
     }
 
 
-def test_read_samples_takes_what_a_resumed_run_wrote_again_once(tmp_path):
-    path = tmp_path / "samples.txt"
-    path.write_text(
-        "step 0 | sample: 'a'\nstep 0 | sample: \"b's\"\nstep 5 | sample: 'c'\nstep 5 | samp\n"
-        "step 5 | sample: 'c'\nstep 5 | sample: 'd' + 'e'\nstep 5 | sample: 'f\n"
+def test_samples_are_of_the_branch_that_was_resumed_and_torn_lines_are_none(tmp_path):
+    run_dir = write_run(tmp_path / "run", 5)
+    append_records(run_dir, sampled(0, 2), sampled(2, 1), sampled(4, 1), {"resumed_from": 1})
+    append_records(run_dir, sampled(0, 2), sampled(2, 1), sampled(3, 1))
+    (run_dir / "samples.txt").write_text(
+        "step 0 | sample: 'a'\nstep 0 | sample: \"b's\"\nstep 2 | sample: 'old'\nstep 4 | samp\n"
+        "step 4 | sample: 'dropped'\nstep 0 | sample: 'a'\nstep 0 | sample: \"b's\"\n"
+        "step 2 | sample: 'new'\nstep 3 | sample: 'd' + 'e'\nstep 3 | sample: 'f\n"
     )
-    expected = [{"step": 0, "texts": ["a", "b's"]}, {"step": 5, "texts": ["c"]}]
-    assert read_samples(path) == expected
-    assert read_samples(tmp_path / "none") == []
+    expected = [{"step": 0, "texts": ["a", "b's"]}, {"step": 2, "texts": ["new"]}]
+    assert collect_run(run_dir)["samples"] == expected
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
@@ -193,6 +200,7 @@ def test_page_draws_its_charts_in_a_browser(run_dir, tmp_path, width, scheme, ca
     """On a screen, and on what is almost a phone: the narrowest of headless windows."""
     other = write_run(tmp_path / "other", 30, val_every=10, hellaswag_every=10, **FULL)
     write_settings(other, max_lr=0.5)
+    append_records(other, sampled(5, 1))
     (other / "samples.txt").write_text(f"step 5 | sample: {HOSTILE!r}\n")
     path = tmp_path / "report.html"
     write_report([run_dir, other], path)

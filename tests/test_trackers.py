@@ -4,6 +4,7 @@ import os
 import re
 import sqlite3
 import struct
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -239,6 +240,12 @@ def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
         done = commands.run(script)
         assert done.code == 0, done
         assert "warning: --logger" not in done.stdout
+    if tracker == "trackio":
+        hint = re.search("^trackio  +(.* show .*)$", done.stdout, re.MULTILINE)[1]
+        command = hint.replace("trackio show", f"{Path(sys.executable).parent}/trackio list runs")
+        listed = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+        assert re.search(r"\ba\b", listed.stdout)
+        assert "View dashboard" not in done.stdout
     values = {"tensorboard": tensorboard_values, "wandb": wandb_values, "trackio": trackio_values}
     shown, expected = by_step(values[tracker](run_dir)), by_step(measured(run_dir))
     assert {key: shown[key] for key in expected} == pytest.approx(expected, rel=1e-6)
