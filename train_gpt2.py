@@ -29,7 +29,6 @@ from torch.optim import AdamW
 from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
-from lr_schedule import SCHEDULES
 from model import GPT
 from ops import IGNORE_INDEX, checkpoint_activations
 from optimizers import Muon
@@ -42,7 +41,7 @@ from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import plan, run_dir
-from training.config import TrainConfig
+from training.config import TrainConfig, learning_rate
 from training.preflight import open_same_data, run_preflight
 from training.run_log import RunLog
 
@@ -394,17 +393,6 @@ def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> None:
         raise FloatingPointError(
             f"loss {result.loss:.4f}, gradient norm {result.grad_norm}: no update was made"
         )
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of the update after `step`."""
-    return SCHEDULES[config.lr_schedule](
-        step,
-        max_lr=config.max_lr,
-        min_lr=config.min_lr,
-        warmup_steps=config.warmup,
-        max_steps=config.max_steps,
-    )
 
 
 # --- evaluation -------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_warmup_is_shorter_than_the_run():
             parse_config([f"--max-steps={steps}", f"--warmup-steps={warmup}"])
 
 
-def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
+def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path, capsys):
     settings = {"max_steps": 5000, "warmup_steps": 500}
     write_json(tmp_path / "config.json", settings)
     for source in ("config.json", f"{fake_checkpoint(tmp_path, 1, **settings).path}"):
@@ -160,6 +160,35 @@ def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
             parse_config([given, "--max-steps=90", "--warmup-steps=90"])
     # A resumed run keeps the schedule that it began with, however short it becomes.
     assert parse_config([given, "--max-steps=90"])[0].warmup == 500
+    said = (
+        "warning: --max-steps 90 ends the run in its warm-up of 500 steps: its learning rate rises"
+    )
+    assert f"{said} to 0.00011 of 0.0006\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at", "said"),
+    [
+        ("wsd", 90, "jumps from 0.00036 to 0.0006 at step 90; the way to a smooth curve is --res"),
+        ("cosine", 100, "jumps from 6e-05 to 0.00033 at step 100; the way to a smooth curve is a"),
+    ],
+)
+def test_longer_run_says_that_its_rate_jumps_and_from_where_it_does_not(
+    tmp_path, capsys, schedule, at, said
+):
+    settings = {"max_steps": 100, "warmup_steps": 0, "lr_schedule": schedule}
+    for step in {40, 80, at}:
+        fake_checkpoint(tmp_path / "a", step, **settings)
+    parse_config([f"--resume={tmp_path}/a", "--max-steps=101"])
+    assert capsys.readouterr().out == ""
+    parse_config([f"--resume={tmp_path}/a", "--max-steps=200"])
+    line = capsys.readouterr().out
+    assert said in line
+    if schedule == "wsd":  # what it names goes on smoothly
+        named = line.split("--resume ")[1].split(" with ")[0]
+        assert named.endswith("step_00000080")
+        parse_config([f"--resume={named}", "--run-name=b", "--max-steps=200"])
+        assert capsys.readouterr().out == ""
 
 
 def test_saved_settings_have_flags_laid_over_them_also_those_of_earlier_versions(tmp_path):

@@ -41,12 +41,14 @@ from training.config import (
     TrainConfig,
     check_warmup,
     config_from_settings,
+    learning_rate,
     read_config,
 )
 
 RUN_CONFIG_NAME = "config.json"
 LOCK_NAME = ".lock"
 PREEMPTED_NAME = "PREEMPTED"
+RATE_JUMP = 1.1  # a rate that is higher by this factor than the step before has jumped
 DATA_ORDER_SETTINGS = ("total_batch_size", "seed", "shuffle")  # a run keeps them to its end
 
 
@@ -78,7 +80,39 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     config = parse_flags(TrainConfig, args, defaults)
     if checkpoint is None or config.warmup_steps != defaults.warmup_steps:
         check_warmup(config)
+    if checkpoint is not None:
+        _warn_of_rates(checkpoint, defaults, config)
     return config, checkpoint
+
+
+def _warn_of_rates(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
+    """Say so if the resumed run lifts the learning rate in one step, or ends in its warm-up."""
+
+    def rates(step: int) -> tuple[float, float]:
+        """What the saved settings have around this step, and what the resumed run has there."""
+        before = max(learning_rate(saved, max(step - 1, 0)), learning_rate(saved, step))
+        return before, learning_rate(config, step)
+
+    def jumps(step: int) -> bool:
+        before, after = rates(step)
+        return after > RATE_JUMP * before
+
+    step = checkpoint.state.step
+    if jumps(step):
+        before, after = rates(step)
+        others = complete_checkpoints(checkpoint.path.parent)
+        smooth = next((path for path in others if not jumps(int(path.name[5:]))), None)
+        remedy = f"--resume {smooth} with another --run-name" if smooth else "a new run"
+        print0(
+            f"warning: the learning rate jumps from {before:.2g} to {after:.2g} at step {step}; "
+            f"the way to a smooth curve is {remedy}"
+        )
+    if config.warmup >= config.max_steps > step:
+        last = learning_rate(config, config.max_steps - 1)
+        print0(
+            f"warning: --max-steps {config.max_steps} ends the run in its warm-up of "
+            f"{config.warmup} steps: its learning rate rises to {last:.2g} of {config.max_lr:.2g}"
+        )
 
 
 def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
