@@ -319,7 +319,8 @@ def train(
 def log_start(trainer: Trainer, start_step: int) -> None:
     """Say what the run takes; log where a resumed run begins, the machine and the data."""
     config, info, shape = trainer.config, trainer.dist_info, trainer.raw_model.config
-    print0(plan.describe_plan(config, shape, trainer.batch, info))
+    train_tokens = trainer.train_shards.total_tokens
+    print0(plan.describe_plan(config, shape, trainer.batch, info, train_tokens))
     print0(run_dir.describe_run(trainer.log.run_dir))
     if config.resume is not None:
         trainer.log.record(resumed_from=start_step)
