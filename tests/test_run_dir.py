@@ -120,10 +120,20 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         parse_config(["--resume=nowhere"])
     assert capsys.readouterr().out == ""
-    write_json(tmp_path / "recipe.json", {"max_lr": 0.3})
-    config, _ = parse_config([*auto, "--run-name=a", f"--config={tmp_path}/recipe.json"])
-    assert config.max_lr == 0.1
-    assert "recipe.json is not used: " in capsys.readouterr().out
+
+
+def test_resume_says_what_it_does_not_take_from_a_given_config(tmp_path, capsys):
+    recipe = tmp_path / "recipe.json"
+    write_json(recipe, {"max_lr": 0.3, "seed": 3})
+    begun, _ = parse_config(begin := [f"--config={recipe}", "--max-steps=100"])
+    run_dir = fake_checkpoint(tmp_path / "a", 4, **begun.saved()).path.parent.parent
+    assert parse_config([*begin, f"--resume={run_dir}"])[0].saved() == begun.saved()
+    assert capsys.readouterr().out == ""  # as a job that is queued again
+    write_json(recipe, {"max_lr": 0.2, "seed": 3})
+    config, _ = parse_config([*begin, f"--resume={run_dir}"])
+    assert config.max_lr == 0.3
+    said = "step_00000004 has the run's settings (max_lr 0.2 -> 0.3)\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
@@ -135,6 +145,8 @@ def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
     said = re.escape(f"is of another run ({said}shuffle True -> False): leave these as they were")
     with pytest.raises(ValueError, match=said):
         check_resume_compatible(saved, changed, "b")
+    with pytest.raises(ValueError, match="init_from None -> gpt2"):  # or it would be noted
+        check_resume_compatible(saved, replace(config, init_from="gpt2"), "a")
 
 
 # --- flags and saved settings -------------------------------------------------------------------

@@ -4,10 +4,11 @@ import argparse
 import itertools
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 
@@ -49,7 +50,7 @@ RUN_CONFIG_NAME = "config.json"
 LOCK_NAME = ".lock"
 PREEMPTED_NAME = "PREEMPTED"
 RATE_JUMP = 1.1  # a rate that is higher by this factor than the step before has jumped
-DATA_ORDER_SETTINGS = ("total_batch_size", "seed", "shuffle")  # a run keeps them to its end
+KEPT_SETTINGS = ("total_batch_size", "seed", "shuffle", "init_from")  # to the end of a run
 
 
 def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
@@ -72,8 +73,6 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         if path is not None:
             checkpoint = Checkpoint(path, read_state(path))
             defaults = config_from_settings(checkpoint.state.train_config, path)
-            if given.config:
-                print0(f"--config {given.config} is not used: {path} has the run's settings")
     if given.init_from and checkpoint is None and defaults.init_from is None:
         own = read_model_config(given.init_from).block_size
         defaults = replace(defaults, block_size=own)
@@ -82,6 +81,13 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         check_warmup(config)
     if checkpoint is not None:
         _warn_of_rates(checkpoint, defaults, config)
+        if given.config:
+            meant = parse_flags(TrainConfig, args, read_config(Path(given.config)))
+            if unused := differences(meant.saved(), config.saved()):
+                print0(
+                    f"warning: --config {given.config} is not used: {checkpoint.path} has the "
+                    f"run's settings ({', '.join(unused)})"
+                )
     return config, checkpoint
 
 
@@ -306,18 +312,22 @@ def check_resume_compatible(
     path, state = checkpoint
     found = {**asdict(model_dimensions(config, checkpoint)), "data_fingerprint": data_fingerprint}
     expected = {**state.model_config, "data_fingerprint": state.data_fingerprint}
-    for name in DATA_ORDER_SETTINGS:
+    for name in KEPT_SETTINGS:
         found[name], expected[name] = getattr(config, name), state.train_config.get(name)
-    changes = {
-        name: f"{name} {expected.get(name)} -> {value}"
+    if changes := differences(expected, found):
+        raise ValueError(
+            f"{path} is of another run ({', '.join(changes)}): leave these as they were, or start "
+            f"a new run, with another --run-name and without --resume"
+        )
+
+
+def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What is found and not as expected, as `name expected -> found`."""
+    return [
+        f"{name} {expected.get(name)} -> {value}"
         for name, value in found.items()
         if expected.get(name) != value
-    }
-    if changes:
-        raise ValueError(
-            f"{path} is of another run ({', '.join(changes.values())}): leave these as they were, "
-            f"or start a new run, with another --run-name and without --resume"
-        )
+    ]
 
 
 def model_dimensions(config: TrainConfig, checkpoint: Checkpoint | None) -> GPTConfig:
