@@ -528,6 +528,7 @@ def save(trainer: Trainer, step: int) -> None:
             model_config=asdict(model.config),
             train_config=config.saved(),
             data_fingerprint=trainer.train_shards.fingerprint,
+            val_fingerprint=trainer.val_shards.fingerprint,
             rng_states=checkpoint.rng_states(),
             grad_scaler=trainer.scaler.state_dict(),
         )

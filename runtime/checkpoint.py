@@ -77,6 +77,8 @@ class TrainerState:
     """Generator states by device type, base64."""
     grad_scaler: dict[str, Any]
     """The loss scaler's state; empty unless float16 is in use."""
+    val_fingerprint: str = ""
+    """Of the validation split; checkpoints of earlier versions have none."""
     optimizers: list[str] = field(default_factory=lambda: ["AdamW"])
     """The optimizers' class names. This field and the next are set by `save`."""
     optimizer_values: dict[str, Any] = field(default_factory=dict)

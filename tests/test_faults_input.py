@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN
 from forked import assert_refused
+from test_checkpoint import rewrite_state
 
 from corpus.shards import Manifest, ShardWriter
 from model import GPT, GPTConfig
@@ -109,6 +110,19 @@ def test_training_and_tokenising_refuse_a_manifest_with(commands, data, change):
     done = commands.run("fineweb", f"--source={texts}", f"--data-dir={data}", "--shard-size=500")
     assert_refused(done, str(data))
     assert {file: file.read_bytes() for file in data.glob("[!.]*")} == before
+
+
+def test_resume_refuses_another_validation_split_and_takes_a_checkpoint_without_its_hash(
+    commands, data
+):
+    (data / "manifest.json").unlink()
+    assert train(commands, data, "--max-steps=2").code == 0
+    np.save(data / "val_000000.npy", TOKENS[:500][::-1])
+    assert_refused(train(commands, data, "--resume=auto"), "(val_fingerprint ")
+    path = data.parent / "runs/a/checkpoints/step_00000002"
+    rewrite_state(path, lambda state: {k: v for k, v in state.items() if k != "val_fingerprint"})
+    done = train(commands, data, "--resume=auto")  # as an earlier version saved it
+    assert (done.code, done.stderr) == (0, "")
 
 
 # Sampling

@@ -139,14 +139,14 @@ def test_resume_says_what_it_does_not_take_from_a_given_config(tmp_path, capsys)
 def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
     config = TrainConfig()
     saved = fake_checkpoint(tmp_path / "a", 1, **config.saved())
-    check_resume_compatible(saved, replace(config, max_steps=9, max_lr=1e-3), "a")
+    check_resume_compatible(saved, replace(config, max_steps=9, max_lr=1e-3), "a", "v")
     changed = replace(config, n_layer=3, total_batch_size=2048, shuffle=False)
     said = "n_layer 12 -> 3, data_fingerprint a -> b, total_batch_size 524288 -> 2048, "
     said = re.escape(f"is of another run ({said}shuffle True -> False): leave these as they were")
     with pytest.raises(ValueError, match=said):
-        check_resume_compatible(saved, changed, "b")
+        check_resume_compatible(saved, changed, "b", "v")
     with pytest.raises(ValueError, match="init_from None -> gpt2"):  # or it would be noted
-        check_resume_compatible(saved, replace(config, init_from="gpt2"), "a")
+        check_resume_compatible(saved, replace(config, init_from="gpt2"), "a", "v")
 
 
 # --- flags and saved settings -------------------------------------------------------------------

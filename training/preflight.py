@@ -46,7 +46,7 @@ def open_same_data(
         check_installed(config.logger if dist_info.is_main else ())
         train, val = open_data(config.data_dir, config.block_size, validates=config.val_every > 0)
         if resumed is not None:
-            check_resume_compatible(resumed, config, train.fingerprint)
+            check_resume_compatible(resumed, config, train.fingerprint, val.fingerprint)
     lines = [*describe_software(config, dist_info), describe_checkpoint(resumed)]
     check_same_on_all_ranks("the ranks", lines + train.describe() + val.describe())
     return train, val

@@ -306,12 +306,16 @@ def label_run(run_dir: Path, config: TrainConfig) -> None:
 
 
 def check_resume_compatible(
-    checkpoint: Checkpoint, config: TrainConfig, data_fingerprint: str
+    checkpoint: Checkpoint, config: TrainConfig, data_fingerprint: str, val_fingerprint: str
 ) -> None:
     """Refuse to resume with another model, batch, order or data set than the checkpoint's."""
     path, state = checkpoint
-    found = {**asdict(model_dimensions(config, checkpoint)), "data_fingerprint": data_fingerprint}
-    expected = {**state.model_config, "data_fingerprint": state.data_fingerprint}
+    found = asdict(model_dimensions(config, checkpoint))
+    found |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
+    expected = state.model_config | {
+        "data_fingerprint": state.data_fingerprint,
+        "val_fingerprint": state.val_fingerprint or val_fingerprint,  # earlier versions have none
+    }
     for name in KEPT_SETTINGS:
         found[name], expected[name] = getattr(config, name), state.train_config.get(name)
     if changes := differences(expected, found):
