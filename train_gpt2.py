@@ -124,9 +124,9 @@ def setup(
         device.make_deterministic()
         device.tune_malloc()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
+    batch = plan.plan_batch(config, run_dir.model_dimensions(config, resumed), dist_info)
     raw_model = build_model(config, resumed, dtype, dist_info)
     model = compile_and_wrap(raw_model, config, dist_info)
-    batch = plan.plan_batch(config, raw_model.config, dist_info)
     optimizers = build_optimizers(raw_model, config, dist_info)
     scaler = torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16)
     if resumed is not None:
@@ -519,9 +519,7 @@ def save(trainer: Trainer, step: int) -> None:
     with trainer.log.paused():
         distributed.reshard(model)  # an evaluation leaves FSDP's parameters gathered
         if name := checkpoint.find_nonfinite(model, optimizers):
-            raise FloatingPointError(
-                f"{name} is not finite after step {step}, which is not saved: use a lower --max-lr"
-            )
+            raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
         state = checkpoint.TrainerState(
             step=step,
             tokens_seen=step * config.total_batch_size,

@@ -14,6 +14,7 @@ the copy is written.
 import base64
 import os
 import re
+import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -288,21 +289,34 @@ def find_checkpoint(path: Path) -> Path:
     if latest := latest_checkpoint(path):
         return latest
     if is_run(path):
-        raise FileNotFoundError(
-            f"the run {path} has no checkpoint yet: start it again, with its flags and "
-            f"--resume auto --out-dir {path.parent} --run-name {path.name}"
-        )
+        raise FileNotFoundError(f"the run {path} has {no_checkpoint_hint(path)}")
     problem = "is no run, checkpoint or Hugging Face model" if path.exists() else "does not exist"
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     raise FileNotFoundError(f"{path} {problem}: {list_runs(folder)}")
 
 
+def no_checkpoint_hint(run_dir: Path) -> str:
+    """How to begin a run again that had its settings and no checkpoint."""
+    config, out_dir, name = (
+        shlex.quote(str(part)) for part in (run_dir / "config.json", run_dir.parent, run_dir.name)
+    )
+    return (
+        f"no checkpoint yet: begin again with train_gpt2.py --config {config} --resume auto "
+        f"--out-dir {out_dir} --run-name {name}"
+    )
+
+
 def list_runs(out_dir: Path) -> str:
     """The runs that are in a folder, for a message."""
-    runs = [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
+    runs = run_names(out_dir)
     return (
         f"the runs in {out_dir} are {', '.join(runs)}" if runs else f"there is no run in {out_dir}"
     )
+
+
+def run_names(out_dir: Path) -> list[str]:
+    """The names of the runs in a folder."""
+    return [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
 
 
 def is_run(path: Path) -> bool:

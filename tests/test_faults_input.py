@@ -70,6 +70,12 @@ def test_training_refuses_data_shorter_than_a_step(commands, data):
     assert_refused(done, "validation split has 500 tokens", "--block-size 512")
 
 
+def test_training_refuses_a_batch_that_does_not_divide_before_it_compiles(commands, data):
+    done = train(commands, data, "--total-batch-size=4000", "--compile", "--hellaswag-every=1")
+    assert_refused(done, "--total-batch-size 4000 is not a multiple of", "use 3968 or 4096")
+    assert done.stdout == ""
+
+
 def test_preflight_finds_the_byte_that_a_start_does_not(commands, data):
     """As a disk that fails changes it: neither size nor time show it, only the hash does."""
     assert train(commands, data, "--preflight").code == 0

@@ -108,18 +108,26 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
         ([f"--resume={tmp_path}/a"], new),
         ([f"--resume={old.path}"], old),
         ([*auto, "--run-name=a", "--seed=3"], new),
-        ([*auto, "--run-name=none"], None),
-        (["--resume=auto", f"--out-dir={tmp_path}/none", "--run-name=a"], None),
     ):
         config, checkpoint = parse_config(flags)
         assert checkpoint == found
-        assert config.max_lr == (0.1 if found else 6e-4)
+        assert config.max_lr == 0.1
         assert config.seed == (3 if "--seed=3" in flags else 1337)
     with pytest.raises(ValueError, match=f"needs the --run-name: the runs in {tmp_path} are a$"):
         parse_config(auto)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         parse_config(["--resume=nowhere"])
     assert capsys.readouterr().out == ""
+
+
+def test_resume_of_a_run_that_is_not_there_names_the_nearest_and_begins(tmp_path, capsys):
+    for name in ("small", "small-fast", "other"):
+        fake_checkpoint(tmp_path / name, 4)
+    for name, near in (("smal", "small"), ("xyz", "nothing like it")):
+        flags = ["--resume=auto", f"--out-dir={tmp_path}", f"--run-name={name}"]
+        assert parse_config(flags)[1] is None
+        said = f"no run {name} in {tmp_path}, so it begins (there is {near})\n"
+        assert capsys.readouterr().out == said
 
 
 def test_resume_says_what_it_does_not_take_from_a_given_config(tmp_path, capsys):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from runtime.checkpoint import (
     latest_checkpoint,
     latest_valid_checkpoint,
     list_runs,
+    no_checkpoint_hint,
     read_model_config,
     read_state,
+    run_names,
     verify_checkpoint,
 )
 from runtime.cli import RunStopped, parse_flags
@@ -128,13 +131,19 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
         try:
             verify_checkpoint(path)
         except ValueError as error:
+            run_dir = path.absolute().parent.parent
             raise ValueError(
-                f"{error}: give an earlier checkpoint, or --resume auto with the --run-name to go "
-                f"back to the one before it"
+                f"{error}: give an earlier checkpoint, or go back to the one before it by "
+                f"--resume auto --out-dir {shlex.quote(str(run_dir.parent))} "
+                f"--run-name {run_dir.name}"
             ) from None
         return path
     if run_name is None:
         raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
+    names = run_names(out_dir)
+    if run_name not in names:
+        near = ", ".join(get_close_matches(run_name, names)) or "nothing like it"
+        print0(f"no run {run_name} in {out_dir}, so it begins (there is {near})")
     return latest_valid_checkpoint(out_dir / run_name, lambda line: print0(f"warning: {line}"))
 
 
@@ -189,10 +198,7 @@ def resume_hint(run_dir: Path) -> str:
     """The last checkpoint, and the flags that resume from it."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
-        return (
-            f"no checkpoint yet: begin again with the same flags and --resume auto --run-name "
-            f"{run_dir.name}"
-        )
+        return no_checkpoint_hint(run_dir)
     return f"last checkpoint {checkpoint.name}, go on with --resume {shlex.quote(str(run_dir))}"
 
 
@@ -203,7 +209,7 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
         yield
     except FloatingPointError as error:
         barrier()  # all ranks come here, rank 0 when its last save is complete
-        raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
+        raise FloatingPointError(f"{error}; {resume_hint(run_dir)} and a lower --max-lr") from None
     except Exception as error:  # Triton's are no RuntimeErrors
         if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
             raise ValueError(
