@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from model import GPT, GPTConfig, build_on_meta
 from runtime.device import synchronize
 from runtime.distributed import (
+    all_reduce_max,
     distribute_like,
     full_tensor,
     gather_text,
@@ -166,17 +167,24 @@ class CheckpointWriter:
         return copy.copy_(full, non_blocking=full.is_cuda)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete, or has failed: see `error`."""
+        """Wait until the last checkpoint is complete, or has failed: see `error`.
+
+        Every rank must call this. They meet each second: a rank that waited in one collective for
+        a slow disk would end at its timeout.
+        """
+        while all_reduce_max(self._last is not None and not self._last.done()):
+            if self._last is not None:
+                wait_for([self._last], timeout=1)  # Ctrl-C may interrupt this
         if self._last is not None:
-            wait_for([self._last])  # Ctrl-C may interrupt this: then `_last` is still there
             last, self._last = self._last, None
             last.result()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.wait()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind in (None, FloatingPointError):  # on all ranks alike; of another, each waits alone
+            self.wait()
         self._thread.shutdown()
 
     def _write(self, checkpoints_dir: Path, state: TrainerState) -> None:

@@ -235,6 +235,19 @@ train_gpt2.train_step = when_asked
     verify_checkpoint(latest_checkpoint(run_dir))
 
 
+def test_save_that_takes_longer_than_the_step_timeout_does_not_end_the_run(
+    commands, slowed, flags, run_dir
+):
+    more = """
+if os.environ["RANK"] == "0":
+    os.fsync = slowed(os.fsync, "flushing", 2.5)  # each save flushes seven times
+"""
+    flags += ["--micro-batch-size=2", "--step-timeout=0.2", "--max-steps=2", "--checkpoint-every=1"]
+    done = commands.run_ranks(2, slowed(more=more), *flags)
+    assert done.codes == [0, 0], done.stderr
+    assert saved_steps(run_dir) == [1, 2]
+
+
 # --- SIGTERM, SIGUSR1, SIGHUP, Ctrl-C -----------------------------------------------------------
 
 
