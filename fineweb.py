@@ -106,7 +106,8 @@ def main() -> None:
 
 def find_part(config: FineWebConfig) -> Part:
     """The part that the flags or `torchrun`'s rank assign to this process."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     if world_size == 1:
         return WHOLE if config.part is None else Part(config.part, config.parts or 1)
     if config.parts is not None:
