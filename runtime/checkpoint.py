@@ -305,13 +305,9 @@ def find_checkpoint(path: Path) -> Path:
 
 def no_checkpoint_hint(run_dir: Path) -> str:
     """How to begin a run again that had its settings and no checkpoint."""
-    config, out_dir, name = (
-        shlex.quote(str(part)) for part in (run_dir / "config.json", run_dir.parent, run_dir.name)
-    )
-    return (
-        f"no checkpoint yet: begin again with train_gpt2.py --config {config} --resume auto "
-        f"--out-dir {out_dir} --run-name {name}"
-    )
+    flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
+    command = ("train_gpt2.py", "--config", run_dir / "config.json", *flags)
+    return f"no checkpoint yet: begin again with {shlex.join(map(str, command))}"
 
 
 def list_runs(out_dir: Path) -> str:

@@ -189,8 +189,8 @@ def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path, ca
 @pytest.mark.parametrize(
     ("schedule", "at", "said"),
     [
-        ("wsd", 90, "jumps from 0.00036 to 0.0006 at step 90; the way to a smooth curve is --res"),
-        ("cosine", 100, "jumps from 6e-05 to 0.00033 at step 100; the way to a smooth curve is a"),
+        ("wsd", 90, "jumps at step 90 from 0.00036 to 0.0006; the way to a smooth curve is --res"),
+        ("cosine", 100, "jumps at step 100 from 6e-05 to 0.00033; the way to a smooth curve is a"),
     ],
 )
 def test_longer_run_says_that_its_rate_jumps_and_from_where_it_does_not(

@@ -97,24 +97,20 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
 def _warn_of_rates(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
     """Say so if the resumed run lifts the learning rate in one step, or ends in its warm-up."""
 
-    def rates(step: int) -> tuple[float, float]:
-        """What the saved settings have around this step, and what the resumed run has there."""
-        before = max(learning_rate(saved, max(step - 1, 0)), learning_rate(saved, step))
-        return before, learning_rate(config, step)
+    def before(step: int) -> float:
+        return max(learning_rate(saved, max(step - 1, 0)), learning_rate(saved, step))
 
     def jumps(step: int) -> bool:
-        before, after = rates(step)
-        return after > RATE_JUMP * before
+        return learning_rate(config, step) > RATE_JUMP * before(step)
 
     step = checkpoint.state.step
     if jumps(step):
-        before, after = rates(step)
         others = complete_checkpoints(checkpoint.path.parent)
         smooth = next((path for path in others if not jumps(int(path.name[5:]))), None)
         remedy = f"--resume {smooth} with another --run-name" if smooth else "a new run"
         print0(
-            f"warning: the learning rate jumps from {before:.2g} to {after:.2g} at step {step}; "
-            f"the way to a smooth curve is {remedy}"
+            f"warning: the learning rate jumps at step {step} from {before(step):.2g} to "
+            f"{learning_rate(config, step):.2g}; the way to a smooth curve is {remedy}"
         )
     if config.warmup >= config.max_steps > step:
         last = learning_rate(config, config.max_steps - 1)
@@ -318,7 +314,8 @@ def check_resume_compatible(
     path, state = checkpoint
     found = asdict(model_dimensions(config, checkpoint))
     found |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
-    expected = state.model_config | {
+    expected: dict[str, Any] = {
+        **state.model_config,
         "data_fingerprint": state.data_fingerprint,
         "val_fingerprint": state.val_fingerprint or val_fingerprint,  # earlier versions have none
     }
