@@ -1,4 +1,5 @@
 import re
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -118,6 +119,15 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         parse_config(["--resume=nowhere"])
     assert capsys.readouterr().out == ""
+
+
+def test_remedy_of_a_damaged_checkpoint_goes_back_to_the_one_before(tmp_path):
+    old, new = (fake_checkpoint(tmp_path / "a", step) for step in (4, 8))
+    (new.path / "model.safetensors").write_text("damaged")
+    with pytest.raises(ValueError, match="is damaged: ") as refused:
+        parse_config([f"--resume={tmp_path}/a"])
+    remedy = str(refused.value).partition("the one before it by ")[2]
+    assert parse_config(shlex.split(remedy))[1] == old
 
 
 def test_resume_of_a_run_that_is_not_there_names_the_nearest_and_begins(tmp_path, capsys):
