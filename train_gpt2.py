@@ -29,7 +29,6 @@ from torch.optim import AdamW
 from corpus.shards import TokenShards
 from dataloader import Batch, ShardedDataLoader, validation_batches
 from hellaswag import Example, evaluate_hellaswag, examples_or_none
-from lr_schedule import SCHEDULES
 from model import GPT
 from ops import IGNORE_INDEX, checkpoint_activations
 from optimizers import Muon
@@ -42,7 +41,7 @@ from runtime.stopping import EvaluationStopped, StopRequest
 from sample import generate
 from tokenizer import gpt2_encoding
 from training import plan, run_dir
-from training.config import TrainConfig
+from training.config import TrainConfig, learning_rate
 from training.preflight import open_same_data, run_preflight
 from training.run_log import RunLog
 
@@ -125,10 +124,10 @@ def setup(
         device.make_deterministic()
         device.tune_malloc()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
+    batch = plan.plan_batch(config, run_dir.model_dimensions(config, resumed), dist_info)
     compiles = config.compile and can_compile(dist_info)
     raw_model = build_model(config, resumed, dtype, dist_info)
     model = compile_and_wrap(raw_model, config, dist_info, compiles)
-    batch = plan.plan_batch(config, raw_model.config, dist_info)
     optimizers = build_optimizers(raw_model, config, dist_info, dtype, compiles)
     scaler = torch.amp.GradScaler(dist_info.device.type, enabled=dtype == torch.float16)
     if resumed is not None:
@@ -316,7 +315,8 @@ def train(
 def log_start(trainer: Trainer, start_step: int) -> None:
     """Say what the run takes; log where a resumed run begins, the machine and the data."""
     config, info, shape = trainer.config, trainer.dist_info, trainer.raw_model.config
-    print0(plan.describe_plan(config, shape, trainer.batch, info))
+    train_tokens = trainer.train_shards.total_tokens
+    print0(plan.describe_plan(config, shape, trainer.batch, info, train_tokens))
     print0(run_dir.describe_run(trainer.log.run_dir))
     if config.resume is not None:
         trainer.log.record(resumed_from=start_step)
@@ -389,17 +389,6 @@ def check_finite(result: StepResult, scaler: torch.amp.GradScaler) -> bool:
         )
     print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
     return False
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of the update after `step`."""
-    return SCHEDULES[config.lr_schedule](
-        step,
-        max_lr=config.max_lr,
-        min_lr=config.min_lr,
-        warmup_steps=config.warmup,
-        max_steps=config.max_steps,
-    )
 
 
 # --- evaluation -------------------------------------------------------------------------------
@@ -524,15 +513,14 @@ def save(trainer: Trainer, step: int) -> None:
     with trainer.log.paused():
         distributed.reshard(model)  # an evaluation leaves FSDP's parameters gathered
         if name := checkpoint.find_nonfinite(model, optimizers):
-            raise FloatingPointError(
-                f"{name} is not finite after step {step}, which is not saved: use a lower --max-lr"
-            )
+            raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
         state = checkpoint.TrainerState(
             step=step,
             tokens_seen=step * config.total_batch_size,
             model_config=asdict(model.config),
             train_config=config.saved(),
             data_fingerprint=trainer.train_shards.fingerprint,
+            val_fingerprint=trainer.val_shards.fingerprint,
             rng_states=checkpoint.rng_states(),
             grad_scaler=trainer.scaler.state_dict(),
         )

@@ -131,7 +131,7 @@ class HuggingFaceGPT2(nn.Module):
         from transformers import AutoModelForCausalLM
 
         with tempfile.TemporaryDirectory() as folder:
-            save_pretrained(source, f"{folder}/gpt2")
+            save_pretrained(source, Path(folder, "gpt2"))
             self.model = AutoModelForCausalLM.from_pretrained(
                 f"{folder}/gpt2", attn_implementation="sdpa", use_cache=False
             )

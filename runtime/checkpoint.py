@@ -15,10 +15,12 @@ import base64
 import json
 import os
 import re
+import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -32,6 +34,7 @@ from torch.optim import Optimizer
 from model import GPT, GPTConfig
 from runtime.device import synchronize
 from runtime.distributed import (
+    all_reduce_max,
     distribute_like,
     full_tensor,
     gather_text,
@@ -76,6 +79,8 @@ class TrainerState:
     """Of each rank, its generators' states by device type, base64."""
     grad_scaler: dict[str, Any]
     """The loss scaler's state; empty unless float16 is in use."""
+    val_fingerprint: str = ""
+    """Of the validation split; checkpoints of earlier versions have none."""
     optimizers: list[str] = field(default_factory=lambda: ["AdamW"])
     """The optimizers' class names. This field and the next are set by `save`."""
     optimizer_values: dict[str, Any] = field(default_factory=dict)
@@ -159,15 +164,23 @@ class CheckpointWriter:
         return copy.copy_(full, non_blocking=full.is_cuda)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete, or has failed: see `error`."""
+        """Wait until the last checkpoint is complete, or has failed: see `error`.
+
+        Every rank must call this. They meet each second: a rank that waited in one collective for
+        a slow disk would end at its timeout.
+        """
+        while all_reduce_max(self._last is not None and not self._last.done()):
+            if self._last is not None:
+                wait_for([self._last], timeout=1)  # Ctrl-C may interrupt this
         if self._last is not None:
             self._last.result()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.wait()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind in (None, FloatingPointError):  # on all ranks alike; of another, each waits alone
+            self.wait()
         self._thread.shutdown()
 
     def _write(self, checkpoints_dir: Path, state: TrainerState) -> None:
@@ -320,19 +333,27 @@ def find_checkpoint(path: Path) -> Path:
     if latest := latest_checkpoint(path):
         return latest
     if is_run(path):
-        raise FileNotFoundError(
-            f"the run {path} has no checkpoint yet: start it again, with its flags and "
-            f"--resume auto --out-dir {path.parent} --run-name {path.name}"
-        )
+        raise FileNotFoundError(f"the run {path} has {no_checkpoint_hint(path)}")
     problem = "is no run, checkpoint or Hugging Face model" if path.exists() else "does not exist"
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     raise FileNotFoundError(f"{path} {problem}: {list_runs(folder)}")
 
 
+def no_checkpoint_hint(run_dir: Path) -> str:
+    """How to begin a run again that had its settings and no checkpoint."""
+    flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
+    command = ("train_gpt2.py", "--config", run_dir / "config.json", *flags)
+    return f"no checkpoint yet: begin again with {shlex.join(map(str, command))}"
+
+
 def list_runs(out_dir: Path) -> str:
     """The runs that are in a folder, for a message."""
-    runs = [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
-    return f"the runs in {out_dir} are {', '.join(runs) or 'none'}"
+    return f"the runs in {out_dir} are {', '.join(run_names(out_dir)) or 'none'}"
+
+
+def run_names(out_dir: Path) -> list[str]:
+    """The names of the runs in a folder."""
+    return [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
 
 
 def is_run(path: Path) -> bool:

@@ -48,17 +48,16 @@ class DistInfo:
 
 def read_dist_env(device_name: DeviceName) -> DistInfo:
     """Rank and device of this process from `torchrun`'s environment, without joining the others."""
-    rank, local_rank, world_size, local_world_size = (
-        int(os.environ.get(name, default))
-        for name, default in (
-            ("RANK", 0),
-            ("LOCAL_RANK", 0),
-            ("WORLD_SIZE", 1),
-            ("LOCAL_WORLD_SIZE", 1),
-        )
+    if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE for itself
+        return DistInfo(select_device(device_name))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    return DistInfo(
+        select_device(device_name, local_rank),
+        rank=int(os.environ["RANK"]),
+        local_rank=local_rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
-    device = select_device(device_name, local_rank)
-    return DistInfo(device, rank, local_rank, world_size, local_world_size)
 
 
 @contextmanager
@@ -90,8 +89,9 @@ def setup_distributed(
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if device.type == "mps":
         raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
-    if device.type == "cpu":  # torchrun allows each process one thread, however many cores
-        torch.set_num_threads(usable_cores())
+    if device.type == "cpu":  # where OMP_NUM_THREADS is not given, torchrun sets 1
+        given = int(os.environ.get("OMP_NUM_THREADS", 1))
+        torch.set_num_threads(given if given > 1 else usable_cores())
     timeout = timedelta(minutes=timeout_minutes or LONGEST_TIMEOUT)
     try:
         if device.type == "cuda" and cpu_offload:

@@ -97,7 +97,7 @@ def logged_values(path: Path, name: str) -> list[Any]:
 def describe_best(run_dir: Path) -> str:
     """The last lines of a run: its best validation loss, and a warning if the last is above it.
 
-    Empty if it was never validated.
+    Each ends its line. Empty if the run was never validated.
     """
     records = read_metrics(run_dir / METRICS_NAME)
     losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
@@ -106,12 +106,12 @@ def describe_best(run_dir: Path) -> str:
     best, last = min(losses, key=losses.__getitem__), max(losses)
     line = f"best val_loss {losses[best]:.4f} at step {best}"
     if losses[last] - losses[best] < CLEARLY_ABOVE:
-        return line
+        return f"{line}\n"
     checkpoint = run_dir / "checkpoints" / f"step_{best:08d}"
     remedy = "use fewer --max-steps, or more data"
     if checkpoint.is_dir():
         remedy = f"sample and export with --model {shlex.quote(str(checkpoint))}"
-    return f"{line}\nwarning: the last, {losses[last]:.4f}, is clearly above it: {remedy}"
+    return f"{line}\nwarning: the last, {losses[last]:.4f}, is clearly above it: {remedy}\n"
 
 
 def last_saved_step(path: Path) -> int:

@@ -1,4 +1,8 @@
+import pytest
 from conftest import check_on_ranks
+
+from runtime.distributed import DistInfo, read_dist_env, setup_distributed
+from runtime.startup import usable_cores
 
 RANK_CHECK = """
 import torch
@@ -55,3 +59,18 @@ def test_two_ranks_reduce_agree_and_average_gradients_on_the_last_micro_step_onl
     commands, tmp_path
 ):
     check_on_ranks(commands, RANK_CHECK, tmp_path)
+
+
+def test_world_size_without_a_rank_is_one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert read_dist_env("cpu") == DistInfo()
+    with setup_distributed("cpu") as dist_info:
+        assert dist_info == DistInfo()
+
+
+@pytest.mark.parametrize(("given", "threads"), [("3", "3"), ("1", f"{usable_cores()} // 2 or 1")])
+def test_ranks_have_as_many_threads_as_given_else_their_share_of_the_cores(
+    commands, tmp_path, given, threads
+):
+    check = f"import torch\ndef check(_):\n    assert torch.get_num_threads() == ({threads})\n"
+    check_on_ranks(commands, check, tmp_path, OMP_NUM_THREADS=given)

@@ -4,6 +4,8 @@ import json
 import os
 import pty
 import random
+import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -233,6 +235,19 @@ train_gpt2.train_step = when_asked
     verify_checkpoint(latest_checkpoint(run_dir))
 
 
+def test_save_that_takes_longer_than_the_step_timeout_does_not_end_the_run(
+    commands, slowed, flags, run_dir
+):
+    more = """
+if os.environ["RANK"] == "0":
+    os.fsync = slowed(os.fsync, "flushing", 2.5)  # each save flushes seven times
+"""
+    flags += ["--micro-batch-size=2", "--step-timeout=0.2", "--max-steps=2", "--checkpoint-every=1"]
+    done = commands.run_ranks(2, slowed(more=more), *flags)
+    assert done.codes == [0, 0], done.stderr
+    assert saved_steps(run_dir) == [1, 2]
+
+
 # --- SIGTERM, SIGUSR1, SIGHUP, Ctrl-C -----------------------------------------------------------
 
 
@@ -341,7 +356,15 @@ def test_signal_interrupts_the_first_evaluation_and_auto_begins_again(
         assert job.end() == (0, "")
     assert mark(run_dir) == (0, "SIGTERM")
     assert "val_loss" not in job.output
-    hint = "no checkpoint yet: begin again with the same flags and --resume auto --run-name a"
-    assert hint in job.output
-    main([*flags, "--max-steps=2"])
+    [hint] = re.findall("no checkpoint yet: begin again with train_gpt2.py (.*)", job.output)
+    main([*shlex.split(hint), "--max-steps=2"])
     assert sorted(losses(run_dir)) == [1, 2]
+
+
+def test_remedy_of_a_run_that_diverged_is_followed(flags, run_dir):
+    main([*flags, "--max-steps=4"])
+    with pytest.raises(FloatingPointError) as stopped:
+        main([*flags, "--max-lr=1e38"])
+    [remedy] = re.findall("go on with (.*) and a lower --max-lr$", str(stopped.value))
+    main([*shlex.split(remedy), "--max-lr=1e-4", "--max-steps=6"])
+    assert sorted(losses(run_dir)) == list(range(1, 7))

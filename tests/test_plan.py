@@ -23,7 +23,7 @@ from runtime.checkpoint import (
 )
 from runtime.distributed import DistInfo
 from sample import generate
-from train_gpt2 import build_optimizers, init_weights
+from train_gpt2 import build_optimizers, init_weights, main
 from training.config import TrainConfig
 from training.plan import describe_plan, plan_batch, plan_memory
 
@@ -179,14 +179,14 @@ def plan_rows(model_config=GPT2, **flags):
     config = TrainConfig(plan=True, **flags)
     dist_info = gpus(config.gpus, config.gpus // config.nodes)
     batch = plan_batch(config, model_config, dist_info)
-    lines = describe_plan(config, model_config, batch, dist_info).splitlines()
+    lines = describe_plan(config, model_config, batch, dist_info, None).splitlines()
     return dict(line.split(maxsplit=1) for line in lines)
 
 
 def test_describe_plan_of_the_reproduction_on_a_cpu():
     config, dist_info = TrainConfig(dtype="float32"), DistInfo(CPU, world_size=8)
     batch = plan_batch(config, GPT2, dist_info)
-    text = describe_plan(config, GPT2, batch, dist_info)
+    text = describe_plan(config, GPT2, batch, dist_info, None)
     for fact in ("124,475,904", "19,073", "9,999,745,024", "8.6e+18", "1.39 GiB", "8 x cpu"):
         assert fact in text
     assert "hours" not in text  # a CPU's peak is not known
@@ -208,6 +208,21 @@ def test_plan_says_what_does_not_fit_and_names_batches_that_divide():
     assert "; it has" not in plan_rows(XL, gpus=8)["memory"]
     with pytest.raises(ValueError, match="use 516096 or 540672"):
         plan_rows(gpus=24)
+
+
+@pytest.mark.parametrize(("steps", "times"), [(1, "0.0142"), (5000, "71.1")])
+def test_plan_and_first_screen_say_how_often_the_run_passes_over_its_data(
+    tiny_flags, capsys, steps, times
+):
+    flags = [*tiny_flags, f"--max-steps={steps}"]
+    main([*flags, "--plan"])
+    expected = f"passes      {times} over the data's 18,000 tokens\n"
+    assert expected in capsys.readouterr().out
+    main([*flags, "--plan", "--data-dir=none"])
+    assert "passes" not in capsys.readouterr().out
+    if steps == 1:
+        main([*flags, "--run-name=a"])
+        assert expected in capsys.readouterr().out
 
 
 def test_plan_is_printed_by_rank_0_only(commands):

@@ -1,4 +1,5 @@
 import re
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -108,33 +109,62 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
         ([f"--resume={tmp_path}/a"], new),
         ([f"--resume={old.path}"], old),
         ([*auto, "--run-name=a", "--seed=3"], new),
-        ([*auto, "--run-name=none"], None),
-        (["--resume=auto", f"--out-dir={tmp_path}/none", "--run-name=a"], None),
     ):
         config, checkpoint = parse_config(flags)
         assert checkpoint == found
-        assert config.max_lr == (0.1 if found else 6e-4)
+        assert config.max_lr == 0.1
         assert config.seed == (3 if "--seed=3" in flags else 1337)
     with pytest.raises(ValueError, match=f"needs the --run-name: the runs in {tmp_path} are a$"):
         parse_config(auto)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         parse_config(["--resume=nowhere"])
     assert capsys.readouterr().out == ""
-    write_json(tmp_path / "recipe.json", {"max_lr": 0.3})
-    config, _ = parse_config([*auto, "--run-name=a", f"--config={tmp_path}/recipe.json"])
-    assert config.max_lr == 0.1
-    assert "recipe.json is not used: " in capsys.readouterr().out
+
+
+def test_remedy_of_a_damaged_checkpoint_goes_back_to_the_one_before(tmp_path):
+    old, new = (fake_checkpoint(tmp_path / "a", step) for step in (4, 8))
+    (new.path / "model.safetensors").write_text("damaged")
+    with pytest.raises(ValueError, match="is damaged: ") as refused:
+        parse_config([f"--resume={tmp_path}/a"])
+    remedy = str(refused.value).partition("the one before it by ")[2]
+    assert parse_config(shlex.split(remedy))[1] == old
+
+
+def test_resume_of_a_run_that_is_not_there_names_the_nearest_and_begins(tmp_path, capsys):
+    for name in ("small", "small-fast", "other"):
+        fake_checkpoint(tmp_path / name, 4)
+    for name, near in (("smal", "small"), ("xyz", "nothing like it")):
+        flags = ["--resume=auto", f"--out-dir={tmp_path}", f"--run-name={name}"]
+        assert parse_config(flags)[1] is None
+        said = f"no run {name} in {tmp_path}, so it begins (there is {near})\n"
+        assert capsys.readouterr().out == said
+
+
+def test_resume_says_what_it_does_not_take_from_a_given_config(tmp_path, capsys):
+    recipe = tmp_path / "recipe.json"
+    write_json(recipe, {"max_lr": 0.3, "seed": 3})
+    begun, _ = parse_config(begin := [f"--config={recipe}", "--max-steps=100"])
+    run_dir = fake_checkpoint(tmp_path / "a", 4, **begun.saved()).path.parent.parent
+    assert parse_config([*begin, f"--resume={run_dir}"])[0].saved() == begun.saved()
+    assert capsys.readouterr().out == ""  # as a job that is queued again
+    write_json(recipe, {"max_lr": 0.2, "seed": 3})
+    config, _ = parse_config([*begin, f"--resume={run_dir}"])
+    assert config.max_lr == 0.3
+    said = "step_00000004 has the run's settings (max_lr 0.2 -> 0.3)\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
     config = TrainConfig()
     saved = fake_checkpoint(tmp_path / "a", 1, **config.saved())
-    check_resume_compatible(saved, replace(config, max_steps=9, max_lr=1e-3), "a")
+    check_resume_compatible(saved, replace(config, max_steps=9, max_lr=1e-3), "a", "v")
     changed = replace(config, n_layer=3, total_batch_size=2048, shuffle=False)
     said = "n_layer 12 -> 3, data_fingerprint a -> b, total_batch_size 524288 -> 2048, "
     said = re.escape(f"is of another run ({said}shuffle True -> False): leave these as they were")
     with pytest.raises(ValueError, match=said):
-        check_resume_compatible(saved, changed, "b")
+        check_resume_compatible(saved, changed, "b", "v")
+    with pytest.raises(ValueError, match="init_from None -> gpt2"):  # or it would be noted
+        check_resume_compatible(saved, replace(config, init_from="gpt2"), "a", "v")
 
 
 # --- flags and saved settings -------------------------------------------------------------------
@@ -149,7 +179,7 @@ def test_warmup_is_shorter_than_the_run():
             parse_config([f"--max-steps={steps}", f"--warmup-steps={warmup}"])
 
 
-def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
+def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path, capsys):
     settings = {"max_steps": 5000, "warmup_steps": 500}
     write_json(tmp_path / "config.json", settings)
     for source in ("config.json", f"{fake_checkpoint(tmp_path, 1, **settings).path}"):
@@ -160,6 +190,35 @@ def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
             parse_config([given, "--max-steps=90", "--warmup-steps=90"])
     # A resumed run keeps the schedule that it began with, however short it becomes.
     assert parse_config([given, "--max-steps=90"])[0].warmup == 500
+    said = (
+        "warning: --max-steps 90 ends the run in its warm-up of 500 steps: its learning rate rises"
+    )
+    assert f"{said} to 0.00011 of 0.0006\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at", "said"),
+    [
+        ("wsd", 90, "jumps at step 90 from 0.00036 to 0.0006; the way to a smooth curve is --res"),
+        ("cosine", 100, "jumps at step 100 from 6e-05 to 0.00033; the way to a smooth curve is a"),
+    ],
+)
+def test_longer_run_says_that_its_rate_jumps_and_from_where_it_does_not(
+    tmp_path, capsys, schedule, at, said
+):
+    settings = {"max_steps": 100, "warmup_steps": 0, "lr_schedule": schedule}
+    for step in {40, 80, at}:
+        fake_checkpoint(tmp_path / "a", step, **settings)
+    parse_config([f"--resume={tmp_path}/a", "--max-steps=101"])
+    assert capsys.readouterr().out == ""
+    parse_config([f"--resume={tmp_path}/a", "--max-steps=200"])
+    line = capsys.readouterr().out
+    assert said in line
+    if schedule == "wsd":  # what it names goes on smoothly
+        named = line.split("--resume ")[1].split(" with ")[0]
+        assert named.endswith("step_00000080")
+        parse_config([f"--resume={named}", "--run-name=b", "--max-steps=200"])
+        assert capsys.readouterr().out == ""
 
 
 def test_saved_settings_have_flags_laid_over_them_also_those_of_earlier_versions(tmp_path):

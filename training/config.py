@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lr_schedule import ScheduleName
+from lr_schedule import SCHEDULES, ScheduleName
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import as_flags, bad_numbers, parse_flags
@@ -223,6 +223,17 @@ class TrainConfig:
             if name not in NOT_SAVED
         }
         return settings | {"warmup_steps": self.warmup, "logger": list(self.logger)}
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of the update after `step`."""
+    return SCHEDULES[config.lr_schedule](
+        step,
+        max_lr=config.max_lr,
+        min_lr=config.min_lr,
+        warmup_steps=config.warmup,
+        max_steps=config.max_steps,
+    )
 
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:

@@ -3,11 +3,13 @@
 The figures follow from shapes and data sheets; nothing is tried.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from corpus.shards import open_shards
 from model import GPTConfig
 from ops import ActivationCheckpointing
 from runtime.device import DTYPES, device_name, memory_gib, select_dtype
@@ -158,14 +160,20 @@ def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
         dist_info = DistInfo(torch.device("cuda"), 0, 0, config.gpus, per_node)
     else:
         dist_info = read_dist_env(config.device)
-    batch = plan_batch(config, model_config, dist_info)
-    print0(describe_plan(config, model_config, batch, dist_info))
+    batch, train_tokens = plan_batch(config, model_config, dist_info), None
+    with suppress(OSError, ValueError):  # a plan needs no data
+        train_tokens = open_shards(config.data_dir, "train").total_tokens
+    print0(describe_plan(config, model_config, batch, dist_info, train_tokens))
 
 
 def describe_plan(
-    config: TrainConfig, model_config: GPTConfig, batch: BatchPlan, dist_info: DistInfo
+    config: TrainConfig,
+    model_config: GPTConfig,
+    batch: BatchPlan,
+    dist_info: DistInfo,
+    train_tokens: int | None,
 ) -> str:
-    """What a run will take, as a table."""
+    """What a run will take, as a table; `train_tokens` are those of the data, if they are there."""
     device, n_params = find_device(config, dist_info), model_config.n_params
     world_size, block_size = dist_info.world_size, model_config.block_size
     tokens = config.total_batch_size * config.max_steps
@@ -180,12 +188,14 @@ def describe_plan(
         "batch": f"{config.total_batch_size:,} tokens = {batch.micro_batch_size} sequences x "
         f"{block_size:,} tokens x {batch.grad_accum_steps} micro-steps x world size {world_size}",
         "tokens": f"{tokens:,} in {config.max_steps:,} steps, "
-        f"{tokens / n_params:,.1f} per parameter",
+        f"{tokens / n_params:.3g} per parameter",
         "FLOPs": f"{flops:.3g}, {flops / tokens / 1e6:,.0f}M per token",
         "memory": f"about {state + activations:.1f} GiB per device: {state:.1f} weights, "
         f"gradients, moments + {activations:.1f} activations",
         "checkpoint": f"{CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB",
     }
+    if train_tokens:
+        rows["passes"] = f"{tokens / train_tokens:.3g} over the data's {train_tokens:,} tokens"
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; it has {device.memory_gib:.0f}"
     if peak := peak_flops(device.name, float32=device.dtype == torch.float32):

@@ -46,7 +46,7 @@ def open_same_data(
         check_installed(config.logger if dist_info.is_main else ())
         train, val = open_data(config.data_dir, config.block_size, validates=config.val_every > 0)
         if resumed is not None:
-            check_resume_compatible(resumed, config, train.fingerprint)
+            check_resume_compatible(resumed, config, train.fingerprint, val.fingerprint)
     checkpoint = "no checkpoint"
     if resumed is not None:
         checkpoint = f"{resumed.path} ({sha256_of(resumed.path / CHECKPOINT_MANIFEST)[:8]})"

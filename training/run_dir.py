@@ -4,10 +4,12 @@ import argparse
 import itertools
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 
@@ -20,8 +22,10 @@ from runtime.checkpoint import (
     latest_checkpoint,
     latest_valid_checkpoint,
     list_runs,
+    no_checkpoint_hint,
     read_model_config,
     read_state,
+    run_names,
     verify_checkpoint,
 )
 from runtime.cli import RunStopped, parse_flags
@@ -35,19 +39,21 @@ from runtime.distributed import (
     raise_on_all_ranks,
 )
 from runtime.files import lock_folder, write_json
-from runtime.metrics import METRICS_NAME, last_saved_step
+from runtime.metrics import METRICS_NAME, describe_best, last_saved_step
 from runtime.stopping import StopRequest
 from training.config import (
     TrainConfig,
     check_warmup,
     config_from_settings,
+    learning_rate,
     read_config,
 )
 
 RUN_CONFIG_NAME = "config.json"
 LOCK_NAME = ".lock"
 PREEMPTED_NAME = "PREEMPTED"
-DATA_ORDER_SETTINGS = ("total_batch_size", "seed", "shuffle")  # a run keeps them to its end
+RATE_JUMP = 1.1  # a rate that is higher by this factor than the step before has jumped
+KEPT_SETTINGS = ("total_batch_size", "seed", "shuffle", "init_from")  # to the end of a run
 
 
 def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
@@ -70,15 +76,48 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         if path is not None:
             checkpoint = Checkpoint(path, read_state(path))
             defaults = config_from_settings(checkpoint.state.train_config, path)
-            if given.config:
-                print0(f"--config {given.config} is not used: {path} has the run's settings")
     if given.init_from and checkpoint is None and defaults.init_from is None:
         own = read_model_config(given.init_from).block_size
         defaults = replace(defaults, block_size=own)
     config = parse_flags(TrainConfig, args, defaults)
     if checkpoint is None or config.warmup_steps != defaults.warmup_steps:
         check_warmup(config)
+    if checkpoint is not None:
+        _warn_of_rates(checkpoint, defaults, config)
+        if given.config:
+            meant = parse_flags(TrainConfig, args, read_config(Path(given.config)))
+            if unused := differences(meant.saved(), config.saved()):
+                print0(
+                    f"warning: --config {given.config} is not used: {checkpoint.path} has the "
+                    f"run's settings ({', '.join(unused)})"
+                )
     return config, checkpoint
+
+
+def _warn_of_rates(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
+    """Say so if the resumed run lifts the learning rate in one step, or ends in its warm-up."""
+
+    def before(step: int) -> float:
+        return max(learning_rate(saved, max(step - 1, 0)), learning_rate(saved, step))
+
+    def jumps(step: int) -> bool:
+        return learning_rate(config, step) > RATE_JUMP * before(step)
+
+    step = checkpoint.state.step
+    if jumps(step):
+        others = complete_checkpoints(checkpoint.path.parent)
+        smooth = next((path for path in others if not jumps(int(path.name[5:]))), None)
+        remedy = f"--resume {smooth} with another --run-name" if smooth else "a new run"
+        print0(
+            f"warning: the learning rate jumps at step {step} from {before(step):.2g} to "
+            f"{learning_rate(config, step):.2g}; the way to a smooth curve is {remedy}"
+        )
+    if config.warmup >= config.max_steps > step:
+        last = learning_rate(config, config.max_steps - 1)
+        print0(
+            f"warning: --max-steps {config.max_steps} ends the run in its warm-up of "
+            f"{config.warmup} steps: its learning rate rises to {last:.2g} of {config.max_lr:.2g}"
+        )
 
 
 def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
@@ -88,13 +127,19 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
         try:
             verify_checkpoint(path)
         except ValueError as error:
+            run_dir = path.absolute().parent.parent
             raise ValueError(
-                f"{error}: give an earlier checkpoint, or --resume auto with the --run-name to go "
-                f"back to the one before it"
+                f"{error}: give an earlier checkpoint, or go back to the one before it by "
+                f"--resume auto --out-dir {shlex.quote(str(run_dir.parent))} "
+                f"--run-name {run_dir.name}"
             ) from None
         return path
     if run_name is None:
         raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
+    names = run_names(out_dir)
+    if run_name not in names:
+        near = ", ".join(get_close_matches(run_name, names)) or "nothing like it"
+        print0(f"no run {run_name} in {out_dir}, so it begins (there is {near})")
     return latest_valid_checkpoint(out_dir / run_name)
 
 
@@ -124,7 +169,8 @@ def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -
                 write_json(run_dir / PREEMPTED_NAME, {"step": step, "reason": reason})
     barrier()  # all is written
     if reason is None:
-        print0(f"done: {run_dir}")
+        if is_main():
+            print0(f"{describe_best(run_dir)}done: {run_dir}")
         return
     if reason == "failure":  # the process that met it says what it was
         raise stop.error or SystemExit(2)
@@ -149,10 +195,7 @@ def resume_hint(run_dir: Path) -> str:
     """The last checkpoint, and the flags that resume from it."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
-        return (
-            f"no checkpoint yet: begin again with the same flags and --resume auto --run-name "
-            f"{run_dir.name}"
-        )
+        return no_checkpoint_hint(run_dir)
     return f"last checkpoint {checkpoint.name}, go on with --resume {shlex.quote(str(run_dir))}"
 
 
@@ -163,7 +206,7 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
         yield
     except FloatingPointError as error:
         barrier()  # all ranks come here, rank 0 when its last save is complete
-        raise FloatingPointError(f"{error}; {resume_hint(run_dir)}") from None
+        raise FloatingPointError(f"{error}; {resume_hint(run_dir)} and a lower --max-lr") from None
     except Exception as error:  # Triton's are no RuntimeErrors
         if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
             raise ValueError(
@@ -266,24 +309,33 @@ def label_run(run_dir: Path, config: TrainConfig) -> None:
 
 
 def check_resume_compatible(
-    checkpoint: Checkpoint, config: TrainConfig, data_fingerprint: str
+    checkpoint: Checkpoint, config: TrainConfig, data_fingerprint: str, val_fingerprint: str
 ) -> None:
     """Refuse to resume with another model, batch, order or data set than the checkpoint's."""
     path, state = checkpoint
-    found = {**asdict(model_dimensions(config, checkpoint)), "data_fingerprint": data_fingerprint}
-    expected = {**state.model_config, "data_fingerprint": state.data_fingerprint}
-    for name in DATA_ORDER_SETTINGS:
+    found = asdict(model_dimensions(config, checkpoint))
+    found |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
+    expected: dict[str, Any] = {
+        **state.model_config,
+        "data_fingerprint": state.data_fingerprint,
+        "val_fingerprint": state.val_fingerprint or val_fingerprint,  # earlier versions have none
+    }
+    for name in KEPT_SETTINGS:
         found[name], expected[name] = getattr(config, name), state.train_config.get(name)
-    changes = {
-        name: f"{name} {expected.get(name)} -> {value}"
+    if changes := differences(expected, found):
+        raise ValueError(
+            f"{path} is of another run ({', '.join(changes)}): leave these as they were, or start "
+            f"a new run, with another --run-name and without --resume"
+        )
+
+
+def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What is found and not as expected, as `name expected -> found`."""
+    return [
+        f"{name} {expected.get(name)} -> {value}"
         for name, value in found.items()
         if expected.get(name) != value
-    }
-    if changes:
-        raise ValueError(
-            f"{path} is of another run ({', '.join(changes.values())}): leave these as they were, "
-            f"or start a new run, with another --run-name and without --resume"
-        )
+    ]
 
 
 def model_dimensions(config: TrainConfig, checkpoint: Checkpoint | None) -> GPTConfig:
