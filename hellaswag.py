@@ -263,7 +263,7 @@ def evaluate_hellaswag(
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
     rounds = distributed.rank_batches(batches, dist_info, between, "HellaSwag")
     # One autocast for all batches casts the weights once.
-    with inference(dist_info.device, dtype):
+    with inference(model, dist_info.device, dtype):
         for batch, counts in rounds:
             losses = score_examples(model, [fitting[i] for i in batch], dist_info.device)
             if counts:
