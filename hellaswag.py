@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -151,12 +151,7 @@ def main() -> None:
 
 
 def load_examples(path: str | Path, limit: int = 0, style: Style = "completion") -> list[Example]:
-    """Read and tokenise a HellaSwag JSONL file, or its first `limit` rows.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a row is no HellaSwag example (the message names its line), or there is none.
-    """
+    """Read and tokenise a HellaSwag JSONL file, or its first `limit` rows."""
     examples: list[Example] = []
     with open(path, "rb") as file:
         for number, line in enumerate(itertools.islice(file, limit or None), start=1):
@@ -268,7 +263,7 @@ def evaluate_hellaswag(
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
     rounds = distributed.rank_batches(batches, dist_info, between, "HellaSwag")
     # One autocast for all batches casts the weights once.
-    with inference(dist_info.device, dtype):
+    with inference(model, dist_info.device, dtype):
         for batch, counts in rounds:
             losses = score_examples(model, [fitting[i] for i in batch], dist_info.device)
             if counts:
@@ -286,12 +281,12 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     autocast dtype.
     """
     rows = [row for example in examples for row in _rows(example, model.config.block_size)]
-    tokens = pad_sequence([row.tokens for row in rows], batch_first=True)  # (B, T, 3)
+    tokens = pad_sequence([tokens for tokens, _ in rows], batch_first=True)  # (B, T, 3)
     idx, positions, segments = to_device(tokens, device).unbind(dim=2)
     hidden = model.encode(idx, positions, _attention_mask(segments))  # (B, T, C)
 
     T = idx.size(1)
-    queries = torch.tensor([T * i + query for i, row in enumerate(rows) for query in row.queries])
+    queries = torch.tensor([T * i + query for i, (_, row) in enumerate(rows) for query in row])
     endings = [torch.tensor(ending) for example in examples for ending in example.endings]
     hidden = hidden.flatten(0, 1)[to_device(queries, device)]  # (N, C): N tokens in all endings
     losses = _token_losses(model, hidden, to_device(torch.cat(endings), device))
@@ -299,14 +294,7 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     return by_ending.sum(dim=1).view(-1, N_ENDINGS)
 
 
-class PackedRow(NamedTuple):
-    """Endings after their context as one row of T tokens, and the predictions in it that count."""
-
-    tokens: Tensor  # (T, 3) int64: id, position and segment of each
-    queries: list[int]  # indices in the row that predict the endings' tokens, in their order
-
-
-def _rows(example: Example, block_size: int) -> list[PackedRow]:
+def _rows(example: Example, block_size: int) -> list[tuple[Tensor, list[int]]]:
     """An example as one row; where its context has to be cut, each ending has a row of its own."""
     context, endings = example.context, example.endings
     if len(context) + max(map(len, endings)) <= block_size:
@@ -315,8 +303,13 @@ def _rows(example: Example, block_size: int) -> list[PackedRow]:
     return [_pack(context[len(ending) - 1 - block_size :], [ending]) for ending in endings]
 
 
-def _pack(context: list[int], endings: list[list[int]]) -> PackedRow:
-    """Lay a context and its endings out as the module's docstring shows."""
+def _pack(context: list[int], endings: list[list[int]]) -> tuple[Tensor, list[int]]:
+    """Lay T tokens of a context and its endings out as the module's docstring shows.
+
+    Returns:
+        (T, 3) int64: id, position and segment of each; and which of them predict the endings'
+        tokens, in their order.
+    """
     n_context, queries = len(context), list[int]()
     idx, positions, segments = [*context], [*range(n_context)], [CONTEXT] * n_context
     for segment, ending in enumerate(endings, start=CONTEXT + 1):
@@ -325,7 +318,7 @@ def _pack(context: list[int], endings: list[list[int]]) -> PackedRow:
         idx += inputs
         positions += range(n_context, n_context + len(inputs))
         segments += [segment] * len(inputs)
-    return PackedRow(torch.tensor([idx, positions, segments]).T, queries)
+    return torch.tensor([idx, positions, segments]).T, queries
 
 
 def _attention_mask(segments: Tensor) -> Tensor:
@@ -369,11 +362,7 @@ def write_predictions(path: Path, result: HellaSwagResult) -> None:
 
 
 def download_hellaswag(dist_info: DistInfo) -> Path:
-    """Download the validation set, once on each machine; every rank must call this.
-
-    Raises:
-        OSError: this process could not download it.
-    """
+    """Download the validation set, once on each machine; every rank must call this."""
     try:
         is_known = DATA_PATH.is_file() and sha256_of(DATA_PATH) == DATA_SHA256
         if dist_info.local_rank == 0 and not is_known:

@@ -195,7 +195,7 @@ def generate(
     cache = KVCache(model.config, B, n_cached, device, dtype) if use_cache else None
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     # One autocast for all tokens casts the weights once.
-    with inference(device, dtype):
+    with inference(model, device, dtype):
         for _ in range(max_new_tokens):
             while tokens.size(1) - start > block_size:
                 start += max(1, block_size // 2)

@@ -486,7 +486,7 @@ def evaluate(trainer: Trainer, step: int) -> bool:
     if stop.reason is not None:
         return False
     record: dict[str, float] = {}
-    with trainer.log.paused():
+    with trainer.log.paused(), device.eval_mode(trainer.raw_model):
         begun = time.perf_counter()
         with suppress(EvaluationStopped):
             for run_evaluation in due:

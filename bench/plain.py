@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np

@@ -161,11 +161,11 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
                     return part(given)
         raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(words)}")
 
-    options: dict[str, Any]
+    options: dict[str, Any] = {"nargs": "*"}
     if field.metadata == POSITIONAL:
-        flag, shown, options = field.name, field.name.upper(), {"nargs": "*"}
+        flag, shown = field.name, field.name.upper()
     elif isinstance(value, tuple):
-        shown, options = " ".join(value) or "NAME", {"nargs": "*"}
+        shown = " ".join(value) or "NAME"
     else:
         shown = words[0] if value in (None, "", MISSING) else str(value)
         options = {"required": value is MISSING}

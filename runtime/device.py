@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -100,8 +100,19 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 
 @contextlib.contextmanager
-def inference(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast for sampling and scoring: float32 logits, and other shapes at every turn.
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """In the body, a model's dropout is off; then its mode is as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast and eval mode for sampling and scoring: float32 logits, other shapes at every turn.
 
     Products of float32 matrices are only as exact as `dtype` asks; on a CPU this also selects
     oneDNN's, as MKL's take 1.5 to 3 times as long on AMD. Attention goes without cuDNN, which is
@@ -112,7 +123,7 @@ def inference(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.float32:
         torch.set_float32_matmul_precision("medium")
     try:
-        with autocast(device, dtype), sdpa_kernel(backends):
+        with eval_mode(model), autocast(device, dtype), sdpa_kernel(backends):
             yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -84,6 +84,25 @@ def test_another_position_embedding_trains_resumes_and_is_not_exported(patched, 
     assert not (commands.folder / "exported").exists()
 
 
+def test_dropout_resumes_bit_for_bit_and_is_off_in_evaluations(patched, tiny_data):
+    commands = patched("dropout.patch")
+    flags = run_flags(tiny_data, "--block-size=64", "--sample-every=4", "--hellaswag-every=4")
+    flags.append(f"--hellaswag-data={HELLASWAG}")
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags)
+    assert halves == whole
+    never = ["--val-every=0", "--sample-every=0", "--hellaswag-every=0", "--run-name=never"]
+    train(commands, *flags, *never)  # an evaluation changes nothing of the training
+    runs = commands.folder / "runs"
+    assert series(runs / "never", "train_loss") == whole
+    # The second half evaluates the step again that it resumes from.
+    for name in ("val_loss", "hellaswag_acc_norm"):
+        assert series(runs / "halves", name) == series(runs / "whole", name)
+    texts = (runs / "halves/samples.txt").read_text(encoding="utf-8").splitlines()
+    step_4 = [text for text in texts if text.startswith("step 4 ")]
+    assert len(step_4) == 8
+    assert step_4[:4] == step_4[4:]
+
+
 def test_another_evaluation_is_one_function_and_one_line(patched, tiny_data):
     commands = patched("evaluation.patch")
     flags = run_flags(tiny_data, "--micro-batch-size=2")

@@ -200,7 +200,7 @@ def test_no_tensor_of_an_evaluation_is_left_on_the_cpu(monkeypatch):
             model = GPT(CONFIG)
         cache = KVCache(CONFIG, 2, 16, CUDA, torch.float32)
         idx = torch.zeros(2, 5, dtype=torch.int64, device=CUDA)
-        with inference(CUDA, torch.float32):
+        with inference(model, CUDA, torch.float32):
             for length in (5, 6, 7):
                 logits = next_token_logits(model, idx[:, :length], cache)
                 token = sample_token(logits, 1.0, 50, 0.9, None)

@@ -94,15 +94,15 @@ def test_cpu_has_the_dtype_and_the_memory_of_the_machine():
 
 
 def test_inference_leaves_cudnn_out_lowers_the_precision_and_puts_all_back():
-    q = torch.randn(2, 3, 16, 8)
+    q, model = torch.randn(2, 3, 16, 8), torch.nn.Linear(2, 2)
     attend = torch.nn.functional.scaled_dot_product_attention
     expected = attend(q, q, q, is_causal=True)
     before = torch.get_float32_matmul_precision()
-    with inference(CPU, torch.float32):
+    with inference(model, CPU, torch.float32):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.get_float32_matmul_precision() == before
         assert torch.equal(attend(q, q, q, is_causal=True), expected)
-    with inference(CPU, torch.bfloat16):
+    with inference(model, CPU, torch.bfloat16):
         assert torch.get_float32_matmul_precision() == "medium"
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -12,6 +12,7 @@ from model import GPT, GPTConfig
 from runtime.distributed import DistInfo
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from runtime.metrics import read_metrics
+from sample import generate
 from tokenizer import gpt2_encoding
 
 SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
@@ -97,6 +98,25 @@ def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(examples):
     with torch.no_grad():
         model.lm_head.weight[TINY.vocab_size :] = 50.0
     torch.testing.assert_close(evaluate_hellaswag(model, examples[:3]).summed, expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_scores_and_samples_are_those_without_dropout_and_leave_the_mode(examples, training):
+    torch.manual_seed(0)
+    model = GPT(TINY)
+
+    def score_and_sample():
+        tokens = torch.zeros(2, 3, dtype=torch.int64)
+        return evaluate_hellaswag(model, examples).summed.tolist(), generate(
+            model, tokens, 9, top_k=1
+        )
+
+    expected = score_and_sample()
+    mlp = model.transformer.h[0].mlp
+    mlp.c_proj = torch.nn.Sequential(mlp.c_proj, torch.nn.Dropout(0.5))
+    model.train(training)
+    assert score_and_sample() == expected
+    assert all(module.training == training for module in model.modules())
 
 
 def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(model):

@@ -70,17 +70,17 @@ def test_describe_best_warns_of_a_last_validation_that_is_clearly_above_the_best
     validated = [{"step": step, "val_loss": 6 - step / 100} for step in (0, 100, 200)]
     dropped = {"step": 300, "val_loss": 1.0}
     write(path, *validated, dropped, {"resumed_from": 200}, {"step": 300, "val_loss": 4.04})
-    assert describe_best(path.parent) == "best val_loss 4.0000 at step 200"
+    assert describe_best(path.parent) == "best val_loss 4.0000 at step 200\n"
     write(path, *validated, {"step": 300, "val_loss": 4.1})
     line, warning = describe_best(path.parent).splitlines()
-    assert line == "best val_loss 4.0000 at step 200"
+    assert line == "best val_loss 4.0000 at step 200\n"
     assert (
         warning
         == "warning: the last, 4.1000, is clearly above it: use fewer --max-steps, or more data"
     )
     checkpoint = path.parent / "checkpoints/step_00000200"
     checkpoint.mkdir(parents=True)
-    assert describe_best(path.parent).endswith(f"sample and export with --model {checkpoint}")
+    assert describe_best(path.parent).endswith(f"sample and export with --model {checkpoint}\n")
 
 
 def test_last_saved_step_is_the_largest_saved_or_resumed_from(path):
