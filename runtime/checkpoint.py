@@ -85,7 +85,6 @@ class TrainerState:
     """The optimizers' class names. This field and the next are set by `save`."""
     optimizer_values: dict[str, Any] = field(default_factory=dict)
     """Optimizer state that is not a tensor, named as the tensors are."""
-    format: int = CHECKPOINT_FORMAT
 
 
 class Checkpoint(NamedTuple):
@@ -454,15 +453,12 @@ def restore_rng_states(states: list[dict[str, str]]) -> None:
     A rank that the saved run did not have keeps its own: another's would repeat that one's numbers.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    if rank >= len(states):
-        return
-    tensors = {
-        name: torch.tensor(list(base64.b64decode(s)), dtype=torch.uint8)
-        for name, s in states[rank].items()
-    }
-    torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+    for device_type, text in (states[rank] if rank < len(states) else {}).items():
+        state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+        if device_type == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(state)
 
 
 # --- loading only a model ---------------------------------------------------------------------

@@ -5,7 +5,6 @@ as (in, out), and its vocabulary is not padded. Names are the same. Only safeten
 read or written; a pickle file could run any code.
 """
 
-import json
 import math
 import re
 import shutil
@@ -361,10 +360,8 @@ def _write_tokenizer(folder: Path, block_size: int) -> None:
     merges, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
     pieces = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
     vocab = {token: i for i, token in enumerate([*byte_characters(), *pieces, special])}
-    with atomic_write(folder / "merges.txt") as file:
-        file.write(merges)
-    with atomic_write(folder / "vocab.json") as file:
-        file.write(json.dumps(vocab, ensure_ascii=False).encode())
+    (folder / "merges.txt").write_bytes(merges)
+    write_json(folder / "vocab.json", vocab)
     write_json(
         folder / "tokenizer_config.json",
         {

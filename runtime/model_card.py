@@ -7,7 +7,6 @@ from typing import Any
 
 from model import GPT2_SIZES, GPTConfig
 from runtime.checkpoint import TrainerState, read_state
-from runtime.files import atomic_write
 from runtime.metrics import HELLASWAG_EXAMPLES, METRICS_NAME, read_metrics
 
 CARD_NAME = "README.md"
@@ -61,8 +60,7 @@ def write_model_card(
         *sections,
         LIMITS.format(block_size=config.block_size),
     ]
-    with atomic_write(path) as file:
-        file.write("\n".join(lines).encode(errors="replace"))  # a name may be no UTF-8
+    path.write_bytes("\n".join(lines).encode(errors="replace"))  # a name may be no UTF-8
 
 
 def _describe_training(state: TrainerState) -> Iterator[str]:
