@@ -202,7 +202,7 @@ def build_model(
         checkpoint.copy_weights(source, model)
     else:
         init_weights(model, config.seed)
-    torch.manual_seed(config.seed + dist_info.rank)  # a layer with dropout drops others on each rank
+    torch.manual_seed(config.seed + dist_info.rank)  # of dropout, if a layer has it
     return model
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -83,14 +83,6 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-
-
-def check_types(values: Mapping[str, Any], types: Mapping[str, type]) -> None:
-    """Refuse a file's values that do not have their field's type, and negative counts."""
-    for name, kind in types.items():
-        value = values.get(name)
-        if type(value) is not kind or (isinstance(value, int) and value < 0):
-            raise ValueError(f"{name} is {repr(value)[:60]}, not a valid {kind.__name__}")
 
 
 def is_plain_name(name: object) -> bool:
