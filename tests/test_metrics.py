@@ -73,7 +73,7 @@ def test_describe_best_warns_of_a_last_validation_that_is_clearly_above_the_best
     assert describe_best(path.parent) == "best val_loss 4.0000 at step 200\n"
     write(path, *validated, {"step": 300, "val_loss": 4.1})
     line, warning = describe_best(path.parent).splitlines()
-    assert line == "best val_loss 4.0000 at step 200\n"
+    assert line == "best val_loss 4.0000 at step 200"
     assert (
         warning
         == "warning: the last, 4.1000, is clearly above it: use fewer --max-steps, or more data"

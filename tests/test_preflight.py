@@ -80,7 +80,7 @@ def test_preflight_of_two_machines_passes(two_machines):
     [
         ("sys.argv.append('--max-lr=0.001')", "ranks", "rank 1 has --max-lr 0.001, rank 0 has -"),
         ("sys.argv.remove('--resume=auto')", "ranks", "rank 1 has --resume None, rank 0 has --re"),
-        (OTHER_DATA, "ranks", "rank 1 has data/train_000002.npy of 10,995 tokens, rank 0 has"),
+        (OTHER_DATA, "ranks", "rank 1 has train tokens "),
         ("Path('data/train_000002.npy').write_bytes(b'junk')", "ranks", "on rank 1: data/train_0"),
         ("os.unlink('runs')", "disk", "rank 0 wrote to runs, and this rank does not see it: give"),
     ],
