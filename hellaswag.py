@@ -253,7 +253,7 @@ def evaluate_hellaswag(
     if not fitting:
         raise ValueError(
             f"none of the {len(examples)} HellaSwag examples fits the model's context of "
-            f"{model.config.block_size} tokens: use a model with a larger --block-size"
+            f"{model.config.block_size} tokens: train one with a larger --block-size"
         )
     dist_info = dist_info or DistInfo(next(model.parameters()).device)
     # Equal lengths need little padding; the longest come first, so that memory runs out early.

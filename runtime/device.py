@@ -171,13 +171,16 @@ def compile_error(error: Exception) -> str | None:
     is_compilers = kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
     if not is_compilers or kind.__name__ == "TorchRuntimeError":
         return None
+    return f"torch.compile failed: {_reason(error)}, or add --no-compile"
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what Dynamo may have wrapped, and the remedy for a torn library."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # is imported by now
 
-    first_line = str(error).partition("\n")[0]
-    return (
-        f"torch.compile failed ({first_line}): delete its cache {cache_dir()} and start again, "
-        f"or add --no-compile"
-    )
+    inner = getattr(error, "inner_exception", error)
+    first_line = str(inner).strip().partition("\n")[0]
+    return f"{type(inner).__name__}: {first_line}; delete its cache {cache_dir()}"
 
 
 @functools.cache  # it compiles
@@ -194,7 +197,7 @@ def prepare_compiler(device: torch.device) -> str | None:
     except Exception as error:  # whatever Dynamo, Inductor, Triton or the compiler make of it
         if "Python.h" in str(error):
             return "Python.h is missing: install your system's python3-dev package"
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return f"{_reason(error)}, or install a C++ compiler"
     return None
 
 

@@ -1,5 +1,6 @@
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -113,14 +114,14 @@ def test_inference_leaves_cudnn_out_lowers_the_precision_and_puts_all_back():
     ("traced", "advice"),
     [
         (lambda x: x @ torch.ones(3, 3), None),  # a mistake in the model
-        (lambda x: print(x), "delete its cache"),
+        (lambda x: print(x), "failed: Unsupported: .*; delete its cache .*, or add --no-compile"),
     ],
 )
 def test_compile_error_is_none_of_a_mistake_in_the_model(traced, advice):
     with pytest.raises(RuntimeError) as raised:
         torch.compile(traced, backend="eager", fullgraph=True)(torch.ones(2, 2))
-    assert advice is None or advice in compile_error(raised.value)
-    assert (compile_error(raised.value) is None) == (advice is None)
+    problem = compile_error(raised.value)
+    assert problem is None if advice is None else re.search(advice, problem)
 
 
 @posix_only
@@ -131,7 +132,8 @@ def test_prepare_compiler_says_in_one_line_why_it_cannot_work(tmp_path):
     environment = {"CXX": "no-compiler", "PATH": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", code]
     problem = subprocess.check_output(command, text=True, cwd=ROOT, env=os.environ | environment)
-    assert "Cpp" in problem or "Cxx" in problem
+    assert problem.startswith("InvalidCxxCompiler: ")  # what torch has wrapped
+    assert f"; delete its cache {tmp_path}, or install a C++ compiler" in problem
     assert problem.count("\n") == 1
 
 
