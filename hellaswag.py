@@ -282,7 +282,7 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     """
     rows = [row for example in examples for row in _rows(example, model.config.block_size)]
     tokens = pad_sequence([tokens for tokens, _ in rows], batch_first=True)  # (B, T, 3)
-    idx, positions, segments = to_device(tokens, device).unbind(dim=2)
+    idx, positions, segments = to_device(tokens.permute(2, 0, 1).contiguous(), device)
     hidden = model.encode(idx, positions, _attention_mask(segments))  # (B, T, C)
 
     T = idx.size(1)
