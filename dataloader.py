@@ -107,8 +107,11 @@ class ShardedDataLoader:
         self.windows_per_step = self.micro_batch_size * self.grad_accum_steps * world_size
         self.windows_per_epoch = count_windows(self.shards.total_tokens, self.block_size)
         if self.windows_per_epoch < self.windows_per_step:
-            unit = self.block_size * world_size
-            fitting = max(1, self.windows_per_epoch // world_size) * unit
+            per_step = world_size * self.micro_batch_size  # the windows that a step can have
+            if self.windows_per_epoch < per_step:
+                per_step = world_size
+            unit = per_step * self.block_size
+            fitting = max(1, self.windows_per_epoch // per_step) * unit
             raise ValueError(
                 f"the training split in {self.shards.paths[0].parent} has "
                 f"{self.shards.total_tokens:,} tokens, and one step needs "

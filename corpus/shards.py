@@ -363,7 +363,9 @@ def _map_shard(path: Path) -> TokenArray:
         # What np.load does with mmap_mode, for .npy files only. It refuses pickled objects.
         array = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header brings errors of many kinds
-        raise ValueError(f"{path} cannot be read as a token shard: {error}") from None
+        raise ValueError(
+            f"{path} cannot be read as a token shard, make the data again: {error}"
+        ) from None
     if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
         raise ValueError(
             f"{path} is not a token shard: expected 1-D uint16 with at least one token, "

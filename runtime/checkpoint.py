@@ -410,7 +410,7 @@ def load_checkpoint(
             raise ValueError(
                 f"{path} was trained by {' and '.join(state.optimizers)}, and this run builds "
                 f"{' and '.join(built)}: use the same --optimizer, or start a new run from the "
-                f"weights by --init-from {path}"
+                f"weights by --init-from {path}, without --size, --n-layer, --n-head and --n-embd"
             )
         copy_parameters(read_tensors(path / MODEL_NAME), model, path)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values

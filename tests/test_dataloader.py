@@ -143,9 +143,11 @@ def test_loader_thread_ends(data_dir):
 
 
 def test_loader_refuses_a_split_below_one_step(data_dir):
-    # 124 windows of 8 tokens: 992 fit into a step.
-    with pytest.raises(ValueError, match="needs 1,025: give --total-batch-size 992 or less"):
-        loader(data_dir, micro_batch_size=64)
+    # Of 124 windows of 8 tokens, two micro-batches of 60 fit into a step; of 130 none does.
+    with pytest.raises(ValueError, match="needs 1,441: give --total-batch-size 960 or less"):
+        loader(data_dir, micro_batch_size=60, grad_accum_steps=3)
+    with pytest.raises(ValueError, match="needs 1,041: give --total-batch-size 992 or less"):
+        loader(data_dir, micro_batch_size=130, grad_accum_steps=1)
 
 
 def test_loader_names_shard_and_offset_of_an_impossible_id(data_dir):

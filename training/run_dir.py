@@ -209,15 +209,14 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
         raise FloatingPointError(f"{error}; {resume_hint(run_dir)} and a lower --max-lr") from None
     except Exception as error:  # Triton's are no RuntimeErrors
         if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
-            raise ValueError(
-                "the device ran out of memory: give a smaller --micro-batch-size"
-            ) from None
+            remedy = f"give a smaller --micro-batch-size; {resume_hint(run_dir)}"
+            raise ValueError(f"the device ran out of memory: {remedy}") from None
         if is_lost_process(error):
             raise RunStopped(
                 f"another process of this run is gone; {resume_hint(run_dir)}"
             ) from None
         if problem := compile_error(error):
-            raise ValueError(problem) from None
+            raise ValueError(f"{problem}; {resume_hint(run_dir)}") from None
         raise
 
 
