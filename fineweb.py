@@ -223,8 +223,8 @@ def print_validation_files(path: Path, counts: Counter[int]) -> None:
     val = np.load(path, mmap_mode="r", allow_pickle=False)
     documents = int(np.count_nonzero(val == END_OF_TEXT))
     files = 1 + sum(total < documents for total in itertools.accumulate(counts.values()))
-    line = f"validation: the first {documents:,} of {counts.total():,} documents"
-    print(f"{line}, up to file {files} of {len(counts)}")
+    line = f"validation: the first {len(val):,} tokens, from {documents:,} of {counts.total():,}"
+    print(f"{line} documents and {files} of {len(counts)} files")
 
 
 def tokenize_documents(

@@ -179,8 +179,8 @@ def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (7, "the first 2 of 3 documents, up to file 2 of 3"),
-        (9, "the first 1 of 3 documents, up to"),
+        (7, "the first 7 tokens, from 2 of 3 documents and 2 of 3 files"),
+        (9, "the first 2 tokens, from 1 of 3 documents and 1 of 3 files"),
     ],
 )
 def test_main_says_of_which_files_the_validation_split_is(make, tmp_path, tokens, said):
