@@ -72,6 +72,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), device=hidden.device)
         d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
         for h, target in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
+            if needs_grad:
+                # Changes nothing, but makes this chunk wait for the last one's gradient: compiled
+                # for a GPU, all chunks' logits would otherwise exist until their gradients' turn.
+                h = h.masked_fill(d_weight[0, 0].isnan(), math.nan)
             logits = (h @ weight.T).float().masked_fill(ids >= vocab_size, -math.inf)
             log_sum = logits.logsumexp(dim=-1, keepdim=True)
             is_target = target[:, None] != IGNORE_INDEX

@@ -70,8 +70,8 @@ class TrainConfig:
     micro_batch_size: int | Literal["auto"] = "auto"
     """Sequences that a process takes at once; auto is the most that fit and still bring speed."""
     loss_chunks: int | None = None
-    """Parts in which logits are computed, to save memory; by default 1, on a CPU 4. The results are
-    the same, and on a CPU so is the time."""
+    """Parts in which logits are computed, to save memory; by default 8, on a CPU 4. The results are
+    the same, and so is the time."""
 
     max_steps: int = 19_073
     """Optimizer steps in all."""

@@ -88,8 +88,8 @@ def plan_memory(
         whole += CHECKPOINT_BYTES_PER_PARAMETER  # while it is written
 
     chunks, values = loss_chunks(config, dist_info.device.type), model_config.padded_vocab_size
-    if config.compile and not config.is_sharded:  # the logits and their gradient, in chunks or not
-        logits = 2 * dtype.itemsize * values
+    if config.compile and not config.is_sharded:  # two chunks' logits and their gradients
+        logits = min(2, 4 / chunks) * dtype.itemsize * values
     elif chunks == 1:  # copies in float32, too
         logits = 16 * values
     else:  # the gradient at once
@@ -103,8 +103,8 @@ def plan_memory(
 
 
 def loss_chunks(config: TrainConfig, device_type: str) -> int:
-    """Parts of the LM head's logits: as asked, else 4 on a CPU, where it costs no time."""
-    return config.loss_chunks or (4 if device_type == "cpu" else 1)
+    """Parts of the LM head's logits: as asked, else as many as cost no time."""
+    return config.loss_chunks or (4 if device_type == "cpu" else 8)
 
 
 # --- batch ------------------------------------------------------------------------------------
