@@ -1,8 +1,10 @@
 import pytest
 import torch
+import torch._inductor.config as inductor_config
+from conftest import needs_compiler
 from torch.nn import functional as F
 
-from ops import QUERY_BLOCKS, BlockCausalAttention
+from ops import QUERY_BLOCKS, BlockCausalAttention, lm_head_loss
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,29 @@ def test_block_causal_attention_in_bfloat16_errs_at_most_twice_as_much_as_torchs
     theirs = error(F.scaled_dot_product_attention(q, k, v, is_causal=True), rounded)
 
     assert ours <= 2 * theirs  # it rounds the scores, which torch's keeps in float32
+
+
+@needs_compiler
+def test_compiled_loss_chunks_wait_for_the_gradient_of_the_one_before():
+    """Else a GPU's compiler computes these last, and the logits of all chunks live until then."""
+    N, C, V, chunks = 12, 8, 64, 3
+    hidden, weight = torch.randn(N, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
+    graphs = []
+    options = {"post_grad_custom_post_pass": graphs.append, "force_disable_caches": True}
+    with torch.autocast("cpu", torch.bfloat16), inductor_config.patch(options):
+        loss = torch.compile(lm_head_loss, dynamic=False)
+        loss(hidden, weight, torch.randint(V, (N,)), V - 1, chunks)
+
+    def is_before(node, later):
+        return node in later.all_input_nodes or any(
+            is_before(node, n) for n in later.all_input_nodes
+        )
+
+    products = [node for node in graphs[0].nodes if node.target is torch.ops.aten.mm.default]
+    shapes = [tuple(node.meta["val"].shape) for node in products]
+    logits = [
+        node for node, shape in zip(products, shapes, strict=True) if shape == (N // chunks, V)
+    ]
+    d_weights = [node for node, shape in zip(products, shapes, strict=True) if shape == (V, C)]
+    assert len(logits) == len(d_weights) == chunks
+    assert all(is_before(*pair) for pair in zip(d_weights, logits[1:], strict=False))
