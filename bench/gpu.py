@@ -42,7 +42,7 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[tuple[float, list[s
     if config.torch_device.type != "cuda" or torch.cuda.device_count() == 1:
         on_all = []
     return [
-        (6, ["-m", "pytest", "-q", "-rfE", "--tb=short", "tests/test_cuda.py"]),
+        (6, ["-m", "pytest", "-qrfE", "--tb=short", "--show-capture=no", "tests/test_cuda.py"]),
         (5, [*bench, "--peer=transformers"]),
         (12, [*bench, "--peer=switches"]),
         (9, bench),  # the ladder
@@ -63,6 +63,8 @@ def run_gpu_commands(config: BenchConfig, scratch: Path) -> None:
     """Run the commands, one after the other; print what came of each."""
     if config.device == "auto" and config.torch_device.type != "cuda":
         raise ValueError("--gpu: this machine has no usable GPU; --device cpu only rehearses it")
+    if os.name != "posix":
+        raise ValueError("--gpu ends a command's own processes, which takes POSIX: run it in WSL")
     config = replace(config, out_dir=config.out_dir.absolute())
     path = results_path(config).with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)

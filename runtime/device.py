@@ -54,6 +54,14 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
             f"process {local_rank} on this machine has no GPU of its own: "
             f"run torchrun with --nproc_per_node={torch.cuda.device_count()}"
         )
+    major, minor = torch.cuda.get_device_capability(local_rank)
+    built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))  # none with ROCm
+    if built_for and 10 * major + minor < min(map(int, built_for)):
+        raise ValueError(
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(local_rank)}"
+            f" (sm_{major}{minor}): install it for CUDA 12 (README.md, Two commands), or give "
+            f"--device cpu"
+        )
     return torch.device("cuda", local_rank)
 
 

@@ -83,12 +83,15 @@ def setup_distributed(
     if "RANK" not in os.environ:  # not started by torchrun
         yield dist_info
         return
-    if dist_info.local_world_size == dist_info.world_size:  # no other machine may come in
+    # No other machine may come in. Windows' interfaces have other names on each machine.
+    if dist_info.local_world_size == dist_info.world_size and os.name == "posix":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if device.type == "mps":
-        raise ValueError("--device mps runs one process: leave torchrun out, or use --device cpu")
+    if device.type == "mps" or (device.type == "cuda" and not dist.is_nccl_available()):
+        raise ValueError(  # torch for Windows has no NCCL
+            f"--device {device.type} runs one process: leave torchrun out, or use --device cpu"
+        )
     if device.type == "cpu":  # where OMP_NUM_THREADS is not given, torchrun sets 1
         given = int(os.environ.get("OMP_NUM_THREADS", 1))
         torch.set_num_threads(given if given > 1 else usable_cores())

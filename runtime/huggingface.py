@@ -8,6 +8,7 @@ read or written; a pickle file could run any code.
 import math
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -265,11 +266,15 @@ def check_tensors(
         raise ValueError(f"{refusal}: {'; '.join(problems[:5])}")
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no number is NaN or infinite; 16 times as fast on a CPU as `isfinite().all()`."""
-    if tensor.numel() == 0:  # a shard may be
-        return True
-    return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())  # NaN if any is
+def is_finite(*tensors: Tensor) -> bool:
+    """Whether no number is NaN or infinite; waits for each device once.
+
+    Extremes, which are NaN if a number is, take a CPU a 16th of the time of `isfinite().all()`.
+    """
+    extremes: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in filter(Tensor.numel, tensors):  # a shard may be empty
+        extremes[tensor.device] += tensor.aminmax()
+    return all(bool(torch.stack(each).isfinite().all()) for each in extremes.values())
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

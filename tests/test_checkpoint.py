@@ -1,3 +1,4 @@
+import math
 import os
 import shutil
 import threading
@@ -15,6 +16,7 @@ from runtime.checkpoint import (
     TrainerState,
     copy_weights,
     find_checkpoint,
+    find_nonfinite,
     latest_valid_checkpoint,
     load_checkpoint,
     load_model,
@@ -208,6 +210,18 @@ def test_checkpoint_has_plain_names_and_a_manifest(saved):
     assert "transformer.h.1.attn.c_attn.weight" in tensors["model.safetensors"]
     assert "exp_avg.transformer.wte.weight" in tensors["optimizer.safetensors"]
     verify_checkpoint(path)
+
+
+def test_find_nonfinite_reads_one_number_of_all_tensors_and_names_the_one_that_is_not_finite():
+    from test_train_gpt2 import CountReads
+
+    model, optimizers = new_training()
+    train(model, optimizers, 1)
+    with CountReads() as counted:
+        assert find_nonfinite(model, optimizers) is None
+    assert counted.reads == 1  # a GPU is waited for each time
+    optimizers[0].state[model.lm_head.weight]["exp_avg_sq"][3, 4] = -math.inf
+    assert find_nonfinite(model, optimizers) == f"exp_avg_sq.{WTE}"
 
 
 def rewrite_manifest(path):

@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from conftest import ROOT
-from forked import assert_refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from corpus.shards import open_shards
@@ -15,11 +14,13 @@ from hellaswag import evaluate_hellaswag, load_examples, score_examples
 from model import GPT, GPTConfig, KVCache
 from ops import IGNORE_INDEX, checkpoint_activations
 from runtime.checkpoint import (
+    Checkpoint,
     CheckpointWriter,
     TrainerState,
     latest_checkpoint,
     load_checkpoint,
     load_model,
+    read_state,
     rng_states,
 )
 from runtime.device import inference, is_out_of_memory
@@ -77,7 +78,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(both, compiled, chunks, checkpo
         model.loss_chunks = chunks
         checkpoint_activations(model.transformer.h, checkpointing)
         compiles = compiled and device == CUDA
-        trained = torch.compile(model, dynamic=False) if compiles else model
+        trained = torch.compile(model, dynamic=False, fullgraph=True) if compiles else model
         loss = trained(idx.to(device), targets.to(device)).loss
         loss.backward()
         gradients = {name: p.grad.cpu() for name, p in model.named_parameters()}
@@ -122,7 +123,10 @@ def test_out_of_memory_is_known_by_really_running_out(commands, tmp_path):
     save_pretrained(GPT(GPTConfig(100_000, n_layer=12, n_head=2, n_embd=64)), tmp_path / "long")
     flags = ("--num-samples=1000000", "--max-new-tokens=100000")
     done = commands.run("sample", f"--model={tmp_path}/long", "--device=cuda", *flags)
-    assert_refused(done, "the device is out of memory")
+    assert done.code == 2, done
+    line = done.stderr.splitlines()[-1]  # after torch's own of what it could not allocate
+    assert line.startswith("error: the device is out of memory, end what else uses it")
+    assert "Traceback" not in done.stderr
 
 
 @needs_gpu
@@ -175,7 +179,8 @@ def test_no_path_takes_twice_the_model_of_the_gpu(tmp_path):
     assert peak_bytes(load_model, tmp_path, CUDA) < 1.2 * size
     resumed = load_model(tmp_path, CUDA)
     resumed_optimizers = build_optimizers(resumed, TrainConfig(), DistInfo())
-    latest = latest_checkpoint(tmp_path)
+    path = latest_checkpoint(tmp_path)
+    latest = Checkpoint(path, read_state(path))
     assert peak_bytes(load_checkpoint, latest, resumed, resumed_optimizers) < 3.1 * size
     assert peak_bytes(generate, resumed, idx.repeat(4, 1), 8) < 0.5 * size
 

@@ -42,6 +42,19 @@ def test_select_device_is_what_there_is_and_names_it(monkeypatch):
         select_device("cuda")
 
 
+@pytest.mark.parametrize(("capability", "refused"), [((7, 0), True), ((8, 9), False)])
+def test_gpu_that_torch_has_no_kernels_for_is_refused(monkeypatch, capability, refused):
+    known = {"is_available": True, "device_count": 1, "get_device_name": "V100"}
+    known |= {"get_device_capability": capability, "get_arch_list": ["sm_75", "sm_90a", "sm_120"]}
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    if not refused:
+        assert select_device("auto") == torch.device("cuda", 0)
+        return
+    with pytest.raises(ValueError, match=r"no kernels for V100 \(sm_70\): .* or give --device cpu"):
+        select_device("auto")
+
+
 @no_cuda
 @pytest.mark.skipif(NVIDIA_DRIVER.exists(), reason="this machine has a driver of its own")
 @posix_only
