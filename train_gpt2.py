@@ -346,10 +346,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     for micro_step in range(grad_accum_steps):
         distributed.set_gradient_sync(model, micro_step == grad_accum_steps - 1)
         inputs, targets = next(batches)
-        with (
-            device.autocast(dist_info.device, trainer.dtype),
-            device.saved_activations(dist_info.device, config.activation_offload),
-        ):
+        with device.autocast(dist_info.device, trainer.dtype):
             _, loss = model(inputs, targets)
         trainer.scaler.scale(loss / grad_accum_steps).backward()
         loss_sum += loss.detach() / grad_accum_steps

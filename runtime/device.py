@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -254,10 +253,3 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def saved_activations(
-    device: torch.device, offload: bool
-) -> contextlib.AbstractContextManager[object]:
-    """With `offload`, a forward pass in the body saves its activations in the CPU's memory."""
-    return save_on_cpu(device.type == "cuda") if offload else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""The same run by one process, DDP and FSDP2; activations kept, computed again, offloaded."""
+"""The same run by one process, DDP and FSDP2; activations kept, or computed again."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from conftest import HELLASWAG, ROOT, TINY_RUN, check_on_ranks, needs_compiler, 
 from model import GPT, GPTConfig
 from ops import checkpoint_activations
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint
-from runtime.device import autocast, saved_activations
+from runtime.device import autocast
 from train_gpt2 import main
 
 CPU = torch.device("cpu")
@@ -215,15 +215,15 @@ def gradients(mode, dtype):
     """Loss and gradients of a small model."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=32))
-    checkpoint_activations(model.transformer.h, "none" if mode == "offload" else mode)
+    checkpoint_activations(model.transformer.h, mode)
     idx = torch.randint(0, 50257, (1, 64), generator=torch.Generator().manual_seed(1))
-    with autocast(CPU, dtype), saved_activations(CPU, mode == "offload"):
+    with autocast(CPU, dtype):
         loss = model(idx, idx.flip(1)).loss
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("mode", ["selective", "full", "offload"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_kept_activations(mode, dtype):
     loss, expected = gradients("none", dtype)
@@ -231,10 +231,3 @@ def test_gradients_are_those_of_kept_activations(mode, dtype):
     assert torch.equal(loss, other_loss)
     assert found.keys() == expected.keys()  # a checkpointed block keeps its parameters' names
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_saved_activations_sends_what_is_kept_to_the_cpu():
-    with saved_activations(CPU, True), pytest.raises(NotImplementedError, match="meta tensor"):
-        torch.ones(2, device="meta", requires_grad=True).square()
-    with saved_activations(CPU, False):
-        torch.ones(2, device="meta", requires_grad=True).square()

@@ -21,7 +21,10 @@ NOT_SAVED = (  # flags that name a run, or plan one: not its settings
     *("config", "resume", "plan", "preflight", "run_name"),
     *("gpus", "nodes", "gpu", "mfu", "gpu_hour_price"),
 )
-REMOVED = ("skip_grad_norm_zscore",)  # settings of earlier versions, which are ignored
+REMOVED = (
+    "skip_grad_norm_zscore",
+    "activation_offload",
+)  # settings of earlier versions, which are ignored
 MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens, in steps of 524,288
 
 
@@ -129,8 +132,6 @@ class TrainConfig:
     activation_checkpointing: ActivationCheckpointing = "none"
     """Compute again instead of saving: none, selective or full. For the backward pass: nothing, all
     but matrix products and attention, or every block. Less memory, more time, the same results."""
-    activation_offload: bool = False
-    """On GPUs: saved activations in CPU memory."""
 
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """ddp: each has the whole model; fsdp: it is sharded; hsdp: sharded within each machine. So are

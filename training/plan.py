@@ -18,18 +18,20 @@ from runtime.metrics import flops_per_token, peak_flops
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
-MEMORY_SHARE = 0.8  # of a device, what a plan counts on
-CHECKED_SHARE = 0.92  # of a GPU with the whole model, whose plan was compared with allocations
+MEMORY_SHARE = {"cuda": 0.9, "mps": 0.8, "cpu": 0.8}  # of a device, what a plan counts on
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
-# Saved activations: what a block saves of a token, per channel, for its backward pass: bytes of
-# float32, and values in the dtype of matrix products. none: two residual inputs; two normalised
-# copies, q, k, v, attention's output, and the hidden layer before and after GELU. selective: the
-# block's input; q, k, v, attention's output, two projections, and the hidden layer before GELU.
+# What a block saves of a token for its backward pass, per channel: bytes of float32, and values in
+# the dtype of matrix products. none: two residual inputs; two normalised copies, q, k, v,
+# attention's output, and the hidden layer before and after GELU. selective: the block's input; q,
+# k, v, attention's output, two projections, and the hidden layer before GELU.
 SAVED: dict[ActivationCheckpointing, tuple[int, int]] = {
     "none": (8, 2 + 4 + 8),
     "selective": (4, 4 + 2 + 4),
     "full": (4, 0),  # the block's input
 }
+# Fitted to peaks of torch's allocator (docs/memory.md), which lie 1 to 14 % below the plan.
+HEAD_BYTES = 10  # per weight of the LM head: its gradient, from the head and from the embedding
+ENDS_BYTES = 12  # per channel and token: embedding, last LayerNorm
 
 
 class Device(NamedTuple):
@@ -74,31 +76,32 @@ def plan_memory(
 
     Parameters, gradients and moments are float32, and sharded with `--parallel fsdp` or `hsdp`.
     """
-    n_params, width = model_config.n_params, model_config.n_layer * model_config.n_embd
+    n_params, width = model_config.n_params, model_config.n_embd
+    values, size = model_config.padded_vocab_size, dtype.itemsize
+    chunks = loss_chunks(config, dist_info.device.type)
     shards = {"ddp": 1, "fsdp": dist_info.world_size, "hsdp": dist_info.local_world_size}
     sharded = 16 * n_params
     if config.optimizer == "muon":  # of the blocks' matrices it keeps one moment, not two
-        sharded -= 4 * 12 * model_config.n_layer * model_config.n_embd**2
-    whole = 0  # bytes per parameter that every process has besides
-    if dtype != torch.float32 or config.is_sharded:
-        whole += dtype.itemsize  # copies for matrix products, cast or gathered
-    if dist_info.world_size > 1:
-        whole += 4  # the gradient, until a step's last micro-batch
+        sharded -= 4 * 12 * model_config.n_layer * width**2
+    # Every process has besides: copies of the weights in the dtype of matrix products and, when
+    # these are done, the gradients of a micro-batch, until they are added to the ones before.
+    whole = 4 * n_params + HEAD_BYTES * values * width
+    if dist_info.world_size > 1 and not config.is_sharded:  # DDP's buckets
+        whole += 8 * n_params
     if dist_info.device.type == "cpu":
-        whole += CHECKPOINT_BYTES_PER_PARAMETER  # while it is written
+        whole += CHECKPOINT_BYTES_PER_PARAMETER * n_params  # while it is written
 
-    chunks, values = loss_chunks(config, dist_info.device.type), model_config.padded_vocab_size
-    if config.compile and not config.is_sharded:  # two chunks' logits and their gradients
-        logits = min(2, 4 / chunks) * dtype.itemsize * values
-    elif chunks == 1:  # copies in float32, too
-        logits = 16 * values
-    else:  # the gradient at once
-        logits = 24 * values // chunks
-    in_float32, in_dtype = SAVED[config.activation_checkpointing]
-    saved = (in_float32 + in_dtype * dtype.itemsize) * width
+    if config.compile and not config.is_sharded:  # two chunks' logits, or their gradients
+        logits = size * values * min(1, 2 / chunks)
+    else:  # copies in float32, too
+        logits = (12 if chunks == 1 else 20 / chunks) * values
+    saved = {mode: float32 + count * size for mode, (float32, count) in SAVED.items()}
+    mode = config.activation_checkpointing
+    if mode != "none":  # a block that is computed again has all of its activations
+        logits = max(logits, saved["none"] * width)
     return Memory(
-        (0 if config.cpu_offload else sharded / shards[config.parallel]) + whole * n_params,
-        (0 if config.activation_offload else saved) + logits,
+        (0 if config.cpu_offload else sharded / shards[config.parallel]) + whole,
+        (saved[mode] * model_config.n_layer + ENDS_BYTES) * width + logits,
     )
 
 
@@ -128,9 +131,8 @@ def plan_batch(config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo
     tokens: float = MAX_MICRO_BATCH_TOKENS[dist_info.device.type]
     if device.memory_gib is not None:
         memory = plan_memory(config, model_config, device.dtype, dist_info)
-        is_checked = dist_info.device.type == "cuda" and not config.is_sharded
-        share = CHECKED_SHARE if is_checked else MEMORY_SHARE
-        free = share * device.memory_gib * 2**30 - memory.state
+        usable = MEMORY_SHARE[dist_info.device.type] * device.memory_gib * 2**30
+        free = usable - memory.state
         tokens = min(tokens, free / memory.per_token)
     limit = -all_reduce_max(-max(1, int(tokens // block_size)))  # the least of all processes
 
