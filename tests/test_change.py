@@ -1,4 +1,4 @@
-"""What people change first, done by a small patch to a copy of the code; see README's table."""
+"""What people change first, done by a patch to a copy of the code; see docs/walkthrough.md."""
 
 import os
 import shutil
