@@ -105,7 +105,7 @@ def test_deterministic_run_resumes_bit_for_bit(commands, tiny_flags, tmp_path, c
 
 
 @needs_gpu
-def test_micro_batch_is_chosen_by_a_probe(commands, tiny_flags, tmp_path):
+def test_micro_batch_is_chosen_by_the_plan(commands, tiny_flags, tmp_path):
     flags = [*tiny_flags, "--device=cuda", "--dtype=auto", "--micro-batch-size=auto"]
     flags += ["--n-layer=12", "--n-head=12", "--n-embd=768", "--block-size=1024"]
     flags += ["--total-batch-size=8192", "--max-steps=2", "--val-every=0", "--run-name=a"]
