@@ -1,0 +1,272 @@
+"""Every remedy that a message names works as a user would paste it.
+
+Some are followed where what calls for them is tested: a killed rank, a signal before the first
+checkpoint (`test_faults_training.py`), a damaged checkpoint, a rate that jumps (`test_run_dir.py`),
+report.py (`test_plot.py`), trackers (`test_trackers.py`), a GPU that torch cannot use
+(`test_device.py`), recipes (`test_recipes.py`), the hub (`test_hub.py`).
+"""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import HELLASWAG
+from torch._dynamo.exc import Unsupported
+from torch.nn import functional
+
+from corpus.shards import Manifest, ShardWriter
+from runtime.cli import run_command
+from runtime.device import prepare_compiler
+
+WORDS = {  # of what is typed and pasted
+    "TRAIN": "python train_gpt2.py NEW MODEL",
+    "NEW": "--data-dir=shards --out-dir='my runs' --run-name=b --total-batch-size=256 "
+    "--micro-batch-size=2 --max-steps=2 --warmup-steps=0 --val-every=0 --val-tokens=256 "
+    "--hellaswag-every=0 --sample-every=0 --checkpoint-every=4 --device=cpu --dtype=float32 "
+    "--no-compile",
+    "MODEL": "--n-layer=1 --n-head=2 --n-embd=8 --block-size=64",
+    "RESUME": "python train_gpt2.py --max-steps=9 --resume='my runs/a'",
+    "TOKENIZE": "python fineweb.py --workers=1 --shard-size=500",
+    "SHORT": "--device=cpu --num-samples=1 --max-new-tokens=2",
+    "ROWS": f"'{HELLASWAG}'",
+    "NO_DEVICE": "cuda" if sys.platform == "darwin" else "mps",
+}
+# What is typed, ?? a part of what it says, >> what is pasted then, and so on. "…" is what was
+# typed, less the words before it.
+ROWS = r"""
+TRAIN --max-stps=1 ?? did you mean (--max-steps)\? >> without --max-stps … \1=1
+TRAIN --max-steps=x ?? \((--help) lists the flags\)$ >> python train_gpt2.py \1
+TRAIN --compile false ?? give --NAME or (--no-)NAME >> without --compile false … \1compile
+TRAIN --n-embd=9 ?? use (--n-embd \d+) >> … \1
+TRAIN --warmup-steps=2 ?? use (--warmup-steps \d+) >> … \1
+TRAIN --config=none ?? give one of recipes/ or a run's (config\.json)$ >> … --config='my runs/a/\1'
+TRAIN --total-batch-size=200 ?? (--total-batch-size) 200 .*: use (\d+) or (\d+)
+    >> … \1 \2 >> … \1 \3 --run-name=c
+TRAIN --total-batch-size=65536 ?? give (--total-batch-size \d+) or less >> … \1
+TRAIN --val-every=1 --val-tokens=2000 --block-size=2000 --total-batch-size=4000
+    ?? give more data, or (--val-every 0)$ >> … \1
+TRAIN --data-dir=none ?? (python fineweb.py --source stdlib) makes (data/stdlib)
+    >> \1 >> … --data-dir=\2
+TRAIN --data-dir=nano ?? by (python fineweb.py)$
+    >> \1 --source=a.txt --data-dir=new --shard-size=500 >> … --data-dir=new
+TRAIN --data-dir=short ?? delete (.*) and run (python fineweb.py) again$
+    >> rm -r \1 >> \2 --source=a.txt --data-dir=short --shard-size=500 >> …
+TRAIN --data-dir=changed --preflight ?? delete ([^ ]*), or .* and run (python fineweb.py) again$
+    >> rm -r \1 >> \2 --source=a.txt --data-dir=changed --shard-size=500 >> …
+TRAIN --init-from='my runs/a' ?? leave out (.*): --init-from has its own >> without \1 …
+python train_gpt2.py NEW --init-from='my runs/a' --block-size=65
+    ?? give (--block-size \d+) or less$ >> … \1
+TRAIN --device=NO_DEVICE ?? available: .*(cpu)$ >> … --device=\1
+TRAIN --cpu-offload --plan ?? goes with (--parallel fsdp) or >> … \1
+TRAIN --plan --gpus=2 --mfu=40 ?? use ([\d.]+), say >> … --mfu=\1
+TRAIN --gpus=2 ?? goes with (--plan); to train on 2: (torchrun .* train_gpt2.py)
+    >> … \1 >> \2 NEW MODEL
+TRAIN --parallel=fsdp ?? as in (torchrun .*); for one process, use (--parallel ddp)$
+    >> \1 NEW MODEL --parallel=fsdp >> … \2 --run-name=c
+TRAIN --parallel=fsdp --dtype=float16 ?? use (--dtype bfloat16) or
+    >> torchrun --nproc_per_node=2 train_gpt2.py NEW MODEL --parallel=fsdp \1
+TRAIN --logger wandb ?? or give (--logger) without a name$ >> … \1
+TRAIN --hellaswag-every=2 ?? \((--hellaswag-data) FILE in training\)$ >> … \1=ROWS --run-name=c
+TRAIN ?? (python plot.py .*), at any time\n.*\nto resume   (python train_gpt2.py .*)$
+    >> \1 >> \2 --max-steps=3
+torchrun --standalone --nproc_per_node=2 train_gpt2.py NEW MODEL
+    ?? to resume   (torchrun .*--nproc_per_node=2 train_gpt2.py --resume .*)$ >> \1 --max-steps=3
+torchrun --nnodes=2 --nproc_per_node=1 train_gpt2.py NEW MODEL
+    ?? to resume   the same command with (--resume .*)$ >> … \1 --max-steps=3
+python train_gpt2.py --resume='my runs/a' ?? give a larger (--max-steps) to train on$ >> … \1=9
+RESUME --resume=auto --out-dir='my runs' ?? needs the (--run-name): the runs in my runs are (a),
+    >> … \1 \2
+TRAIN --resume=auto --run-name=aa ?? \(there is (a)\)$ >> … --run-name=\1 --max-steps=9
+TRAIN --run-name=a ?? another (--run-name), or go on with it by (--resume .*)$
+    >> … \1 b >> python train_gpt2.py \2 --max-steps=9
+RESUME --resume='my runs/a/checkpoints/step_00000004'
+    ?? has a newer checkpoint, (step_\d+): .* another (--run-name)$
+    >> … --resume='my runs/a/checkpoints/\1' >> … \2 b
+TRAIN --resume=auto --run-name=lost ?? or begin again with another (--run-name)$ >> … \1 b
+TRAIN --resume=auto --run-name=damaged ?? start a new run with another (--run-name)$ >> … \1 b
+RESUME --resume=step_00000004 ?? not in a run's checkpoints folder: give a (--run-name)$ >> … \1 b
+TRAIN --run-name=a --resume='my runs/a' --max-steps=9 --seed=5
+    ?? \(seed 1337 -> 5\): leave .* with another (--run-name) and (without --resume)$
+    >> without --seed … >> \2 … \1 b
+TRAIN --run-name=a --resume='my runs/a' --max-steps=9 --optimizer=muon
+    ?? use the same (--optimizer), or .* by (--init-from .*), (without .*)$
+    >> without \1 … >> \3 --resume … \2 --run-name=b
+RESUME --max-lr=1e38
+    ?? go on with (.*) and a lower (--max-lr); .*, with (--resume .*) and another (--run-name)$
+    >> … \1 \2 1e-4 >> … \3 \4 b --max-lr=1e-4
+RESUME --resume='my runs/a/checkpoints/step_00000004' --run-name=b --max-steps=7 --max-lr=1e38
+    ?? go on with (.*) and a lower (--max-lr)$ >> python train_gpt2.py \1 \2 1e-4
+RESUME --resume='my runs/overfit' ?? sample and export with (--model .*)$
+    >> python sample.py \1 SHORT >> python export.py \1 --out=new
+python sample.py SHORT --model='my runs/begun' ?? no checkpoint yet: begin again with (python .*)$
+    >> \1 >> …
+python sample.py SHORT --model='my runs/none' ?? the runs in (.*) are (a), >> … --model='\1/\2'
+python sample.py SHORT --model='my runs/a' --prompt=a --prompts-file=a.txt
+    ?? (--prompt) and (--prompts-file) are two sources: give one >> without \1 … >> without \2 …
+python export.py --model='my runs/a' --out='my texts' ?? give another with (--out)$ >> … \1 new
+python hellaswag.py --device=cpu --model='my runs/a' ?? without network pass (--data) FILE
+    >> … \1 ROWS
+python plot.py ?? no run folder given: (python plot.py) runs/NAME >> \1 'my runs/a'
+TOKENIZE --source=b.txt --data-dir=changed
+    ?? (changed) holds other data, .*: choose another (--data-dir), or delete it$
+    >> … \2 new >> rm -r \1 >> …
+TOKENIZE --source=a.txt --data-dir=shards ?? choose another (--data-dir)$ >> … \1 new
+TOKENIZE --source='my texts' ?? name its files, as in (.*)$ >> … --source \1
+TOKENIZE --source=latin1.txt ?? by (iconv -f latin1 -t utf-8) FILE > NEW_FILE
+    >> \1 latin1.txt > new.txt >> … --source=new.txt
+TOKENIZE ?? use (--source stdlib) .* or (--source) FILES >> … \2 a.txt
+TOKENIZE --source a.txt b.txt --part=0 ?? --part 0 of (--parts) None: give both >> … \1 2
+torchrun --nproc_per_node=2 fineweb.py --workers=1 --source a.txt b.txt --parts=2
+    ?? leave out (--part, --parts)$ >> without \1 …
+"""
+
+
+def rows():
+    """Those that start several processes are slow."""
+    for row in re.split(r"\n(?! )", ROWS.strip()):
+        marks = [pytest.mark.slow] if "torchrun" in row else []
+        yield pytest.param(row, marks=marks, id=row.split("??")[0].strip())
+
+
+@pytest.fixture(scope="module")
+def home(tiny_data, tmp_path_factory):
+    """A folder with texts, data, and runs; things have befallen most of them."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(tiny_data, home / "shards")
+    for name in ("a.txt", "b.txt", "my texts/a.jsonl"):
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_text(json.dumps({"text": f"{name} once upon a time" * 500}))
+    (home / "latin1.txt").write_text("état " * 500, encoding="latin-1")
+    (home / "nano").mkdir()
+    for name in ("train.bin", "val.bin", "meta.pkl"):
+        (home / "nano" / name).touch()
+    for name, tokens in (("short", 499), ("changed", 500)):
+        writer = ShardWriter(home / name, Manifest({}, "hash", 500))
+        writer.add(np.arange(2000, dtype=np.uint16))
+        writer.close()
+        np.save(home / name / "train_000002.npy", np.zeros(tokens, np.uint16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        command = spelt_out("TRAIN --run-name=a --max-steps=8 --val-every=4")
+        importlib.import_module("train_gpt2").main(command[2:])
+    runs = home / "my runs"
+    for name in ("lost", "damaged", "begun", "overfit"):
+        shutil.copytree(runs / "a", runs / name)
+    shutil.copytree(runs / "a/checkpoints/step_00000004", home / "step_00000004")
+    for name in ("lost", "begun"):
+        shutil.rmtree(runs / name / "checkpoints")
+    (runs / "begun/metrics.jsonl").write_text("")
+    for path in runs.glob("damaged/checkpoints/*/model.safetensors"):
+        path.write_bytes(b"")
+    with (runs / "overfit/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "tokens_seen": 1024, "val_loss": 1.0}\n')
+    return home
+
+
+def spelt_out(line):
+    """The words of a line, as a shell would divide it."""
+    for word in WORDS:
+        line = re.sub(rf"\b{word}\b", WORDS[word], line)
+    return shlex.split(line)
+
+
+@pytest.fixture
+def follow(home, tmp_path, monkeypatch, capsys, request):
+    """What types a row's command, finds the remedies in what it says, and pastes them."""
+
+    def copy(path, to):  # tensors are never written in place
+        (os.link if path.endswith(".safetensors") else shutil.copy)(path, to)
+
+    home = shutil.copytree(home, tmp_path / "home", copy_function=copy)
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
+
+    def run(words):
+        place = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
+        if place is None:  # a shell's command
+            done = subprocess.run(shlex.join(words).replace("'>'", ">"), shell=True)
+            return done.returncode, ""
+        script, *args = words[place:]
+        if words[0] == "torchrun":
+            commands = request.getfixturevalue("commands")
+            monkeypatch.setattr(commands, "folder", home)
+            options = dict(option.partition("=")[::2] for option in words[1:place])
+            local = options["--nproc_per_node"]
+            ranks = int(local) * int(options.get("--nnodes", 1))
+            done = commands.run_ranks(ranks, script[:-3], *args, LOCAL_WORLD_SIZE=local)
+            return done.code, done.stdout + done.stderr
+        monkeypatch.setattr(sys, "argv", [script, *args])
+        code = 0
+        try:
+            run_command(importlib.import_module(script[:-3]).main)
+        except SystemExit as stop:
+            code = stop.code
+        return code, "".join(capsys.readouterr())
+
+    def follow(row):
+        line, *pasted = row.split(">>")
+        line, said = (part.strip() for part in line.split("??"))
+        typed = spelt_out(line)
+        code, text = run(typed)
+        is_refused = code != 0 or "warning: " in text
+        found = re.search(said, text, re.MULTILINE)
+        assert found, text
+        for line in pasted:
+            dropped, same, added = found.expand(line).rpartition("…")
+            kept = [word for word in typed if word.split("=")[0] not in re.split("[ ,]+", dropped)]
+            words = [*(kept if same else ()), *spelt_out(added)]
+            code, text = run(words)
+            assert code == 0, text
+            assert not (is_refused and re.search(said, text, re.MULTILINE)), text
+            if "train_gpt2.py" in words and not {"--plan", "--preflight", "--help"} & {*words}:
+                assert "\ndone: " in text
+
+    return follow
+
+
+@pytest.mark.parametrize("row", [*rows()])
+def test_remedy_works_as_it_is_pasted(follow, row):
+    follow(row)
+
+
+def test_remedy_of_a_batch_that_is_too_large(follow, monkeypatch):
+    def limited(idx, *args, embedding=functional.embedding):
+        if idx.ndim == 2 and len(idx) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return embedding(idx, *args)
+
+    monkeypatch.setattr(functional, "embedding", limited)
+    smaller = "?? give a smaller (--micro-batch-size); .*"
+    follow(rf"RESUME {smaller} go on with (--resume .*)$ >> … \1=1 \2")
+    follow(rf"TRAIN {smaller} no checkpoint yet: begin again with (python .*)$ >> \2 \1=1")
+    once = [torch.OutOfMemoryError("out of memory"), torch.amp.GradScaler("cpu", enabled=False)]
+    monkeypatch.setattr(torch.amp, "GradScaler", Mock(side_effect=once))  # before it is set up
+    follow(rf"TRAIN --run-name=c {smaller} begin again with the same command$ >> … \1=1")
+
+
+def test_remedy_of_a_compiler_that_fails(follow, monkeypatch):
+    fails = Mock(side_effect=Unsupported("a tensor"))
+    compiled = {True: fails}
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda module, **_: compiled.get(isinstance(module, torch.nn.Module), module),
+    )
+    prepare_compiler.cache_clear()
+    try:
+        follow(
+            r"TRAIN --compile ?? or add (--no-compile); .* begin again with (python .*)$ >> \2 \1"
+        )
+    finally:
+        prepare_compiler.cache_clear()
