@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import HELLASWAG
+from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.nn import functional
 
+import train_gpt2
 from corpus.shards import Manifest, ShardWriter
 from runtime.cli import run_command
 from runtime.device import prepare_compiler
@@ -43,16 +45,16 @@ WORDS = {  # of what is typed and pasted
 # What is typed, ?? a part of what it says, >> what is pasted then, and so on. "…" is what was
 # typed, less the words before it.
 ROWS = r"""
-TRAIN --max-stps=1 ?? did you mean (--max-steps)\? >> without --max-stps … \1=1
-TRAIN --max-steps=x ?? \((--help) lists the flags\)$ >> python train_gpt2.py \1
+TRAIN --max-stps=1 ?? did you mean (--max-steps)\? \((--help) lists the flags\)$
+    >> without --max-stps … \1=1 >> python train_gpt2.py \2
 TRAIN --compile false ?? give --NAME or (--no-)NAME >> without --compile false … \1compile
 TRAIN --n-embd=9 ?? use (--n-embd \d+) >> … \1
 TRAIN --warmup-steps=2 ?? use (--warmup-steps \d+) >> … \1
 TRAIN --config=none ?? give one of recipes/ or a run's (config\.json)$ >> … --config='my runs/a/\1'
 TRAIN --total-batch-size=200 ?? (--total-batch-size) 200 .*: use (\d+) or (\d+)
     >> … \1 \2 >> … \1 \3 --run-name=c
-TRAIN --total-batch-size=65536 ?? give (--total-batch-size \d+) or less >> … \1
-TRAIN --val-every=1 --val-tokens=2000 --block-size=2000 --total-batch-size=4000
+TRAIN --data-dir=changed --total-batch-size=65536 ?? give (--total-batch-size \d+) or less >> … \1
+TRAIN --data-dir=changed --val-every=1 --val-tokens=500 --block-size=500 --total-batch-size=1000
     ?? give more data, or (--val-every 0)$ >> … \1
 TRAIN --data-dir=none ?? (python fineweb.py --source stdlib) makes (data/stdlib)
     >> \1 >> … --data-dir=\2
@@ -100,9 +102,12 @@ TRAIN --run-name=a --resume='my runs/a' --max-steps=9 --seed=5
 TRAIN --run-name=a --resume='my runs/a' --max-steps=9 --optimizer=muon
     ?? use the same (--optimizer), or .* by (--init-from .*), (without .*)$
     >> without \1 … >> \3 --resume … \2 --run-name=b
-RESUME --max-lr=1e38
+RESUME --max-lr=1e38 --max-steps=12
     ?? go on with (.*) and a lower (--max-lr); .*, with (--resume .*) and another (--run-name)$
     >> … \1 \2 1e-4 >> … \3 \4 b --max-lr=1e-4
+RESUME --max-lr=1e38 --max-steps=12 --checkpoint-every=1
+    ?? step_00000009, .*; if it diverges again, with (--resume .*) and another (--run-name)$
+    >> … \1 \2 b --max-lr=1e-4
 RESUME --resume='my runs/a/checkpoints/step_00000004' --run-name=b --max-steps=7 --max-lr=1e38
     ?? go on with (.*) and a lower (--max-lr)$ >> python train_gpt2.py \1 \2 1e-4
 RESUME --resume='my runs/overfit' ?? sample and export with (--model .*)$
@@ -125,7 +130,7 @@ TOKENIZE --source=latin1.txt ?? by (iconv -f latin1 -t utf-8) FILE > NEW_FILE
     >> \1 latin1.txt > new.txt >> … --source=new.txt
 TOKENIZE ?? use (--source stdlib) .* or (--source) FILES >> … \2 a.txt
 TOKENIZE --source a.txt b.txt --part=0 ?? --part 0 of (--parts) None: give both >> … \1 2
-torchrun --nproc_per_node=2 fineweb.py --workers=1 --source a.txt b.txt --parts=2
+torchrun --nproc_per_node=2 fineweb.py --workers=1 --source a.txt b.txt --part=0 --parts=2
     ?? leave out (--part, --parts)$ >> without \1 …
 """
 
@@ -137,28 +142,34 @@ def rows():
         yield pytest.param(row, marks=marks, id=row.split("??")[0].strip())
 
 
+def words_of(line):
+    """The words of a line, as a shell has them."""
+    for word in WORDS:
+        line = re.sub(rf"\b{word}\b", WORDS[word], line)
+    return shlex.split(line)
+
+
 @pytest.fixture(scope="module")
 def home(tiny_data, tmp_path_factory):
     """A folder with texts, data, and runs; things have befallen most of them."""
     home = tmp_path_factory.mktemp("home")
     shutil.copytree(tiny_data, home / "shards")
-    for name in ("a.txt", "b.txt", "my texts/a.jsonl"):
-        (home / name).parent.mkdir(exist_ok=True)
-        (home / name).write_text(json.dumps({"text": f"{name} once upon a time" * 500}))
-    (home / "latin1.txt").write_text("état " * 500, encoding="latin-1")
-    (home / "nano").mkdir()
+    for folder in ("my texts", "nano"):
+        (home / folder).mkdir()
     for name in ("train.bin", "val.bin", "meta.pkl"):
         (home / "nano" / name).touch()
+    for name in ("a.txt", "b.txt", "my texts/a.jsonl"):
+        (home / name).write_text(json.dumps({"text": f"{name} once upon a time" * 500}))
+    (home / "latin1.txt").write_text("état " * 500, encoding="latin-1")
     for name, tokens in (("short", 499), ("changed", 500)):
         writer = ShardWriter(home / name, Manifest({}, "hash", 500))
         writer.add(np.arange(2000, dtype=np.uint16))
         writer.close()
         np.save(home / name / "train_000002.npy", np.zeros(tokens, np.uint16))
+    runs = home / "my runs"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        command = spelt_out("TRAIN --run-name=a --max-steps=8 --val-every=4")
-        importlib.import_module("train_gpt2").main(command[2:])
-    runs = home / "my runs"
+        train_gpt2.main(words_of("NEW MODEL --run-name=a --max-steps=8 --val-every=4"))
     for name in ("lost", "damaged", "begun", "overfit"):
         shutil.copytree(runs / "a", runs / name)
     shutil.copytree(runs / "a/checkpoints/step_00000004", home / "step_00000004")
@@ -172,16 +183,9 @@ def home(tiny_data, tmp_path_factory):
     return home
 
 
-def spelt_out(line):
-    """The words of a line, as a shell would divide it."""
-    for word in WORDS:
-        line = re.sub(rf"\b{word}\b", WORDS[word], line)
-    return shlex.split(line)
-
-
 @pytest.fixture
-def follow(home, tmp_path, monkeypatch, capsys, request):
-    """What types a row's command, finds the remedies in what it says, and pastes them."""
+def run(home, tmp_path, monkeypatch, capsys, request):
+    """What runs a line in a copy of `home`; returns the exit code and what is printed."""
 
     def copy(path, to):  # tensors are never written in place
         (os.link if path.endswith(".safetensors") else shutil.copy)(path, to)
@@ -192,81 +196,75 @@ def follow(home, tmp_path, monkeypatch, capsys, request):
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
 
-    def run(words):
-        place = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
-        if place is None:  # a shell's command
-            done = subprocess.run(shlex.join(words).replace("'>'", ">"), shell=True)
-            return done.returncode, ""
-        script, *args = words[place:]
-        if words[0] == "torchrun":
+    def run(line):
+        launcher, *words = words_of(line)
+        if launcher not in ("python", "torchrun"):
+            return subprocess.run(line, shell=True).returncode, ""
+        place = next(n for n, word in enumerate(words) if word.endswith(".py"))
+        script, args = words[place].removesuffix(".py"), words[place + 1 :]
+        if launcher == "torchrun":
             commands = request.getfixturevalue("commands")
             monkeypatch.setattr(commands, "folder", home)
-            options = dict(option.partition("=")[::2] for option in words[1:place])
-            local = options["--nproc_per_node"]
-            ranks = int(local) * int(options.get("--nnodes", 1))
-            done = commands.run_ranks(ranks, script[:-3], *args, LOCAL_WORLD_SIZE=local)
+            sizes = dict(re.findall(r"--(nnodes|nproc_per_node)=(\d+)", line))
+            local = sizes["nproc_per_node"]
+            ranks = int(local) * int(sizes.get("nnodes", 1))
+            done = commands.run_ranks(ranks, script, *args, LOCAL_WORLD_SIZE=local)
             return done.code, done.stdout + done.stderr
         monkeypatch.setattr(sys, "argv", [script, *args])
-        code = 0
         try:
-            run_command(importlib.import_module(script[:-3]).main)
+            code = run_command(importlib.import_module(script).main) or 0
         except SystemExit as stop:
             code = stop.code
         return code, "".join(capsys.readouterr())
 
-    def follow(row):
-        line, *pasted = row.split(">>")
-        line, said = (part.strip() for part in line.split("??"))
-        typed = spelt_out(line)
-        code, text = run(typed)
-        is_refused = code != 0 or "warning: " in text
-        found = re.search(said, text, re.MULTILINE)
-        assert found, text
-        for line in pasted:
-            dropped, same, added = found.expand(line).rpartition("…")
-            kept = [word for word in typed if word.split("=")[0] not in re.split("[ ,]+", dropped)]
-            words = [*(kept if same else ()), *spelt_out(added)]
-            code, text = run(words)
-            assert code == 0, text
-            assert not (is_refused and re.search(said, text, re.MULTILINE)), text
-            if "train_gpt2.py" in words and not {"--plan", "--preflight", "--help"} & {*words}:
-                assert "\ndone: " in text
+    return run
 
-    return follow
+
+def follow(run, row):
+    """Type a row's command, find the remedies in what it says, and paste them."""
+    head, *pasted = row.split(">>")
+    typed, said = (part.strip() for part in head.split("??"))
+    code, text = run(typed)
+    is_refused = code != 0 or "warning: " in text
+    found = re.search(said, text, re.MULTILINE)
+    assert found, text
+    for line in pasted:
+        dropped, same, added = found.expand(line).rpartition("…")
+        dropped = re.split("[ ,]+", dropped)
+        kept = [word for word in words_of(typed) if word.split("=")[0] not in dropped]
+        line = f"{shlex.join(kept) if same else ''} {added}"
+        code, text = run(line)
+        assert code == 0, text
+        assert not (is_refused and re.search(said, text, re.MULTILINE)), text
+        if "train_gpt2.py" in line and not re.search("--(plan|preflight|help)", line):
+            assert "\ndone: " in text
 
 
 @pytest.mark.parametrize("row", [*rows()])
-def test_remedy_works_as_it_is_pasted(follow, row):
-    follow(row)
+def test_remedy_works_as_it_is_pasted(run, row):
+    follow(run, row)
 
 
-def test_remedy_of_a_batch_that_is_too_large(follow, monkeypatch):
+def test_remedy_of_a_batch_that_is_too_large(run, monkeypatch):
     def limited(idx, *args, embedding=functional.embedding):
         if idx.ndim == 2 and len(idx) > 1:
             raise torch.OutOfMemoryError("out of memory")
         return embedding(idx, *args)
 
     monkeypatch.setattr(functional, "embedding", limited)
-    smaller = "?? give a smaller (--micro-batch-size); .*"
-    follow(rf"RESUME {smaller} go on with (--resume .*)$ >> … \1=1 \2")
-    follow(rf"TRAIN {smaller} no checkpoint yet: begin again with (python .*)$ >> \2 \1=1")
+    smaller = "?? give a smaller (--micro-batch-size);.*"
+    follow(run, rf"RESUME {smaller} go on with (--resume .*)$ >> … \1=1 \2")
+    follow(run, rf"TRAIN {smaller} no checkpoint yet: begin again with (python .*)$ >> \2 \1=1")
     once = [torch.OutOfMemoryError("out of memory"), torch.amp.GradScaler("cpu", enabled=False)]
-    monkeypatch.setattr(torch.amp, "GradScaler", Mock(side_effect=once))  # before it is set up
-    follow(rf"TRAIN --run-name=c {smaller} begin again with the same command$ >> … \1=1")
+    monkeypatch.setattr(torch.amp, "GradScaler", Mock(side_effect=once))  # while it is set up
+    follow(run, rf"TRAIN --run-name=c {smaller} begin again with the same command$ >> … \1=1")
 
 
-def test_remedy_of_a_compiler_that_fails(follow, monkeypatch):
-    fails = Mock(side_effect=Unsupported("a tensor"))
-    compiled = {True: fails}
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda module, **_: compiled.get(isinstance(module, torch.nn.Module), module),
-    )
+def test_remedy_of_a_compiler_that_fails(run, monkeypatch):
+    def compiled(module, **_):  # fails when it is called
+        return Mock(side_effect=Unsupported("x")) if isinstance(module, nn.Module) else module
+
+    monkeypatch.setattr(torch, "compile", compiled)
     prepare_compiler.cache_clear()
-    try:
-        follow(
-            r"TRAIN --compile ?? or add (--no-compile); .* begin again with (python .*)$ >> \2 \1"
-        )
-    finally:
-        prepare_compiler.cache_clear()
+    follow(run, r"TRAIN --compile ?? add (--no-compile); .* again with (python .*)$ >> \2 \1")
+    prepare_compiler.cache_clear()
