@@ -1,9 +1,8 @@
 """Every remedy that a message names works as a user would paste it.
 
-Some are followed where what calls for them is tested: a killed rank, a signal before the first
-checkpoint (`test_faults_training.py`), a damaged checkpoint, a rate that jumps (`test_run_dir.py`),
-report.py (`test_plot.py`), trackers (`test_trackers.py`), a GPU that torch cannot use
-(`test_device.py`), recipes (`test_recipes.py`), the hub (`test_hub.py`).
+Others are followed where what calls for them is tested: a killed rank (`test_faults_training.py`),
+a damaged checkpoint, a rate that jumps (`test_run_dir.py`), report.py (`test_plot.py`), trackers,
+a GPU that torch cannot use (`test_device.py`), a damaged download (`test_hub.py`).
 """
 
 import importlib
@@ -19,10 +18,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import HELLASWAG
-from torch import nn
+from conftest import HELLASWAG, TINY_MODEL, TINY_RUN
 from torch._dynamo.exc import Unsupported
-from torch.nn import functional
+from torch.nn import Module, functional
 
 import train_gpt2
 from corpus.shards import Manifest, ShardWriter
@@ -30,21 +28,22 @@ from runtime.cli import run_command
 from runtime.device import prepare_compiler
 
 WORDS = {  # of what is typed and pasted
-    "TRAIN": "python train_gpt2.py NEW MODEL",
-    "NEW": "--data-dir=shards --out-dir='my runs' --run-name=b --total-batch-size=256 "
-    "--micro-batch-size=2 --max-steps=2 --warmup-steps=0 --val-every=0 --val-tokens=256 "
-    "--hellaswag-every=0 --sample-every=0 --checkpoint-every=4 --device=cpu --dtype=float32 "
-    "--no-compile",
-    "MODEL": "--n-layer=1 --n-head=2 --n-embd=8 --block-size=64",
+    "INIT": "python train_gpt2.py NEW --init-from='my runs/a'",
     "RESUME": "python train_gpt2.py --max-steps=9 --resume='my runs/a'",
+    "AGAIN": "TRAIN --run-name=a --max-steps=9 --resume='my runs/a'",
+    "TRAIN": "python train_gpt2.py NEW MODEL",
+    "NEW": f"{shlex.join(TINY_RUN[len(TINY_MODEL) :])} --micro-batch-size=2 --max-steps=2 "
+    "--val-every=0 --data-dir=shards --out-dir='my runs' --run-name=b",
+    "MODEL": "--n-layer=1 --n-head=2 --n-embd=8 --block-size=64",
     "TOKENIZE": "python fineweb.py --workers=1 --shard-size=500",
+    "MAKE": "--source=a.txt --shard-size=500 --data-dir",
     "SHORT": "--device=cpu --num-samples=1 --max-new-tokens=2",
     "ROWS": f"'{HELLASWAG}'",
     "NO_DEVICE": "cuda" if sys.platform == "darwin" else "mps",
 }
 # What is typed, ?? a part of what it says, >> what is pasted then, and so on. "…" is what was
 # typed, less the words before it.
-ROWS = r"""
+TABLE = r"""
 TRAIN --max-stps=1 ?? did you mean (--max-steps)\? \((--help) lists the flags\)$
     >> without --max-stps … \1=1 >> python train_gpt2.py \2
 TRAIN --compile false ?? give --NAME or (--no-)NAME >> without --compile false … \1compile
@@ -56,22 +55,17 @@ TRAIN --total-batch-size=200 ?? (--total-batch-size) 200 .*: use (\d+) or (\d+)
 TRAIN --data-dir=changed --total-batch-size=65536 ?? give (--total-batch-size \d+) or less >> … \1
 TRAIN --data-dir=changed --val-every=1 --val-tokens=500 --block-size=500 --total-batch-size=1000
     ?? give more data, or (--val-every 0)$ >> … \1
-TRAIN --data-dir=none ?? (python fineweb.py --source stdlib) makes (data/stdlib)
-    >> \1 >> … --data-dir=\2
-TRAIN --data-dir=nano ?? by (python fineweb.py)$
-    >> \1 --source=a.txt --data-dir=new --shard-size=500 >> … --data-dir=new
-TRAIN --data-dir=short ?? delete (.*) and run (python fineweb.py) again$
-    >> rm -r \1 >> \2 --source=a.txt --data-dir=short --shard-size=500 >> …
-TRAIN --data-dir=changed --preflight ?? delete ([^ ]*), or .* and run (python fineweb.py) again$
-    >> rm -r \1 >> \2 --source=a.txt --data-dir=changed --shard-size=500 >> …
-TRAIN --init-from='my runs/a' ?? leave out (.*): --init-from has its own >> without \1 …
-python train_gpt2.py NEW --init-from='my runs/a' --block-size=65
-    ?? give (--block-size \d+) or less$ >> … \1
+TRAIN --data-dir=none ?? (python .* stdlib) makes (data/stdlib) >> \1 >> … --data-dir=\2
+TRAIN --data-dir=nano ?? by (python fineweb.py)$ >> \1 MAKE=new >> … --data-dir=new
+TRAIN --data-dir=short ?? delete (.*) and run (.*) again$ >> rm -r \1 >> \2 MAKE=short >> …
+TRAIN --data-dir=changed --preflight ?? delete ([^ ]*), or .* and run (.*) again$
+    >> rm -r \1 >> \2 MAKE=changed >> …
+INIT MODEL ?? leave out (.*): --init-from has its own >> without \1 …
+INIT --block-size=65 ?? give (--block-size \d+) or less$ >> … \1
 TRAIN --device=NO_DEVICE ?? available: .*(cpu)$ >> … --device=\1
 TRAIN --cpu-offload --plan ?? goes with (--parallel fsdp) or >> … \1
 TRAIN --plan --gpus=2 --mfu=40 ?? use ([\d.]+), say >> … --mfu=\1
-TRAIN --gpus=2 ?? goes with (--plan); to train on 2: (torchrun .* train_gpt2.py)
-    >> … \1 >> \2 NEW MODEL
+TRAIN --gpus=2 ?? goes with (--plan); .*: (torchrun .*py) >> … \1 >> \2 NEW MODEL
 TRAIN --parallel=fsdp ?? as in (torchrun .*); for one process, use (--parallel ddp)$
     >> \1 NEW MODEL --parallel=fsdp >> … \2 --run-name=c
 TRAIN --parallel=fsdp --dtype=float16 ?? use (--dtype bfloat16) or
@@ -85,8 +79,7 @@ torchrun --standalone --nproc_per_node=2 train_gpt2.py NEW MODEL
 torchrun --nnodes=2 --nproc_per_node=1 train_gpt2.py NEW MODEL
     ?? to resume   the same command with (--resume .*)$ >> … \1 --max-steps=3
 python train_gpt2.py --resume='my runs/a' ?? give a larger (--max-steps) to train on$ >> … \1=9
-RESUME --resume=auto --out-dir='my runs' ?? needs the (--run-name): the runs in my runs are (a),
-    >> … \1 \2
+RESUME --resume=auto --out-dir='my runs' ?? needs the (--run-name): .* are (a), >> … \1 \2
 TRAIN --resume=auto --run-name=aa ?? \(there is (a)\)$ >> … --run-name=\1 --max-steps=9
 TRAIN --run-name=a ?? another (--run-name), or go on with it by (--resume .*)$
     >> … \1 b >> python train_gpt2.py \2 --max-steps=9
@@ -96,11 +89,9 @@ RESUME --resume='my runs/a/checkpoints/step_00000004'
 TRAIN --resume=auto --run-name=lost ?? or begin again with another (--run-name)$ >> … \1 b
 TRAIN --resume=auto --run-name=damaged ?? start a new run with another (--run-name)$ >> … \1 b
 RESUME --resume=step_00000004 ?? not in a run's checkpoints folder: give a (--run-name)$ >> … \1 b
-TRAIN --run-name=a --resume='my runs/a' --max-steps=9 --seed=5
-    ?? \(seed 1337 -> 5\): leave .* with another (--run-name) and (without --resume)$
+AGAIN --seed=5 ?? \(seed 1337 -> 5\): leave .* with another (--run-name) and (without --resume)$
     >> without --seed … >> \2 … \1 b
-TRAIN --run-name=a --resume='my runs/a' --max-steps=9 --optimizer=muon
-    ?? use the same (--optimizer), or .* by (--init-from .*), (without .*)$
+AGAIN --optimizer=muon ?? use the same (--optimizer), or .* by (--init-from .*), (without .*)$
     >> without \1 … >> \3 --resume … \2 --run-name=b
 RESUME --max-lr=1e38 --max-steps=12
     ?? go on with (.*) and a lower (--max-lr); .*, with (--resume .*) and another (--run-name)$
@@ -112,14 +103,12 @@ RESUME --resume='my runs/a/checkpoints/step_00000004' --run-name=b --max-steps=7
     ?? go on with (.*) and a lower (--max-lr)$ >> python train_gpt2.py \1 \2 1e-4
 RESUME --resume='my runs/overfit' ?? sample and export with (--model .*)$
     >> python sample.py \1 SHORT >> python export.py \1 --out=new
-python sample.py SHORT --model='my runs/begun' ?? no checkpoint yet: begin again with (python .*)$
-    >> \1 >> …
+python sample.py SHORT --model='my runs/begun' ?? begin again with (python .*)$ >> \1 >> …
 python sample.py SHORT --model='my runs/none' ?? the runs in (.*) are (a), >> … --model='\1/\2'
 python sample.py SHORT --model='my runs/a' --prompt=a --prompts-file=a.txt
     ?? (--prompt) and (--prompts-file) are two sources: give one >> without \1 … >> without \2 …
 python export.py --model='my runs/a' --out='my texts' ?? give another with (--out)$ >> … \1 new
-python hellaswag.py --device=cpu --model='my runs/a' ?? without network pass (--data) FILE
-    >> … \1 ROWS
+python hellaswag.py --device=cpu --model='my runs/a' ?? network pass (--data) FILE >> … \1 ROWS
 python plot.py ?? no run folder given: (python plot.py) runs/NAME >> \1 'my runs/a'
 TOKENIZE --source=b.txt --data-dir=changed
     ?? (changed) holds other data, .*: choose another (--data-dir), or delete it$
@@ -135,11 +124,10 @@ torchrun --nproc_per_node=2 fineweb.py --workers=1 --source a.txt b.txt --part=0
 """
 
 
-def rows():
-    """Those that start several processes are slow."""
-    for row in re.split(r"\n(?! )", ROWS.strip()):
-        marks = [pytest.mark.slow] if "torchrun" in row else []
-        yield pytest.param(row, marks=marks, id=row.split("??")[0].strip())
+ROWS = [
+    pytest.param(row, marks=[pytest.mark.slow] * ("torchrun" in row), id=row.split("??")[0].strip())
+    for row in re.split(r"\n(?! )", TABLE.strip())
+]
 
 
 def words_of(line):
@@ -154,11 +142,8 @@ def home(tiny_data, tmp_path_factory):
     """A folder with texts, data, and runs; things have befallen most of them."""
     home = tmp_path_factory.mktemp("home")
     shutil.copytree(tiny_data, home / "shards")
-    for folder in ("my texts", "nano"):
-        (home / folder).mkdir()
-    for name in ("train.bin", "val.bin", "meta.pkl"):
-        (home / "nano" / name).touch()
-    for name in ("a.txt", "b.txt", "my texts/a.jsonl"):
+    for name in ("a.txt", "b.txt", "my texts/a.jsonl", "nano/train.bin", "nano/meta.pkl"):
+        (home / name).parent.mkdir(exist_ok=True)
         (home / name).write_text(json.dumps({"text": f"{name} once upon a time" * 500}))
     (home / "latin1.txt").write_text("état " * 500, encoding="latin-1")
     for name, tokens in (("short", 499), ("changed", 500)):
@@ -173,8 +158,8 @@ def home(tiny_data, tmp_path_factory):
     for name in ("lost", "damaged", "begun", "overfit"):
         shutil.copytree(runs / "a", runs / name)
     shutil.copytree(runs / "a/checkpoints/step_00000004", home / "step_00000004")
-    for name in ("lost", "begun"):
-        shutil.rmtree(runs / name / "checkpoints")
+    shutil.rmtree(runs / "lost/checkpoints")
+    shutil.rmtree(runs / "begun/checkpoints")
     (runs / "begun/metrics.jsonl").write_text("")
     for path in runs.glob("damaged/checkpoints/*/model.safetensors"):
         path.write_bytes(b"")
@@ -190,8 +175,7 @@ def run(home, tmp_path, monkeypatch, capsys, request):
     def copy(path, to):  # tensors are never written in place
         (os.link if path.endswith(".safetensors") else shutil.copy)(path, to)
 
-    home = shutil.copytree(home, tmp_path / "home", copy_function=copy)
-    monkeypatch.chdir(home)
+    monkeypatch.chdir(home := shutil.copytree(home, tmp_path / "home", copy_function=copy))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
@@ -205,9 +189,8 @@ def run(home, tmp_path, monkeypatch, capsys, request):
         if launcher == "torchrun":
             commands = request.getfixturevalue("commands")
             monkeypatch.setattr(commands, "folder", home)
-            sizes = dict(re.findall(r"--(nnodes|nproc_per_node)=(\d+)", line))
-            local = sizes["nproc_per_node"]
-            ranks = int(local) * int(sizes.get("nnodes", 1))
+            local = re.search(r"--nproc_per_node=(\d+)", line)[1]
+            ranks = int(local) * (1 + ("--nnodes=2" in line))
             done = commands.run_ranks(ranks, script, *args, LOCAL_WORLD_SIZE=local)
             return done.code, done.stdout + done.stderr
         monkeypatch.setattr(sys, "argv", [script, *args])
@@ -222,25 +205,22 @@ def run(home, tmp_path, monkeypatch, capsys, request):
 
 def follow(run, row):
     """Type a row's command, find the remedies in what it says, and paste them."""
-    head, *pasted = row.split(">>")
-    typed, said = (part.strip() for part in head.split("??"))
+    typed, said, *pasted = (part.strip() for part in re.split(r"\?\?|>>", row))
     code, text = run(typed)
     is_refused = code != 0 or "warning: " in text
     found = re.search(said, text, re.MULTILINE)
     assert found, text
     for line in pasted:
         dropped, same, added = found.expand(line).rpartition("…")
-        dropped = re.split("[ ,]+", dropped)
-        kept = [word for word in words_of(typed) if word.split("=")[0] not in dropped]
-        line = f"{shlex.join(kept) if same else ''} {added}"
-        code, text = run(line)
+        kept = [w for w in words_of(typed) if w.split("=")[0] not in re.split("[ ,]+", dropped)]
+        code, text = run(line := f"{shlex.join(kept) if same else ''} {added}")
         assert code == 0, text
         assert not (is_refused and re.search(said, text, re.MULTILINE)), text
         if "train_gpt2.py" in line and not re.search("--(plan|preflight|help)", line):
             assert "\ndone: " in text
 
 
-@pytest.mark.parametrize("row", [*rows()])
+@pytest.mark.parametrize("row", ROWS)
 def test_remedy_works_as_it_is_pasted(run, row):
     follow(run, row)
 
@@ -262,7 +242,7 @@ def test_remedy_of_a_batch_that_is_too_large(run, monkeypatch):
 
 def test_remedy_of_a_compiler_that_fails(run, monkeypatch):
     def compiled(module, **_):  # fails when it is called
-        return Mock(side_effect=Unsupported("x")) if isinstance(module, nn.Module) else module
+        return Mock(side_effect=Unsupported("x")) if isinstance(module, Module) else module
 
     monkeypatch.setattr(torch, "compile", compiled)
     prepare_compiler.cache_clear()
