@@ -79,7 +79,7 @@ class ShardedDataLoader:
     Each optimizer step takes `grad_accum_steps` of them. While one is trained on, a thread reads
     the next: from a disk that can take as long as a step of several GPUs.
 
-        with ShardedDataLoader(...) as batches:  # ends the thread
+        with ShardedDataLoader(...) as batches:  # starts and ends the thread
             inputs, targets = next(batches)
 
     Raises:
@@ -120,10 +120,10 @@ class ShardedDataLoader:
                 f"start), or more data"
             )
         self._micro_batches = self._read_micro_batches(self.start_step)
-        self._thread = ThreadPoolExecutor(1, "dataloader")
-        self._upcoming = self._thread.submit(next, self._micro_batches)
 
     def __enter__(self) -> "ShardedDataLoader":
+        self._thread = ThreadPoolExecutor(1, "dataloader")
+        self._upcoming = self._thread.submit(next, self._micro_batches)
         return self
 
     def __exit__(self, *_: object) -> None:

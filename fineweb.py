@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import itertools
 import os
+import shlex
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -284,7 +285,8 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     if first in sources.SOURCES:
         return first, lambda _: sources.SOURCES[first]()
     if first not in sources.FINEWEB and Path(first).is_dir():
-        raise ValueError(f"--source {first} is a folder: name its files, as in {first}/*.jsonl")
+        files = shlex.quote(f"{first}/*.jsonl")
+        raise ValueError(f"--source {first} is a folder: name its files, as in {files}")
     dataset = sources.FINEWEB.get(first, first)
     if not REPO_NAME.fullmatch(dataset):
         raise ValueError(

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +63,7 @@ class Trainer:
     scaler: torch.amp.GradScaler
     train_shards: TokenShards
     val_shards: TokenShards
+    batches: ShardedDataLoader  # this process's training micro-batches
     hellaswag: Sequence[Example]
     stop: StopRequest
     log: RunLog
@@ -97,13 +98,12 @@ def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) ->
         return
     with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
         trainer = setup(config, resumed, splits, folder, dist_info)
-        start_step = resumed.state.step if resumed else 0
-        batches = training_batches(trainer, start_step)  # raises if the data are too few for a step
         run_dir.label_run(folder, config)
-        with trainer.stop, trainer.log, trainer.writer:
-            # A run that goes on from another run's checkpoint has none of its own yet.
-            has_own = resumed is None or run_dir.is_own(resumed, folder)
-            step, is_complete = train(trainer, batches, start_step, start_step if has_own else -1)
+        with trainer.stop, trainer.log, trainer.writer, trainer.batches:
+            trainer.log.start(splits[0].fingerprint)
+            if resumed is not None and not run_dir.is_own(resumed, folder):
+                save(trainer, resumed.state.step)  # so that this run can be resumed by itself
+            step, is_complete = train(trainer)
             run_dir.finish_run(folder, step, is_complete, trainer.stop)
 
 
@@ -124,7 +124,21 @@ def setup(
         device.make_deterministic()
         device.tune_malloc()
     dtype = device.select_dtype(config.dtype, dist_info.device)  # of matrix products: bfloat16
-    batch = plan.plan_batch(config, run_dir.model_dimensions(config, resumed), dist_info)
+    model_config = run_dir.model_dimensions(config, resumed)
+    batch = plan.plan_batch(config, model_config, dist_info)
+    batches = ShardedDataLoader(  # raises if the data are too few for a step
+        splits[0],
+        block_size=model_config.block_size,
+        micro_batch_size=batch.micro_batch_size,
+        grad_accum_steps=batch.grad_accum_steps,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        vocab_size=model_config.vocab_size,
+        dist_info=dist_info,
+        start_step=resumed.state.step if resumed else 0,
+    )
+    tokens = splits[0].total_tokens
+    print0(plan.describe_plan(config, model_config, batch, dist_info, tokens))
     compiles = config.compile and can_compile(dist_info)
     raw_model = build_model(config, resumed, dtype, dist_info)
     model = compile_and_wrap(raw_model, config, dist_info, compiles)
@@ -140,7 +154,7 @@ def setup(
     log = RunLog(
         folder,
         config,
-        start_step=resumed.state.step if resumed else 0,
+        start_step=batches.start_step,
         flops_per_token=flops_per_token(raw_model.config),
         device=dist_info.device,
         dtype=dtype,
@@ -157,6 +171,7 @@ def setup(
         scaler=scaler,
         train_shards=splits[0],
         val_shards=splits[1],
+        batches=batches,
         hellaswag=hellaswag,
         stop=stop,
         log=log,
@@ -266,64 +281,32 @@ def build_optimizers(
     return (*optimizers, AdamW(groups, lr=0.0, betas=(0.9, beta2), eps=1e-8, fused=True))
 
 
-def training_batches(trainer: Trainer, start_step: int) -> ShardedDataLoader:
-    """This process's training micro-batches, from `start_step` on."""
-    return ShardedDataLoader(
-        trainer.train_shards,
-        block_size=trainer.raw_model.config.block_size,
-        micro_batch_size=trainer.batch.micro_batch_size,
-        grad_accum_steps=trainer.batch.grad_accum_steps,
-        seed=trainer.config.seed,
-        shuffle=trainer.config.shuffle,
-        vocab_size=trainer.raw_model.config.vocab_size,
-        dist_info=trainer.dist_info,
-        start_step=start_step,
-    )
-
-
 # --- training ---------------------------------------------------------------------------------
 
 
-def train(
-    trainer: Trainer, batches: ShardedDataLoader, start_step: int, saved_step: int
-) -> tuple[int, bool]:
-    """Train from `start_step` to `max_steps`; a turn of the loop is one optimizer step.
+def train(trainer: Trainer) -> tuple[int, bool]:
+    """Train to `max_steps`; a turn of the loop is one optimizer step.
 
-    `saved_step` needs no checkpoint. Returns the updates done, and whether the run is complete
-    with its last evaluation.
+    Returns the updates done, and whether the run is complete with its last evaluation.
     """
     config, stop, writer = trainer.config, trainer.stop, trainer.writer
-    log_start(trainer, start_step)
-    with batches:
-        stop.sync_stop()  # from here on `train_step` does it
-        for step in range(start_step, config.max_steps + 1):
-            is_evaluated = evaluate(trainer, step)
-            stopping = stop.reason is not None or step == config.max_steps
-            if step != saved_step and (stopping or trainer.is_due(config.checkpoint_every, step)):
-                save(trainer, step)
-            if stopping:  # the last turn only evaluates and saves
-                break
-            lr = learning_rate(config, step)
-            result = train_step(trainer, batches, lr)
-            trainer.log.step(step + 1, lr=lr, loss=result.loss, grad_norm=result.grad_norm)
+    start_step = trainer.batches.start_step  # 0, or what is saved already
+    stop.sync_stop()  # from here on `train_step` does it
+    for step in range(start_step, config.max_steps + 1):
+        is_evaluated = evaluate(trainer, step)
+        stopping = stop.reason is not None or step == config.max_steps
+        if step > start_step and (stopping or trainer.is_due(config.checkpoint_every, step)):
+            save(trainer, step)
+        if stopping:  # the last turn only evaluates and saves
+            break
+        lr = learning_rate(config, step)
+        result = train_step(trainer, lr)
+        trainer.log.step(step + 1, lr=lr, loss=result.loss, grad_norm=result.grad_norm)
     writer.wait()
     if writer.error is not None:
         stop.write_failed(writer.error, at_end=True)
     stop.sync_stop()
     return step, step == config.max_steps and is_evaluated
-
-
-def log_start(trainer: Trainer, start_step: int) -> None:
-    """Say what the run takes; log where a resumed run begins, the machine and the data."""
-    config, info, shape = trainer.config, trainer.dist_info, trainer.raw_model.config
-    train_tokens = trainer.train_shards.total_tokens
-    print0(plan.describe_plan(config, shape, trainer.batch, info, train_tokens))
-    print0(run_dir.describe_run(trainer.log.run_dir))
-    if config.resume is not None:
-        trainer.log.record(resumed_from=start_step)
-    environment = device.describe_environment(info.device, trainer.dtype, info.world_size)
-    fingerprint = trainer.train_shards.fingerprint
-    trainer.log.record(environment=environment, data_fingerprint=fingerprint)
 
 
 class StepResult(NamedTuple):
@@ -333,7 +316,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # global, before clipping
 
 
-def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepResult:
+def train_step(trainer: Trainer, lr: float) -> StepResult:
     """One optimizer step: accumulate, average over processes, clip, update.
 
     Raises:
@@ -345,7 +328,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], lr: float) -> StepRes
     loss_sum = torch.zeros((), device=dist_info.device)
     for micro_step in range(grad_accum_steps):
         distributed.set_gradient_sync(model, micro_step == grad_accum_steps - 1)
-        inputs, targets = next(batches)
+        inputs, targets = next(trainer.batches)
         with device.autocast(dist_info.device, trainer.dtype):
             _, loss = model(inputs, targets)
         trainer.scaler.scale(loss / grad_accum_steps).backward()

@@ -39,6 +39,7 @@ from runtime.distributed import (
     gather_text,
     print0,
     raise_on_all_ranks,
+    train_command,
 )
 from runtime.files import read_json, sha256_of, sync_folder, write_json
 from runtime.huggingface import (
@@ -335,10 +336,11 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def no_checkpoint_hint(run_dir: Path) -> str:
-    """How to begin a run again that had its settings and no checkpoint."""
+    """How to begin a run again that has no checkpoint."""
     flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
-    command = ("train_gpt2.py", "--config", run_dir / "config.json", *flags)
-    return f"no checkpoint yet: begin again with {shlex.join(map(str, command))}"
+    config = run_dir / "config.json"  # is written once all is set up
+    command = train_command("--config", config, *flags) if config.exists() else "the same command"
+    return f"no checkpoint yet: begin again with {command}"
 
 
 def list_runs(out_dir: Path) -> str:
@@ -406,7 +408,8 @@ def load_checkpoint(
             raise ValueError(
                 f"{path} was trained by {' and '.join(state.optimizers)}, and this run builds "
                 f"{' and '.join(built)}: use the same --optimizer, or start a new run from the "
-                f"weights by --init-from {path}, without --size, --n-layer, --n-head and --n-embd"
+                f"weights by {shlex.join(('--init-from', str(path)))}, without --size, --n-layer, "
+                f"--n-head and --n-embd"
             )
         copy_parameters(read_tensors(path / MODEL_NAME), model, path)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values

@@ -216,7 +216,8 @@ def run_command(main: Callable[[], None]) -> None:
 
         if not is_out_of_memory(error):
             raise
-        advice = "end what else uses it, or use a smaller batch or model"
+        advice = "end what else uses it, or use a smaller model or batch"
+        advice += " (--num-samples of sample.py, --batch-size of hellaswag.py)"
         print_error(f"error: the device is out of memory, {advice}: {str(error)[:300]}")
         _exit(2)
     except KeyboardInterrupt as interrupt:

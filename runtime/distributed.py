@@ -7,6 +7,7 @@ every function here returns at once.
 import gc
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -58,6 +59,16 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
+
+
+def train_command(*flags: object) -> str:
+    """What starts training with these flags in as many processes as there are now."""
+    given, local = shlex.join(map(str, flags)), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if "RANK" not in os.environ:
+        return f"python train_gpt2.py {given}"
+    if local != os.environ["WORLD_SIZE"]:  # how torchrun was told of the machines is not known
+        return f"the same command with {given}"
+    return f"torchrun --standalone --nproc_per_node={local} train_gpt2.py {given}"
 
 
 @contextmanager

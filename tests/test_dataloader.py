@@ -133,9 +133,11 @@ def test_loader_seed_changes_the_order(data_dir):
     assert orders[0] != orders[1]
 
 
-def test_loader_thread_ends(data_dir):
+def test_loader_thread_begins_and_ends_with_the_body(data_dir):
     before = {*threading.enumerate()}
-    with loader(data_dir) as batches:
+    batches = loader(data_dir)
+    assert {*threading.enumerate()} == before
+    with batches:
         next(batches)
         started = {*threading.enumerate()} - before
         assert started

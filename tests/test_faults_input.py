@@ -64,8 +64,9 @@ def test_training_refuses_a_shard_that_is(commands, data, damage):
 
 
 def test_training_refuses_data_shorter_than_a_step(commands, data):
-    done = train(commands, data, "--total-batch-size=2048")
+    done = train(commands, data, "--total-batch-size=2048", "--compile", "--hellaswag-every=1")
     assert_refused(done, "has 1,500 tokens", "one step needs 2,049", "--total-batch-size")
+    assert done.stdout == ""  # before it compiles and downloads
     done = train(commands, data, "--block-size=512", "--total-batch-size=1024", "--val-tokens=512")
     assert_refused(done, "validation split has 500 tokens", "--block-size 512")
 

@@ -372,7 +372,7 @@ def test_read_plain_of_another_encoding_names_a_remedy(tmp_path):
         (["--source", "none*.txt"], r"none\*.txt: no such file"),
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
         (["--source", "a.csv"], r"a\.csv is not .* files that end in .*, \.jsonl\.gz, "),
-        (["--source", "."], r"\. is a folder: name its files, as in \./\*\.jsonl"),
+        (["--source", "."], r"\. is a folder: name its files, as in '\./\*\.jsonl'$"),
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),
         (["--source"], "--source needs a value"),

@@ -122,10 +122,10 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
 
 
 def test_remedy_of_a_damaged_checkpoint_goes_back_to_the_one_before(tmp_path):
-    old, new = (fake_checkpoint(tmp_path / "a", step) for step in (4, 8))
+    old, new = (fake_checkpoint(tmp_path / "a b", step) for step in (4, 8))
     (new.path / "model.safetensors").write_text("damaged")
     with pytest.raises(ValueError, match="is damaged: ") as refused:
-        parse_config([f"--resume={tmp_path}/a"])
+        parse_config([f"--resume={tmp_path}/a b"])
     remedy = str(refused.value).partition("the one before it by ")[2]
     assert parse_config(shlex.split(remedy))[1] == old
 

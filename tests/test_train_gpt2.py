@@ -3,6 +3,7 @@ import math
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,6 @@ from train_gpt2 import (
     learning_rate,
     main,
     train_step,
-    training_batches,
 )
 from training.config import TrainConfig
 
@@ -41,7 +41,7 @@ def one_step(tiny_data):
     def step(model, batches, **settings):
         tokens = 16 * len(batches)
         trainer = tiny_trainer(tiny_data, model, total_batch_size=tokens, **settings)
-        return train_step(trainer, iter(batches), 1e-3)
+        return train_step(replace(trainer, batches=iter(batches)), 1e-3)
 
     return step
 
@@ -351,12 +351,12 @@ def test_check_finite_float16_gives_up_once_the_scale_is_down_to_1():
 
 def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data, capsys):
     trainer = tiny_trainer(tiny_data, optimizer="muon", dtype="float16")
-    with training_batches(trainer, 0) as batches:
-        train_step(trainer, batches, 1e-2)
+    with trainer.batches:
+        train_step(trainer, 1e-2)
         scale = trainer.scaler.get_scale()
         before = {name: p.detach().clone() for name, p in trainer.raw_model.named_parameters()}
         trainer.raw_model.transformer.ln_f.bias.register_hook(lambda grad: grad * math.inf)
-        result = train_step(trainer, batches, 1e-2)  # AdamW's overflows, none of Muon's does
+        result = train_step(trainer, 1e-2)  # AdamW's overflows, none of Muon's does
     assert not math.isfinite(result.grad_norm)
     for name, parameter in trainer.raw_model.named_parameters():
         assert torch.equal(parameter, before[name]), name
@@ -388,11 +388,11 @@ def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
 
 def test_train_step_tells_all_that_one_is_to_stop(tiny_data):
     trainer = tiny_trainer(tiny_data)
-    with training_batches(trainer, 0) as batches:
-        train_step(trainer, batches, 1e-3)
+    with trainer.batches:
+        train_step(trainer, 1e-3)
         assert trainer.stop.reason is None
         trainer.stop.write_failed(OSError("full"), at_end=True)
-        train_step(trainer, batches, 1e-3)
+        train_step(trainer, 1e-3)
         assert trainer.stop.reason == "failure"
 
 

@@ -37,6 +37,7 @@ from runtime.distributed import (
     is_main,
     print0,
     raise_on_all_ranks,
+    train_command,
 )
 from runtime.files import lock_folder, write_json
 from runtime.metrics import METRICS_NAME, describe_best, last_saved_step
@@ -107,7 +108,7 @@ def _warn_of_rates(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConf
     if jumps(step):
         others = complete_checkpoints(checkpoint.path.parent)
         smooth = next((path for path in others if not jumps(int(path.name[5:]))), None)
-        remedy = f"--resume {smooth} with another --run-name" if smooth else "a new run"
+        remedy = f"{resume_flag(smooth)} with another --run-name" if smooth else "a new run"
         print0(
             f"warning: the learning rate jumps at step {step} from {before(step):.2g} to "
             f"{learning_rate(config, step):.2g}; the way to a smooth curve is {remedy}"
@@ -131,7 +132,7 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
             raise ValueError(
                 f"{error}: give an earlier checkpoint, or go back to the one before it by "
                 f"--resume auto --out-dir {shlex.quote(str(run_dir.parent))} "
-                f"--run-name {run_dir.name}"
+                f"--run-name {shlex.quote(run_dir.name)}"
             ) from None
         return path
     if run_name is None:
@@ -187,7 +188,7 @@ def describe_run(run_dir: Path) -> str:
         f"run folder  {path}\n"
         f"figures     python plot.py {path}, at any time\n"
         f"to stop     Ctrl-C or SIGTERM, which save first\n"
-        f"to resume   python train_gpt2.py --resume {path}"
+        f"to resume   {train_command('--resume', run_dir)}"
     )
 
 
@@ -196,7 +197,12 @@ def resume_hint(run_dir: Path) -> str:
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
         return no_checkpoint_hint(run_dir)
-    return f"last checkpoint {checkpoint.name}, go on with --resume {shlex.quote(str(run_dir))}"
+    return f"last checkpoint {checkpoint.name}, go on with {resume_flag(run_dir)}"
+
+
+def resume_flag(path: Path) -> str:
+    """The flag that resumes from a run or a checkpoint, as a shell takes it."""
+    return shlex.join(("--resume", str(path)))
 
 
 @contextmanager
@@ -206,7 +212,10 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
         yield
     except FloatingPointError as error:
         barrier()  # all ranks come here, rank 0 when its last save is complete
-        raise FloatingPointError(f"{error}; {resume_hint(run_dir)} and a lower --max-lr") from None
+        remedy = f"{resume_hint(run_dir)} and a lower --max-lr"
+        for earlier in complete_checkpoints(run_dir / "checkpoints")[1:2]:
+            remedy += f"; if it diverges again, with {resume_flag(earlier)} and another --run-name"
+        raise FloatingPointError(f"{error}; {remedy}") from None
     except Exception as error:  # Triton's are no RuntimeErrors
         if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
             remedy = f"give a smaller --micro-batch-size; {resume_hint(run_dir)}"
@@ -275,7 +284,7 @@ def check_usable(run_dir: Path, config: TrainConfig, checkpoint: Checkpoint | No
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
-            f"--resume {run_dir}"
+            f"{resume_flag(run_dir)}"
         )
     # By the step: a copy that is resumed from may have any name.
     resumed = f"step_{checkpoint.state.step:08d}" if checkpoint else ""

@@ -20,12 +20,13 @@ from typing import Any, Self
 import torch
 
 from plot import plot_run
-from runtime.device import device_name, peak_memory_gib, synchronize
+from runtime.device import describe_environment, device_name, peak_memory_gib, synchronize
 from runtime.distributed import is_main, print0, world_size
 from runtime.files import append_atomically
 from runtime.metrics import METRICS_NAME, format_count, format_duration, mfu, peak_flops
 from runtime.trackers import Trackers
 from training.config import TrainConfig
+from training.run_dir import describe_run
 
 LINE_COLUMNS = 100  # of the console
 ETA_STEPS = 50  # recent ones, that the time left is estimated from
@@ -72,6 +73,14 @@ class RunLog:
         self._trackers.finish()
         if self._file is not None:
             self._file.close()
+
+    def start(self, data_fingerprint: str) -> None:
+        """Show how to follow the run; log where a resumed one begins, the machine and the data."""
+        print0(describe_run(self.run_dir))
+        if self.config.resume is not None:
+            self.record(resumed_from=self.start_step)
+        environment = describe_environment(self.device, self.dtype, world_size())
+        self.record(environment=environment, data_fingerprint=data_fingerprint)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
