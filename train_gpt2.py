@@ -61,7 +61,6 @@ class Trainer:
     model: nn.Module  # the same parameters, compiled and wrapped: for training and validation
     optimizers: tuple[torch.optim.Optimizer, ...]
     scaler: torch.amp.GradScaler
-    train_shards: TokenShards
     val_shards: TokenShards
     batches: ShardedDataLoader  # this process's training micro-batches
     hellaswag: Sequence[Example]
@@ -167,7 +166,6 @@ def setup(
         model=model,
         optimizers=optimizers,
         scaler=scaler,
-        train_shards=splits[0],
         val_shards=splits[1],
         batches=batches,
         hellaswag=hellaswag,
@@ -310,13 +308,13 @@ def train(trainer: Trainer) -> tuple[int, bool]:
 def log_start(trainer: Trainer) -> None:
     """Say what the run takes; log where a resumed run begins, the machine and the data."""
     config, info, shape = trainer.config, trainer.dist_info, trainer.raw_model.config
-    train_tokens = trainer.train_shards.total_tokens
+    train_tokens = trainer.batches.shards.total_tokens
     print0(plan.describe_plan(config, shape, trainer.batch, info, train_tokens))
     print0(run_dir.describe_run(trainer.log.run_dir))
     if config.resume is not None:
         trainer.log.record(resumed_from=trainer.batches.start_step)
     environment = device.describe_environment(info.device, trainer.dtype, info.world_size)
-    fingerprint = trainer.train_shards.fingerprint
+    fingerprint = trainer.batches.shards.fingerprint
     trainer.log.record(environment=environment, data_fingerprint=fingerprint)
 
 
@@ -514,7 +512,7 @@ def save(trainer: Trainer, step: int) -> None:
             tokens_seen=step * config.total_batch_size,
             model_config=asdict(model.config),
             train_config=config.saved(),
-            data_fingerprint=trainer.train_shards.fingerprint,
+            data_fingerprint=trainer.batches.shards.fingerprint,
             val_fingerprint=trainer.val_shards.fingerprint,
             rng_states=checkpoint.rng_states(),
             grad_scaler=trainer.scaler.state_dict(),
