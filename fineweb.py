@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 import itertools
 import os
-import shlex
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +34,7 @@ from tqdm import tqdm
 from corpus import published, shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
-from runtime.cli import bad_numbers, parse_flags, run_command
+from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
 from runtime.files import lock_folder
 from runtime.hub import REPO_NAME, check_repo_name
 from runtime.startup import usable_cores
@@ -285,7 +284,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     if first in sources.SOURCES:
         return first, lambda _: sources.SOURCES[first]()
     if first not in sources.FINEWEB and Path(first).is_dir():
-        files = shlex.quote(f"{first}/*.jsonl")
+        files = shell_line(f"{first}/*.jsonl")
         raise ValueError(f"--source {first} is a folder: name its files, as in {files}")
     dataset = sources.FINEWEB.get(first, first)
     if not REPO_NAME.fullmatch(dataset):

@@ -61,7 +61,6 @@ class Trainer:
     model: nn.Module  # the same parameters, compiled and wrapped: for training and validation
     optimizers: tuple[torch.optim.Optimizer, ...]
     scaler: torch.amp.GradScaler
-    train_shards: TokenShards
     val_shards: TokenShards
     batches: ShardedDataLoader  # this process's training micro-batches
     hellaswag: Sequence[Example]
@@ -169,7 +168,6 @@ def setup(
         model=model,
         optimizers=optimizers,
         scaler=scaler,
-        train_shards=splits[0],
         val_shards=splits[1],
         batches=batches,
         hellaswag=hellaswag,
@@ -500,7 +498,7 @@ def save(trainer: Trainer, step: int) -> None:
             tokens_seen=step * config.total_batch_size,
             model_config=asdict(model.config),
             train_config=config.saved(),
-            data_fingerprint=trainer.train_shards.fingerprint,
+            data_fingerprint=trainer.batches.shards.fingerprint,
             val_fingerprint=trainer.val_shards.fingerprint,
             rng_states=checkpoint.rng_states(),
             grad_scaler=trainer.scaler.state_dict(),

@@ -15,7 +15,6 @@ import base64
 import json
 import os
 import re
-import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from model import GPT, GPTConfig
+from runtime.cli import shell_line
 from runtime.distributed import (
     all_reduce_max,
     distribute_like,
@@ -338,8 +338,9 @@ def find_checkpoint(path: Path) -> Path:
 def no_checkpoint_hint(run_dir: Path) -> str:
     """How to begin a run again that has no checkpoint."""
     flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
-    config = run_dir / "config.json"  # is written once all is set up
-    command = train_command("--config", config, *flags) if config.exists() else "the same command"
+    config, command = run_dir / "config.json", "the command that began it"
+    if config.exists():  # it is written once all is set up
+        command = train_command("--config", config, *flags)
     return f"no checkpoint yet: begin again with {command}"
 
 
@@ -407,9 +408,8 @@ def load_checkpoint(
         if built != state.optimizers:
             raise ValueError(
                 f"{path} was trained by {' and '.join(state.optimizers)}, and this run builds "
-                f"{' and '.join(built)}: use the same --optimizer, or start a new run from the "
-                f"weights by {shlex.join(('--init-from', str(path)))}, without --size, --n-layer, "
-                f"--n-head and --n-embd"
+                f"{' and '.join(built)}: use the same --optimizer, or start a new run, without "
+                f"--size, --n-layer, --n-head and --n-embd, by {shell_line('--init-from', path)}"
             )
         copy_parameters(read_tensors(path / MODEL_NAME), model, path)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values

@@ -8,6 +8,7 @@ import io
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -85,6 +86,11 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return f"--{name.replace('_', '-')}"
+
+
+def shell_line(*words: object) -> str:
+    """Words of a command as one would paste them into a shell."""
+    return shlex.join(map(str, words))
 
 
 def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
@@ -216,8 +222,7 @@ def run_command(main: Callable[[], None]) -> None:
 
         if not is_out_of_memory(error):
             raise
-        advice = "end what else uses it, or use a smaller model or batch"
-        advice += " (--num-samples of sample.py, --batch-size of hellaswag.py)"
+        advice = "end what else uses it, or use a smaller model, --batch-size or --num-samples"
         print_error(f"error: the device is out of memory, {advice}: {str(error)[:300]}")
         _exit(2)
     except KeyboardInterrupt as interrupt:

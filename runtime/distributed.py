@@ -7,7 +7,6 @@ every function here returns at once.
 import gc
 import itertools
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from model import GPT
-from runtime.cli import RunStopped
+from runtime.cli import RunStopped, shell_line
 from runtime.device import DeviceName, select_device
 from runtime.startup import usable_cores
 
@@ -63,7 +62,7 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
 
 def train_command(*flags: object) -> str:
     """What starts training with these flags in as many processes as there are now."""
-    given, local = shlex.join(map(str, flags)), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    given, local = shell_line(*flags), os.environ.get("LOCAL_WORLD_SIZE", "1")
     if "RANK" not in os.environ:
         return f"python train_gpt2.py {given}"
     if local != os.environ["WORLD_SIZE"]:  # how torchrun was told of the machines is not known

@@ -322,7 +322,7 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
     os.makedirs("runs/large/checkpoints")
     os.rename("run", "runs/small")
     for source, message in {
-        "runs/large": "the run runs/large has no checkpoint yet: .*--resume auto .*-name large",
+        "runs/large": "the run runs/large has no checkpoint yet: begin again with the command",
         "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
         "runs": "runs is no run, .*: the runs in runs are large, small",
         "./nothing": "nothing does not exist: the runs in .* are none",

@@ -91,14 +91,13 @@ TRAIN --resume=auto --run-name=damaged ?? start a new run with another (--run-na
 RESUME --resume=step_00000004 ?? not in a run's checkpoints folder: give a (--run-name)$ >> … \1 b
 AGAIN --seed=5 ?? \(seed 1337 -> 5\): leave .* with another (--run-name) and (without --resume)$
     >> without --seed … >> \2 … \1 b
-AGAIN --optimizer=muon ?? use the same (--optimizer), or .* by (--init-from .*), (without .*)$
-    >> without \1 … >> \3 --resume … \2 --run-name=b
+AGAIN --optimizer=muon ?? use the same (--optimizer), or .* (without .*), by (--init-from .*)$
+    >> without \1 … >> \2 --resume … \3 --run-name=b
 RESUME --max-lr=1e38 --max-steps=12
-    ?? go on with (.*) and a lower (--max-lr); .*, with (--resume .*) and another (--run-name)$
-    >> … \1 \2 1e-4 >> … \3 \4 b --max-lr=1e-4
+    ?? go on with (.*) and a lower (--max-lr); if this fails, another (--run-name) with (.*)$
+    >> … \1 \2 1e-4 >> … \3 b \4 --max-lr=1e-4
 RESUME --max-lr=1e38 --max-steps=12 --checkpoint-every=1
-    ?? step_00000009, .*; if it diverges again, with (--resume .*) and another (--run-name)$
-    >> … \1 \2 b --max-lr=1e-4
+    ?? step_00000009, .*; if this fails, another (--run-name) with (.*)$ >> … \1 b \2 --max-lr=1e-4
 RESUME --resume='my runs/a/checkpoints/step_00000004' --run-name=b --max-steps=7 --max-lr=1e38
     ?? go on with (.*) and a lower (--max-lr)$ >> python train_gpt2.py \1 \2 1e-4
 RESUME --resume='my runs/overfit' ?? sample and export with (--model .*)$
@@ -237,7 +236,7 @@ def test_remedy_of_a_batch_that_is_too_large(run, monkeypatch):
     follow(run, rf"TRAIN {smaller} no checkpoint yet: begin again with (python .*)$ >> \2 \1=1")
     once = [torch.OutOfMemoryError("out of memory"), torch.amp.GradScaler("cpu", enabled=False)]
     monkeypatch.setattr(torch.amp, "GradScaler", Mock(side_effect=once))  # while it is set up
-    follow(run, rf"TRAIN --run-name=c {smaller} begin again with the same command$ >> … \1=1")
+    follow(run, rf"TRAIN --run-name=c {smaller} with the command that began it$ >> … \1=1")
 
 
 def test_remedy_of_a_compiler_that_fails(run, monkeypatch):

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +27,7 @@ from runtime.checkpoint import (
     run_names,
     verify_checkpoint,
 )
-from runtime.cli import RunStopped, parse_flags
+from runtime.cli import RunStopped, parse_flags, shell_line
 from runtime.device import compile_error, is_out_of_memory
 from runtime.distributed import (
     barrier,
@@ -107,8 +106,8 @@ def _warn_of_rates(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConf
     step = checkpoint.state.step
     if jumps(step):
         others = complete_checkpoints(checkpoint.path.parent)
-        smooth = next((path for path in others if not jumps(int(path.name[5:]))), None)
-        remedy = f"{resume_flag(smooth)} with another --run-name" if smooth else "a new run"
+        smooth = (shell_line("--resume", p) for p in others if not jumps(int(p.name[5:])))
+        remedy = next((f"{resume} with another --run-name" for resume in smooth), "a new run")
         print0(
             f"warning: the learning rate jumps at step {step} from {before(step):.2g} to "
             f"{learning_rate(config, step):.2g}; the way to a smooth curve is {remedy}"
@@ -129,10 +128,10 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
             verify_checkpoint(path)
         except ValueError as error:
             run_dir = path.absolute().parent.parent
+            flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
             raise ValueError(
                 f"{error}: give an earlier checkpoint, or go back to the one before it by "
-                f"--resume auto --out-dir {shlex.quote(str(run_dir.parent))} "
-                f"--run-name {shlex.quote(run_dir.name)}"
+                f"{shell_line(*flags)}"
             ) from None
         return path
     if run_name is None:
@@ -183,7 +182,7 @@ def finish_run(run_dir: Path, step: int, is_complete: bool, stop: StopRequest) -
 
 def describe_run(run_dir: Path) -> str:
     """Where a run is, and how to follow, stop and resume it."""
-    path = shlex.quote(str(run_dir))
+    path = shell_line(run_dir)
     return (
         f"run folder  {path}\n"
         f"figures     python plot.py {path}, at any time\n"
@@ -197,12 +196,7 @@ def resume_hint(run_dir: Path) -> str:
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
         return no_checkpoint_hint(run_dir)
-    return f"last checkpoint {checkpoint.name}, go on with {resume_flag(run_dir)}"
-
-
-def resume_flag(path: Path) -> str:
-    """The flag that resumes from a run or a checkpoint, as a shell takes it."""
-    return shlex.join(("--resume", str(path)))
+    return f"last checkpoint {checkpoint.name}, go on with {shell_line('--resume', run_dir)}"
 
 
 @contextmanager
@@ -214,7 +208,7 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
         barrier()  # all ranks come here, rank 0 when its last save is complete
         remedy = f"{resume_hint(run_dir)} and a lower --max-lr"
         for earlier in complete_checkpoints(run_dir / "checkpoints")[1:2]:
-            remedy += f"; if it diverges again, with {resume_flag(earlier)} and another --run-name"
+            remedy += f"; if this fails, another --run-name with {shell_line('--resume', earlier)}"
         raise FloatingPointError(f"{error}; {remedy}") from None
     except Exception as error:  # Triton's are no RuntimeErrors
         if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
@@ -284,7 +278,7 @@ def check_usable(run_dir: Path, config: TrainConfig, checkpoint: Checkpoint | No
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
-            f"{resume_flag(run_dir)}"
+            f"{shell_line('--resume', run_dir)}"
         )
     # By the step: a copy that is resumed from may have any name.
     resumed = f"step_{checkpoint.state.step:08d}" if checkpoint else ""
