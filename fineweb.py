@@ -2,7 +2,7 @@
 
     python fineweb.py                                # 10B tokens of FineWeb-Edu
     python fineweb.py --source stdlib                # no network: the standard library's sources
-    python fineweb.py --source texts/*.jsonl a.txt   # your own .parquet, .jsonl and .txt
+    python fineweb.py --source texts/ a.py b.jsonl   # your own: folders, text, tables with text
     python fineweb.py --source hub:OWNER/NAME        # shards that --push-to-hub has uploaded
     torchrun --nproc_per_node=4 fineweb.py           # a part of the files for every process
     python fineweb.py --part 0 --parts 2             # such a part alone, on one of two machines
@@ -52,8 +52,8 @@ class FineWebConfig:
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `hub:OWNER/NAME`, shards that
     --push-to-hub uploaded; `stdlib`, the running Python's standard library, which needs no network;
-    or .parquet, .jsonl (also .gz and .zst) and .txt files, or globs of them. A .txt file is one
-    document; a row's `text` is one in the others."""
+    or files, folders and globs. A row of .parquet or .jsonl (also .gz and .zst) is a document, in
+    its `text`; any other file is one, if it is UTF-8."""
     name: str | None = None
     """Configuration of the hub data set; `sample-10BT` of fineweb and fineweb-edu."""
     data_dir: Path | None = None
@@ -274,22 +274,23 @@ def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds:
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     """What `--source` means: the name of its folder in data/, and the function that opens it."""
     first = config.source[0]
-    if kind := sources.file_type(first):
+    has_name = first in sources.SOURCES or first in sources.FINEWEB
+    if not has_name and (sources.file_type(first) or sources.local_paths(first)):
         paths = sources.local_files(config.source)
-        one = paths[0].name.removesuffix(kind)
-        name = one if len(paths) == 1 else paths[0].resolve().parent.name
+        folder = Path(first) if Path(first).is_dir() else paths[0].parent
+        name = folder.resolve().name
+        if len(paths) == 1 and folder != Path(first):
+            name = paths[0].name.removesuffix(sources.file_type(paths[0]) or paths[0].suffix)
         return name, lambda _: sources.file_source(paths)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: only files may be several")
     if first in sources.SOURCES:
         return first, lambda _: sources.SOURCES[first]()
-    if first not in sources.FINEWEB and Path(first).is_dir():
-        raise ValueError(f"--source {first} is a folder: name its files, as in {first}/*.jsonl")
     dataset = sources.FINEWEB.get(first, first)
     if not REPO_NAME.fullmatch(dataset):
         raise ValueError(
             f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
-            f"a hub data set (OWNER/NAME), or files that end in {', '.join(sources.FILE_TYPES)}"
+            f"a hub data set (OWNER/NAME), or a file or folder that is there"
         )
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")

@@ -137,25 +137,52 @@ def file_type(path: Path | str) -> str:
     return next((kind for kind in FILE_TYPES if str(path).endswith(kind)), "")
 
 
+def local_paths(pattern: str) -> list[Path]:
+    """The files and folders that a path or glob means, sorted."""
+    if Path(pattern).exists():  # a file name may have brackets
+        return [Path(pattern)]
+    return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+
+
 def local_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files of paths and globs, those of a glob sorted, each file once."""
+    """The files of paths, folders and globs, those of a folder or glob sorted, each file once."""
     paths = []
     for pattern in patterns:
-        matches = sorted(glob.glob(pattern, recursive=True))
-        if Path(pattern).exists():  # a file name may have brackets
-            matches = [pattern]
+        matches = local_paths(pattern)
         if not matches:
-            raise FileNotFoundError(f"--source {pattern}: no such file")
-        paths += [Path(match) for match in matches]
+            raise FileNotFoundError(f"--source {pattern}: no such file or folder")
+        for path in matches:
+            paths += folder_files(path) if path.is_dir() else [path]
     for path in paths:
-        if not file_type(path) or not path.is_file():
-            raise ValueError(f"--source {path} is not a {', '.join(FILE_TYPES)} file")
+        if not path.is_file():  # it may be a pipe, which is read once only
+            raise ValueError(f"--source {path} is not a file: copy it into one")
     once: dict[Path, Path] = {}
     for path in paths:
         once.setdefault(path.resolve(), path)
     if len(once) < len(paths):
         print(f"--source has {len(paths)} names of {len(once)} files: each file is read once")
     return [*once.values()]
+
+
+def folder_files(folder: Path) -> list[Path]:
+    """The text files in and below a folder that are not hidden; says what it leaves out."""
+    names = glob.glob(f"{glob.escape(str(folder))}/**", recursive=True)
+    files = sorted(path for path in map(Path, names) if path.is_file())
+    texts = [path for path in files if is_text(path)]
+    if left_out := sorted({*files} - {*texts}):
+        count = f"{len(left_out):,} of {len(files):,} files left out"
+        print(f"--source {folder}: {count}, binary or not UTF-8, such as {left_out[0]}")
+    if not texts:
+        raise ValueError(f"--source {folder} has no text files, in it or below it")
+    return texts
+
+
+def is_text(path: Path) -> bool:
+    """Whether the first block of a plain text is one; a table is taken for one by its name."""
+    try:
+        return file_type(path) not in ("", ".txt") or "\0" not in next(read_plain(path))
+    except ValueError:
+        return False
 
 
 def read_file(path: Path, opened: os.stat_result) -> Iterator[str]:

@@ -67,7 +67,7 @@ def write_texts(path, texts):
         pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path)
         return path
     content = "\n".join(texts).encode()
-    if path.suffix != ".txt":
+    if ".json" in path.name:
         content = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
     if codec := {".gz": "gzip", ".zst": "zstd"}.get(path.suffix):
         halves = content[: len(content) // 2], content[len(content) // 2 :]
@@ -198,6 +198,42 @@ def test_main_takes_a_file_of_several_names_once(make, tmp_path):
     printed = make("--source", "a/*.txt", "a/b.txt", "a/../a/b.txt", "link.txt", "--data-dir", "d")
     assert printed.startswith("--source has 5 names of 2 files: each file is read once\n")
     assert tokens_of(Path("d")) == reference(["one two three b", "one two three c"])
+
+
+def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_path):
+    texts = {"b.py": "one two", "a/c.csv": "x,y", "a/README": "état", "z.jsonl": "three"}
+    others = {"a.png": b"\x89PNG", "a/b.dat": b"\1\0\0", ".d/e.txt": b"f", "latin.txt": b"caf\xe9"}
+    for folder in ("mine/a", "mine/.d"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, content in others.items():
+        (tmp_path / "mine" / name).write_bytes(content)
+    for name, text in texts.items():
+        write_texts(tmp_path / "mine" / name, [text])
+    printed = make("--source", "mine")
+    left_out = "--source mine: 3 of 7 files left out, binary or not UTF-8, such as mine/a/b.dat\n"
+    assert printed.startswith(left_out)
+    in_order = [texts[name] for name in ("a/README", "a/c.csv", "b.py", "z.jsonl")]
+    assert tokens_of(Path("data/mine")) == reference(in_order)
+    assert "finished earlier" in make("--source", "mine")
+    with pytest.raises(ValueError, match=r"mine/latin\.txt: invalid UTF-8; .* iconv"):
+        make("--source", "mine/latin.txt", "--data-dir", "d")
+
+
+@pytest.mark.parametrize(
+    ("sources", "name"),
+    [
+        (["a/b.py"], "b"),
+        (["a/README"], "README"),
+        (["a/*"], "a"),
+        (["c", "a/b.py"], "c"),
+        (["c"], "c"),
+    ],
+)
+def test_main_names_the_data_after_the_file_or_folder(make, tmp_path, sources, name):
+    for file in ("a/b.py", "a/README", "c/d.txt"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        write_texts(tmp_path / file, ["one two three"])
+    assert f"\ndata/{name}: " in make("--source", *sources)
 
 
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
@@ -369,10 +405,11 @@ def test_read_plain_of_another_encoding_names_a_remedy(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--source", "none*.txt"], r"none\*.txt: no such file"),
+        (["--source", "none*.txt"], r"none\*.txt: no such file or folder"),
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
-        (["--source", "a.csv"], r"a\.csv is not .* files that end in .*, \.jsonl\.gz, "),
-        (["--source", "."], r"\. is a folder: name its files, as in \./\*\.jsonl"),
+        (["--source", "a.csv"], r"a\.csv is not .*, or a file or folder that is there"),
+        (["--source", "."], r"--source \. has no text files"),
+        (["--source", "empty.txt", os.devnull], f"{os.devnull} is not a file: copy it into one"),
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),
         (["--source"], "--source needs a value"),
@@ -380,7 +417,7 @@ def test_read_plain_of_another_encoding_names_a_remedy(tmp_path):
     ],
 )
 def test_main_explains_flags_that_cannot_be(make, flags, message):
-    Path("empty.txt").touch()
+    Path("empty.txt" if "empty.txt" in flags else ".hidden").touch()
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         make(*flags)
     assert not list(Path("data").glob("*/[!.]*"))
@@ -392,7 +429,7 @@ def test_main_without_network_says_what_works(tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: asking the Hugging Face hub for ")
-    assert re.search(r"--source stdlib .*\.parquet, \.jsonl, \.txt\)\n$", done.stderr)
+    assert re.search(r"--source stdlib .*\(text, \.jsonl, \.parquet\)\n$", done.stderr)
     assert not list(tmp_path.glob("data/*/[!.]*"))
 
 
