@@ -52,8 +52,10 @@ class FineWebConfig:
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `hub:OWNER/NAME`, shards that
     --push-to-hub uploaded; `stdlib`, the running Python's standard library, which needs no network;
-    or files, folders and globs. A row of .parquet or .jsonl (also .gz and .zst) is a document, in
-    its `text`; any other file is one, if it is UTF-8."""
+    or files, folders and globs. A row of .parquet or .jsonl (also .gz and .zst) is a document; any
+    other file is one, if it is UTF-8."""
+    text_field: str = "text"
+    """Column of tables and field of JSON lines that has the text, such as `content`."""
     name: str | None = None
     """Configuration of the hub data set; `sample-10BT` of fineweb and fineweb-edu."""
     data_dir: Path | None = None
@@ -114,7 +116,10 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     with folder_lock(folder, part):
         found = find_earlier(folder)
         source = open_source(found[0].source.get("revision") if found else None)
-        expected = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
+        identity = source.identity
+        if config.text_field != "text":
+            identity = identity | {"text field": config.text_field}
+        expected = Manifest(identity, VOCAB_SHA256, config.shard_size)
         if found and found[0].part == WHOLE and found[0].complete:
             shards.check_same_dataset(folder, found[0], expected)
             shards.verify_shards(folder, found[0].shards[part.index :: part.count])
@@ -281,7 +286,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         name = folder.resolve().name
         if len(paths) == 1 and folder != Path(first):
             name = paths[0].name.removesuffix(sources.file_type(paths[0]) or paths[0].suffix)
-        return name, lambda _: sources.file_source(paths)
+        return name, lambda _: sources.file_source(paths, None, config.text_field)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: only files may be several")
     if first in sources.SOURCES:
@@ -294,7 +299,9 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         )
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
-    return name, lambda known: sources.hub_source(dataset, subset, config.revision, known)
+    return name, lambda known: sources.hub_source(
+        dataset, subset, config.revision, known, config.text_field
+    )
 
 
 if __name__ == "__main__":

@@ -61,14 +61,14 @@ def texts_of(count, seed=0):
     return texts
 
 
-def write_texts(path, texts):
+def write_texts(path, texts, field="text"):
     """A source of the kind that its name says; compressed, it has two members, cut anywhere."""
     if path.suffix == ".parquet":
-        pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path)
+        pq.write_table(pa.table({"id": range(len(texts)), field: texts}), path)
         return path
     content = "\n".join(texts).encode()
     if ".json" in path.name:
-        content = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+        content = "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
     if codec := {".gz": "gzip", ".zst": "zstd"}.get(path.suffix):
         halves = content[: len(content) // 2], content[len(content) // 2 :]
         content = b"".join(pa.compress(half, codec, asbytes=True) for half in halves)
@@ -234,6 +234,24 @@ def test_main_names_the_data_after_the_file_or_folder(make, tmp_path, sources, n
         (tmp_path / file).parent.mkdir(exist_ok=True)
         write_texts(tmp_path / file, ["one two three"])
     assert f"\ndata/{name}: " in make("--source", *sources)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_main_takes_the_text_from_another_field(make, tmp_path, kind):
+    texts = texts_of(50)
+    for name, field in (("a", "text"), ("b", "content")):
+        write_texts(tmp_path / f"{name}.{kind}", texts, field)
+    make("--source", f"a.{kind}", "--text-field", "text")
+    assert "text field" not in Manifest.load(Path("data/a")).source
+    flags = ["--source", f"b.{kind}"]
+    with pytest.raises(ValueError, match=r"no `text`, .* it has id, content: choose by --text-f"):
+        make(*flags)
+    with pytest.raises(ValueError, match="`id` is int, not a string"):
+        make(*flags, "--text-field", "id")
+    make(*flags, "--text-field", "content")
+    assert tokens_of(Path("data/b")) == tokens_of(Path("data/a")) == reference(texts)
+    with pytest.raises(ValueError, match="data/b holds other data, text field content instead of"):
+        make(*flags, "--text-field", "id")
 
 
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
@@ -408,7 +426,7 @@ def test_read_plain_of_another_encoding_names_a_remedy(tmp_path):
         (["--source", "none*.txt"], r"none\*.txt: no such file or folder"),
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
         (["--source", "a.csv"], r"a\.csv is not .*, or a file or folder that is there"),
-        (["--source", "."], r"--source \. has no text files"),
+        (["--source", "empty"], "--source empty has no text files"),
         (["--source", "empty.txt", os.devnull], f"{os.devnull} is not a file: copy it into one"),
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),
@@ -417,7 +435,8 @@ def test_read_plain_of_another_encoding_names_a_remedy(tmp_path):
     ],
 )
 def test_main_explains_flags_that_cannot_be(make, flags, message):
-    Path("empty.txt" if "empty.txt" in flags else ".hidden").touch()
+    Path("empty.txt").touch()
+    Path("empty").mkdir()
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         make(*flags)
     assert not list(Path("data").glob("*/[!.]*"))
@@ -504,7 +523,9 @@ def hub(tmp_path):
         b"  - split: train\n    path: sample/10BT/*\n---\n"
     }
     for part in range(2):
-        path = write_texts(tmp_path / "part.parquet", texts[150 * part : 150 * part + 150])
+        path = write_texts(
+            tmp_path / "part.parquet", texts[150 * part : 150 * part + 150], "content"
+        )
         files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
     with HubServer() as server:
         server.add("dataset", "o/n", files)
@@ -515,6 +536,7 @@ def hub(tmp_path):
 @pytest.mark.slow
 def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     flags = ["--source", "o/n", "--name", "sample-10BT", "--shard-size", "1500"]
+    flags += ["--text-field", "content"]
     environment = hub.environment(tmp_path / "hf")
     assert_killed(run_driver(tmp_path, *flags, kill_at=8, environment=environment))
     folder = tmp_path / "data" / "n-10BT"
