@@ -52,7 +52,7 @@ class FineWebConfig:
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `hub:OWNER/NAME`, shards that
     --push-to-hub uploaded; `stdlib`, the running Python's standard library, which needs no network;
-    or files, folders and globs. A row of .parquet or .jsonl (also .gz and .zst) is a document; any
+    or files, folders and globs. A row of .parquet, .jsonl or .json (.gz, .zst) is a document; any
     other file is one, if it is UTF-8."""
     text_field: str = "text"
     """Column of tables and field of JSON lines that has the text, such as `content`."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
 from runtime.hub import explain_hub_errors, resolve_revision
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-FILE_TYPES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
+JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
+FILE_TYPES = (*JSON_LINES, ".parquet", ".txt")
 PLAIN = ("", ".txt")  # of what `file_type` gives
 NO_UTF8 = "invalid UTF-8; if it is Latin-1, convert it by iconv -f latin1 -t utf-8 FILE > NEW_FILE"
+JSON_ARRAY = "a JSON array, not JSON lines; convert it by jq -c '.[]' FILE > NEW_FILE.jsonl"
 TABLE_ROWS = 256  # rows that are read together
 HASHED_BYTES = 1 << 20  # of a file's head, and of its tail
 BLOCK_BYTES = 1 << 20  # read together, and about what is tokenised together of a plain text
@@ -174,14 +176,19 @@ def folder_files(folder: Path) -> list[Path]:
     texts = [path for path in files if is_text(path)]
     if left_out := sorted({*files} - {*texts}):
         count = f"{len(left_out):,} of {len(files):,} files left out"
-        print(f"--source {folder}: {count}, binary or not UTF-8, such as {left_out[0]}")
+        print(
+            f"--source {folder}: {count}, neither UTF-8 text nor JSON lines, such as {left_out[0]}"
+        )
     if not texts:
         raise ValueError(f"--source {folder} has no text files, in it or below it")
     return texts
 
 
 def is_text(path: Path) -> bool:
-    """Whether the first block of a plain text is one; a table is taken for one by its name."""
+    """Whether a folder's file is UTF-8, as far as its first block, or JSON lines, or a table."""
+    if path.suffix == ".json":  # unlike lines, package.json and such begin with a line of "{"
+        with path.open("rb") as file:
+            return file.readline(9).startswith((b'{"', b'{ "'))
     try:
         return file_type(path) not in PLAIN or "\0" not in next(read_plain(path))
     except ValueError:
@@ -193,7 +200,7 @@ def read_file(path: Path, opened: os.stat_result, field: str) -> Iterator[str]:
     kind = file_type(path)
     if kind == ".parquet":
         yield from read_parquet(path, field)
-    elif kind.startswith(".jsonl"):
+    elif kind in JSON_LINES:
         yield from read_jsonl(path, field)
     else:
         yield from read_plain(path)
@@ -222,6 +229,8 @@ def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
     """A field of every line of a JSON Lines file; blank lines are skipped."""
     try:
         with _open_lines(path) as lines:
+            if lines.peek(9).lstrip().startswith(b"["):
+                raise ValueError(f"{path}: {JSON_ARRAY}")
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _parse_line(line, field, f"{path}, line {number}")
@@ -229,9 +238,7 @@ def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
         raise ValueError(f"{path} cannot be read ({error}): is it complete?") from None
 
 
-def _open_lines(path: Path) -> IO[bytes]:
-    if path.suffix == ".jsonl":
-        return path.open("rb")
+def _open_lines(path: Path) -> io.BufferedReader:
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(path), BLOCK_BYTES)  # decompresses by suffix

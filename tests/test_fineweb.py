@@ -201,8 +201,15 @@ def test_main_takes_a_file_of_several_names_once(make, tmp_path):
 
 
 def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_path):
-    texts = {"b.py": "one two", "a/c.csv": "x,y", "a/README": "état", "z.jsonl": "three"}
+    texts = {
+        "b.py": "one two",
+        "a/c.csv": "x,y",
+        "a/README": "état",
+        "y.json": "four",
+        "z.jsonl": "three",
+    }
     others = {"a.png": b"\x89PNG", "a/b.dat": b"\1\0\0", ".d/e.txt": b"f", "latin.txt": b"caf\xe9"}
+    others |= {"package.json": b'{\n  "name": "x"\n}\n', "rows.json": b'[{"text": "x"}]'}
     for folder in ("mine/a", "mine/.d"):
         (tmp_path / folder).mkdir(parents=True)
     for name, content in others.items():
@@ -210,13 +217,17 @@ def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_p
     for name, text in texts.items():
         write_texts(tmp_path / "mine" / name, [text])
     printed = make("--source", "mine")
-    left_out = "--source mine: 3 of 7 files left out, binary or not UTF-8, such as mine/a/b.dat\n"
+    left_out = (
+        "--source mine: 5 of 10 files left out, neither UTF-8 text nor JSON lines, such as mine/a"
+    )
     assert printed.startswith(left_out)
-    in_order = [texts[name] for name in ("a/README", "a/c.csv", "b.py", "z.jsonl")]
+    in_order = [texts[name] for name in ("a/README", "a/c.csv", "b.py", "y.json", "z.jsonl")]
     assert tokens_of(Path("data/mine")) == reference(in_order)
     assert "finished earlier" in make("--source", "mine")
     with pytest.raises(ValueError, match=r"mine/latin\.txt: invalid UTF-8; .* iconv"):
         make("--source", "mine/latin.txt", "--data-dir", "d")
+    with pytest.raises(ValueError, match=r"rows\.json: a JSON array, .* jq -c '\.\[\]' FILE > NEW"):
+        make("--source", "mine/rows.json", "--data-dir", "d")
 
 
 @pytest.mark.parametrize(
@@ -365,6 +376,14 @@ def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
     path.write_bytes(b'{"text": "once upon a time"}\n\n{"text": ""}\n' + row + b"\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 4: .*({message})"):
         list(sources.read_jsonl(path))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_read_jsonl_takes_json_for_json_lines(make, tmp_path, suffix):
+    texts = texts_of(50)
+    write_texts(tmp_path / f"a.json{suffix}", texts)
+    make("--source", f"a.json{suffix}")
+    assert tokens_of(Path("data/a")) == reference(texts)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
