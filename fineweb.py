@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import itertools
 import os
+import shlex
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,13 +36,16 @@ from corpus import published, shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from runtime.cli import bad_numbers, parse_flags, run_command
-from runtime.files import lock_folder
+from runtime.files import lock_folder, read_json
 from runtime.hub import REPO_NAME, check_repo_name
 from runtime.startup import usable_cores
 from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
+RECIPES = Path(__file__).parent / "recipes"
+MOST_PASSES = 10  # over the training split, of the run that is proposed
+TOKENS_FOR_124M = 2_500_000_000  # four passes of its recipe
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
 
@@ -98,6 +102,8 @@ def main() -> None:
         print(make_shards(config, open_source, folder))
     if config.push_to_hub is not None:
         print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
+    if manifest := Manifest.load(folder):  # not before all parts are finished
+        print(f"next: {next_command(folder, manifest)}")
 
 
 def assign_rank(config: FineWebConfig) -> FineWebConfig:
@@ -274,6 +280,26 @@ def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds:
         documents += f" ({manifest.skipped:,} empty left out)"
     count = len(manifest.shards)
     return f"{what}: {documents}, {tokens:,} tokens, {count} shards; {seconds:.1f} s, {speed}"
+
+
+def next_command(folder: Path, manifest: Manifest) -> str:
+    """The training that suits a data set: by the largest recipe that makes few enough passes."""
+    tokens = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
+    runs = []
+    for path in RECIPES.glob("gpt2-*[0-9]m.json"):
+        recipe = read_json(path)
+        batch = recipe["total_batch_size"]
+        runs.append((recipe["max_steps"] * batch, batch, path.name))
+    *small, _ = sorted(runs)  # gpt2-124m is the last
+    most = MOST_PASSES * tokens
+    size, batch, name = max((run for run in small if run[0] <= most), default=small[0])
+    if tokens <= batch:
+        return f"more text, for a step of the smallest recipe, {name}, takes {batch:,} tokens"
+    if tokens >= TOKENS_FOR_124M:
+        name = "gpt2-124m-fast.json"
+    flags = f" --max-steps {most // batch}" if most < size else ""
+    data = shlex.quote(folder.as_posix())
+    return f"python train_gpt2.py --config recipes/{name} --data-dir {data}{flags}"
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:

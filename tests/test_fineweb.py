@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import fineweb
 from corpus import sources
-from corpus.shards import Manifest, Part, open_shards
+from corpus.shards import Manifest, Part, ShardInfo, open_shards
 from corpus.sources import Source, SourceFile, file_source, read_plain
 from fineweb import FineWebConfig, tokenize_documents
 from tokenizer import END_OF_TEXT, gpt2_encoding
@@ -573,6 +573,36 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     done = run_driver(tmp_path, *flags, "--revision", "main", environment=environment)
     assert done.returncode == 2
     assert f"revision {'a' * 40} instead of {'b' * 40}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tokens", "command"),
+    [
+        (8_192, "more text, for a step of the smallest recipe, gpt2-3m.json, takes 8,192 tokens"),
+        (8_193, "gpt2-3m.json --data-dir 'my data' --max-steps 10"),
+        (3_000_000, "gpt2-3m.json --data-dir 'my data' --max-steps 3662"),
+        (3_500_000, "gpt2-3m.json --data-dir 'my data'"),
+        (7_300_000, "gpt2-7m.json --data-dir 'my data'"),
+        (2_400_000_000, "gpt2-82m.json --data-dir 'my data'"),
+        (2_500_000_000, "gpt2-124m-fast.json --data-dir 'my data'"),
+    ],
+)
+def test_next_command_makes_ten_passes_at_most(tokens, command):
+    shards = (
+        ShardInfo("val_0.npy", "val", 10**9, ""),
+        ShardInfo("train_1.npy", "train", tokens, ""),
+    )
+    printed = fineweb.next_command(Path("my data"), Manifest({}, "", 1, shards))
+    assert printed.removeprefix("python train_gpt2.py --config recipes/") == command
+
+
+def test_main_ends_with_the_next_command(make, tmp_path):
+    files = [write_texts(tmp_path / f"{name}.jsonl", texts_of(400)) for name in "ab"]
+    flags = ["--source", *files, "--data-dir", "d", "--parts", 2]
+    assert "next: " not in make(*flags, "--part", 0)
+    for part in (1, 0):  # the last that was missing, and one that is found
+        last = make(*flags, "--part", part).splitlines()[-1]
+        assert re.fullmatch(r"next: python .* recipes/gpt2-3m\.json --data-dir d --max-.*", last)
 
 
 def test_find_source_names_the_folder_after_the_source():
