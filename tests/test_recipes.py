@@ -39,6 +39,10 @@ def test_small_recipe_follows_the_rules_of_the_ladder(path):
     assert config.max_steps // config.val_every >= 5
 
 
+def test_demo_validates_often_enough_for_a_curve_when_it_is_short():
+    assert 300 // read_config(ROOT / "recipes/demo.json").val_every >= 5
+
+
 def test_gpt2_124m_is_what_train_gpt2_does_without_flags():
     assert read_config(ROOT / "recipes/gpt2-124m.json").saved() == TrainConfig().saved()
 
