@@ -79,7 +79,7 @@ class FineWebConfig:
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("shard_size", "workers", "parts"))
-        if not self.source:
+        if not (self.source and all(self.source)):  # "" would be the current folder
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
         if problems:
             raise ValueError("; ".join(problems))

@@ -176,9 +176,7 @@ def folder_files(folder: Path) -> list[Path]:
     texts = [path for path in files if is_text(path)]
     if left_out := sorted({*files} - {*texts}):
         count = f"{len(left_out):,} of {len(files):,} files left out"
-        print(
-            f"--source {folder}: {count}, neither UTF-8 text nor JSON lines, such as {left_out[0]}"
-        )
+        print(f"--source {folder}: {count}, no UTF-8 text or JSON lines, such as {left_out[0]}")
     if not texts:
         raise ValueError(f"--source {folder} has no text files, in it or below it")
     return texts

@@ -217,9 +217,7 @@ def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_p
     for name, text in texts.items():
         write_texts(tmp_path / "mine" / name, [text])
     printed = make("--source", "mine")
-    left_out = (
-        "--source mine: 5 of 10 files left out, neither UTF-8 text nor JSON lines, such as mine/a"
-    )
+    left_out = "--source mine: 5 of 10 files left out, no UTF-8 text or JSON lines, such as mine/a"
     assert printed.startswith(left_out)
     in_order = [texts[name] for name in ("a/README", "a/c.csv", "b.py", "y.json", "z.jsonl")]
     assert tokens_of(Path("data/mine")) == reference(in_order)
@@ -450,6 +448,7 @@ def test_read_plain_of_another_encoding_names_a_remedy(tmp_path):
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),
         (["--source"], "--source needs a value"),
+        (["--source", ""], "--source needs a value"),
         (["--shard-size", "0"], "--shard-size must be above 0, not 0"),
     ],
 )
