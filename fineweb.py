@@ -2,7 +2,7 @@
 
     python fineweb.py                                # 10B tokens of FineWeb-Edu
     python fineweb.py --source stdlib                # no network: the standard library's sources
-    python fineweb.py --source texts/*.jsonl a.txt   # your own .parquet, .jsonl and .txt
+    python fineweb.py --source texts/ a.py b.jsonl   # your own: folders, text, tables with text
     python fineweb.py --source hub:OWNER/NAME        # shards that --push-to-hub has uploaded
     torchrun --nproc_per_node=4 fineweb.py           # a part of the files for every process
     python fineweb.py --part 0 --parts 2             # such a part alone, on one of two machines
@@ -18,6 +18,7 @@ if __name__ == "__main__":
     prepare_process()  # the imports below take seconds
 
 import itertools
+import math
 import os
 import time
 from collections import Counter, deque
@@ -35,13 +36,16 @@ from corpus import published, shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
-from runtime.files import lock_folder
+from runtime.files import lock_folder, read_json
 from runtime.hub import REPO_NAME, check_repo_name
 from runtime.startup import usable_cores
 from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
+RECIPES = Path(__file__).parent / "recipes"
+MOST_PASSES = 10  # over the training split, of the run that is proposed
+TOKENS_FOR_124M = 2_500_000_000  # four passes of its recipe
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
 
@@ -52,8 +56,10 @@ class FineWebConfig:
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `hub:OWNER/NAME`, shards that
     --push-to-hub uploaded; `stdlib`, the running Python's standard library, which needs no network;
-    or .parquet, .jsonl (also .gz and .zst) and .txt files, or globs of them. A .txt file is one
-    document; a row's `text` is one in the others."""
+    or files, folders and globs. A row of .parquet, .jsonl or .json (.gz, .zst) is a document; any
+    other file is one, if it is UTF-8."""
+    text_field: str = "text"
+    """Column of tables and field of JSON lines that has the text, such as `content`."""
     name: str | None = None
     """Configuration of the hub data set; `sample-10BT` of fineweb and fineweb-edu."""
     data_dir: Path | None = None
@@ -73,7 +79,7 @@ class FineWebConfig:
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("shard_size", "workers", "parts"))
-        if not self.source:
+        if not (self.source and all(self.source)):  # "" would be the current folder
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
         if problems:
             raise ValueError("; ".join(problems))
@@ -96,6 +102,8 @@ def main() -> None:
         print(make_shards(config, open_source, folder))
     if config.push_to_hub is not None:
         print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
+    if manifest := Manifest.load(folder):  # not before all parts are finished
+        print(f"next: {next_command(folder, manifest)}")
 
 
 def assign_rank(config: FineWebConfig) -> FineWebConfig:
@@ -114,7 +122,10 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     with folder_lock(folder, part):
         found = find_earlier(folder)
         source = open_source(found[0].source.get("revision") if found else None)
-        expected = Manifest(source.identity, VOCAB_SHA256, config.shard_size)
+        identity = source.identity
+        if config.text_field != "text":
+            identity = identity | {"text field": config.text_field}
+        expected = Manifest(identity, VOCAB_SHA256, config.shard_size)
         if found and found[0].part == WHOLE and found[0].complete:
             shards.check_same_dataset(folder, found[0], expected)
             shards.verify_shards(folder, found[0].shards[part.index :: part.count])
@@ -271,30 +282,54 @@ def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds:
     return f"{what}: {documents}, {tokens:,} tokens, {count} shards; {seconds:.1f} s, {speed}"
 
 
+def next_command(folder: Path, manifest: Manifest) -> str:
+    """The training that suits a data set: by the largest recipe that makes few enough passes.
+
+    For less text than the smallest recipe takes, that one is shortened, with a batch for the
+    tokens that are left: 0.58 D^0.571 of D (Li et al. 2025, Predictable Scale).
+    """
+    tokens = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
+    most, sizes = MOST_PASSES * tokens, dict[int, str]()
+    for path in RECIPES.glob("gpt2-*[0-9]m.json"):
+        recipe = read_json(path)
+        sizes[recipe["max_steps"] * recipe["total_batch_size"]] = path.name
+    *small, _ = sorted(sizes)  # gpt2-124m is the last
+    name, shorter = sizes[max((size for size in small if size <= most), default=small[0])], []
+    if tokens >= TOKENS_FOR_124M:
+        name = "gpt2-124m-fast.json"
+    elif most < small[0]:
+        batch = max(256, 2 ** round(math.log2(0.58 * most**0.571)))  # a sequence at least
+        shorter = ["--total-batch-size", batch, "--max-steps", most // batch]
+    flags = ("--config", f"recipes/{name}", "--data-dir", folder.as_posix(), *shorter)
+    return shell_line("python", "train_gpt2.py", *flags)
+
+
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     """What `--source` means: the name of its folder in data/, and the function that opens it."""
     first = config.source[0]
-    if kind := sources.file_type(first):
+    has_name = first in sources.SOURCES or first in sources.FINEWEB
+    if not has_name and (sources.file_type(first) or sources.local_paths(first)):
         paths = sources.local_files(config.source)
-        one = paths[0].name.removesuffix(kind)
-        name = one if len(paths) == 1 else paths[0].resolve().parent.name
-        return name, lambda _: sources.file_source(paths)
+        folder = Path(first) if Path(first).is_dir() else paths[0].parent
+        name = folder.resolve().name
+        if len(paths) == 1 and folder != Path(first):
+            name = paths[0].name.removesuffix(sources.file_type(paths[0]) or paths[0].suffix)
+        return name, lambda _: sources.file_source(paths, None, config.text_field)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: only files may be several")
     if first in sources.SOURCES:
         return first, lambda _: sources.SOURCES[first]()
-    if first not in sources.FINEWEB and Path(first).is_dir():
-        files = shell_line(f"{first}/*.jsonl")
-        raise ValueError(f"--source {first} is a folder: name its files, as in {files}")
     dataset = sources.FINEWEB.get(first, first)
     if not REPO_NAME.fullmatch(dataset):
         raise ValueError(
             f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
-            f"a hub data set (OWNER/NAME), or files that end in {', '.join(sources.FILE_TYPES)}"
+            f"a hub data set (OWNER/NAME), or a file or folder that is there"
         )
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
-    return name, lambda known: sources.hub_source(dataset, subset, config.revision, known)
+    return name, lambda known: sources.hub_source(
+        dataset, subset, config.revision, known, config.text_field
+    )
 
 
 if __name__ == "__main__":

@@ -38,14 +38,13 @@ from runtime.cli import run_command
 from runtime.distributed import DistInfo, print0
 from runtime.metrics import flops_per_token
 from runtime.stopping import EvaluationStopped, StopRequest
-from sample import generate
+from sample import encode, generate
 from tokenizer import gpt2_encoding
 from training import plan, run_dir
 from training.config import TrainConfig, learning_rate
 from training.preflight import open_same_data, run_preflight
 from training.run_log import RunLog
 
-SAMPLE_PROMPT = "Hello, I'm a language model,"
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
 
 
@@ -425,12 +424,12 @@ def score_hellaswag(trainer: Trainer, _: int) -> dict[str, float]:
 
 
 def write_samples(trainer: Trainer, step: int) -> dict[str, float]:
-    """Continue a fixed prompt, from a random generator of its own, into `samples.txt`.
+    """Continue the prompt, from a random generator of its own, into `samples.txt`.
 
     Every process does this, so that none waits long for another; rank 0 writes.
     """
     dist_info, encoding = trainer.dist_info, gpt2_encoding()
-    prompt = torch.tensor(encoding.encode_ordinary(SAMPLE_PROMPT), device=dist_info.device)
+    prompt = torch.tensor(encode(trainer.config.sample_prompt), device=dist_info.device)
     with uncompiled(trainer.config):
         sequences = generate(
             trainer.raw_model,

@@ -35,6 +35,7 @@ SHARD_DTYPE = np.dtype("<u2")
 SHARD_MANIFEST = "manifest.json"
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
+LLM_C_LLAMA_MAGIC = (20240801).to_bytes(4, "little")  # uint32 tokens of Llama 3
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
 MAPPED_SHARDS = 128  # of a split; each mapped file keeps a descriptor, and macOS allows 256
@@ -379,6 +380,8 @@ def _map_bin(path: Path) -> TokenArray:
     size, offset = path.stat().st_size, 0
     with path.open("rb") as file:
         header = file.read(LLM_C_HEADER_BYTES)
+    if header.startswith(LLM_C_LLAMA_MAGIC):
+        raise ValueError(f"{path} has Llama 3's tokens: make GPT-2's of its text by fineweb.py")
     expected = size // SHARD_DTYPE.itemsize
     if header.startswith(LLM_C_MAGIC):
         offset, expected = LLM_C_HEADER_BYTES, int.from_bytes(header[8:12], "little")

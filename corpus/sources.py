@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
 from runtime.hub import explain_hub_errors, resolve_revision
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-FILE_TYPES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
+JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
+FILE_TYPES = (*JSON_LINES, ".parquet", ".txt")
+PLAIN = ("", ".txt")  # of what `file_type` gives
 NO_UTF8 = "invalid UTF-8; if it is Latin-1, convert it by iconv -f latin1 -t utf-8 FILE > NEW_FILE"
+JSON_ARRAY = "a JSON array, not JSON lines; convert it by jq -c '.[]' FILE > NEW_FILE.jsonl"
 TABLE_ROWS = 256  # rows that are read together
 HASHED_BYTES = 1 << 20  # of a file's head, and of its tail
 BLOCK_BYTES = 1 << 20  # read together, and about what is tokenised together of a plain text
@@ -85,10 +88,12 @@ class Source:
                     yield Document(text, place, begins=i == 0 or not file.is_document)
 
 
-def file_source(paths: list[Path], identity: dict[str, Any] | None = None) -> Source:
+def file_source(
+    paths: list[Path], identity: dict[str, Any] | None = None, field: str = "text"
+) -> Source:
     """Local files, in order; those that are of none of `FILE_TYPES` are plain texts."""
     files = [
-        SourceFile(partial(read_file, path, path.stat()), file_type(path) in ("", ".txt"))
+        SourceFile(partial(read_file, path, path.stat(), field), file_type(path) in PLAIN)
         for path in paths
     ]
     if identity is None:
@@ -137,19 +142,25 @@ def file_type(path: Path | str) -> str:
     return next((kind for kind in FILE_TYPES if str(path).endswith(kind)), "")
 
 
+def local_paths(pattern: str) -> list[Path]:
+    """The files and folders that a path or glob means, sorted."""
+    if Path(pattern).exists():  # a file name may have brackets
+        return [Path(pattern)]
+    return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+
+
 def local_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files of paths and globs, those of a glob sorted, each file once."""
+    """The files of paths, folders and globs, those of a folder or glob sorted, each file once."""
     paths = []
     for pattern in patterns:
-        matches = sorted(glob.glob(pattern, recursive=True))
-        if Path(pattern).exists():  # a file name may have brackets
-            matches = [pattern]
+        matches = local_paths(pattern)
         if not matches:
-            raise FileNotFoundError(f"--source {pattern}: no such file")
-        paths += [Path(match) for match in matches]
+            raise FileNotFoundError(f"--source {pattern}: no such file or folder")
+        for path in matches:
+            paths += folder_files(path) if path.is_dir() else [path]
     for path in paths:
-        if not file_type(path) or not path.is_file():
-            raise ValueError(f"--source {path} is not a {', '.join(FILE_TYPES)} file")
+        if not path.is_file():  # it may be a pipe, which is read once only
+            raise ValueError(f"--source {path} is not a file: copy it into one")
     once: dict[Path, Path] = {}
     for path in paths:
         once.setdefault(path.resolve(), path)
@@ -158,13 +169,37 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     return [*once.values()]
 
 
-def read_file(path: Path, opened: os.stat_result) -> Iterator[str]:
+def folder_files(folder: Path) -> list[Path]:
+    """The text files in and below a folder that are not hidden; says what it leaves out."""
+    names = glob.glob(f"{glob.escape(str(folder))}/**", recursive=True)
+    files = sorted(path for path in map(Path, names) if path.is_file())
+    texts = [path for path in files if is_text(path)]
+    if left_out := sorted({*files} - {*texts}):
+        count = f"{len(left_out):,} of {len(files):,} files left out"
+        print(f"--source {folder}: {count}, no UTF-8 text or JSON lines, such as {left_out[0]}")
+    if not texts:
+        raise ValueError(f"--source {folder} has no text files, in it or below it")
+    return texts
+
+
+def is_text(path: Path) -> bool:
+    """Whether a folder's file is UTF-8, as far as its first block, or JSON lines, or a table."""
+    if path.suffix == ".json":  # unlike lines, package.json and such begin with a line of "{"
+        with path.open("rb") as file:
+            return file.readline(9).startswith((b'{"', b'{ "'))
+    try:
+        return file_type(path) not in PLAIN or "\0" not in next(read_plain(path))
+    except ValueError:
+        return False
+
+
+def read_file(path: Path, opened: os.stat_result, field: str) -> Iterator[str]:
     """The texts of a local file; at its end, refuse it if it has changed since it was `opened`."""
     kind = file_type(path)
     if kind == ".parquet":
-        yield from read_parquet(path)
-    elif kind.startswith(".jsonl"):
-        yield from read_jsonl(path)
+        yield from read_parquet(path, field)
+    elif kind in JSON_LINES:
+        yield from read_jsonl(path, field)
     else:
         yield from read_plain(path)
     now = path.stat()
@@ -175,46 +210,47 @@ def read_file(path: Path, opened: os.stat_result) -> Iterator[str]:
         )
 
 
-def read_parquet(path: Path) -> Iterator[str]:
-    """The `text` column of a Parquet file."""
+def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
+    """A column of a Parquet file."""
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            _check_text_field(file.schema_arrow.names, str(path))
-            yield from _column_texts(file.iter_batches(TABLE_ROWS, columns=["text"]), str(path))
+            _check_text_field(file.schema_arrow.names, field, str(path))
+            tables = file.iter_batches(TABLE_ROWS, columns=[field])
+            yield from _column_texts(tables, field, str(path))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
 
 
-def read_jsonl(path: Path) -> Iterator[str]:
-    """The `text` of every line of a JSON Lines file; blank lines are skipped."""
+def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
+    """A field of every line of a JSON Lines file; blank lines are skipped."""
     try:
         with _open_lines(path) as lines:
+            if lines.peek(9).lstrip().startswith(b"["):
+                raise ValueError(f"{path}: {JSON_ARRAY}")
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _parse_line(line, f"{path}, line {number}")
+                    yield _parse_line(line, field, f"{path}, line {number}")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): is it complete?") from None
 
 
-def _open_lines(path: Path) -> IO[bytes]:
-    if path.suffix == ".jsonl":
-        return path.open("rb")
+def _open_lines(path: Path) -> io.BufferedReader:
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(path), BLOCK_BYTES)  # decompresses by suffix
 
 
-def _parse_line(line: bytes, where: str) -> str:
+def _parse_line(line: bytes, field: str, where: str) -> str:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: {NO_UTF8} ({error.reason})") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
-    _check_text_field(value if isinstance(value, dict) else (), where)
-    return _string(value["text"], where)
+    _check_text_field(value if isinstance(value, dict) else (), field, where)
+    return _string(value[field], field, where)
 
 
 def read_plain(path: Path) -> Iterator[str]:
@@ -234,29 +270,31 @@ def read_plain(path: Path) -> Iterator[str]:
         raise ValueError(f"{path}: {NO_UTF8} ({error.reason})") from None
 
 
-def _check_text_field(names: Collection[str], where: str) -> None:
-    if "text" not in names:
-        has = ", ".join(names) or "no fields"
-        raise ValueError(f"{where}: no `text`, the field of a document; it has {has}")
+def _check_text_field(names: Collection[str], field: str, where: str) -> None:
+    if field not in names:
+        has = f"it has {', '.join(names)}: choose by --text-field" if names else "it has no fields"
+        raise ValueError(f"{where}: no `{field}`, the field of a document; {has}")
 
 
-def _string(value: object, where: str) -> str:
+def _string(value: object, field: str, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where}: `text` is {type(value).__name__}, not a string")
+        raise ValueError(f"{where}: `{field}` is {type(value).__name__}, not a string")
     return value
 
 
-def _column_texts(tables: Iterable[Any], origin: str) -> Iterator[str]:
-    """The strings of the column `text` of Arrow tables, whose rows are counted from 1."""
+def _column_texts(tables: Iterable[Any], field: str, origin: str) -> Iterator[str]:
+    """The strings of a column of Arrow tables, whose rows are counted from 1."""
     row = 0
     for table in tables:
-        _check_text_field(table.schema.names, origin)
-        for value in table.column("text"):
+        _check_text_field(table.schema.names, field, origin)
+        for value in table.column(field):
             row += 1
-            yield _string(value.as_py(), f"{origin}, row {row}")
+            yield _string(value.as_py(), field, f"{origin}, row {row}")
 
 
-def hub_source(dataset: str, name: str | None, revision: str | None, known: str | None) -> Source:
+def hub_source(
+    dataset: str, name: str | None, revision: str | None, known: str | None, field: str
+) -> Source:
     """A data set of the Hugging Face hub (OWNER/NAME, configuration), streamed.
 
     It is read at `revision`, by default the `known` commit of an earlier run, or else the newest.
@@ -273,7 +311,9 @@ def hub_source(dataset: str, name: str | None, revision: str | None, known: str 
                 dataset, name, split="train", streaming=True, revision=commit
             )
         origins = [f"{dataset}, file {number + 1}" for number in range(stream.num_shards)]
-        return [SourceFile(partial(read_stream, stream, i, at)) for i, at in enumerate(origins)]
+        return [
+            SourceFile(partial(read_stream, stream, i, field, at)) for i, at in enumerate(origins)
+        ]
 
     identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": commit}
     billions = re.fullmatch(r"sample-(\d+)BT", name or "")
@@ -281,9 +321,9 @@ def hub_source(dataset: str, name: str | None, revision: str | None, known: str 
     return Source(identity, open_files, tokens)
 
 
-def read_stream(stream: "IterableDataset", number: int, origin: str) -> Iterator[str]:
-    """The `text` column of a file of a streamed data set, which messages call `origin`."""
-    return _column_texts(_stream_tables(stream, number, origin), origin)
+def read_stream(stream: "IterableDataset", number: int, field: str, origin: str) -> Iterator[str]:
+    """A column of a file of a streamed data set, which messages call `origin`."""
+    return _column_texts(_stream_tables(stream, number, origin), field, origin)
 
 
 def _stream_tables(

@@ -9,7 +9,7 @@ from typing import Literal
 TIMEOUT_SECONDS = 10  # of an answer
 NO_NETWORK = (
     "without network, use --source stdlib (Python's own sources) "
-    "or --source FILES (.parquet, .jsonl, .txt)"
+    "or --source FILES (text, .jsonl, .parquet)"
 )
 REPO_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

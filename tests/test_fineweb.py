@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import fineweb
 from corpus import sources
-from corpus.shards import Manifest, Part, open_shards
+from corpus.shards import Manifest, Part, ShardInfo, open_shards
 from corpus.sources import Source, SourceFile, file_source, read_plain
 from fineweb import FineWebConfig, tokenize_documents
 from tokenizer import END_OF_TEXT, gpt2_encoding
@@ -61,14 +61,14 @@ def texts_of(count, seed=0):
     return texts
 
 
-def write_texts(path, texts):
+def write_texts(path, texts, field="text"):
     """A source of the kind that its name says; compressed, it has two members, cut anywhere."""
     if path.suffix == ".parquet":
-        pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path)
+        pq.write_table(pa.table({"id": range(len(texts)), field: texts}), path)
         return path
     content = "\n".join(texts).encode()
-    if path.suffix != ".txt":
-        content = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+    if ".json" in path.name:
+        content = "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
     if codec := {".gz": "gzip", ".zst": "zstd"}.get(path.suffix):
         halves = content[: len(content) // 2], content[len(content) // 2 :]
         content = b"".join(pa.compress(half, codec, asbytes=True) for half in halves)
@@ -200,6 +200,69 @@ def test_main_takes_a_file_of_several_names_once(make, tmp_path):
     assert tokens_of(Path("d")) == reference(["one two three b", "one two three c"])
 
 
+def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_path):
+    texts = {
+        "b.py": "one two",
+        "a/c.csv": "x,y",
+        "a/README": "état",
+        "y.json": "four",
+        "z.jsonl": "three",
+    }
+    others = {"a.png": b"\x89PNG", "a/b.dat": b"\1\0\0", ".d/e.txt": b"f", "latin.txt": b"caf\xe9"}
+    others |= {"package.json": b'{\n  "name": "x"\n}\n', "rows.json": b'[{"text": "x"}]'}
+    for folder in ("mine/a", "mine/.d"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, content in others.items():
+        (tmp_path / "mine" / name).write_bytes(content)
+    for name, text in texts.items():
+        write_texts(tmp_path / "mine" / name, [text])
+    printed = make("--source", "mine")
+    left_out = "--source mine: 5 of 10 files left out, no UTF-8 text or JSON lines, such as mine/a"
+    assert printed.startswith(left_out)
+    in_order = [texts[name] for name in ("a/README", "a/c.csv", "b.py", "y.json", "z.jsonl")]
+    assert tokens_of(Path("data/mine")) == reference(in_order)
+    assert "finished earlier" in make("--source", "mine")
+    with pytest.raises(ValueError, match=r"mine/latin\.txt: invalid UTF-8; .* iconv"):
+        make("--source", "mine/latin.txt", "--data-dir", "d")
+    with pytest.raises(ValueError, match=r"rows\.json: a JSON array, .* jq -c '\.\[\]' FILE > NEW"):
+        make("--source", "mine/rows.json", "--data-dir", "d")
+
+
+@pytest.mark.parametrize(
+    ("sources", "name"),
+    [
+        (["a/b.py"], "b"),
+        (["a/README"], "README"),
+        (["a/*"], "a"),
+        (["c", "a/b.py"], "c"),
+        (["c"], "c"),
+    ],
+)
+def test_main_names_the_data_after_the_file_or_folder(make, tmp_path, sources, name):
+    for file in ("a/b.py", "a/README", "c/d.txt"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        write_texts(tmp_path / file, ["one two three"])
+    assert f"\ndata/{name}: " in make("--source", *sources)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_main_takes_the_text_from_another_field(make, tmp_path, kind):
+    texts = texts_of(50)
+    for name, field in (("a", "text"), ("b", "content")):
+        write_texts(tmp_path / f"{name}.{kind}", texts, field)
+    make("--source", f"a.{kind}", "--text-field", "text")
+    assert "text field" not in Manifest.load(Path("data/a")).source
+    flags = ["--source", f"b.{kind}"]
+    with pytest.raises(ValueError, match=r"no `text`, .* it has id, content: choose by --text-f"):
+        make(*flags)
+    with pytest.raises(ValueError, match="`id` is int, not a string"):
+        make(*flags, "--text-field", "id")
+    make(*flags, "--text-field", "content")
+    assert tokens_of(Path("data/b")) == tokens_of(Path("data/a")) == reference(texts)
+    with pytest.raises(ValueError, match="data/b holds other data, text field content instead of"):
+        make(*flags, "--text-field", "id")
+
+
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
     flags = ["--source", write_texts(tmp_path / "a.jsonl", ["text"]), "--data-dir", "."]
     for name, content, message in [
@@ -313,6 +376,14 @@ def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
         list(sources.read_jsonl(path))
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_read_jsonl_takes_json_for_json_lines(make, tmp_path, suffix):
+    texts = texts_of(50)
+    write_texts(tmp_path / f"a.json{suffix}", texts)
+    make("--source", f"a.json{suffix}")
+    assert tokens_of(Path("data/a")) == reference(texts)
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_read_jsonl_gives_the_texts_of_a_compressed_file(tmp_path, suffix):
     texts = texts_of(300)
@@ -369,18 +440,21 @@ def test_read_plain_of_another_encoding_names_a_remedy(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--source", "none*.txt"], r"none\*.txt: no such file"),
+        (["--source", "none*.txt"], r"none\*.txt: no such file or folder"),
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
-        (["--source", "a.csv"], r"a\.csv is not .* files that end in .*, \.jsonl\.gz, "),
-        (["--source", "."], r"\. is a folder: name its files, as in '\./\*\.jsonl'$"),
+        (["--source", "a.csv"], r"a\.csv is not .*, or a file or folder that is there"),
+        (["--source", "empty"], "--source empty has no text files"),
+        (["--source", "empty.txt", os.devnull], f"{os.devnull} is not a file: copy it into one"),
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
         (["--source", "stdlib", "fineweb"], "only files may be several"),
         (["--source"], "--source needs a value"),
+        (["--source", ""], "--source needs a value"),
         (["--shard-size", "0"], "--shard-size must be above 0, not 0"),
     ],
 )
 def test_main_explains_flags_that_cannot_be(make, flags, message):
     Path("empty.txt").touch()
+    Path("empty").mkdir()
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         make(*flags)
     assert not list(Path("data").glob("*/[!.]*"))
@@ -392,7 +466,7 @@ def test_main_without_network_says_what_works(tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: asking the Hugging Face hub for ")
-    assert re.search(r"--source stdlib .*\.parquet, \.jsonl, \.txt\)\n$", done.stderr)
+    assert re.search(r"--source stdlib .*\(text, \.jsonl, \.parquet\)\n$", done.stderr)
     assert not list(tmp_path.glob("data/*/[!.]*"))
 
 
@@ -467,7 +541,9 @@ def hub(tmp_path):
         b"  - split: train\n    path: sample/10BT/*\n---\n"
     }
     for part in range(2):
-        path = write_texts(tmp_path / "part.parquet", texts[150 * part : 150 * part + 150])
+        path = write_texts(
+            tmp_path / "part.parquet", texts[150 * part : 150 * part + 150], "content"
+        )
         files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
     with HubServer() as server:
         server.add("dataset", "o/n", files)
@@ -478,6 +554,7 @@ def hub(tmp_path):
 @pytest.mark.slow
 def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     flags = ["--source", "o/n", "--name", "sample-10BT", "--shard-size", "1500"]
+    flags += ["--text-field", "content"]
     environment = hub.environment(tmp_path / "hf")
     assert_killed(run_driver(tmp_path, *flags, kill_at=8, environment=environment))
     folder = tmp_path / "data" / "n-10BT"
@@ -495,6 +572,36 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     done = run_driver(tmp_path, *flags, "--revision", "main", environment=environment)
     assert done.returncode == 2
     assert f"revision {'a' * 40} instead of {'b' * 40}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tokens", "command"),
+    [
+        (1_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 256 --max-steps 39"),
+        (300_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 4096 --max-steps 732"),
+        (3_000_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 8192 --max-steps 3662"),
+        (3_500_000, "gpt2-3m.json --data-dir 'my data'"),
+        (7_300_000, "gpt2-7m.json --data-dir 'my data'"),
+        (2_400_000_000, "gpt2-82m.json --data-dir 'my data'"),
+        (2_500_000_000, "gpt2-124m-fast.json --data-dir 'my data'"),
+    ],
+)
+def test_next_command_makes_ten_passes_at_most(tokens, command):
+    shards = (
+        ShardInfo("val_0.npy", "val", 10**9, ""),
+        ShardInfo("train_1.npy", "train", tokens, ""),
+    )
+    printed = fineweb.next_command(Path("my data"), Manifest({}, "", 1, shards))
+    assert printed.removeprefix("python train_gpt2.py --config recipes/") == command
+
+
+def test_main_ends_with_the_next_command(make, tmp_path):
+    files = [write_texts(tmp_path / f"{name}.jsonl", texts_of(400)) for name in "ab"]
+    flags = ["--source", *files, "--data-dir", "d", "--parts", 2]
+    assert "next: " not in make(*flags, "--part", 0)
+    for part in (1, 0):  # the last that was missing, and one that is found
+        last = make(*flags, "--part", part).splitlines()[-1]
+        assert re.fullmatch(r"next: python .* recipes/gpt2-3m\.json --data-dir d --total-.*", last)
 
 
 def test_find_source_names_the_folder_after_the_source():

@@ -96,7 +96,8 @@ def test_a_part_killed_at_any_moment_goes_on_to_the_same_bytes(make, flags, tmp_
 
 
 def test_parts_of_the_hub_are_of_one_revision(hub, tmp_path):
-    flags = ["--source=o/n", "--name=sample-10BT", "--shard-size=1500", "--data-dir=d", "--parts=2"]
+    flags = ["--source=o/n", "--name=sample-10BT", "--text-field=content", "--data-dir=d"]
+    flags += ["--shard-size=1500", "--parts=2"]
     environment = hub.environment(tmp_path / "hf")
     done = run_driver(tmp_path, *flags, "--part=1", environment=environment)
     assert done.returncode == 0, done.stderr

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from runtime.files import read_json, write_json
 from training.config import TrainConfig, read_config
 
 RECIPES = sorted((ROOT / "recipes").glob("*.json"))
+LADDER = [path for path in RECIPES if re.fullmatch(r"gpt2-\d\d?m", path.stem)]
 SIZES = {"124m": "gpt2", "medium": "gpt2-medium", "large": "gpt2-large", "xl": "gpt2-xl"}
 
 
@@ -18,9 +20,27 @@ def test_recipe_is_a_configuration_with_a_sentence_about_it(path):
     about = read_json(path)["about"]
     assert len(about.split()) > 10
     assert about.endswith(".")
-    assert config.max_steps * config.total_batch_size == pytest.approx(10e9, rel=1e-3) or (
-        path.stem == "demo"
-    )
+    tokens = config.max_steps * config.total_batch_size
+    assert tokens == pytest.approx(10e9, rel=1e-3) or path in (*LADDER, ROOT / "recipes/demo.json")
+
+
+@pytest.mark.parametrize("path", LADDER, ids=lambda path: path.stem)
+def test_small_recipe_follows_the_rules_of_the_ladder(path):
+    config = read_config(path)
+    model, batch = config.model_config(), config.total_batch_size
+    assert path.stem == f"gpt2-{model.n_params / 1e6:.0f}m"
+    assert (model.n_embd // model.n_head, model.n_layer) == (64, max(4, model.n_embd // 64))
+    assert config.max_steps == 10 * model.n_params // batch
+    assert batch.bit_count() == 1
+    assert 0.7 < batch / (0.58 * (10 * model.n_params) ** 0.571) < 1.4
+    assert config.max_lr == round(0.008 * (64 / model.n_embd) ** 0.5, 4)
+    assert config.warmup == min(715, config.max_steps // 10)
+    assert replace(config, max_steps=3).warmup == 0
+    assert config.max_steps // config.val_every >= 5
+
+
+def test_demo_validates_often_enough_for_a_curve_when_it_is_short():
+    assert 300 // read_config(ROOT / "recipes/demo.json").val_every >= 5
 
 
 def test_gpt2_124m_is_what_train_gpt2_does_without_flags():

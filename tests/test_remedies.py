@@ -113,7 +113,6 @@ TOKENIZE --source=b.txt --data-dir=changed
     ?? (changed) holds other data, .*: choose another (--data-dir), or delete it$
     >> … \2 new >> rm -r \1 >> …
 TOKENIZE --source=a.txt --data-dir=shards ?? choose another (--data-dir)$ >> … \1 new
-TOKENIZE --source='my texts' ?? name its files, as in (.*)$ >> … --source \1
 TOKENIZE --source=latin1.txt ?? by (iconv -f latin1 -t utf-8) FILE > NEW_FILE
     >> \1 latin1.txt > new.txt >> … --source=new.txt
 TOKENIZE ?? use (--source stdlib) .* or (--source) FILES >> … \2 a.txt

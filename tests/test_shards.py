@@ -89,8 +89,8 @@ def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
         open_shards(tmp_path, "train")
 
 
-def llm_c_header(tokens):
-    return np.array([20240520, 1, tokens], "<i4").tobytes().ljust(1024, b"\0")
+def llm_c_header(tokens, magic=20240520, version=1):
+    return np.array([magic, version, tokens], "<i4").tobytes().ljust(1024, b"\0")
 
 
 @pytest.mark.parametrize("header", [b"", llm_c_header(30)], ids=["nanoGPT", "llm.c"])
@@ -116,6 +116,13 @@ def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content):
     path = tmp_path / "train.bin"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{path} has .* bytes, which are no uint16 tokens"):
+        open_shards(tmp_path, "train")
+
+
+def test_open_shards_refuses_the_tokens_of_llama(tmp_path):
+    header = llm_c_header(30, 20240801, 7)
+    (tmp_path / "train.bin").write_bytes(header + np.arange(30, dtype="<u4").tobytes())
+    with pytest.raises(ValueError, match=r"train\.bin has Llama 3's tokens: .* fineweb\.py"):
         open_shards(tmp_path, "train")
 
 

@@ -1,3 +1,4 @@
+import ast
 import json
 import math
 import os
@@ -72,7 +73,6 @@ def test_main_learns_validates_and_saves(tiny_flags, tmp_path, capsys):
     assert json.loads((run_dir / "config.json").read_text())["max_lr"] == 1e-2
     samples = (run_dir / "samples.txt").read_text(encoding="utf-8").splitlines()
     assert len(samples) == 8  # four at step 0 and four at the end
-    assert all("Hello, I'm a language model," in line for line in samples)
     record = read_metrics(run_dir / "metrics.jsonl")[-2]
     assert record["tokens_seen"] == 12 * 256
     assert record["mfu"] is None  # a CPU's peak is not guessed
@@ -134,6 +134,19 @@ def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flag
     # What is due at the step that a run resumes from is evaluated again.
     assert [line.split(" | ")[0][5:] for line in samples[::4]] == ["0", "4", "8", "4", "8"]
     assert samples[4:12] == samples[12:]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins"),
+    [(None, "Hello, I'm a language model,"), ("état 1", "état 1"), ("", "<|endoftext|>")],
+)
+def test_write_samples_continues_the_prompt(tiny_flags, tmp_path, prompt, begins):
+    flags = ["--max-steps=1", "--val-every=0", "--sample-every=1", "--run-name=a"]
+    main([*tiny_flags, *flags, *([] if prompt is None else [f"--sample-prompt={prompt}"])])
+    samples = (tmp_path / "runs/a/samples.txt").read_text(encoding="utf-8").splitlines()
+    texts = [ast.literal_eval(line.split(" | sample: ")[1]) for line in samples]
+    assert len(texts) == 8
+    assert all(text.startswith(begins) for text in texts)
 
 
 def test_main_two_ranks_equal_one(commands, tiny_flags, tmp_path):

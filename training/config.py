@@ -104,6 +104,8 @@ class TrainConfig:
     """A JSONL file; by default it is downloaded once."""
     sample_every: int = 250
     """Steps between samples; 0 = never."""
+    sample_prompt: str = "Hello, I'm a language model,"
+    """Text that samples continue; if empty, they begin a document."""
 
     out_dir: Path = Path("runs")
     """Where run folders go."""
