@@ -361,12 +361,24 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _write_tokenizer(folder: Path, block_size: int) -> None:
-    """Write GPT-2's tokenizer in the files that every version of transformers reads."""
-    merges, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
-    pieces = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
+    """Write GPT-2's tokenizer: in the files that every version of transformers reads, and in one.
+
+    `tokenizer.json` is what Rust's `tokenizers` and transformers.js take. Its ByteLevel has GPT-2's
+    pattern of words built in.
+    """
+    text, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
+    merges = text.decode().splitlines()[1:]
+    pieces = [merge.replace(" ", "") for merge in merges]
     vocab = {token: i for i, token in enumerate([*byte_characters(), *pieces, special])}
-    (folder / "merges.txt").write_bytes(merges)
+    (folder / "merges.txt").write_bytes(text)
     write_json(folder / "vocab.json", vocab)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = {"id": END_OF_TEXT, "content": special, **flags, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    parts = dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"), byte_level)
+    model = {"type": "BPE", "vocab": vocab, "merges": merges}
+    content = {"version": "1.0", "added_tokens": [added], "normalizer": None, **parts}
+    write_json(folder / "tokenizer.json", content | {"model": model})
     write_json(
         folder / "tokenizer_config.json",
         {

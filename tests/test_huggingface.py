@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import randomize_weights
 from hub_server import HubServer
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,6 +21,7 @@ from runtime.huggingface import (
 from tokenizer import gpt2_encoding
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")  # which transformers needs
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 TINY = GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)
@@ -118,14 +121,38 @@ def test_save_pretrained_loads_in_transformers_with_equal_logits(exported):
     assert load_file(exported / "model.safetensors")["transformer.wte.weight"].shape == (50257, 8)
 
 
-def test_save_pretrained_tokenizer_is_gpt2s(exported):
+TEXTS = (
+    "Hello  world's\n\t naïve 日本語 🙂 \x00\xad 12345 don't",
+    "a\r\nb \r\n\r\n  c\n \n   d    \t\t e\u00a0\u3000f\u2028g  ",
+    "I'm you're WE'LL he'd they've it's 's'S 1st 2,000.50 ٣٤٥ ½² x86_64",
+    "👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 ﬁ ﷽ \uff21 \ufeff\ufdd0\U0001f9ff\U0010ffff <|endoftext",
+    "def f(x):\n    return {**x, 'a': [1, 2]}  # ...\n",
+    " " * 70 + "x" + "\n" * 9 + "=" * 80,
+)
+
+
+def test_save_pretrained_tokenizers_give_tiktokens_ids(export_once):
+    rust = tokenizers.Tokenizer.from_file(str(export_once / "tokenizer.json"))
+    fast = transformers.AutoTokenizer.from_pretrained(export_once)
+    assert fast.is_fast
+
+    def check(text):
+        ids = gpt2_encoding().encode_ordinary(text)
+        assert (rust.encode(text).ids, rust.decode(ids)) == (ids, text)
+        assert (fast(text)["input_ids"], fast.decode(ids)) == (ids, text)
+
+    for text in TEXTS:
+        check(text)
+    given(st.text(st.characters(exclude_categories=["Cs"])))(check)()
+
+
+def test_save_pretrained_tokenizer_knows_the_end_of_a_text(exported):
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    text = "Hello  world's\n\t naïve 日本語 🙂 \x00\xad 12345 don't"
-    ids = gpt2_encoding().encode_ordinary(text)
-    assert tokenizer(text)["input_ids"] == ids
-    assert tokenizer.decode(ids) == text
     assert tokenizer("a<|endoftext|>b")["input_ids"] == [64, 50256, 65]
-    assert len(tokenizer) == 50257
+    rust = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    assert rust.encode("a<|endoftext|>b").ids == [64, 50256, 65]
+    assert rust.decode([64, 50256, 65]) == "ab"  # it is special
+    assert len(tokenizer) == rust.get_vocab_size() == 50257
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == 50256
     ids_of = read_json(exported / "vocab.json")
     assert sorted(ids_of.values()) == list(range(50257))
