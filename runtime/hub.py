@@ -62,8 +62,11 @@ def explain_hub_errors(
     try:
         yield
     except Exception as error:
+        from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403, 404):
+        is_open = isinstance(error, EntryNotFoundError | RevisionNotFoundError)
+        if status in (401, 403, 404) and not is_open:
             remedy = (
                 f"it is not there, or not open to you: log in by `hf auth login`, with a token "
                 f"that may write to upload, and check OWNER/NAME; {remedy}"

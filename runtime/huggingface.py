@@ -5,12 +5,14 @@ as (in, out), and its vocabulary is not padded. Names are the same. Only safeten
 read or written; a pickle file could run any code.
 """
 
+import itertools
 import math
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
+HF_WEIGHT_PARTS = "model-*-of-*.safetensors"
+ADAPTER_NAME = "adapter_config.json"  # of peft
 EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written over
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
@@ -55,20 +59,16 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
     """Load a GPT-2, in float32 and eval mode, from a folder in Hugging Face's format or the hub.
 
     Args:
-        source: a folder with `config.json` and `model.safetensors`; or `gpt2`, `gpt2-medium`,
-            `gpt2-large`, `gpt2-xl`, or any `OWNER/NAME` on the hub. A downloaded model stays in
-            the hub's cache and needs no network again.
+        source: a folder with `config.json` and safetensors, in one file or several; or `gpt2`,
+            `gpt2-medium`, `gpt2-large`, `gpt2-xl`, or any `OWNER/NAME` on the hub, each also with
+            `@REVISION`. A downloaded model stays in the hub's cache and needs no network again.
         device: where to put the model.
     """
     folder = _find_folder(source)
-    config, weights = _read_config(folder / HF_CONFIG_NAME), folder / HF_WEIGHTS_NAME
-    if not weights.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no {HF_WEIGHTS_NAME}: save the model again, as one file of safetensors "
-            f"(pickle files are never loaded)"
-        )
+    config = _read_config(folder / HF_CONFIG_NAME)
+    parts = (read_tensors(file).items() for file in _weight_files(folder))
     try:
-        return from_hf(read_tensors(weights), config).to(device).eval()
+        return from_hf(dict(itertools.chain(*parts)), config).to(device).eval()
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -178,7 +178,7 @@ def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 def is_local(source: str | Path) -> bool:
     """Whether a model's name means a folder here, there or not, and no model on the hub."""
-    path, name = Path(source), str(source)
+    path, name = Path(source), str(source).partition("@")[0]
     is_repo = hub.REPO_NAME.fullmatch(name) is not None and not path.parent.is_dir()
     return path.exists() or not (name in GPT2_SIZES or is_repo)
 
@@ -331,24 +331,55 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _find_folder(source: str | Path) -> Path:
-    """A model's folder, once its configuration and weights have come from the hub, if need be."""
-    if is_local(source):
-        return Path(source)
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    """A model's folder, from the hub if need be; refused if its weights have to be converted."""
+    here = is_local(source)
+    folder = Path(source) if here else _download(str(source))
+    if has_config(folder) and not _weight_files(folder):
+        library, loader, merge = "transformers", "AutoModelForCausalLM", ""
+        problem = f"lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: convert it"
+        if (folder / ADAPTER_NAME).is_file():
+            library, loader, merge = "peft", "AutoPeftModelForCausalLM", ".merge_and_unload()"
+            problem = "is an adapter, not a model: merge it"
+        name = ", revision=".join(map(repr, [str(source)] if here else str(source).split("@")))
+        raise FileNotFoundError(
+            f"{source} {problem} by pip install {library} and python -c "
+            f'"from {library} import {loader} as M; '
+            f"M.from_pretrained({name}){merge}.save_pretrained('converted')\""
+            f", then give the folder converted"
+        )
+    return folder
 
-    repo = f"openai-community/{source}" if source in GPT2_SIZES else str(source)
-    names = (HF_CONFIG_NAME, HF_WEIGHTS_NAME)
-    failure = f"{str(source)!r} is not a folder, and the Hugging Face hub did not give it"
+
+def _download(source: str) -> Path:
+    """The folder in the hub's cache that has a model's configuration and weights."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    name, _, revision = source.partition("@")
+    repo = f"openai-community/{name}" if name in GPT2_SIZES else name
+    files = [HF_CONFIG_NAME, HF_WEIGHTS_NAME, HF_WEIGHT_PARTS, ADAPTER_NAME]
+    get = partial(snapshot_download, repo, revision=revision or None, allow_patterns=files)
+    failure = f"{source!r} is not a folder, and the Hugging Face hub did not give it"
     remedy = f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
     with hub.explain_hub_errors(failure, remedy + "OWNER/NAME"):
-        try:
-            paths = [hf_hub_download(repo, name, local_files_only=True) for name in names]
-        except LocalEntryNotFoundError:
-            # Fails at once without a network, where a download tries again for half a minute.
-            get_hf_file_metadata(hf_hub_url(repo, HF_WEIGHTS_NAME), timeout=hub.TIMEOUT_SECONDS)
-            paths = [hf_hub_download(repo, name) for name in names]
-    return Path(paths[0]).parent
+        with suppress(FileNotFoundError):
+            if _weight_files(folder := Path(get(local_files_only=True))):
+                return folder
+        # Fails at once without a network, where a download tries again for half a minute.
+        HfApi().model_info(repo, timeout=hub.TIMEOUT_SECONDS)
+        return Path(get())
+
+
+def has_config(folder: Path) -> bool:
+    """Whether a folder has the configuration of a model, or of an adapter of peft's."""
+    return any((folder / name).is_file() for name in (HF_CONFIG_NAME, ADAPTER_NAME))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights: one, or its numbered parts; none unless all are there."""
+    if (folder / HF_WEIGHTS_NAME).is_file():
+        return [folder / HF_WEIGHTS_NAME]
+    parts = sorted(folder.glob(HF_WEIGHT_PARTS))
+    return parts if parts and parts[-1].stem.endswith(f"-of-{len(parts):05}") else []
 
 
 def _check_replaceable(folder: Path) -> None:

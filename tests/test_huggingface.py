@@ -1,3 +1,4 @@
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from model import GPT, MLP, GPTConfig
+from runtime.checkpoint import load_model
 from runtime.files import read_json, write_json
 from runtime.huggingface import (
     export_folder,
@@ -158,16 +160,36 @@ def test_save_pretrained_tokenizer_knows_the_end_of_a_text(exported):
     assert sorted(ids_of.values()) == list(range(50257))
 
 
-def test_load_pretrained_reads_what_transformers_saves_as_one_file(tmp_path):
+def assert_same_logits(folder, theirs):
+    idx = torch.randint(0, 50257, (2, TINY.block_size))
+    with torch.no_grad():
+        ours = load_pretrained(folder)(idx).logits
+        torch.testing.assert_close(ours, theirs(idx).logits, **TOLERANCE)
+
+
+def test_load_pretrained_reads_what_transformers_saves_as_one_file_or_several(tmp_path):
     theirs = hf_model(TINY)
     theirs.save_pretrained(tmp_path / "whole")
-    idx = torch.randint(0, 50257, (2, TINY.block_size))
-    ours = load_pretrained(str(tmp_path / "whole"))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(idx).logits, theirs(idx).logits, **TOLERANCE)
+    assert_same_logits(str(tmp_path / "whole"), theirs)
     theirs.save_pretrained(tmp_path / "parts", max_shard_size="300KB")
-    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors: .* as one file"):
+    assert_same_logits(tmp_path / "parts", theirs)
+    max((tmp_path / "parts").glob("model-*")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks model\.safetensors, or parts of it"):
         load_pretrained(tmp_path / "parts")
+
+
+def test_load_pretrained_of_a_pickle_says_the_line_that_converts_it(tmp_path, monkeypatch):
+    theirs = hf_model(TINY)
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
+    with pytest.raises(
+        FileNotFoundError, match="pickle is never loaded: convert it by pip"
+    ) as told:
+        load_model(tmp_path / "theirs")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search('python -c "(.*?)"', str(told.value))[1])
+    assert_same_logits("converted", theirs)
 
 
 @pytest.mark.parametrize(
@@ -292,3 +314,37 @@ def test_load_pretrained_downloads_once_then_needs_no_network(commands, exported
     assert again.code == 2
     assert again.stderr.count("\n") == 1
     assert "'gpt2-medium' is not a folder, and the Hugging Face hub did not give" in again.stderr
+
+
+def test_load_pretrained_takes_parts_and_revisions_from_the_hub(commands, tmp_path):
+    script = tmp_path / "load.py"
+    script.write_text(LOAD)
+    hf_model(TINY).save_pretrained(tmp_path / "parts", max_shard_size="300KB")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "parts").iterdir()}
+    part = max(name for name in files if name.startswith("model-"))
+    pickle = {"config.json": files["config.json"], "pytorch_model.bin": b""}
+    with HubServer() as hub:
+        hub.add("model", "o/parts", files)
+        hub.add("model", "o/pickle", pickle)
+        hub.add("model", "o/adapter", {"adapter_config.json": b"{}"})
+        environment = hub.environment(tmp_path / "hf") | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+        def load(*names):
+            return commands.run(script, *names, **environment)
+
+        hub.cut = part
+        assert load("o/parts@v1").code == 2
+        hub.cut = None  # what an interrupted download left is no model
+        assert load("o/parts@v1").stdout.strip() == str(TINY.n_embd)
+        for name, message in (
+            ("o/parts@v9", "the Hugging Face hub did not give it (RevisionNotFoundError"),
+            ("o/pickle", "M.from_pretrained('o/pickle').save_pretrained('converted')"),
+            ("o/pickle@v1", "M.from_pretrained('o/pickle', revision='v1').save_pre"),
+            ("o/adapter", "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('o/"),
+            ("o/none", "log in by `hf auth login`"),
+        ):
+            refused = load(name)
+            assert (refused.code, refused.stderr.count("\n")) == (2, 1), refused.stderr
+            assert message in refused.stderr
+            assert ("log in" in refused.stderr) == (name == "o/none")
+    assert load("o/parts@v1").stdout.strip() == str(TINY.n_embd)  # without the server
