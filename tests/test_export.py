@@ -27,9 +27,9 @@ CONFIG = {
 }
 
 
-def run_export(monkeypatch, source, out):
+def run_export(monkeypatch, source, out, *flags):
     """Run `export.py`; returns the card."""
-    monkeypatch.setattr(sys, "argv", ["export.py", f"--model={source}", f"--out={out}"])
+    monkeypatch.setattr(sys, "argv", ["export.py", f"--model={source}", f"--out={out}", *flags])
     export.main()
     return (out / "README.md").read_text()
 
@@ -56,9 +56,11 @@ def test_card_says_what_the_run_says(tmp_path, monkeypatch):
     ]
     save_run(tmp_path / "run", CONFIG, records, step=20)
     card = run_export(monkeypatch, tmp_path / "run", tmp_path / "tales")
-    data = huggingface_hub.ModelCard.load(tmp_path / "tales" / "README.md").data.to_dict()
-    assert (data["pipeline_tag"], data["tags"]) == ("text-generation", ["gpt2"])
-    assert data["base_model"] == "openai-community/gpt2"
+    data = huggingface_hub.ModelCard.load(tmp_path / "tales" / "README.md").data
+    assert (data.pipeline_tag, data.tags, data.license) == ("text-generation", ["gpt2"], None)
+    assert (data.base_model, data.model_name) == ("openai-community/gpt2", "tales")
+    found = {(r.dataset_type, r.dataset_split, r.metric_value) for r in data.eval_results}
+    assert found == {("my-stories", "validation", 3.25), ("Rowan/hellaswag", "validation", 0.25)}
     for line in (
         "# tales",
         "- `my-stories`, tokenised with GPT-2's BPE",
@@ -68,9 +70,10 @@ def test_card_says_what_the_run_says(tmp_path, monkeypatch):
         "| `optimizer` | muon |",
     ):
         assert line in card.splitlines()
-    assert "| validation loss at step 20 | 3.2500 nats per token | the mean over at most 4" in card
-    assert "| HellaSwag, acc_norm at step 10 | 0.2500 | completion style" in card
+    assert "| val_loss at step 20 | 3.25 | nats per token, the mean over at most 4,096 " in card
+    assert "| hellaswag_acc_norm at step 10 | 0.25 | completion style" in card
     assert "10,042 examples |" in card
+    assert "Its owner has to say under which licence" in card
     assert "| `dtype` |" not in card  # which one `auto` came to depends on the machine
     assert "SECRET" not in card
     assert str(tmp_path) not in card
@@ -79,14 +82,21 @@ def test_card_says_what_the_run_says(tmp_path, monkeypatch):
 def test_card_says_what_was_not_measured_and_what_is_no_benchmark(tmp_path, monkeypatch):
     save_run(tmp_path / "run")  # without metrics, and with one setting
     card = run_export(monkeypatch, tmp_path / "run", tmp_path / "a")
-    assert "| validation loss | not measured | |" in card
-    assert "| HellaSwag | not measured | |" in card
+    assert "Results" not in card
+    assert "Nothing was measured but what this card lists" in card
     assert "base_model" not in card
     record = {"step": 1, "hellaswag_acc_norm": 0.5, "hellaswag_total": 20, "val_loss": math.nan}
     save_run(tmp_path / "sample", {}, [record])
     card = run_export(monkeypatch, tmp_path / "sample", tmp_path / "b")
     assert "20 examples, which is NOT the whole benchmark |" in card
-    assert "| validation loss | not measured | |" in card
+    assert "val_loss" not in card  # it is not finite
+
+
+def test_card_names_the_licence_that_is_given(tmp_path, monkeypatch):
+    save_run(tmp_path / "run")
+    card = run_export(monkeypatch, tmp_path / "run", tmp_path / "out", "--license=mit")
+    assert huggingface_hub.ModelCard(card).data.license == "mit"
+    assert "under which licence" not in card
 
 
 def test_card_of_a_model_that_was_not_trained_here_is_short(tmp_path, monkeypatch):
