@@ -11,8 +11,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -352,21 +351,15 @@ def _find_folder(source: str | Path) -> Path:
 
 def _download(source: str) -> Path:
     """The folder in the hub's cache that has a model's configuration and weights."""
-    from huggingface_hub import HfApi, snapshot_download
-
     name, _, revision = source.partition("@")
     repo = f"openai-community/{name}" if name in GPT2_SIZES else name
-    files = [HF_CONFIG_NAME, HF_WEIGHTS_NAME, HF_WEIGHT_PARTS, ADAPTER_NAME]
-    get = partial(snapshot_download, repo, revision=revision or None, allow_patterns=files)
+    wanted = [HF_CONFIG_NAME, HF_WEIGHTS_NAME, HF_WEIGHT_PARTS, ADAPTER_NAME]
     failure = f"{source!r} is not a folder, and the Hugging Face hub did not give it"
     remedy = f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
     with hub.explain_hub_errors(failure, remedy + "OWNER/NAME"):
-        with suppress(FileNotFoundError):
-            if _weight_files(folder := Path(get(local_files_only=True))):
-                return folder
-        # Fails at once without a network, where a download tries again for half a minute.
-        HfApi().model_info(repo, timeout=hub.TIMEOUT_SECONDS)
-        return Path(get())
+        return hub.fetch_files(
+            repo, _weight_files, revision=revision or None, allow_patterns=wanted
+        )
 
 
 def has_config(folder: Path) -> bool:
