@@ -354,9 +354,9 @@ def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
-def write_predictions(path: Path, result: HellaSwagResult) -> None:
+def write_predictions(path: str | Path, result: HellaSwagResult) -> None:
     """Write one JSON line per scored example, in their order, atomically."""
-    with atomic_write(path) as file:
+    with atomic_write(Path(path)) as file:
         for example, summed, mean in zip(result.examples, result.summed, result.mean, strict=True):
             line = {
                 "ind": example.ind,

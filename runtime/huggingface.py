@@ -78,13 +78,13 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
 
 
 @contextmanager
-def export_folder(folder: Path) -> Iterator[Path]:
+def export_folder(folder: str | Path) -> Iterator[Path]:
     """A new folder that takes the place of `folder`, as a whole, once the body has filled it.
 
     `folder` is missing, empty or an earlier export. What a user has added to that, such as a card
     of his own, is in the new folder too.
     """
-    folder = folder.resolve()
+    folder = Path(folder).resolve()
     new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
     if old.exists() and not folder.exists():  # a kill came between the two renames below
         old.rename(folder)
@@ -107,13 +107,13 @@ def export_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def save_pretrained(model: GPT, folder: Path) -> int:
+def save_pretrained(model: GPT, folder: str | Path) -> int:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
     A raw model with other parameters than GPT-2's is refused, and one that computes something else.
     Returns the parameters in the file, which are those without the rows that pad the vocabulary.
     """
-    config = model.config
+    config, folder = model.config, Path(folder)
     if config.vocab_size != VOCAB_SIZE:
         raise ValueError(f"vocab_size is {config.vocab_size}; GPT-2's tokenizer has {VOCAB_SIZE}")
     tensors = to_hf_state_dict(model)

@@ -55,7 +55,7 @@ CLEARLY_ABOVE = 0.05  # nats per token: more than a validation loss goes up and 
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read a metrics file, which a run may be writing to at this moment.
 
     Lines that a dying process tore are skipped. Where a run resumed from a step, the records of
@@ -121,9 +121,9 @@ def last_saved_step(path: Path) -> int:
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a metrics file; torn lines are skipped."""
-    for line in path.read_bytes().splitlines():
+    for line in Path(path).read_bytes().splitlines():
         with suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):
                 yield record

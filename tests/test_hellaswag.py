@@ -227,9 +227,11 @@ def folder(model, tmp_path_factory):
     return folder
 
 
-def test_evaluate_hellaswag_is_one_line_in_a_notebook(model, examples, folder):
+def test_evaluate_hellaswag_is_one_line_in_a_notebook(model, examples, folder, tmp_path):
     result = evaluate_hellaswag(load_pretrained(str(folder)), load_examples(str(SAMPLE)))
     torch.testing.assert_close(result.summed, evaluate_hellaswag(model, examples).summed)
+    hellaswag.write_predictions(str(tmp_path / "p.jsonl"), result)
+    assert len((tmp_path / "p.jsonl").read_text().splitlines()) == len(examples)
 
 
 def test_main_gives_the_same_with_any_number_of_processes(commands, folder, tmp_path):
