@@ -20,27 +20,39 @@ if TYPE_CHECKING:  # importing it takes torch, which plot.py does without
 
 Values = npt.NDArray[np.float64]
 
-# Dense bfloat16 peaks in FLOP/s (float16 on the T4, which has no bfloat16) with float32
-# accumulation, from NVIDIA's data sheets; where these quote the sparse rate, half of it. The keys
-# are patterns for the driver's name of the GPU; the first that matches counts.
-PEAK_FLOPS = {
-    r"\bB200$": 2250e12,
-    r"\bH200 NVL$": 835e12,
-    r"\bG?H200\b": 989e12,
-    r"\bH100 PCIe$": 756e12,
-    r"\bH100 NVL$": 835e12,
-    r"\bH100 .*HBM3$": 989e12,
-    r"\bA100\b": 312e12,
-    r"\bA10$": 125e12,
-    r"\bA10G$": 70e12,
-    r"\bL4$": 121e12,
-    r"\bL40S$": 362e12,
-    r"\bT4$": 65e12,
-    r"\bRTX A6000$": 155e12,
-    r"\bRTX 4090$": 165e12,
-    r"\bRTX 3090$": 71e12,
+
+class Gpu(NamedTuple):
+    """A kind of GPU."""
+
+    name: str  # of `--gpu`
+    memory_gib: int  # that a program can have
+    peak_flops: float
+
+
+# By patterns for the driver's name of the GPU; the first that matches counts. Dense bfloat16 peaks
+# in FLOP/s (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation, from
+# NVIDIA's data sheets; where these quote the sparse rate, half of it.
+GPUS = {
+    r"\bB200$": Gpu("B200", 178, 2250e12),
+    r"\bH200 NVL$": Gpu("H200-NVL", 139, 835e12),
+    r"\bG?H200\b": Gpu("H200", 139, 989e12),
+    r"\bH100 PCIe$": Gpu("H100-PCIe", 79, 756e12),
+    r"\bH100 NVL$": Gpu("H100-NVL", 93, 835e12),
+    r"\bH100 .*HBM3$": Gpu("H100", 79, 989e12),
+    r"\bA100.*-40GB$": Gpu("A100-40GB", 39, 312e12),
+    r"\bA100\b": Gpu("A100", 79, 312e12),
+    r"\bA10$": Gpu("A10", 22, 125e12),
+    r"\bA10G$": Gpu("A10G", 22, 70e12),
+    r"\bL4$": Gpu("L4", 22, 121e12),
+    r"\bL40S$": Gpu("L40S", 44, 362e12),
+    r"\bT4$": Gpu("T4", 14, 65e12),
+    r"\bRTX A6000$": Gpu("A6000", 47, 155e12),
+    r"\bRTX 4090$": Gpu("4090", 23, 165e12),
+    r"\bRTX 3090$": Gpu("3090", 23, 71e12),
+    r"\bV100-SXM2-16GB": Gpu("V100", 15, 125e12),
+    r"\bV100-SXM2-32GB": Gpu("V100-32GB", 31, 125e12),
 }
-WITHOUT_TF32 = r"\bT4$"  # the others above multiply float32 matrices in TF32, at half their peak
+BEFORE_AMPERE = ("T4", "V100", "V100-32GB")  # no bfloat16, and float32 matrices without TF32
 HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
 # Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
 HELLASWAG_REFERENCES = {
@@ -165,15 +177,21 @@ def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
     """The dense peak of a GPU in FLOP/s; None where unknown.
 
     Args:
-        device_name: the driver's name of the GPU.
+        device_name: the driver's name of the GPU, or its name in `--gpu`.
         float32: whether matrix products are of float32, in TF32, and not of 16 bits.
     """
-    if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
+    gpu = find_gpu(device_name)
+    if gpu is None or (float32 and gpu.name in BEFORE_AMPERE):
         return None
-    peak = next((PEAK_FLOPS[name] for name in PEAK_FLOPS if re.search(name, device_name)), None)
-    if peak is None or not float32:
-        return peak
-    return None if re.search(WITHOUT_TF32, device_name) else peak / 2
+    return gpu.peak_flops / 2 if float32 else gpu.peak_flops
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The kind of GPU that the driver, or `--gpu`, calls so; None where unknown."""
+    if "MIG" in name:  # a slice of the GPU, with a share of its peak
+        return None
+    kinds = GPUS.items()
+    return next((gpu for key, gpu in kinds if gpu.name == name or re.search(key, name)), None)
 
 
 def mfu(
