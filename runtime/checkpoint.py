@@ -44,7 +44,6 @@ from runtime.files import read_json, sha256_of, sync_folder, write_json
 from runtime.huggingface import (
     build_model,
     check_tensors,
-    has_config,
     is_finite,
     is_local,
     load_pretrained,
@@ -487,7 +486,7 @@ def read_model_config(source: str | Path) -> GPTConfig:
 def is_hugging_face(source: str | Path) -> bool:
     """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
     path = Path(source)
-    return not is_local(source) or (has_config(path) and not is_run(path))
+    return not is_local(source) or (any(path.glob("*config.json")) and not is_run(path))
 
 
 @torch.no_grad()

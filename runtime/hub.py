@@ -31,10 +31,7 @@ def resolve_revision(repo: str, revision: str | None) -> str:
 
 
 def fetch_files(repo: str, is_complete: Callable[[Path], object], **wanted: Any) -> Path:  # noqa: ANN401
-    """The hub's cached folder of a repository; what `snapshot_download` is to fetch, by its names.
-
-    The network is needed only if the folder is not there, or not complete.
-    """
+    """The hub's cached folder of a repository, from `snapshot_download` unless it is complete."""
     from huggingface_hub import HfApi, snapshot_download
 
     get = partial(snapshot_download, repo, **wanted)
@@ -79,15 +76,13 @@ def explain_hub_errors(
     try:
         yield
     except Exception as error:
-        from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
-
+        name = type(error).__name__
         status = getattr(getattr(error, "response", None), "status_code", None)
-        is_open = isinstance(error, EntryNotFoundError | RevisionNotFoundError)
-        if status in (401, 403, 404) and not is_open:
+        if status in (401, 403, 404) and not re.search("Entry|Revision", name):  # these are seen
             remedy = (
                 f"it is not there, or not open to you: log in by `hf auth login`, with a token "
                 f"that may write to upload, and check OWNER/NAME; {remedy}"
             )
         reason = str(error).strip().partition("\n")[0]
         kind = FileNotFoundError if status == 404 else OSError
-        raise kind(f"{failure} ({type(error).__name__}: {reason}); {remedy}") from None
+        raise kind(f"{failure} ({name}: {reason}); {remedy}") from None

@@ -5,7 +5,6 @@ as (in, out), and its vocabulary is not padded. Names are the same. Only safeten
 read or written; a pickle file could run any code.
 """
 
-import itertools
 import math
 import re
 import shutil
@@ -64,10 +63,10 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
         device: where to put the model.
     """
     folder = _find_folder(source)
-    config = _read_config(folder / HF_CONFIG_NAME)
-    parts = (read_tensors(file).items() for file in _weight_files(folder))
+    config, files = _read_config(folder / HF_CONFIG_NAME), _weight_files(folder)
+    tensors = {name: each for file in files for name, each in read_tensors(file).items()}
     try:
-        return from_hf(dict(itertools.chain(*parts)), config).to(device).eval()
+        return from_hf(tensors, config).to(device).eval()
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -331,20 +330,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _find_folder(source: str | Path) -> Path:
     """A model's folder, from the hub if need be; refused if its weights have to be converted."""
-    here = is_local(source)
-    folder = Path(source) if here else _download(str(source))
-    if has_config(folder) and not _weight_files(folder):
-        library, loader, merge = "transformers", "AutoModelForCausalLM", ""
+    folder = Path(source) if is_local(source) else _download(str(source))
+    if any(folder.glob("*config.json")) and not _weight_files(folder):
+        parts = [str(source)] if folder == Path(source) else str(source).split("@")
+        name = ", revision=".join(map(repr, parts))
         problem = f"lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: convert it"
+        library, call = "transformers", f"AutoModelForCausalLM.from_pretrained({name})"
         if (folder / ADAPTER_NAME).is_file():
-            library, loader, merge = "peft", "AutoPeftModelForCausalLM", ".merge_and_unload()"
-            problem = "is an adapter, not a model: merge it"
-        name = ", revision=".join(map(repr, [str(source)] if here else str(source).split("@")))
+            problem, library = "is an adapter, not a model: merge it", "peft"
+            call = f"AutoPeftModelForCausalLM.from_pretrained({name}).merge_and_unload()"
         raise FileNotFoundError(
-            f"{source} {problem} by pip install {library} and python -c "
-            f'"from {library} import {loader} as M; '
-            f"M.from_pretrained({name}){merge}.save_pretrained('converted')\""
-            f", then give the folder converted"
+            f'{source} {problem} by pip install {library} and python -c "import {library}; '
+            f"{library}.{call}.save_pretrained('converted')\", then give the folder converted"
         )
     return folder
 
@@ -353,18 +350,11 @@ def _download(source: str) -> Path:
     """The folder in the hub's cache that has a model's configuration and weights."""
     name, _, revision = source.partition("@")
     repo = f"openai-community/{name}" if name in GPT2_SIZES else name
-    wanted = [HF_CONFIG_NAME, HF_WEIGHTS_NAME, HF_WEIGHT_PARTS, ADAPTER_NAME]
+    files = ["*config.json", HF_WEIGHTS_NAME, HF_WEIGHT_PARTS]
     failure = f"{source!r} is not a folder, and the Hugging Face hub did not give it"
     remedy = f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
     with hub.explain_hub_errors(failure, remedy + "OWNER/NAME"):
-        return hub.fetch_files(
-            repo, _weight_files, revision=revision or None, allow_patterns=wanted
-        )
-
-
-def has_config(folder: Path) -> bool:
-    """Whether a folder has the configuration of a model, or of an adapter of peft's."""
-    return any((folder / name).is_file() for name in (HF_CONFIG_NAME, ADAPTER_NAME))
+        return hub.fetch_files(repo, _weight_files, revision=revision or None, allow_patterns=files)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -385,24 +375,20 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _write_tokenizer(folder: Path, block_size: int) -> None:
-    """Write GPT-2's tokenizer: in the files that every version of transformers reads, and in one.
-
-    `tokenizer.json` is what Rust's `tokenizers` and transformers.js take. Its ByteLevel has GPT-2's
-    pattern of words built in.
-    """
+    """Write GPT-2's tokenizer in transformers' files and, for other clients, `tokenizer.json`."""
     text, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
     merges = text.decode().splitlines()[1:]
     pieces = [merge.replace(" ", "") for merge in merges]
     vocab = {token: i for i, token in enumerate([*byte_characters(), *pieces, special])}
     (folder / "merges.txt").write_bytes(text)
     write_json(folder / "vocab.json", vocab)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = {"id": END_OF_TEXT, "content": special, **flags, "special": True}
+    added = {"id": END_OF_TEXT, "content": special, "special": True}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    parts = dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"), byte_level)
-    model = {"type": "BPE", "vocab": vocab, "merges": merges}
-    content = {"version": "1.0", "added_tokens": [added], "normalizer": None, **parts}
-    write_json(folder / "tokenizer.json", content | {"model": model})
+    content: dict[str, Any] = {"version": "1.0", "added_tokens": [added], "normalizer": None}
+    content |= dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"), byte_level)
+    content["model"] = {"type": "BPE", "vocab": vocab, "merges": merges}
+    write_json(folder / "tokenizer.json", content)
     write_json(
         folder / "tokenizer_config.json",
         {

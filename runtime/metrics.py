@@ -24,35 +24,34 @@ Values = npt.NDArray[np.float64]
 class Gpu(NamedTuple):
     """A kind of GPU."""
 
-    name: str  # of `--gpu`
+    pattern: str  # of the driver's name
     memory_gib: int  # that a program can have
     peak_flops: float
 
 
-# By patterns for the driver's name of the GPU; the first that matches counts. Dense bfloat16 peaks
-# in FLOP/s (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation, from
-# NVIDIA's data sheets; where these quote the sparse rate, half of it.
+# By the name in `--gpu`; the first whose pattern matches counts. Dense bfloat16 peaks in FLOP/s
+# (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation, from NVIDIA's data
+# sheets; where these quote the sparse rate, half of it.
 GPUS = {
-    r"\bB200$": Gpu("B200", 178, 2250e12),
-    r"\bH200 NVL$": Gpu("H200-NVL", 139, 835e12),
-    r"\bG?H200\b": Gpu("H200", 139, 989e12),
-    r"\bH100 PCIe$": Gpu("H100-PCIe", 79, 756e12),
-    r"\bH100 NVL$": Gpu("H100-NVL", 93, 835e12),
-    r"\bH100 .*HBM3$": Gpu("H100", 79, 989e12),
-    r"\bA100.*-40GB$": Gpu("A100-40GB", 39, 312e12),
-    r"\bA100\b": Gpu("A100", 79, 312e12),
-    r"\bA10$": Gpu("A10", 22, 125e12),
-    r"\bA10G$": Gpu("A10G", 22, 70e12),
-    r"\bL4$": Gpu("L4", 22, 121e12),
-    r"\bL40S$": Gpu("L40S", 44, 362e12),
-    r"\bT4$": Gpu("T4", 14, 65e12),
-    r"\bRTX A6000$": Gpu("A6000", 47, 155e12),
-    r"\bRTX 4090$": Gpu("4090", 23, 165e12),
-    r"\bRTX 3090$": Gpu("3090", 23, 71e12),
-    r"\bV100-SXM2-16GB": Gpu("V100", 15, 125e12),
-    r"\bV100-SXM2-32GB": Gpu("V100-32GB", 31, 125e12),
+    "B200": Gpu(r"\bB200$", 178, 2250e12),
+    "H200-NVL": Gpu(r"\bH200 NVL$", 139, 835e12),
+    "H200": Gpu(r"\bG?H200\b", 139, 989e12),
+    "H100-PCIe": Gpu(r"\bH100 PCIe$", 79, 756e12),
+    "H100-NVL": Gpu(r"\bH100 NVL$", 93, 835e12),
+    "H100": Gpu(r"\bH100 .*HBM3$", 79, 989e12),
+    "A100-40GB": Gpu(r"\bA100.*-40GB$", 39, 312e12),
+    "A100": Gpu(r"\bA100\b", 79, 312e12),
+    "A10": Gpu(r"\bA10$", 22, 125e12),
+    "A10G": Gpu(r"\bA10G$", 22, 70e12),
+    "L4": Gpu(r"\bL4$", 22, 121e12),
+    "L40S": Gpu(r"\bL40S$", 44, 362e12),
+    "T4": Gpu(r"\bT4$", 14, 65e12),
+    "A6000": Gpu(r"\bRTX A6000$", 47, 155e12),
+    "4090": Gpu(r"\bRTX 4090$", 23, 165e12),
+    "3090": Gpu(r"\bRTX 3090$", 23, 71e12),
+    "V100": Gpu(r"\bV100-SXM2-", 15, 125e12),
 }
-BEFORE_AMPERE = ("T4", "V100", "V100-32GB")  # no bfloat16, and float32 matrices without TF32
+BEFORE_AMPERE = ("T4", "V100")  # no bfloat16, and float32 matrices without TF32
 HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
 # Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
 HELLASWAG_REFERENCES = {
@@ -180,18 +179,13 @@ def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
         device_name: the driver's name of the GPU, or its name in `--gpu`.
         float32: whether matrix products are of float32, in TF32, and not of 16 bits.
     """
-    gpu = find_gpu(device_name)
-    if gpu is None or (float32 and gpu.name in BEFORE_AMPERE):
+    if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
         return None
-    return gpu.peak_flops / 2 if float32 else gpu.peak_flops
-
-
-def find_gpu(name: str) -> Gpu | None:
-    """The kind of GPU that the driver, or `--gpu`, calls so; None where unknown."""
-    if "MIG" in name:  # a slice of the GPU, with a share of its peak
-        return None
-    kinds = GPUS.items()
-    return next((gpu for key, gpu in kinds if gpu.name == name or re.search(key, name)), None)
+    for name, gpu in GPUS.items():
+        if device_name == name or re.search(gpu.pattern, device_name):
+            tf32 = None if name in BEFORE_AMPERE else gpu.peak_flops / 2
+            return tf32 if float32 else gpu.peak_flops
+    return None
 
 
 def mfu(

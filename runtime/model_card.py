@@ -31,7 +31,8 @@ LIMITS = """## Intended use and limits
 This is a base model: it continues a text. It was not trained to follow instructions or to refuse
 anything. It states falsehoods, and repeats the errors and prejudices of its data. It is meant for
 research, teaching and further training. Nothing was measured but what this card lists. The model
-sees at most {block_size:,} tokens of GPT-2's tokenizer.
+sees at most {block_size:,} tokens of GPT-2's tokenizer. Its owner says under which licence it may
+be used.
 """
 RESULTS = "## Results\n\n| measure | result | how measured |\n|---|---|---|"
 
@@ -68,7 +69,6 @@ def write_model_card(
         f"A GPT-2 of {n_params:,} parameters: {config.n_layer} blocks, {config.n_head} heads, "
         f"width {config.n_embd:,}, context {config.block_size:,} tokens.\n",
         *(USE.format(name=name), *sections, LIMITS.format(block_size=config.block_size)),
-        "" if licence else "Its owner has to say under which licence it may be used.\n",
     ]
     path.write_bytes("\n".join(lines).encode(errors="replace"))  # a name may be no UTF-8
 
@@ -98,12 +98,11 @@ def _read_results(checkpoint: Path, state: TrainerState, data: str) -> Iterator[
             last |= dict.fromkeys(record, record)
     tokens = state.train_config.get("val_tokens", 0)
     total = last.get("hellaswag_acc_norm", {}).get("hellaswag_total", 0)
+    part = "" if total == HELLASWAG_EXAMPLES else ", which is NOT the whole benchmark"
     how = {
-        "val_loss": f"nats per token, the mean over at most {tokens:,} tokens of the data set's "
-        "validation split",
-        "hellaswag_acc_norm": "completion style, zero-shot: the ending of the lowest mean loss per "
-        f"token counts; not comparable with lm-evaluation-harness; {total:,} examples"
-        + ("" if total == HELLASWAG_EXAMPLES else ", which is NOT the whole benchmark"),
+        "val_loss": f"nats per token, over at most {tokens:,} tokens of the validation split",
+        "hellaswag_acc_norm": f"zero-shot, lowest mean loss per token, {total:,} examples{part}; "
+        "not comparable with lm-evaluation-harness",
     }
     for name, dataset in (("val_loss", data), ("hellaswag_acc_norm", "Rowan/hellaswag")):
         value = last.get(name, {}).get(name)

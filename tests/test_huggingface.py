@@ -338,9 +338,9 @@ def test_load_pretrained_takes_parts_and_revisions_from_the_hub(commands, tmp_pa
         assert load("o/parts@v1").stdout.strip() == str(TINY.n_embd)
         for name, message in (
             ("o/parts@v9", "the Hugging Face hub did not give it (RevisionNotFoundError"),
-            ("o/pickle", "M.from_pretrained('o/pickle').save_pretrained('converted')"),
-            ("o/pickle@v1", "M.from_pretrained('o/pickle', revision='v1').save_pre"),
-            ("o/adapter", "from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('o/"),
+            ("o/pickle", "LM.from_pretrained('o/pickle').save_pretrained('converted')"),
+            ("o/pickle@v1", "LM.from_pretrained('o/pickle', revision='v1').save_pre"),
+            ("o/adapter", "peft.AutoPeftModelForCausalLM.from_pretrained('o/adapter').merge_and"),
             ("o/none", "log in by `hf auth login`"),
         ):
             refused = load(name)

@@ -11,7 +11,7 @@ from ops import ActivationCheckpointing
 from runtime.cli import as_flags, bad_numbers, parse_flags
 from runtime.device import DeviceName, DtypeName
 from runtime.files import is_plain_name, read_json
-from runtime.metrics import GPUS, find_gpu
+from runtime.metrics import GPUS
 from runtime.trackers import TrackerName
 
 ABOVE_ZERO = (
@@ -191,8 +191,8 @@ class TrainConfig:
             yield "--cpu-offload goes with --parallel fsdp or hsdp"
         if self.mfu > 1:
             yield f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say"
-        if find_gpu(self.gpu) is None:
-            yield f"--gpu {self.gpu} is not {', '.join(gpu.name for gpu in GPUS.values())}"
+        if self.gpu not in GPUS:
+            yield f"--gpu {self.gpu} is not {', '.join(GPUS)}"
         if self.gpus and not self.plan:
             yield (
                 f"--gpus goes with --plan; to train on {self.gpus}: "

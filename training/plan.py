@@ -15,7 +15,7 @@ from model import GPTConfig
 from ops import ActivationCheckpointing
 from runtime.device import DTYPES, device_name, memory_gib, select_dtype
 from runtime.distributed import DistInfo, all_reduce_max, print0, read_dist_env
-from runtime.metrics import BEFORE_AMPERE, find_gpu, flops_per_token, peak_flops
+from runtime.metrics import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
@@ -43,9 +43,9 @@ class Device(NamedTuple):
 
 def find_device(config: TrainConfig, dist_info: DistInfo) -> Device:
     """The device of a process: this machine's or, with `--gpus`, the planned one."""
-    if config.gpus and (gpu := find_gpu(config.gpu)):
-        auto = torch.float16 if gpu.name in BEFORE_AMPERE else torch.bfloat16
-        return Device(gpu.name, gpu.memory_gib, DTYPES.get(config.dtype, auto))
+    if config.gpus:
+        auto = torch.float16 if config.gpu in BEFORE_AMPERE else torch.bfloat16
+        return Device(config.gpu, GPUS[config.gpu].memory_gib, DTYPES.get(config.dtype, auto))
     device, memory = dist_info.device, memory_gib(dist_info.device)
     if memory is not None and device.type != "cuda":
         memory /= dist_info.local_world_size  # processes without a GPU each share the machine's
@@ -176,9 +176,8 @@ def describe_plan(
     memory = plan_memory(config, model_config, device.dtype, dist_info)
     state = memory.state / 2**30
     activations = memory.per_token * batch.micro_batch_size * block_size / 2**30
-    every, keep = config.checkpoint_every, config.keep_checkpoints
-    saves = math.ceil(config.max_steps / every) if every else 1
-    on_disk = min(saves, keep + 1) if keep else saves  # the oldest goes once the newest is there
+    saves = math.ceil(config.max_steps / (config.checkpoint_every or config.max_steps))
+    on_disk = min(saves, (config.keep_checkpoints or saves) + 1)  # one goes when the next is there
     checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
     rows = {
         "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
