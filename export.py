@@ -28,6 +28,8 @@ class ExportConfig:
     """The folder to write; an earlier export there is written over."""
     push_to_hub: str | None = None
     """OWNER/NAME of a hub model: upload the folder; a new repository is private."""
+    license: str | None = None
+    """Of the card: an id that the hub knows, such as mit."""
 
     def __post_init__(self) -> None:
         if self.push_to_hub is not None:
@@ -44,7 +46,7 @@ def main() -> None:
     name = config.push_to_hub or config.out.resolve().name
     with export_folder(config.out) as folder:
         n_params = save_pretrained(model, folder)
-        write_model_card(folder, name, model.config, n_params, checkpoint)
+        write_model_card(folder, name, model.config, checkpoint, config.license)
     print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
     if config.push_to_hub is not None:

@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
     prepare_process()  # the imports below take seconds
 
-import itertools
 import json
 import math
 import re
@@ -42,10 +41,12 @@ from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_dtype, to_device
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
+from runtime.hub import explain_hub_errors, fetch_files
 from tokenizer import gpt2_encoding
 
-DATA_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-DATA_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+# The validation set on the hub, and the author's own file, which earlier versions downloaded.
+DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
+DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 DATA_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 N_ENDINGS = 4
 CONTEXT = 1  # the segment of a packed row's context; its endings are 2 to 5, padding is 0
@@ -62,7 +63,7 @@ class HellaSwagConfig:
     model: str = "gpt2"
     """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
     data: Path | None = None
-    """A JSONL file in HellaSwag's format; by default the validation set, downloaded once."""
+    """A JSONL or Parquet file of HellaSwag's; by default the validation set, downloaded once."""
     limit: int = 0
     """Score only this many examples, from the first; 0 = all."""
     style: Style = "completion"
@@ -138,7 +139,7 @@ def main() -> None:
     config = parse_flags(HellaSwagConfig)
     with distributed.setup_distributed(config.device) as dist_info:
         model = load_model(config.model, dist_info.device)
-        path = config.data or download_hellaswag(dist_info)
+        path = config.data or download_hellaswag()
         examples = load_examples(path, config.limit, config.style)
         exact = config.style == "harness" and config.dtype == "auto"
         dtype = select_dtype("float32" if exact else config.dtype, dist_info.device)
@@ -151,14 +152,20 @@ def main() -> None:
 
 
 def load_examples(path: str | Path, limit: int = 0, style: Style = "completion") -> list[Example]:
-    """Read and tokenise a HellaSwag JSONL file, or its first `limit` rows."""
+    """Read and tokenise a JSONL or Parquet file of HellaSwag, or its first `limit` rows."""
+    if str(path).endswith(".parquet"):
+        import pyarrow.parquet
+
+        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+    else:
+        rows = Path(path).read_bytes().splitlines()
     examples: list[Example] = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(itertools.islice(file, limit or None), start=1):
-            try:
-                examples.append(render_example(json.loads(line), style))
-            except ValueError as error:  # of UTF-8 and JSON too
-                raise ValueError(f"{path}:{number}: {error}") from None
+    for number, row in enumerate(rows[: limit or None], start=1):
+        try:
+            values = row if isinstance(row, dict) else json.loads(row)
+            examples.append(render_example(values, style))
+        except ValueError as error:  # of UTF-8 and JSON too
+            raise ValueError(f"{path}:{number}: {error}") from None
     if not examples:
         raise ValueError(f"{path} has no examples")
     return examples
@@ -214,7 +221,7 @@ def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) ->
         distributed.check_same_on_all_ranks("the HellaSwag files", [sha256_of(path)])
     else:
         try:
-            examples = load_examples(download_hellaswag(dist_info))
+            examples = load_examples(download_hellaswag())
         except (OSError, ValueError) as error:
             problem = str(error)
     if examples and not any(example.fits(block_size) for example in examples):
@@ -346,9 +353,9 @@ def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
-def write_predictions(path: Path, result: HellaSwagResult) -> None:
+def write_predictions(path: str | Path, result: HellaSwagResult) -> None:
     """Write one JSON line per scored example, in their order, atomically."""
-    with atomic_write(path) as file:
+    with atomic_write(Path(path)) as file:
         for example, summed, mean in zip(result.examples, result.summed, result.mean, strict=True):
             line = {
                 "ind": example.ind,
@@ -361,21 +368,14 @@ def write_predictions(path: Path, result: HellaSwagResult) -> None:
             file.write((json.dumps(line) + "\n").encode())
 
 
-def download_hellaswag(dist_info: DistInfo) -> Path:
-    """Download the validation set, once on each machine; every rank must call this."""
-    try:
-        is_known = DATA_PATH.is_file() and sha256_of(DATA_PATH) == DATA_SHA256
-        if dist_info.local_rank == 0 and not is_known:
-            DATA_PATH.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(DATA_URL, str(DATA_PATH), DATA_SHA256, progress=False)
-    except (OSError, RuntimeError) as error:  # the latter if it has another hash
-        raise OSError(
-            f"cannot download {DATA_URL} ({error}); without network pass --data FILE "
-            f"(--hellaswag-data FILE in training)"
-        ) from None
-    finally:
-        distributed.barrier()  # the other ranks wait, after a failure too
-    return DATA_PATH
+def download_hellaswag() -> Path:
+    """The validation set: the file of earlier versions, or the hub's; ranks may call it at once."""
+    if DATA_PATH.is_file():
+        return DATA_PATH
+    remedy = "without network pass --data FILE (--hellaswag-data FILE in training)"
+    wanted = {"repo_type": "dataset", "revision": DATA_REVISION, "allow_patterns": DATA_FILE}
+    with explain_hub_errors("HellaSwag was not downloaded", remedy):
+        return fetch_files(DATA_REPO, lambda f: (f / DATA_FILE).is_file(), **wanted) / DATA_FILE
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def fetch_shards(
     from huggingface_hub import hf_hub_download, snapshot_download
 
     commit = resolve_revision(repo, revision)
-    remedy = f"if it has texts and no shards, give --source {repo}"
+    line = f"hf download {repo} --repo-type dataset --local-dir {folder}, for --data-dir {folder}"
+    remedy = f"if it has texts and no shards, give --source {repo}; for shards of others, {line}"
     with explain_hub_errors(f"the manifest of {repo} was not downloaded", remedy):
         path = hf_hub_download(repo, SHARD_MANIFEST, repo_type="dataset", revision=commit)
     manifest = Manifest.load(Path(path).parent)

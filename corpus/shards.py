@@ -318,7 +318,8 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
             missing = f"{folder} has no {split} shards"
         raise FileNotFoundError(
             f"{missing}; python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no "
-            f"network), python fineweb.py makes data/fineweb-edu-10BT (20 GB)"
+            f"network), python fineweb.py makes data/fineweb-edu-10BT (20 GB), with --source "
+            f"hub:OWNER/NAME it downloads shards"
         )
     shards = TokenShards(paths, _fingerprint(infos, paths))
     for info, length in zip(infos, shards.lengths, strict=False):  # no infos without a manifest

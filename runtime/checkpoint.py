@@ -43,7 +43,6 @@ from runtime.distributed import (
 )
 from runtime.files import read_json, sha256_of, sync_folder, write_json
 from runtime.huggingface import (
-    HF_CONFIG_NAME,
     build_model,
     check_tensors,
     is_finite,
@@ -490,7 +489,7 @@ def read_model_config(source: str | Path) -> GPTConfig:
 def is_hugging_face(source: str | Path) -> bool:
     """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
     path = Path(source)
-    return not is_local(source) or ((path / HF_CONFIG_NAME).is_file() and not is_run(path))
+    return not is_local(source) or (any(path.glob("*config.json")) and not is_run(path))
 
 
 @torch.no_grad()

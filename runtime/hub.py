@@ -1,10 +1,11 @@
 """The Hugging Face hub: names, commits, uploads, and its errors as one line."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 TIMEOUT_SECONDS = 10  # of an answer
 NO_NETWORK = (
@@ -27,6 +28,19 @@ def resolve_revision(repo: str, revision: str | None) -> str:
     name = repo if revision is None else f"--revision {revision} of {repo}"
     with explain_hub_errors(f"asking the Hugging Face hub for {name} failed", NO_NETWORK):
         return str(HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_SECONDS).sha)
+
+
+def fetch_files(repo: str, is_complete: Callable[[Path], object], **wanted: Any) -> Path:  # noqa: ANN401
+    """The hub's cached folder of a repository, from `snapshot_download` unless it is complete."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    get = partial(snapshot_download, repo, **wanted)
+    with suppress(FileNotFoundError):
+        if is_complete(folder := Path(get(local_files_only=True))):
+            return folder
+    # Fails at once without a network, where a download tries again for half a minute.
+    HfApi().repo_info(repo, repo_type=wanted.get("repo_type"), timeout=TIMEOUT_SECONDS)
+    return Path(get())
 
 
 def push_folder(
@@ -62,12 +76,13 @@ def explain_hub_errors(
     try:
         yield
     except Exception as error:
+        name = type(error).__name__
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403, 404):
+        if status in (401, 403, 404) and not re.search("Entry|Revision", name):  # these are seen
             remedy = (
                 f"it is not there, or not open to you: log in by `hf auth login`, with a token "
                 f"that may write to upload, and check OWNER/NAME; {remedy}"
             )
         reason = str(error).strip().partition("\n")[0]
         kind = FileNotFoundError if status == 404 else OSError
-        raise kind(f"{failure} ({type(error).__name__}: {reason}); {remedy}") from None
+        raise kind(f"{failure} ({name}: {reason}); {remedy}") from None

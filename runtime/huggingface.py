@@ -28,6 +28,8 @@ from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
+HF_WEIGHT_PARTS = "model-*-of-*.safetensors"
+ADAPTER_NAME = "adapter_config.json"  # of peft
 EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written over
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
@@ -55,20 +57,16 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
     """Load a GPT-2, in float32 and eval mode, from a folder in Hugging Face's format or the hub.
 
     Args:
-        source: a folder with `config.json` and `model.safetensors`; or `gpt2`, `gpt2-medium`,
-            `gpt2-large`, `gpt2-xl`, or any `OWNER/NAME` on the hub. A downloaded model stays in
-            the hub's cache and needs no network again.
+        source: a folder with `config.json` and safetensors, in one file or several; or `gpt2`,
+            `gpt2-medium`, `gpt2-large`, `gpt2-xl`, or any `OWNER/NAME` on the hub, each also with
+            `@REVISION`. A downloaded model stays in the hub's cache and needs no network again.
         device: where to put the model.
     """
     folder = _find_folder(source)
-    config, weights = _read_config(folder / HF_CONFIG_NAME), folder / HF_WEIGHTS_NAME
-    if not weights.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no {HF_WEIGHTS_NAME}: save the model again, as one file of safetensors "
-            f"(pickle files are never loaded)"
-        )
+    config, files = _read_config(folder / HF_CONFIG_NAME), _weight_files(folder)
+    tensors = {name: each for file in files for name, each in read_tensors(file).items()}
     try:
-        return from_hf(read_tensors(weights), config).to(device).eval()
+        return from_hf(tensors, config).to(device).eval()
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -79,13 +77,13 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
 
 
 @contextmanager
-def export_folder(folder: Path) -> Iterator[Path]:
+def export_folder(folder: str | Path) -> Iterator[Path]:
     """A new folder that takes the place of `folder`, as a whole, once the body has filled it.
 
     `folder` is missing, empty or an earlier export. What a user has added to that, such as a card
     of his own, is in the new folder too.
     """
-    folder = folder.resolve()
+    folder = Path(folder).resolve()
     new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
     if old.exists() and not folder.exists():  # a kill came between the two renames below
         old.rename(folder)
@@ -108,13 +106,13 @@ def export_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def save_pretrained(model: GPT, folder: Path) -> int:
+def save_pretrained(model: GPT, folder: str | Path) -> int:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
     A raw model with other parameters than GPT-2's is refused, and one that computes something else.
     Returns the parameters in the file, which are those without the rows that pad the vocabulary.
     """
-    config = model.config
+    config, folder = model.config, Path(folder)
     if config.vocab_size != VOCAB_SIZE:
         raise ValueError(f"vocab_size is {config.vocab_size}; GPT-2's tokenizer has {VOCAB_SIZE}")
     tensors = to_hf_state_dict(model)
@@ -178,7 +176,7 @@ def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 def is_local(source: str | Path) -> bool:
     """Whether a model's name means a folder here, there or not, and no model on the hub."""
-    path, name = Path(source), str(source)
+    path, name = Path(source), str(source).partition("@")[0]
     is_repo = hub.REPO_NAME.fullmatch(name) is not None and not path.parent.is_dir()
     return path.exists() or not (name in GPT2_SIZES or is_repo)
 
@@ -331,24 +329,40 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _find_folder(source: str | Path) -> Path:
-    """A model's folder, once its configuration and weights have come from the hub, if need be."""
-    if is_local(source):
-        return Path(source)
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    """A model's folder, from the hub if need be; refused if its weights have to be converted."""
+    folder = Path(source) if is_local(source) else _download(str(source))
+    if any(folder.glob("*config.json")) and not _weight_files(folder):
+        parts = [str(source)] if folder == Path(source) else str(source).split("@")
+        name = ", revision=".join(map(repr, parts))
+        problem = f"lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: convert it"
+        library, call = "transformers", f"AutoModelForCausalLM.from_pretrained({name})"
+        if (folder / ADAPTER_NAME).is_file():
+            problem, library = "is an adapter, not a model: merge it", "peft"
+            call = f"AutoPeftModelForCausalLM.from_pretrained({name}).merge_and_unload()"
+        raise FileNotFoundError(
+            f'{source} {problem} by pip install {library} and python -c "import {library}; '
+            f"{library}.{call}.save_pretrained('converted')\", then give the folder converted"
+        )
+    return folder
 
-    repo = f"openai-community/{source}" if source in GPT2_SIZES else str(source)
-    names = (HF_CONFIG_NAME, HF_WEIGHTS_NAME)
-    failure = f"{str(source)!r} is not a folder, and the Hugging Face hub did not give it"
+
+def _download(source: str) -> Path:
+    """The folder in the hub's cache that has a model's configuration and weights."""
+    name, _, revision = source.partition("@")
+    repo = f"openai-community/{name}" if name in GPT2_SIZES else name
+    files = ["*config.json", HF_WEIGHTS_NAME, HF_WEIGHT_PARTS]
+    failure = f"{source!r} is not a folder, and the Hugging Face hub did not give it"
     remedy = f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
     with hub.explain_hub_errors(failure, remedy + "OWNER/NAME"):
-        try:
-            paths = [hf_hub_download(repo, name, local_files_only=True) for name in names]
-        except LocalEntryNotFoundError:
-            # Fails at once without a network, where a download tries again for half a minute.
-            get_hf_file_metadata(hf_hub_url(repo, HF_WEIGHTS_NAME), timeout=hub.TIMEOUT_SECONDS)
-            paths = [hf_hub_download(repo, name) for name in names]
-    return Path(paths[0]).parent
+        return hub.fetch_files(repo, _weight_files, revision=revision or None, allow_patterns=files)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights: one, or its numbered parts; none unless all are there."""
+    if (folder / HF_WEIGHTS_NAME).is_file():
+        return [folder / HF_WEIGHTS_NAME]
+    parts = sorted(folder.glob(HF_WEIGHT_PARTS))
+    return parts if parts and parts[-1].stem.endswith(f"-of-{len(parts):05}") else []
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -361,12 +375,20 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _write_tokenizer(folder: Path, block_size: int) -> None:
-    """Write GPT-2's tokenizer in the files that every version of transformers reads."""
-    merges, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
-    pieces = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
+    """Write GPT-2's tokenizer in transformers' files and, for other clients, `tokenizer.json`."""
+    text, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
+    merges = text.decode().splitlines()[1:]
+    pieces = [merge.replace(" ", "") for merge in merges]
     vocab = {token: i for i, token in enumerate([*byte_characters(), *pieces, special])}
-    (folder / "merges.txt").write_bytes(merges)
+    (folder / "merges.txt").write_bytes(text)
     write_json(folder / "vocab.json", vocab)
+    added = {"id": END_OF_TEXT, "content": special, "special": True}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    content: dict[str, Any] = {"version": "1.0", "added_tokens": [added], "normalizer": None}
+    content |= dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"), byte_level)
+    content["model"] = {"type": "BPE", "vocab": vocab, "merges": merges}
+    write_json(folder / "tokenizer.json", content)
     write_json(
         folder / "tokenizer_config.json",
         {

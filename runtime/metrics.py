@@ -20,27 +20,38 @@ if TYPE_CHECKING:  # importing it takes torch, which plot.py does without
 
 Values = npt.NDArray[np.float64]
 
-# Dense bfloat16 peaks in FLOP/s (float16 on the T4, which has no bfloat16) with float32
-# accumulation, from NVIDIA's data sheets; where these quote the sparse rate, half of it. The keys
-# are patterns for the driver's name of the GPU; the first that matches counts.
-PEAK_FLOPS = {
-    r"\bB200$": 2250e12,
-    r"\bH200 NVL$": 835e12,
-    r"\bG?H200\b": 989e12,
-    r"\bH100 PCIe$": 756e12,
-    r"\bH100 NVL$": 835e12,
-    r"\bH100 .*HBM3$": 989e12,
-    r"\bA100\b": 312e12,
-    r"\bA10$": 125e12,
-    r"\bA10G$": 70e12,
-    r"\bL4$": 121e12,
-    r"\bL40S$": 362e12,
-    r"\bT4$": 65e12,
-    r"\bRTX A6000$": 155e12,
-    r"\bRTX 4090$": 165e12,
-    r"\bRTX 3090$": 71e12,
+
+class Gpu(NamedTuple):
+    """A kind of GPU."""
+
+    pattern: str  # of the driver's name
+    memory_gib: int  # that a program can have
+    peak_flops: float
+
+
+# By the name in `--gpu`; the first whose pattern matches counts. Dense bfloat16 peaks in FLOP/s
+# (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation, from NVIDIA's data
+# sheets; where these quote the sparse rate, half of it.
+GPUS = {
+    "B200": Gpu(r"\bB200$", 178, 2250e12),
+    "H200-NVL": Gpu(r"\bH200 NVL$", 139, 835e12),
+    "H200": Gpu(r"\bG?H200\b", 139, 989e12),
+    "H100-PCIe": Gpu(r"\bH100 PCIe$", 79, 756e12),
+    "H100-NVL": Gpu(r"\bH100 NVL$", 93, 835e12),
+    "H100": Gpu(r"\bH100 .*HBM3$", 79, 989e12),
+    "A100-40GB": Gpu(r"\bA100.*-40GB$", 39, 312e12),
+    "A100": Gpu(r"\bA100\b", 79, 312e12),
+    "A10": Gpu(r"\bA10$", 22, 125e12),
+    "A10G": Gpu(r"\bA10G$", 22, 70e12),
+    "L4": Gpu(r"\bL4$", 22, 121e12),
+    "L40S": Gpu(r"\bL40S$", 44, 362e12),
+    "T4": Gpu(r"\bT4$", 14, 65e12),
+    "A6000": Gpu(r"\bRTX A6000$", 47, 155e12),
+    "4090": Gpu(r"\bRTX 4090$", 23, 165e12),
+    "3090": Gpu(r"\bRTX 3090$", 23, 71e12),
+    "V100": Gpu(r"\bV100-SXM2-", 15, 125e12),
 }
-WITHOUT_TF32 = r"\bT4$"  # the others above multiply float32 matrices in TF32, at half their peak
+BEFORE_AMPERE = ("T4", "V100")  # no bfloat16, and float32 matrices without TF32
 HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
 # Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
 HELLASWAG_REFERENCES = {
@@ -55,7 +66,7 @@ CLEARLY_ABOVE = 0.05  # nats per token: more than a validation loss goes up and 
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read a metrics file, which a run may be writing to at this moment.
 
     Lines that a dying process tore are skipped. Where a run resumed from a step, the records of
@@ -121,9 +132,9 @@ def last_saved_step(path: Path) -> int:
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a metrics file; torn lines are skipped."""
-    for line in path.read_bytes().splitlines():
+    for line in Path(path).read_bytes().splitlines():
         with suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):
                 yield record
@@ -165,15 +176,16 @@ def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
     """The dense peak of a GPU in FLOP/s; None where unknown.
 
     Args:
-        device_name: the driver's name of the GPU.
+        device_name: the driver's name of the GPU, or its name in `--gpu`.
         float32: whether matrix products are of float32, in TF32, and not of 16 bits.
     """
     if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
         return None
-    peak = next((PEAK_FLOPS[name] for name in PEAK_FLOPS if re.search(name, device_name)), None)
-    if peak is None or not float32:
-        return peak
-    return None if re.search(WITHOUT_TF32, device_name) else peak / 2
+    for name, gpu in GPUS.items():
+        if device_name == name or re.search(gpu.pattern, device_name):
+            tf32 = None if name in BEFORE_AMPERE else gpu.peak_flops / 2
+            return tf32 if float32 else gpu.peak_flops
+    return None
 
 
 def mfu(

@@ -64,20 +64,18 @@ def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: in
 def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
     """Weights & Biases, as `wandb login` and WANDB_* variables say, such as WANDB_MODE=offline.
 
-    A file in the run's folder keeps the random id that a resumed run goes on under.
+    A file in the run's folder keeps the id, random or given, that a resumed run goes on under.
     """
     import wandb
 
-    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-        raise ValueError("not logged in: run `wandb login`, or set WANDB_MODE=offline")
-    id_path = run_dir / "trackers" / "wandb.json"
-    if not id_path.is_file():
-        write_json(id_path, {"id": secrets.token_hex(4)})
+    id_path, run_id = run_dir / "trackers" / "wandb.json", os.environ.get("WANDB_RUN_ID")
+    if run_id or not id_path.is_file():
+        write_json(id_path, {"id": run_id or secrets.token_hex(4)})
     run: Any = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         dir=os.environ.get("WANDB_DIR", run_dir),
         id=read_json(id_path)["id"],
-        name=run_dir.name,
+        name=os.environ.get("WANDB_NAME", run_dir.name),
         config=dict(settings),
         resume="allow",
         settings=wandb.Settings(
@@ -153,13 +151,23 @@ def _fenced(text: str) -> str:
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Refuse trackers whose package is missing, with the remedy."""
+    """Refuse trackers whose package is missing, and W&B without a login, with the remedy."""
     for name in names:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"--logger {name} needs the package {name}, which is not installed: "
                 f"pip install -r requirements-extras.txt, or give --logger without a name"
             )
+        if name == "wandb":
+            import wandb
+
+            try:
+                is_online = wandb.setup().settings.mode == "online"
+                if is_online and not wandb.login(prompt=False, verify=False):
+                    raise wandb.Error("not logged in")
+            except wandb.Error as error:
+                remedy = "run `wandb login`, or set WANDB_MODE=offline"
+                raise ValueError(f"--logger wandb: {error}: {remedy}") from None
 
 
 class Trackers:

@@ -181,7 +181,8 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
         for path, content in repo["files"].items():
             if not folder or path.startswith(folder + "/"):
                 depth = folder.count("/") + 1 if folder else 0
-                child = "/".join(path.split("/")[: depth + 1])
+                is_recursive = "recursive=true" in self.path.lower()
+                child = path if is_recursive else "/".join(path.split("/")[: depth + 1])
                 is_file = {"type": "file", "size": len(content)}
                 oid = hashlib.sha1(child.encode()).hexdigest()
                 of_kind = is_file if child == path else {"type": "directory"}

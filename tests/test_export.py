@@ -4,15 +4,18 @@ import math
 import sys
 
 import huggingface_hub
+import numpy as np
 import torch
 from conftest import save_run
 from safetensors.torch import load_file
 from test_checkpoint import new_training
 
 import export
+from corpus.shards import open_shards
 from model import GPTConfig
 from runtime.checkpoint import load_model
-from runtime.huggingface import save_pretrained
+from runtime.huggingface import export_folder, save_pretrained
+from runtime.metrics import read_metrics
 from runtime.model_card import MARK
 
 CONFIG = {
@@ -27,9 +30,9 @@ CONFIG = {
 }
 
 
-def run_export(monkeypatch, source, out):
+def run_export(monkeypatch, source, out, *flags):
     """Run `export.py`; returns the card."""
-    monkeypatch.setattr(sys, "argv", ["export.py", f"--model={source}", f"--out={out}"])
+    monkeypatch.setattr(sys, "argv", ["export.py", f"--model={source}", f"--out={out}", *flags])
     export.main()
     return (out / "README.md").read_text()
 
@@ -48,6 +51,17 @@ def test_main_exports_a_run_that_loads_with_the_same_logits(tmp_path, monkeypatc
         assert torch.equal(load_model(out)(idx).logits, model(idx).logits)
 
 
+def test_a_notebook_may_give_paths_as_text(tmp_path):
+    model = save_run(tmp_path / "run", records=[{"step": 1, "val_loss": 2.0}])
+    with export_folder(str(tmp_path / "whole")) as folder:
+        save_pretrained(model, str(folder))
+    for source in ("run", "run/checkpoints/step_00000001", "whole"):
+        assert load_model(str(tmp_path / source)).config == model.config
+    assert read_metrics(str(tmp_path / "run" / "metrics.jsonl"))[0]["val_loss"] == 2.0
+    np.save(tmp_path / "train_000.npy", np.arange(9, dtype=np.uint16))
+    assert open_shards(str(tmp_path), "train").total_tokens == 9
+
+
 def test_card_says_what_the_run_says(tmp_path, monkeypatch):
     records = [
         {"step": 10, "val_loss": 5.5, "hellaswag_acc_norm": 0.25, "hellaswag_total": 10042},
@@ -56,9 +70,11 @@ def test_card_says_what_the_run_says(tmp_path, monkeypatch):
     ]
     save_run(tmp_path / "run", CONFIG, records, step=20)
     card = run_export(monkeypatch, tmp_path / "run", tmp_path / "tales")
-    data = huggingface_hub.ModelCard.load(tmp_path / "tales" / "README.md").data.to_dict()
-    assert (data["pipeline_tag"], data["tags"]) == ("text-generation", ["gpt2"])
-    assert data["base_model"] == "openai-community/gpt2"
+    data = huggingface_hub.ModelCard.load(tmp_path / "tales" / "README.md").data
+    assert (data.pipeline_tag, data.tags, data.license) == ("text-generation", ["gpt2"], None)
+    assert (data.base_model, data.model_name) == ("openai-community/gpt2", "tales")
+    found = {(r.dataset_type, r.dataset_split, r.metric_value) for r in data.eval_results}
+    assert found == {("my-stories", "validation", 3.25), ("Rowan/hellaswag", "validation", 0.25)}
     for line in (
         "# tales",
         "- `my-stories`, tokenised with GPT-2's BPE",
@@ -68,9 +84,9 @@ def test_card_says_what_the_run_says(tmp_path, monkeypatch):
         "| `optimizer` | muon |",
     ):
         assert line in card.splitlines()
-    assert "| validation loss at step 20 | 3.2500 nats per token | the mean over at most 4" in card
-    assert "| HellaSwag, acc_norm at step 10 | 0.2500 | completion style" in card
-    assert "10,042 examples |" in card
+    assert "| val_loss at step 20 | 3.25 | nats per token, over at most 4,096 tokens" in card
+    assert "| hellaswag_acc_norm at step 10 | 0.25 | zero-shot, lowest mean loss" in card
+    assert "10,042 examples; not" in card
     assert "| `dtype` |" not in card  # which one `auto` came to depends on the machine
     assert "SECRET" not in card
     assert str(tmp_path) not in card
@@ -79,14 +95,20 @@ def test_card_says_what_the_run_says(tmp_path, monkeypatch):
 def test_card_says_what_was_not_measured_and_what_is_no_benchmark(tmp_path, monkeypatch):
     save_run(tmp_path / "run")  # without metrics, and with one setting
     card = run_export(monkeypatch, tmp_path / "run", tmp_path / "a")
-    assert "| validation loss | not measured | |" in card
-    assert "| HellaSwag | not measured | |" in card
+    assert "Results" not in card
+    assert "Nothing was measured but what this card lists" in card
     assert "base_model" not in card
     record = {"step": 1, "hellaswag_acc_norm": 0.5, "hellaswag_total": 20, "val_loss": math.nan}
     save_run(tmp_path / "sample", {}, [record])
     card = run_export(monkeypatch, tmp_path / "sample", tmp_path / "b")
-    assert "20 examples, which is NOT the whole benchmark |" in card
-    assert "| validation loss | not measured | |" in card
+    assert "20 examples, which is NOT the whole benchmark;" in card
+    assert "val_loss" not in card  # it is not finite
+
+
+def test_card_names_the_licence_that_is_given(tmp_path, monkeypatch):
+    save_run(tmp_path / "run")
+    card = run_export(monkeypatch, tmp_path / "run", tmp_path / "out", "--license=mit")
+    assert huggingface_hub.ModelCard(card).data.license == "mit"
 
 
 def test_card_of_a_model_that_was_not_trained_here_is_short(tmp_path, monkeypatch):

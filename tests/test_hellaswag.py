@@ -1,15 +1,15 @@
-import hashlib
 import json
 from dataclasses import replace
 
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT, check_on_ranks, randomize_weights
+from hub_server import HubServer
 
 import hellaswag
 from hellaswag import HellaSwagResult, evaluate_hellaswag, load_examples, render_example
 from model import GPT, GPTConfig
-from runtime.distributed import DistInfo
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from runtime.metrics import read_metrics
 from sample import generate
@@ -168,43 +168,53 @@ def test_load_examples_names_the_line_of_a_bad_row(tmp_path, line, message):
         load_examples(path)
 
 
-def test_download_hellaswag_checks_what_came_and_takes_it_once(tmp_path, monkeypatch):
-    served, path = tmp_path / "served", tmp_path / "data" / "rows.jsonl"
-    body = b"some rows\n" * 1000
-    monkeypatch.setattr(hellaswag, "DATA_SHA256", hashlib.sha256(body).hexdigest())
+def test_download_hellaswag_takes_the_authors_file_that_is_there(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(hellaswag, "DATA_PATH", path)
-    monkeypatch.setattr(hellaswag, "DATA_URL", served.as_uri())
-    for wrong in (None, body[:-1]):
-        if wrong:
-            served.write_bytes(wrong)
-        with pytest.raises(OSError, match=f"cannot download {served.as_uri()} .*--data FILE"):
-            hellaswag.download_hellaswag(DistInfo())
-        assert not list(path.parent.iterdir())
-    served.write_bytes(body)
-    assert hellaswag.download_hellaswag(DistInfo()).read_bytes() == body
-    served.unlink()
-    hellaswag.download_hellaswag(DistInfo())  # there is nothing to download
-    path.write_bytes(body[1:])
-    with pytest.raises(OSError, match="cannot download"):  # a damaged file is none
-        hellaswag.download_hellaswag(DistInfo())
+    with pytest.raises(OSError, match=r"HellaSwag was not downloaded .*--data FILE"):  # no network
+        hellaswag.download_hellaswag()
+    path.touch()
+    assert hellaswag.download_hellaswag() == path
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub that has the sample's rows as HellaSwag's validation set."""
+    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    rows = [{**row, "label": str(row["label"])} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with HubServer() as hub:
+        content = (tmp_path / "rows.parquet").read_bytes()
+        hub.add("dataset", "Rowan/hellaswag", {hellaswag.DATA_FILE: content})
+        yield hub
+
+
+def test_main_downloads_the_rows_once_then_needs_no_network(commands, hub, folder, tmp_path):
+    flags = [f"--model={folder}", "--device=cpu", "--dtype=float32", "--limit=7"]
+    there = commands.run("hellaswag", *flags, f"--data={SAMPLE}")
+    first = commands.run("hellaswag", *flags, **hub.environment(tmp_path / "hf"))
+    assert (first.code, first.stderr) == (0, "")
+    assert first.stdout.split(": ")[1] == there.stdout.split(": ")[1]
+    assert hub.requests("GET", f"/{hellaswag.DATA_REVISION}/data/validation")
+    hub.fails = 500
+    again = commands.run("hellaswag", *flags, **hub.environment(tmp_path / "hf"))
+    assert (again.stdout, again.stderr) == (first.stdout, "")
+    failed = commands.run("hellaswag", *flags, **hub.environment(tmp_path / "other"))
+    assert (failed.code, failed.stderr.count("\n")) == (2, 1)
+    assert "without network pass --data FILE" in failed.stderr
 
 
 DOWNLOAD = """
-import hashlib
-from pathlib import Path
-import hellaswag
+from hellaswag import download_hellaswag, load_examples
 
 def check(dist_info):
-    served, path = Path("SERVED"), Path("SERVED.copy")
-    hellaswag.DATA_SHA256 = hashlib.sha256(served.read_bytes()).hexdigest()
-    hellaswag.DATA_PATH, hellaswag.DATA_URL = path, served.as_uri()
-    assert hellaswag.download_hellaswag(dist_info).is_file()
+    assert len(load_examples(download_hellaswag())) == 24
 """
 
 
-def test_download_hellaswag_makes_the_other_ranks_wait(commands, tmp_path):
-    (tmp_path / "served").write_bytes(b"rows")
-    check_on_ranks(commands, DOWNLOAD.replace("SERVED", str(tmp_path / "served")), tmp_path)
+def test_download_hellaswag_by_several_ranks_is_one_download(commands, hub, tmp_path):
+    check_on_ranks(commands, DOWNLOAD, tmp_path, **hub.environment(tmp_path / "hf"))
+    assert len(hub.requests("GET", "validation")) == 1
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +224,11 @@ def folder(model, tmp_path_factory):
     return folder
 
 
-def test_evaluate_hellaswag_is_one_line_in_a_notebook(model, examples, folder):
+def test_evaluate_hellaswag_is_one_line_in_a_notebook(model, examples, folder, tmp_path):
     result = evaluate_hellaswag(load_pretrained(str(folder)), load_examples(str(SAMPLE)))
     torch.testing.assert_close(result.summed, evaluate_hellaswag(model, examples).summed)
+    hellaswag.write_predictions(str(tmp_path / "p.jsonl"), result)
+    assert len((tmp_path / "p.jsonl").read_text().splitlines()) == len(examples)
 
 
 def test_main_gives_the_same_with_any_number_of_processes(commands, folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from graphlib import TopologicalSorter
 
 import pytest
@@ -69,6 +70,17 @@ def work_at_import(tree):
 
 def test_every_module_has_a_floor():
     assert {module.split(".")[0] for module in MODULES} == FLOOR.keys()
+
+
+def test_pyproject_lists_every_module_and_every_requirement():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    setuptools = project["tool"]["setuptools"]
+    assert {*setuptools["py-modules"]} == FLOOR.keys() - {*WINGS}
+    assert {*setuptools["packages"]} == {*WINGS, "assets"}
+    pinned = (ROOT / "requirements.txt").read_text().replace('"', "'")
+    pinned = {line.split("#")[0].strip() for line in pinned.splitlines()} - {""}
+    ranges = {each.replace(">=", "==") for each in project["project"]["dependencies"]}
+    assert {each for each in pinned ^ ranges if not each.startswith("torch==")} == set()
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -4,6 +4,10 @@ import errno
 import hashlib
 import json
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -187,6 +191,24 @@ def test_fineweb_refuses_what_is_no_finished_data_set(hub, server, pushed, tmp_p
         done = hub.run("fineweb", f"--source=hub:{source}", *flags[1:], *more)
         assert_refused(done, message)
     assert not list((tmp_path / "copy").glob("[!.]*"))
+
+
+def test_fineweb_of_other_programs_shards_says_the_line_that_downloads_them(hub, server, tmp_path):
+    def llm_c(tokens):
+        return np.array([20240520, 1, len(tokens), *[0] * 253], "<i4").tobytes() + tokens.tobytes()
+
+    tokens = np.arange(50_000, 50_100, dtype="<u2")
+    names = ("fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin")
+    files = {name: llm_c(tokens[i:]) for i, name in enumerate(names)} | {"README.md": b"shards"}
+    server.add("dataset", "o/shards", files)
+    done = hub.run("fineweb", "--source=hub:o/shards", f"--data-dir={tmp_path}/data")
+    assert_refused(done, f"--local-dir {tmp_path}/data, for --data-dir {tmp_path}/data")
+    assert "log in" not in done.stderr
+    command = re.search("hf (download .*), for", done.stderr)[1].split()
+    hf = Path(sys.executable).parent / "hf"
+    subprocess.run([hf, *command], env=os.environ | hub.environment, check=True)
+    assert open_shards(tmp_path / "data", "val").read(0, 100).tolist() == tokens.tolist()
+    assert open_shards(tmp_path / "data", "train").total_tokens == 99 + 98
 
 
 def test_fineweb_download_refuses_a_folder_with_other_data(hub, pushed, tmp_path):

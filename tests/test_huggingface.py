@@ -1,13 +1,17 @@
+import re
 import shutil
 
 import pytest
 import torch
 from conftest import randomize_weights
 from hub_server import HubServer
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
 from model import GPT, MLP, GPTConfig
+from runtime.checkpoint import load_model
 from runtime.files import read_json, write_json
 from runtime.huggingface import (
     export_folder,
@@ -19,6 +23,7 @@ from runtime.huggingface import (
 from tokenizer import gpt2_encoding
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")  # which transformers needs
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 TINY = GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)
@@ -118,29 +123,73 @@ def test_save_pretrained_loads_in_transformers_with_equal_logits(exported):
     assert load_file(exported / "model.safetensors")["transformer.wte.weight"].shape == (50257, 8)
 
 
-def test_save_pretrained_tokenizer_is_gpt2s(exported):
+TEXTS = (
+    "Hello  world's\n\t naïve 日本語 🙂 \x00\xad 12345 don't",
+    "a\r\nb \r\n\r\n  c\n \n   d    \t\t e\u00a0\u3000f\u2028g  ",
+    "I'm you're WE'LL he'd they've it's 's'S 1st 2,000.50 ٣٤٥ ½² x86_64",
+    "👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 ﬁ ﷽ \uff21 \ufeff\ufdd0\U0001f9ff\U0010ffff <|endoftext",
+    "def f(x):\n    return {**x, 'a': [1, 2]}  # ...\n",
+    " " * 70 + "x" + "\n" * 9 + "=" * 80,
+)
+
+
+def test_save_pretrained_tokenizers_give_tiktokens_ids(export_once):
+    rust = tokenizers.Tokenizer.from_file(str(export_once / "tokenizer.json"))
+    fast = transformers.AutoTokenizer.from_pretrained(export_once)
+    assert fast.is_fast
+
+    def check(text):
+        ids = gpt2_encoding().encode_ordinary(text)
+        assert (rust.encode(text).ids, rust.decode(ids)) == (ids, text)
+        assert (fast(text)["input_ids"], fast.decode(ids)) == (ids, text)
+
+    for text in TEXTS:
+        check(text)
+    given(st.text(st.characters(exclude_categories=["Cs"])))(check)()
+
+
+def test_save_pretrained_tokenizer_knows_the_end_of_a_text(exported):
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    text = "Hello  world's\n\t naïve 日本語 🙂 \x00\xad 12345 don't"
-    ids = gpt2_encoding().encode_ordinary(text)
-    assert tokenizer(text)["input_ids"] == ids
-    assert tokenizer.decode(ids) == text
     assert tokenizer("a<|endoftext|>b")["input_ids"] == [64, 50256, 65]
-    assert len(tokenizer) == 50257
+    rust = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    assert rust.encode("a<|endoftext|>b").ids == [64, 50256, 65]
+    assert rust.decode([64, 50256, 65]) == "ab"  # it is special
+    assert len(tokenizer) == rust.get_vocab_size() == 50257
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == 50256
     ids_of = read_json(exported / "vocab.json")
     assert sorted(ids_of.values()) == list(range(50257))
 
 
-def test_load_pretrained_reads_what_transformers_saves_as_one_file(tmp_path):
+def assert_same_logits(folder, theirs):
+    idx = torch.randint(0, 50257, (2, TINY.block_size))
+    with torch.no_grad():
+        ours = load_pretrained(folder)(idx).logits
+        torch.testing.assert_close(ours, theirs(idx).logits, **TOLERANCE)
+
+
+def test_load_pretrained_reads_what_transformers_saves_as_one_file_or_several(tmp_path):
     theirs = hf_model(TINY)
     theirs.save_pretrained(tmp_path / "whole")
-    idx = torch.randint(0, 50257, (2, TINY.block_size))
-    ours = load_pretrained(str(tmp_path / "whole"))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(idx).logits, theirs(idx).logits, **TOLERANCE)
+    assert_same_logits(str(tmp_path / "whole"), theirs)
     theirs.save_pretrained(tmp_path / "parts", max_shard_size="300KB")
-    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors: .* as one file"):
+    assert_same_logits(tmp_path / "parts", theirs)
+    max((tmp_path / "parts").glob("model-*")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks model\.safetensors, or parts of it"):
         load_pretrained(tmp_path / "parts")
+
+
+def test_load_pretrained_of_a_pickle_says_the_line_that_converts_it(tmp_path, monkeypatch):
+    theirs = hf_model(TINY)
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
+    with pytest.raises(
+        FileNotFoundError, match="pickle is never loaded: convert it by pip"
+    ) as told:
+        load_model(tmp_path / "theirs")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search('python -c "(.*?)"', str(told.value))[1])
+    assert_same_logits("converted", theirs)
 
 
 @pytest.mark.parametrize(
@@ -265,3 +314,37 @@ def test_load_pretrained_downloads_once_then_needs_no_network(commands, exported
     assert again.code == 2
     assert again.stderr.count("\n") == 1
     assert "'gpt2-medium' is not a folder, and the Hugging Face hub did not give" in again.stderr
+
+
+def test_load_pretrained_takes_parts_and_revisions_from_the_hub(commands, tmp_path):
+    script = tmp_path / "load.py"
+    script.write_text(LOAD)
+    hf_model(TINY).save_pretrained(tmp_path / "parts", max_shard_size="300KB")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "parts").iterdir()}
+    part = max(name for name in files if name.startswith("model-"))
+    pickle = {"config.json": files["config.json"], "pytorch_model.bin": b""}
+    with HubServer() as hub:
+        hub.add("model", "o/parts", files)
+        hub.add("model", "o/pickle", pickle)
+        hub.add("model", "o/adapter", {"adapter_config.json": b"{}"})
+        environment = hub.environment(tmp_path / "hf") | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+        def load(*names):
+            return commands.run(script, *names, **environment)
+
+        hub.cut = part
+        assert load("o/parts@v1").code == 2
+        hub.cut = None  # what an interrupted download left is no model
+        assert load("o/parts@v1").stdout.strip() == str(TINY.n_embd)
+        for name, message in (
+            ("o/parts@v9", "the Hugging Face hub did not give it (RevisionNotFoundError"),
+            ("o/pickle", "LM.from_pretrained('o/pickle').save_pretrained('converted')"),
+            ("o/pickle@v1", "LM.from_pretrained('o/pickle', revision='v1').save_pre"),
+            ("o/adapter", "peft.AutoPeftModelForCausalLM.from_pretrained('o/adapter').merge_and"),
+            ("o/none", "log in by `hf auth login`"),
+        ):
+            refused = load(name)
+            assert (refused.code, refused.stderr.count("\n")) == (2, 1), refused.stderr
+            assert message in refused.stderr
+            assert ("log in" in refused.stderr) == (name == "o/none")
+    assert load("o/parts@v1").stdout.strip() == str(TINY.n_embd)  # without the server

@@ -25,8 +25,7 @@ PEAKS = {  # the driver's names, and the dense bfloat16 peak
     **dict.fromkeys(("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti")),
     **dict.fromkeys(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A100X")),
     **dict.fromkeys(("NVIDIA L40", "NVIDIA GB200", "AMD Instinct MI300X", "")),
-    # torch's builds for CUDA 13 have no code for these.
-    **dict.fromkeys(("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-16GB")),
+    **{"Tesla V100-SXM2-32GB": 125e12, "Tesla V100-PCIE-16GB": None},
 }
 
 
@@ -99,7 +98,8 @@ def test_flops_per_token_of_gpt2_is_the_published_860_million():
 
 def test_peak_flops_is_the_dense_peak_of_known_gpus_and_none_of_others():
     assert {name: peak_flops(name) for name in PEAKS} == PEAKS
-    tf32 = {name: peak and peak / 2 for name, peak in PEAKS.items()} | {"Tesla T4": None}
+    tf32 = {name: peak and peak / 2 for name, peak in PEAKS.items()}
+    tf32 |= dict.fromkeys(("Tesla T4", "Tesla V100-SXM2-32GB"))
     assert {name: peak_flops(name, float32=True) for name in PEAKS} == tf32
 
 

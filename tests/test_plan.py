@@ -25,6 +25,7 @@ from runtime.checkpoint import (
 from runtime.cli import parse_flags
 from runtime.device import DTYPES
 from runtime.distributed import DistInfo
+from runtime.metrics import GPUS
 from sample import generate
 from train_gpt2 import build_optimizers, init_weights, main
 from training.config import TrainConfig
@@ -238,6 +239,33 @@ def test_planned_time_and_price_are_those_of_published_runs_at_their_mfu(gpu, mf
     assert float(rows["time"].split()[1]) == pytest.approx(gpu_hours / 8, abs=0.06)
 
 
+@pytest.mark.parametrize("name", GPUS)
+def test_every_kind_of_gpu_has_a_plan_that_fits(name):
+    rows, gpu = plan_rows(gpus=1, gpu=name), GPUS[name]
+    needed, *_ = rows["memory"].removeprefix("about ").split()
+    assert 0.2 * gpu.memory_gib < float(needed) < gpu.memory_gib or gpu.memory_gib > 40
+    dtype = "float16" if name in ("T4", "V100") else "bfloat16"
+    assert rows["device"] == f"1 x {name}, {dtype}"
+    hours = 8.6e18 / (0.4 * gpu.peak_flops) / 3600
+    assert float(rows["time"].split()[1]) == pytest.approx(hours, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("flags", "at_once"),
+    [
+        ({}, 20),  # of 19,073 steps: after each 1,000, and at the end
+        ({"max_steps": 2000}, 2),
+        ({"checkpoint_every": 0}, 1),
+        ({"keep_checkpoints": 2}, 3),  # with the one that is being written
+        ({"keep_checkpoints": 30}, 20),
+    ],
+)
+def test_plan_says_the_disk_that_checkpoints_take(flags, at_once):
+    size = 12 * GPT2.n_params / 2**30
+    expected = f"1.39 GiB; {at_once * size:,.2f} on disk for {at_once}"
+    assert plan_rows(gpus=1, **flags)["checkpoint"] == expected
+
+
 def test_plan_says_what_does_not_fit_and_names_batches_that_divide():
     assert "; it has 79" in plan_rows(XL, gpus=8, micro_batch_size=32)["memory"]
     assert "; it has" not in plan_rows(XL, gpus=8)["memory"]
@@ -274,6 +302,7 @@ def test_plan_is_printed_by_rank_0_only(commands):
         ({"gpus": 8, "plan": False}, "--gpus goes with --plan; .* --nproc_per_node=8"),
         ({"gpus": 0}, "--gpus must be above 0"),
         ({"mfu": 40.0}, "--mfu 40.0 is above 1"),
+        ({"gpu": "5090"}, "--gpu 5090 is not B200, .*, 4090, "),
     ],
 )
 def test_impossible_plans_are_refused(flags, message):

@@ -150,6 +150,24 @@ def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
     assert not (tmp_path / "runs/a").exists()
 
 
+def own_folders(tmp_path):
+    """What keeps the libraries from this machine's logins and settings."""
+    environment = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CONFIG", "CACHE", "DATA")}
+    return environment | {"NETRC": str(tmp_path / "none"), "HF_HOME": str(tmp_path / "hf")}
+
+
+def test_wandb_without_a_login_is_refused(commands, tiny_flags, tmp_path):
+    pytest.importorskip("wandb")
+    for key, problem in (("", "not logged in"), ("abc", "WANDB_API_KEY invalid: ")):
+        environment = own_folders(tmp_path) | {"WANDB_API_KEY": key, "WANDB_MODE": "online"}
+        done = commands.run("train_gpt2", *tiny_flags, "--logger=wandb", **environment)
+        assert done.code == 2
+        last = done.stderr.splitlines()[-1]
+        assert f"error: --logger wandb: {problem}" in last
+        assert last.endswith(": run `wandb login`, or set WANDB_MODE=offline")
+        assert not (tmp_path / "runs").exists()
+
+
 # --- what the libraries wrote, read back ------------------------------------------------------
 
 
@@ -173,18 +191,20 @@ def tensorboard_values(run_dir):
 def wandb_values(run_dir):
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)
     assert len(files) == 2
-    assert len({path.name for path in files}) == 1  # of one id
+    assert {path.name for path in files} == {"run-ours.wandb"}  # of one id
     rows, deadline = [], time.monotonic() + 600
     while not any(row["step"] == 10 and "figures/loss" in row for row in rows):
         assert time.monotonic() < deadline
         time.sleep(0.1)  # wandb's own process may write the last rows after ours has ended
         with suppress(Exception):  # the last record is not whole yet
             rows = [row for path in files for row in wandb_rows(path)]
+            names = [record.run.display_name for record in wandb_records(files[0])]
+    assert "my name" in names
     return [(row["step"], *item) for row in rows for item in row.items()]
 
 
-def wandb_rows(path):
-    """The history of an offline file: LevelDB's log format, in it wandb's own records."""
+def wandb_records(path):
+    """The records of an offline file, in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, body = path.read_bytes(), 7, b""
@@ -196,11 +216,15 @@ def wandb_rows(path):
         body += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # the whole of a record, or its last part
-            items, body = Record.FromString(body).history.item, b""
-            if items:
-                yield {
-                    each.key or each.nested_key[0]: json.loads(each.value_json) for each in items
-                }
+            yield Record.FromString(body)
+            body = b""
+
+
+def wandb_rows(path):
+    """The history of an offline file."""
+    for items in (record.history.item for record in wandb_records(path)):
+        if items:
+            yield {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items}
 
 
 def trackio_values(run_dir):
@@ -230,12 +254,12 @@ log_session(Path(RUN_DIR), TRACKER, START, END)
 def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
     """Under the test's own settings of the libraries alone, and no HOME."""
     pytest.importorskip(tracker)
-    environment = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CONFIG", "CACHE", "DATA")}
-    environment |= {"NETRC": str(tmp_path / "none"), "HF_HOME": str(tmp_path / "hf")}
-    environment |= {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+    environment = own_folders(tmp_path) | {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+    own_names = {"WANDB_RUN_ID": "ours", "WANDB_NAME": "my name"}  # of the first session
     script, run_dir = tmp_path / "script.py", tmp_path / "a"
     for start, end in ((0, 8), (4, 10)):
-        names = f"ENVIRONMENT, RUN_DIR, TRACKER = {environment!r}, {str(run_dir)!r}, {tracker!r}\n"
+        given = environment | ({} if start else own_names)
+        names = f"ENVIRONMENT, RUN_DIR, TRACKER = {given!r}, {str(run_dir)!r}, {tracker!r}\n"
         script.write_text(f"{names}START, END = {start}, {end}\n{SESSIONS}")
         done = commands.run(script)
         assert done.code == 0, done

@@ -11,6 +11,7 @@ from ops import ActivationCheckpointing
 from runtime.cli import as_flags, bad_numbers, parse_flags
 from runtime.device import DeviceName, DtypeName
 from runtime.files import is_plain_name, read_json
+from runtime.metrics import GPUS
 from runtime.trackers import TrackerName
 
 ABOVE_ZERO = (
@@ -161,8 +162,8 @@ class TrainConfig:
     """With --plan: number of GPUs, not this machine's."""
     nodes: int = 1
     """With --gpus: number of machines that have them."""
-    gpu: Literal["A100", "H100", "H200"] = "H100"
-    """With --gpus: their kind."""
+    gpu: str = "H100"
+    """With --gpus: their kind, such as A100, H200, B200, L4, T4, 4090."""
     mfu: float = 0.4
     """With --plan: share of its peak that a GPU reaches. Measure it in a short run."""
     gpu_hour_price: float = 0.0
@@ -193,6 +194,8 @@ class TrainConfig:
             yield "--cpu-offload goes with --parallel fsdp or hsdp"
         if self.mfu > 1:
             yield f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say"
+        if self.gpu not in GPUS:
+            yield f"--gpu {self.gpu} is not {', '.join(GPUS)}"
         if self.gpus and not self.plan:
             yield (
                 f"--gpus goes with --plan; to train on {self.gpus}: "

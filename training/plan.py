@@ -3,6 +3,7 @@
 The figures follow from shapes and data sheets; nothing is tried.
 """
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from model import GPTConfig
 from ops import ActivationCheckpointing
 from runtime.device import DTYPES, device_name, memory_gib, select_dtype
 from runtime.distributed import DistInfo, all_reduce_max, print0, read_dist_env
-from runtime.metrics import flops_per_token, peak_flops
+from runtime.metrics import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
@@ -42,17 +43,11 @@ class Device(NamedTuple):
     dtype: torch.dtype  # of matrix products
 
 
-GPUS = {  # for --gpus; names as the driver gives them, and GiB that a program can have
-    "A100": ("NVIDIA A100-SXM4-80GB", 79),
-    "H100": ("NVIDIA H100 80GB HBM3", 79),
-    "H200": ("NVIDIA H200", 139),
-}
-
-
 def find_device(config: TrainConfig, dist_info: DistInfo) -> Device:
     """The device of a process: this machine's or, with `--gpus`, the planned one."""
     if config.gpus:
-        return Device(*GPUS[config.gpu], DTYPES.get(config.dtype, torch.bfloat16))
+        auto = torch.float16 if config.gpu in BEFORE_AMPERE else torch.bfloat16
+        return Device(config.gpu, GPUS[config.gpu].memory_gib, DTYPES.get(config.dtype, auto))
     device, memory = dist_info.device, memory_gib(dist_info.device)
     if memory is not None and device.type != "cuda":
         memory /= dist_info.local_world_size  # processes without a GPU each share the machine's
@@ -183,6 +178,9 @@ def describe_plan(
     memory = plan_memory(config, model_config, device.dtype, dist_info)
     state = memory.state / 2**30
     activations = memory.per_token * batch.micro_batch_size * block_size / 2**30
+    saves = math.ceil(config.max_steps / (config.checkpoint_every or config.max_steps))
+    on_disk = min(saves, (config.keep_checkpoints or saves) + 1)  # one goes when the next is there
+    checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
     rows = {
         "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
         f"heads, width {model_config.n_embd}, context {block_size:,}",
@@ -194,7 +192,7 @@ def describe_plan(
         "FLOPs": f"{flops:.3g}, {flops / tokens / 1e6:,.0f}M per token",
         "memory": f"about {state + activations:.1f} GiB per device: {state:.1f} weights, "
         f"gradients, moments + {activations:.1f} activations",
-        "checkpoint": f"{CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB",
+        "checkpoint": f"{checkpoint:.2f} GiB; {on_disk * checkpoint:,.2f} on disk for {on_disk}",
     }
     if train_tokens:
         rows["passes"] = f"{tokens / train_tokens:.3g} over the data's {train_tokens:,} tokens"
