@@ -577,16 +577,16 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "command"),
     [
-        (1_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 256 --max-steps 39"),
-        (300_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 4096 --max-steps 732"),
-        (3_000_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 8192 --max-steps 3662"),
-        (3_500_000, "gpt2-3m.json --data-dir 'my data'"),
-        (7_300_000, "gpt2-7m.json --data-dir 'my data'"),
+        (1_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 256 --max-steps 19"),
+        (300_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 2048 --max-steps 732"),
+        (3_000_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 8192 --max-steps 1831"),
+        (7_000_000, "gpt2-3m.json --data-dir 'my data'"),
+        (15_000_000, "gpt2-7m.json --data-dir 'my data'"),
         (2_400_000_000, "gpt2-82m.json --data-dir 'my data'"),
         (2_500_000_000, "gpt2-124m-fast.json --data-dir 'my data'"),
     ],
 )
-def test_next_command_makes_ten_passes_at_most(tokens, command):
+def test_next_command_makes_five_passes_at_most(tokens, command):
     shards = (
         ShardInfo("val_0.npy", "val", 10**9, ""),
         ShardInfo("train_1.npy", "train", tokens, ""),
