@@ -28,6 +28,7 @@ from runtime.metrics import (
     HELLASWAG_REFERENCES,
     Series,
     format_count,
+    own_measures,
     read_run,
 )
 
@@ -77,13 +78,20 @@ def main() -> None:
 
 
 def plot_run(run_dir: Path) -> list[Path]:
-    """Draw what a run has measured so far: `figures/loss.png`, and `hellaswag.png` if it has."""
+    """Draw what a run has measured so far: `figures/loss.png`, and `hellaswag.png` if it has.
+
+    What a changed trainer logs besides is drawn as it is: a float `spread` into `own_spread.png`.
+    """
     records, figures = read_run(run_dir), run_dir / "figures"
     step, tokens = records[-1]["step"], format_count(records[-1]["tokens_seen"])
     title = f"{run_dir.resolve().name} · step {step:,} · {tokens} tokens"
     drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
+    for name in own_measures(records):
+        axes, series = new_axes(title, name), Series.of(records, name)
+        _plot_line(axes, series, f"{series.values[-1]:.4g}", color=BLUE)
+        drawn.append(save_figure(axes, figures / f"own_{name}.png"))
     return drawn
 
 

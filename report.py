@@ -28,6 +28,7 @@ from runtime.metrics import (
     METRICS_NAME,
     Series,
     logged_values,
+    own_measures,
     read_run,
 )
 
@@ -74,7 +75,9 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
         "max_steps": settings.get("max_steps", step),
         "tokens": tokens,
         "last_write": path.stat().st_mtime,
-        "series": {name: thinned_series(records, name) for name in SERIES},
+        "series": {
+            name: thinned_series(records, name) for name in (*SERIES, *own_measures(records))
+        },
         "hellaswag_total": max(record.get("hellaswag_total", 0) for record in records),
         "resumed": [each * tokens / max(step, 1) for each in resumed if each <= step],
         "settings": settings,

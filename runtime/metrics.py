@@ -62,6 +62,11 @@ HELLASWAG_REFERENCES = {
     "GPT-2 1558M": 0.4889,
 }
 METRICS_NAME = "metrics.jsonl"
+LOGGED = {  # by every run
+    *("step", "tokens_seen", "train_loss", "lr", "grad_norm", "step_time_ms", "tokens_per_second"),
+    *("mfu", "peak_memory_gib", "val_loss", "hellaswag_acc", "hellaswag_acc_norm", "samples"),
+    *("hellaswag_total", "evaluation_seconds", "overall_tokens_per_second"),
+}
 CLEARLY_ABOVE = 0.05  # nats per token: more than a validation loss goes up and down by chance
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
 
@@ -98,6 +103,12 @@ def read_run(run_dir: Path) -> list[dict[str, Any]]:
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
         raise ValueError(f"{path} has no losses yet: wait for the run's first step")
     return records
+
+
+def own_measures(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the numbers that a changed trainer logs besides those of every run."""
+    numbers = {name for record in records for name, x in record.items() if isinstance(x, float)}
+    return sorted(name for name in numbers - LOGGED if name.isidentifier())  # a file's name, too
 
 
 def logged_values(path: Path, name: str) -> list[Any]:
