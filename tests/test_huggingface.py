@@ -356,6 +356,12 @@ def test_load_pretrained_takes_parts_and_revisions_from_the_hub(commands, tmp_pa
         def load(*names):
             return commands.run(script, *names, **environment)
 
+        look = tmp_path / "look.py"  # as transformers does for a tokenizer or a configuration
+        look.write_text(
+            "from huggingface_hub import hf_hub_download\n"
+            "hf_hub_download('o/parts', 'config.json', revision='v1')\n"
+        )
+        assert commands.run(look, **environment).code == 0
         hub.cut = part
         assert load("o/parts@v1").code == 2
         hub.cut = None  # what an interrupted download left is no model
