@@ -206,7 +206,7 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 
     def send_file(self, content, tag, commit="main"):
         """A file, or the range of it that is asked for."""
-        commit = self.server.head if commit == "main" else commit
+        commit = self.server.head if commit in ("main", "v1") else commit
         headers = {"ETag": f'"{tag}"', "X-Repo-Commit": commit}
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             start, end = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import randomize_weights
+from conftest import ROOT, randomize_weights
 from hub_server import HubServer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,6 +178,30 @@ def test_load_pretrained_reads_what_transformers_saves_as_one_file_or_several(tm
         load_pretrained(tmp_path / "parts")
 
 
+@pytest.mark.parametrize("rows", [50304, 50257])
+def test_documented_snippet_converts_nanogpts_checkpoint(tmp_path, monkeypatch, rows):
+    model = random_model()
+    biases = {name for name, each in model.named_parameters() if name.endswith("bias")}
+    for name in biases:  # as with bias=False, in compiled code, and where attention has a mask
+        model.get_parameter(name).data.zero_()
+    weights = {n: p for n, p in model.state_dict().items() if n not in biases}
+    weights = {name: p[:rows] if len(p) == 50304 else p for name, p in weights.items()}
+    weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": False}
+    saved = {
+        "model": {f"_orig_mod.{name}": tensor.clone() for name, tensor in weights.items()},
+        "model_args": sizes | {"vocab_size": rows, "dropout": 0.0},
+        **{"optimizer": {}, "iter_num": 5, "best_val_loss": torch.tensor(3.0), "config": {}},
+    }
+    torch.save(saved, tmp_path / "ckpt.pt")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(import torch\nfrom model .*?)```", text, re.DOTALL)[1], {})
+    idx = torch.randint(0, 50257, (2, 8))
+    with torch.no_grad():
+        assert torch.equal(load_pretrained("exported/nano")(idx).logits, model(idx).logits)
+
+
 def test_load_pretrained_of_a_pickle_says_the_line_that_converts_it(tmp_path, monkeypatch):
     theirs = hf_model(TINY)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -332,6 +356,12 @@ def test_load_pretrained_takes_parts_and_revisions_from_the_hub(commands, tmp_pa
         def load(*names):
             return commands.run(script, *names, **environment)
 
+        look = tmp_path / "look.py"  # as transformers does for a tokenizer or a configuration
+        look.write_text(
+            "from huggingface_hub import hf_hub_download\n"
+            "hf_hub_download('o/parts', 'config.json', revision='v1')\n"
+        )
+        assert commands.run(look, **environment).code == 0
         hub.cut = part
         assert load("o/parts@v1").code == 2
         hub.cut = None  # what an interrupted download left is no model
