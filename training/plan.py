@@ -204,5 +204,7 @@ def describe_plan(
         if config.gpu_hour_price:
             price = gpu_hours * config.gpu_hour_price
             rows["price"] = f"about {price:,.0f}, for {gpu_hours:,.0f} GPU-hours"
+    else:
+        rows["time"] = "not known on this device: the eta of a run's first steps says it"
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
