@@ -124,7 +124,7 @@ def stdlib_source() -> Source:
         if not STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts)
         and not path.name.startswith("_sysconfigdata")  # holds this machine's paths
     ]
-    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    names.sort(key=hash_of_name)
     digest = hashlib.sha256()
     for name in names:
         digest.update(f"{name}\0{(root / name).stat().st_size}\0".encode())
@@ -135,6 +135,11 @@ def stdlib_source() -> Source:
         "sha256 of names and sizes": digest.hexdigest(),
     }
     return file_source([root / name for name in names], identity)
+
+
+def hash_of_name(name: str) -> bytes:
+    """A key that sorts files by chance, always in the same way, for a fair validation split."""
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def file_type(path: Path | str) -> str:
@@ -150,7 +155,7 @@ def local_paths(pattern: str) -> list[Path]:
 
 
 def local_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files of paths, folders and globs, those of a folder or glob sorted, each file once."""
+    """The files of paths, folders and globs, each file once; those of a glob are sorted."""
     paths = []
     for pattern in patterns:
         matches = local_paths(pattern)
@@ -170,9 +175,13 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """The text files in and below a folder that are not hidden; says what it leaves out."""
-    names = glob.glob(f"{glob.escape(str(folder))}/**", recursive=True)
-    files = sorted(path for path in map(Path, names) if path.is_file())
+    """The text files in and below a folder that are not hidden; says what it leaves out.
+
+    They come in the order of a hash of their names: validation, the first of them, is of all kinds.
+    """
+    names = glob.glob("**", root_dir=folder, recursive=True)
+    names = sorted((n.replace(os.sep, "/") for n in names), key=hash_of_name)
+    files = [path for path in (folder / name for name in names) if path.is_file()]
     texts = [path for path in files if is_text(path)]
     if left_out := sorted({*files} - {*texts}):
         count = f"{len(left_out):,} of {len(files):,} files left out"
