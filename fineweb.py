@@ -102,7 +102,8 @@ def main() -> None:
         print(make_shards(config, open_source, folder))
     if config.push_to_hub is not None:
         print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
-    if manifest := Manifest.load(folder):  # not before all parts are finished
+    # Not before all parts are finished; an installed package has no recipes.
+    if RECIPES.is_dir() and (manifest := Manifest.load(folder)):
         print(f"next: {next_command(folder, manifest)}")
 
 

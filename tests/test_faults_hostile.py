@@ -105,7 +105,7 @@ def test_no_shard_runs(tmp_path, mark, kind):
     [
         ("pickle", "model.safetensors", "model.safetensors is not a readable safetensors file"),
         ("torch", "model.safetensors", "model.safetensors is not a readable safetensors file"),
-        ("torch", "pytorch_model.bin", "(pickle files are never loaded)"),
+        ("torch", "pytorch_model.bin", "pickle is never loaded"),
     ],
 )
 def test_no_pretrained_file_runs(copied, mark, kind, name, said):
