@@ -45,7 +45,6 @@ BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batc
 PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
 RECIPES = Path(__file__).parent / "recipes"
 MOST_PASSES = 5  # of a proposed run over the training split; ten spoil a small text
-TOKENS_FOR_124M = 2_500_000_000  # four passes of its recipe
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
 
@@ -289,16 +288,13 @@ def next_command(folder: Path, manifest: Manifest) -> str:
     For less text than the smallest recipe takes, that one is shortened, with a batch for the
     tokens that are left: 0.58 D^0.571 of D (Li et al. 2025, Predictable Scale).
     """
-    tokens = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
-    most, sizes = MOST_PASSES * tokens, dict[int, str]()
-    for path in RECIPES.glob("gpt2-*[0-9]m.json"):
+    most = MOST_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
+    sizes = dict[int, str]()  # recipes by the tokens of their runs
+    for path in sorted(RECIPES.glob("gpt2-[0-9]*.json"), reverse=True):  # of two, -fast is later
         recipe = read_json(path)
         sizes[recipe["max_steps"] * recipe["total_batch_size"]] = path.name
-    *small, _ = sorted(sizes)  # gpt2-124m is the last
-    name, shorter = sizes[max((size for size in small if size <= most), default=small[0])], []
-    if tokens >= TOKENS_FOR_124M:
-        name = "gpt2-124m-fast.json"
-    elif most < small[0]:
+    name, shorter = sizes[max((n for n in sizes if n <= most), default=min(sizes))], list[object]()
+    if most < min(sizes):
         batch = max(256, 2 ** round(math.log2(0.58 * most**0.571)))  # a sequence at least
         shorter = ["--total-batch-size", batch, "--max-steps", most // batch]
     flags = ("--config", f"recipes/{name}", "--data-dir", folder.as_posix(), *shorter)

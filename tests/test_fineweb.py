@@ -583,8 +583,8 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
         (3_000_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 8192 --max-steps 1831"),
         (7_000_000, "gpt2-3m.json --data-dir 'my data'"),
         (15_000_000, "gpt2-7m.json --data-dir 'my data'"),
-        (2_400_000_000, "gpt2-82m.json --data-dir 'my data'"),
-        (2_500_000_000, "gpt2-124m-fast.json --data-dir 'my data'"),
+        (1_900_000_000, "gpt2-82m.json --data-dir 'my data'"),
+        (2_000_000_000, "gpt2-124m-fast.json --data-dir 'my data'"),
     ],
 )
 def test_next_command_makes_five_passes_at_most(tokens, command):

@@ -22,10 +22,8 @@ NOT_SAVED = (  # flags that name a run, or plan one: not its settings
     *("config", "resume", "plan", "preflight", "run_name"),
     *("gpus", "nodes", "gpu", "mfu", "gpu_hour_price"),
 )
-REMOVED = (
-    "skip_grad_norm_zscore",
-    "activation_offload",
-)  # settings of earlier versions, which are ignored
+# Settings of earlier versions, which are ignored.
+REMOVED = ("skip_grad_norm_zscore", "activation_offload")
 MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens, in steps of 524,288
 
 

@@ -81,7 +81,7 @@ def plan_memory(
     # Every process has besides: copies of the weights in the dtype of matrix products and, when
     # these are done, the gradients of a micro-batch, until they are added to the ones before.
     whole = 4 * n_params + HEAD_BYTES * values * width
-    if dist_info.world_size > 1 and not config.is_sharded:  # DDP's buckets
+    if dist_info.world_size > 1 and not config.is_sharded:  # DDP's buckets, and what waits for them
         whole += 8 * n_params
     if dist_info.device.type == "cpu":
         whole += CHECKPOINT_BYTES_PER_PARAMETER * n_params  # while it is written
