@@ -1,6 +1,8 @@
 import re
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, randomize_weights
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
+from corpus.shards import open_shards
 from model import GPT, MLP, GPTConfig
 from runtime.checkpoint import load_model
 from runtime.files import read_json, write_json
@@ -200,6 +203,40 @@ def test_documented_snippet_converts_nanogpts_checkpoint(tmp_path, monkeypatch, 
     idx = torch.randint(0, 50257, (2, 8))
     with torch.no_grad():
         assert torch.equal(load_pretrained("exported/nano")(idx).logits, model(idx).logits)
+
+
+@pytest.mark.parametrize(("version", "dtype"), [(3, torch.float32), (5, torch.bfloat16)])
+def test_documented_snippets_convert_llm_cs_weights_and_shards(
+    version, dtype, tmp_path, monkeypatch
+):
+    model = random_model()
+    model.lm_head.weight.data[50257:] = 0  # padding, which an export leaves out
+    parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    parameters = [f"{part}.{kind}" for part in parts for kind in ("weight", "bias")]
+    stacked = [f"h.{layer}.{name}" for name in parameters for layer in range(2)]
+    names = ["wte.weight", "wpe.weight", *stacked, "ln_f.weight", "ln_f.bias"]
+    values = torch.cat([model.get_parameter(f"transformer.{n}").flatten() for n in names]).detach()
+
+    def in_llm_c(version, values):
+        header = np.array([20240326, version, 8, 50257, 2, 2, 8, 50304], "<i4").tobytes()
+        return header.ljust(1024, b"\0") + values.view(torch.uint8).numpy().tobytes()
+
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2_124M.bin").write_bytes(in_llm_c(version, values.to(dtype)))
+    save_pretrained(model, "runs/mine")
+    Path("data/mine").mkdir(parents=True)
+    np.save("data/mine/train_1.npy", np.arange(300, dtype=np.uint16))
+
+    text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    weights, shards = re.findall(r"```python\n(.*?)```", text.partition("## llm.c")[2], re.DOTALL)
+    exec(weights, {})
+    converted = dict(load_pretrained("exported/llmc").named_parameters())
+    found = torch.cat([converted[f"transformer.{name}"].flatten() for name in names])
+    assert torch.equal(found, values.to(dtype).float())
+    assert Path("mine.bin").read_bytes() == in_llm_c(3, values)
+    exec(shards, {})
+    Path("data/mine/train_1.npy").unlink()
+    assert open_shards("data/mine", "train").read(0, 300).tolist() == list(range(300))
 
 
 def test_load_pretrained_of_a_pickle_says_the_line_that_converts_it(tmp_path, monkeypatch):
