@@ -103,7 +103,7 @@ def main() -> None:
         print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
     # Not before all parts are finished; an installed package has no recipes.
     if RECIPES.is_dir() and (manifest := Manifest.load(folder)):
-        print(f"next: {next_command(folder, manifest)}")
+        print(propose_training(folder, manifest))
 
 
 def assign_rank(config: FineWebConfig) -> FineWebConfig:
@@ -282,23 +282,40 @@ def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds:
     return f"{what}: {documents}, {tokens:,} tokens, {count} shards; {seconds:.1f} s, {speed}"
 
 
-def next_command(folder: Path, manifest: Manifest) -> str:
-    """The training that suits a data set: by the largest recipe that makes few enough passes.
+def propose_training(folder: Path, manifest: Manifest) -> str:
+    """The training that suits a data set and this machine, as a command, and how long it takes.
 
-    For less text than the smallest recipe takes, that one is shortened, with a batch for the
-    tokens that are left: 0.58 D^0.571 of D (Li et al. 2025, Predictable Scale).
+    It is by the largest recipe that makes few enough passes. For less text than the smallest recipe
+    takes, that one is shortened, with a batch for the tokens that are left: 0.58 D^0.571 of D (Li
+    et al. 2025, Predictable Scale). Several GPUs are proposed if a batch fills them.
     """
+    import torch  # here, as these imports take seconds, which tokenising does without
+
+    from runtime.distributed import DistInfo
+    from training.config import TrainConfig, read_config
+    from training.plan import MAX_MICRO_BATCH_TOKENS, describe_time
+
     most = MOST_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
-    sizes = dict[int, str]()  # recipes by the tokens of their runs
+    sizes = dict[int, Path]()  # recipes by the tokens of their runs
     for path in sorted(RECIPES.glob("gpt2-[0-9]*.json"), reverse=True):  # of two, -fast is later
         recipe = read_json(path)
-        sizes[recipe["max_steps"] * recipe["total_batch_size"]] = path.name
-    name, shorter = sizes[max((n for n in sizes if n <= most), default=min(sizes))], list[object]()
+        sizes[recipe["max_steps"] * recipe["total_batch_size"]] = path
+    path, shorter = sizes[max((n for n in sizes if n <= most), default=min(sizes))], list[str]()
     if most < min(sizes):
         batch = max(256, 2 ** round(math.log2(0.58 * most**0.571)))  # a sequence at least
-        shorter = ["--total-batch-size", batch, "--max-steps", most // batch]
-    flags = ("--config", f"recipes/{name}", "--data-dir", folder.as_posix(), *shorter)
-    return shell_line("python", "train_gpt2.py", *flags)
+        shorter = ["--total-batch-size", str(batch), "--max-steps", str(most // batch or 1)]
+    config = parse_flags(TrainConfig, shorter, read_config(path))
+
+    gpu, full = MAX_MICRO_BATCH_TOKENS["cuda"], config.total_batch_size
+    counts = (n for n in range(torch.cuda.device_count(), 1, -1) if full % (n * gpu) == 0)
+    count, launcher = next(counts, 1), ["python"]
+    if count > 1:
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={count}"]
+    flags = ("--config", f"recipes/{path.name}", "--data-dir", folder.as_posix(), *shorter)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    here = DistInfo(device, world_size=count, local_world_size=count)
+    duration = describe_time(config, config.model_config(), here)["time"]
+    return f"next: {shell_line(*launcher, 'train_gpt2.py', *flags)}\ntime: {duration}"
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:

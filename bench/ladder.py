@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from bench.config import BenchConfig
-from bench.measurement import Measure, run_python, seconds_of
+from bench.measurement import Measure, run_python
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from runtime.cli import as_flags
-from runtime.device import device_name, prepare_compiler, select_dtype
+from runtime.device import cpu_flops, device_name, prepare_compiler, select_dtype
 from runtime.metrics import flops_per_token, mfu, peak_flops, read_metrics
 
 PRODUCT, ACCUMULATION = "product defaults", "gradient accumulation"
@@ -40,7 +40,6 @@ TRAINING = {  # a constant rate; nothing but training
     **{"max_lr": 3e-4, "min_lr": 3e-4, "warmup_steps": 0, "checkpoint_every": 0},
     **{"val_every": 0, "hellaswag_every": 0, "sample_every": 0},
 }
-MATMUL_SIZE, MATMUL_REPEATS = 2048, 10
 
 
 def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
@@ -117,10 +116,8 @@ def measure_training(
 def device_flops(device: torch.device) -> float | None:
     """The peak that MFU is relative to, in FLOP/s: a GPU's data sheet, or a CPU's fastest product.
 
-    On a CPU it is measured, with two square matrices in the dtype that training uses.
+    On a CPU it is measured, in the dtype that training uses.
     """
     if device.type != "cpu":
         return peak_flops(device_name(device))
-    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE).to(select_dtype("auto", device))
-    seconds = min(seconds_of(lambda: a @ b) for _ in range(MATMUL_REPEATS))
-    return 2 * MATMUL_SIZE**3 / seconds
+    return cpu_flops(select_dtype("auto", device))

@@ -3,11 +3,13 @@
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import platform
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there while the driver
 OUT_OF_MEMORY = re.compile(
     r"out of memory|Failed to CUDA \w+|_ALLOC(ATION)?_FAILED|can't allocate memory"
 )
+MATMUL_SIZE, MATMUL_REPEATS = 1024, 10
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -207,6 +210,16 @@ def prepare_compiler(device: torch.device) -> str | None:
             return "Python.h is missing: install your system's python3-dev package"
         return f"{_reason(error)}, or install a C++ compiler"
     return None
+
+
+def cpu_flops(dtype: torch.dtype) -> float:
+    """The FLOP/s that this CPU reaches: the best of some products of two square matrices."""
+    matrix, best = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype), math.inf
+    for _ in range(MATMUL_REPEATS):
+        start = time.perf_counter()
+        _ = matrix @ matrix
+        best = min(best, time.perf_counter() - start)
+    return 2 * MATMUL_SIZE**3 / best
 
 
 def device_name(device: torch.device) -> str:

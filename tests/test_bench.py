@@ -163,7 +163,6 @@ def test_training_measures_are_commands_of_the_trainers(peer, tiny_data, tmp_pat
         monkeypatch.setenv(name, value)
     commands = []
     monkeypatch.setattr(ladder, "run_python", lambda *args, **env: commands.append((args, env)))
-    monkeypatch.setattr(ladder, "MATMUL_SIZE", 64)
     measures = training_measures(replace(tiny_bench(tiny_data), peer=peer), tmp_path)
     available = available_optimizations(CPU)
     assert not {"TF32", "compile"} & {*available}
@@ -189,7 +188,6 @@ def test_measure_compares_the_product_with_a_peer(
 ):
     fork_trainers(monkeypatch, commands, ladder)
     monkeypatch.setattr(ladder, "prepare_compiler", lambda _: "none is looked for")
-    monkeypatch.setattr(ladder, "MATMUL_SIZE", 64)
     flags = ["--peer=eager", "--rounds=1", f"--out-dir={tmp_path}/results"]
     bench_main.measure(tiny_bench(tiny_data, *flags), tmp_path)
     (path,) = (tmp_path / "results").glob("*.json")

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hub_server import HubServer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -587,13 +588,31 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
         (2_000_000_000, "gpt2-124m-fast.json --data-dir 'my data'"),
     ],
 )
-def test_next_command_makes_five_passes_at_most(tokens, command):
+def test_propose_training_makes_five_passes_at_most(tokens, command):
+    line, duration = proposed(tokens)
+    assert line == f"next: python train_gpt2.py --config recipes/{command}"
+    assert re.fullmatch(r"time: about \w+, at 40% MFU: the eta .* says it better", duration)
+
+
+def proposed(tokens):
     shards = (
         ShardInfo("val_0.npy", "val", 10**9, ""),
         ShardInfo("train_1.npy", "train", tokens, ""),
     )
-    printed = fineweb.next_command(Path("my data"), Manifest({}, "", 1, shards))
-    assert printed.removeprefix("python train_gpt2.py --config recipes/") == command
+    return fineweb.propose_training(Path("my data"), Manifest({}, "", 1, shards)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tokens", "launcher"),
+    [
+        (8, 2_000_000_000, "torchrun --standalone --nproc_per_node=8 train_gpt2.py"),
+        (3, 2_000_000_000, "torchrun --standalone --nproc_per_node=2 train_gpt2.py"),
+        (8, 1_000_000, "python train_gpt2.py"),  # its batch does not even fill one
+    ],
+)
+def test_propose_training_takes_the_gpus_that_a_batch_fills(gpus, tokens, launcher, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert proposed(tokens)[0].startswith(f"next: {launcher} --config recipes/gpt2-")
 
 
 def test_main_ends_with_the_next_command(make, tmp_path):
@@ -601,8 +620,8 @@ def test_main_ends_with_the_next_command(make, tmp_path):
     flags = ["--source", *files, "--data-dir", "d", "--parts", 2]
     assert "next: " not in make(*flags, "--part", 0)
     for part in (1, 0):  # the last that was missing, and one that is found
-        last = make(*flags, "--part", part).splitlines()[-1]
-        assert re.fullmatch(r"next: python .* recipes/gpt2-3m\.json --data-dir d --total-.*", last)
+        line = make(*flags, "--part", part).splitlines()[-2]
+        assert re.fullmatch(r"next: python .* recipes/gpt2-3m\.json --data-dir d --total-.*", line)
 
 
 def test_find_source_names_the_folder_after_the_source():

@@ -13,12 +13,9 @@ FLOORS = (
     ("model", "ops", "tokenizer", "lr_schedule"),
     ("runtime",),
     ("corpus",),
-    (
-        *("dataloader", "optimizers", "fineweb", "hellaswag", "sample", "export", "plot", "report"),
-        "demo",
-    ),
+    (*("dataloader", "optimizers", "hellaswag", "sample", "export", "plot", "report", "demo"),),
     ("training",),
-    ("train_gpt2",),
+    ("train_gpt2", "fineweb"),
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -163,7 +163,7 @@ class TrainConfig:
     gpu: str = "H100"
     """With --gpus: their kind, such as A100, H200, B200, L4, T4, 4090."""
     mfu: float = 0.4
-    """With --plan: share of its peak that a GPU reaches. Measure it in a short run."""
+    """With --plan: share of its peak that a device reaches. Measure it in a short run."""
     gpu_hour_price: float = 0.0
     """With --gpus: price of one for an hour; 0 = no price."""
 
@@ -191,7 +191,7 @@ class TrainConfig:
         if self.cpu_offload and not self.is_sharded:
             yield "--cpu-offload goes with --parallel fsdp or hsdp"
         if self.mfu > 1:
-            yield f"--mfu {self.mfu} is above 1, the GPU's peak: use 0.4, say"
+            yield f"--mfu {self.mfu} is above 1, the device's peak: use 0.4, say"
         if self.gpu not in GPUS:
             yield f"--gpu {self.gpu} is not {', '.join(GPUS)}"
         if self.gpus and not self.plan:

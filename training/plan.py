@@ -1,6 +1,6 @@
 """What a run will take, before it starts: memory, the micro-batch that fits, time and price.
 
-The figures follow from shapes and data sheets; nothing is tried.
+The figures follow from shapes and data sheets, of a CPU from the speed of a matrix product.
 """
 
 import math
@@ -13,9 +13,15 @@ import torch
 from corpus.shards import open_shards
 from model import GPTConfig
 from ops import ActivationCheckpointing
-from runtime.device import DTYPES, device_name, memory_gib, select_dtype
+from runtime.device import DTYPES, cpu_flops, device_name, memory_gib, select_dtype
 from runtime.distributed import DistInfo, all_reduce_max, print0, read_dist_env
-from runtime.metrics import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
+from runtime.metrics import (
+    BEFORE_AMPERE,
+    GPUS,
+    flops_per_token,
+    format_duration,
+    peak_flops,
+)
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
@@ -198,13 +204,29 @@ def describe_plan(
         rows["passes"] = f"{tokens / train_tokens:.3g} over the data's {train_tokens:,} tokens"
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; it has {device.memory_gib:.0f}"
-    if peak := peak_flops(device.name, float32=device.dtype == torch.float32):
-        gpu_hours = flops / (config.mfu * peak) / 3600
-        rows["time"] = f"about {gpu_hours / world_size:,.1f} hours, at {config.mfu:.0%} MFU"
-        if config.gpu_hour_price:
-            price = gpu_hours * config.gpu_hour_price
-            rows["price"] = f"about {price:,.0f}, for {gpu_hours:,.0f} GPU-hours"
-    else:
-        rows["time"] = "not known on this device: the eta of a run's first steps says it"
+    rows |= describe_time(config, model_config, dist_info)
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def describe_time(
+    config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo
+) -> dict[str, str]:
+    """Rows of the plan: how long training takes, without evaluations, and what it costs."""
+    device, peak = find_device(config, dist_info), None
+    if dist_info.device.type == "cpu":
+        peak = cpu_flops(device.dtype)
+    elif dist_info.device.type == "cuda":
+        peak = peak_flops(device.name, float32=device.dtype == torch.float32)
+    if peak is None:
+        return {"time": "not known on this device: the eta of a run's first steps says it"}
+    flops = flops_per_token(model_config) * config.total_batch_size * config.max_steps
+    seconds = flops / (config.mfu * peak)  # of one device
+    time = f"about {format_duration(seconds / dist_info.world_size)}, at {config.mfu:.0%} MFU"
+    if dist_info.device.type == "cpu" or model_config.n_params < 1e8:  # it may be half, or twice
+        time += ": the eta of a run's first steps says it better"
+    if not config.gpu_hour_price:
+        return {"time": time}
+    hours = seconds / 3600
+    price = f"about {hours * config.gpu_hour_price:,.0f}, for {hours:,.0f} GPU-hours"
+    return {"time": time, "price": price}
