@@ -27,6 +27,7 @@ from training.config import TrainConfig
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
 MEMORY_SHARE = {"cuda": 0.9, "mps": 0.8, "cpu": 0.8}  # of a device, what a plan counts on
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
+LEAST_PARAMETERS = 1e8  # that keep a GPU busy; a smaller model reaches a share that is not known
 # What a block saves of a token for its backward pass, per channel: bytes of float32, and values in
 # the dtype of matrix products. none: two residual inputs; two normalised copies, q, k, v,
 # attention's output, and the hidden layer before and after GELU. selective: the block's input; q,
@@ -216,14 +217,15 @@ def describe_time(
     device, peak = find_device(config, dist_info), None
     if dist_info.device.type == "cpu":
         peak = cpu_flops(device.dtype)
-    elif dist_info.device.type == "cuda":
+    elif dist_info.device.type == "cuda" and model_config.n_params > LEAST_PARAMETERS:
         peak = peak_flops(device.name, float32=device.dtype == torch.float32)
     if peak is None:
-        return {"time": "not known on this device: the eta of a run's first steps says it"}
+        unknown = "not known for this model on this device"
+        return {"time": f"{unknown}: the eta of a run's first steps says it"}
     flops = flops_per_token(model_config) * config.total_batch_size * config.max_steps
     seconds = flops / (config.mfu * peak)  # of one device
     time = f"about {format_duration(seconds / dist_info.world_size)}, at {config.mfu:.0%} MFU"
-    if dist_info.device.type == "cpu" or model_config.n_params < 1e8:  # it may be half, or twice
+    if dist_info.device.type == "cpu":  # it may be half, or twice
         time += ": the eta of a run's first steps says it better"
     if not config.gpu_hour_price:
         return {"time": time}
