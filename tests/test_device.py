@@ -111,6 +111,21 @@ def test_cpu_has_the_dtype_and_the_memory_of_the_machine():
     assert memory_gib(CPU) == pytest.approx(total_kib / 2**20, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"),
+    [
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True}, torch.bfloat16),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": False}, torch.float32),
+        ({"cpu_name": "AMD EPYC", "avx512_bf16": True}, torch.bfloat16),
+        ({"cpu_name": "AMD EPYC", "avx512_bf16": False}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_select_dtype_is_what_a_cpu_multiplies_fastest(capabilities, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert select_dtype("auto", CPU) == dtype
+
+
 def test_inference_leaves_cudnn_out_lowers_the_precision_and_puts_all_back():
     q, model = torch.randn(2, 3, 16, 8), torch.nn.Linear(2, 2)
     attend = torch.nn.functional.scaled_dot_product_attention
