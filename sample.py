@@ -66,7 +66,7 @@ class SampleConfig:
     device: DeviceName = "auto"
     """Device to run on."""
     dtype: DtypeName = "auto"
-    """Dtype of the matrix products; auto is bfloat16 where the hardware has it."""
+    """Dtype of the matrix products; auto is bfloat16 where it is faster."""
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("num_samples", "max_new_tokens", "top_p"))

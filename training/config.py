@@ -146,7 +146,7 @@ class TrainConfig:
     device: DeviceName = "auto"
     """Device to train on."""
     dtype: DtypeName = "auto"
-    """Of matrix products; auto is bfloat16 where possible."""
+    """Of matrix products; auto is bfloat16 where it is faster."""
     deterministic: bool = False
     """On GPUs: resume bit for bit; slower. Every sum is repeated in the same order. CPUs always do
     so."""
