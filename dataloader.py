@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corpus.shards import TokenArray, TokenShards, open_shards
+from corpus.shards import TokenArray, TokenShards
 from ops import IGNORE_INDEX
 from runtime.device import to_device
 from runtime.distributed import DistInfo, rank_batches
@@ -204,22 +203,3 @@ def to_batch(tokens: TokenArray, device: torch.device) -> Batch:
     # As int16, which every device has: ids above 32767 are negative until they are masked.
     on_device = to_device(torch.from_numpy(tokens.view(np.int16)), device).long() & 0xFFFF
     return Batch(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous())
-
-
-def open_data(
-    data_dir: Path, block_size: int, validates: bool = True
-) -> tuple[TokenShards, TokenShards]:
-    """Open and check both splits of a data folder.
-
-    Raises:
-        FileNotFoundError: the folder or a split is missing.
-        ValueError: a shard is damaged, or the validation split is too short.
-    """
-    train_shards = open_shards(data_dir, "train")
-    val_shards = open_shards(data_dir, "val")
-    if validates and not count_windows(val_shards.total_tokens, block_size):
-        raise ValueError(
-            f"the validation split has {val_shards.total_tokens} tokens, fewer than "
-            f"--block-size {block_size} + 1: give more data, or --val-every 0"
-        )
-    return train_shards, val_shards

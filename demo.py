@@ -4,11 +4,6 @@ Text → shards → a small GPT-2 → samples → HellaSwag's format → Hugging
 Every step is a command of this project, printed before it runs.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 import itertools
 import math
 import shlex

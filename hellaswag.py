@@ -144,7 +144,7 @@ def main() -> None:
         exact = config.style == "harness" and config.dtype == "auto"
         dtype = select_dtype("float32" if exact else config.dtype, dist_info.device)
         result = evaluate_hellaswag(model, examples, dist_info, dtype, batch_size=config.batch_size)
-        if dist_info.is_main:
+        if distributed.is_main():
             style = ", harness style" if config.style == "harness" else ""
             print(f"HellaSwag {path}, {config.model}{style}: {result}")
             if config.output is not None:

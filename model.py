@@ -58,18 +58,8 @@ class GPTConfig:
     @property
     def n_params(self) -> int:
         """Parameters of the model, padding rows and position embeddings included."""
-        return count_parameters(build_on_meta(self))
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Parameters of a module; a shared one counts once."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def build_on_meta(config: GPTConfig) -> "GPT":
-    """A model on the meta device: it has names and shapes, and no memory."""
-    with torch.device("meta"):
-        return GPT(config)
+        with torch.device("meta"):  # shapes, and no memory
+            return sum(parameter.numel() for parameter in GPT(self).parameters())
 
 
 class ModelOutput(NamedTuple):
@@ -82,12 +72,8 @@ class ModelOutput(NamedTuple):
 class KVCache:
     """Keys and values of the tokens seen so far, for generation.
 
-    Args:
-        config: the model's dimensions.
-        batch_size: sequences, B.
-        n_tokens: of each sequence that the cache has room for, at most `config.block_size`.
-        device: where the model is.
-        dtype: of attention: the autocast dtype, else float32.
+    It has room for `n_tokens` of each of `batch_size` sequences. Its dtype is that of attention:
+    the autocast dtype, else float32.
     """
 
     def __init__(
@@ -183,11 +169,7 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model, initialised as GPT-2 was: N(0, 0.02), residual projections smaller.
-
-    Args:
-        config: the dimensions.
-    """
+    """The language model, initialised as GPT-2 was: N(0, 0.02), residual projections smaller."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -196,16 +178,11 @@ class GPT(nn.Module):
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialise all parameters (GPT-2 paper, section 2.3)."""
         for parameter, value in self.initial_values():
-            parameter.copy_(value)
+            parameter.data.copy_(value)
 
     def initial_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter and its initial value, one after the other; unsharded."""
+        """Each parameter and its initial value (GPT-2 paper, section 2.3), unsharded."""
         # Each of the 2 * n_layer residual additions would add variance: shrink to compensate.
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():

@@ -154,13 +154,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     On a GPU that is torch's own. In code compiled for a CPU `BlockCausalAttention` takes half the
     time; it is slower in eager mode.
 
-    Args:
-        q: (B, H, T, D) queries.
-        k: (B, H, T, D) keys.
-        v: (B, H, T, D) values.
-
-    Returns:
-        (B, H, T, D).
+    (B, H, T, D) each, and so is the result.
     """
     B, H, T, D = q.shape
     fits = T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
@@ -181,16 +175,9 @@ class BlockCausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ANN401
-        """Attend; B here is batch times heads.
+        """Attend: (B, T, D) each, and so is the result; B is batch times heads.
 
-        Args:
-            ctx: autograd's.
-            q: (B, T, D) queries, already scaled by 1/√D; T is a multiple of `QUERY_BLOCKS`.
-            k: (B, T, D) keys.
-            v: (B, T, D) values.
-
-        Returns:
-            (B, T, D).
+        The queries are already scaled by 1/√D; T is a multiple of `QUERY_BLOCKS`.
         """
         outputs, log_sums = [], []
         for rows, end in query_blocks(q.size(1)):

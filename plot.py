@@ -9,11 +9,6 @@ A run in progress can be plotted.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -9,8 +9,6 @@ script inserts all of them as text, so that no sample or name can be taken for H
 import ast
 import json
 import re
-import shlex
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.cli import run_command
 from runtime.files import atomic_write, read_json
 from runtime.metrics import (
     HELLASWAG_EXAMPLES,
@@ -133,13 +130,3 @@ def read_samples(path: Path, records: Records) -> list[dict[str, Any]]:
         for step, count in sorted(counts.items())
         if by_step[step]
     ]
-
-
-def main() -> None:
-    """Say which command writes the report."""
-    runs = shlex.join(sys.argv[1:]) or "runs/NAME"
-    raise ValueError(f"report.py is no command: python plot.py {runs} --report")
-
-
-if __name__ == "__main__":
-    run_command(main)

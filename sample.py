@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -245,12 +244,6 @@ def sample_token(
         probs = probs.masked_fill(more_likely >= top_p, 0.0)
     choice = torch.multinomial(probs, 1, generator=generator)
     return ids.gather(-1, choice).squeeze(-1)
-
-
-def generate_text(model: GPT, prompt: str, max_new_tokens: int = 100, **options: Any) -> str:  # noqa: ANN401
-    """A text and its continuation; "" starts a document. For options see `generate`."""
-    tokens = torch.tensor([encode(prompt)], device=next(model.parameters()).device)
-    return decode(generate(model, tokens, max_new_tokens, **options)[0])
 
 
 def encode(text: str) -> list[int]:

@@ -173,7 +173,7 @@ def setup(
         stop=stop,
         log=log,
         writer=checkpoint.CheckpointWriter(
-            folder / "checkpoints" if dist_info.is_main else None,
+            folder / "checkpoints" if distributed.is_main() else None,
             config.keep_checkpoints,
             on_error=stop.write_failed,
             on_saved=log.saved,
@@ -332,13 +332,14 @@ def train_step(trainer: Trainer, lr: float) -> StepResult:
         loss_sum += loss.detach() / grad_accum_steps
     for optimizer in trainer.optimizers:
         trainer.scaler.unscale_(optimizer)
-    norm = distributed.clip_gradients(model, config.grad_clip).to(dist_info.device)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    norm = distributed.full_tensor(norm).to(dist_info.device)
     # The step's only wait for the device: no update may be made if these are not finite. The
     # norms of the ranks may differ in their last bits, so the average decides for all. Whether
     # any rank was asked to stop comes along.
     asked = torch.full_like(norm, trainer.stop.is_asked)
-    totals = distributed.all_reduce_mean(torch.stack([loss_sum, norm, asked]))
-    loss_value, norm_value, any_asked = totals.tolist()
+    sums = distributed.all_reduce_sum(torch.stack([loss_sum, norm, asked]))
+    loss_value, norm_value, any_asked = (sums / dist_info.world_size).tolist()
     if any_asked:
         trainer.stop.sync_stop()
     result = StepResult(loss_value, norm_value)

@@ -36,6 +36,7 @@ from model import GPT, ModelOutput
 from runtime.cli import parse_flags, run_command
 from runtime.device import autocast, peak_memory_gib, select_device, select_dtype
 from runtime.huggingface import save_pretrained
+from train_gpt2 import init_weights
 from training.config import TrainConfig
 
 OPTIMIZATIONS = (  # in the ladder's order
@@ -114,8 +115,7 @@ def build_model(on: Collection[str], config: TrainConfig, device: torch.device) 
     vars(gpt2)["causal_attention"] = attention
     with device:
         model = GPT(config.model_config())
-        torch.manual_seed(config.seed)
-        model.init_weights()
+    init_weights(model, config.seed)
     if HUGGING_FACE in on:
         return HuggingFaceGPT2(model)
     if "padded vocabulary" not in on:

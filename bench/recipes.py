@@ -9,11 +9,6 @@ file also has the runs of the changes that docs/recipes.md lists, whose code is 
 takes those of AdamW as runs of the reference.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -40,11 +40,6 @@ class DistInfo:
     local_world_size: int = 1
     """Processes on this machine."""
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes."""
-        return self.rank == 0
-
 
 def read_dist_env(device_name: DeviceName) -> DistInfo:
     """Rank and device of this process from `torchrun`'s environment, without joining the others."""
@@ -209,11 +204,6 @@ def reshard(model: nn.Module) -> None:
             cast(Any, module).reshard()
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients to a global norm of at most `max_norm`; return the norm before that."""
-    return full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-
-
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Choose whether the next backward pass averages gradients or only accumulates them."""
     if isinstance(model, DistributedDataParallel):
@@ -242,11 +232,6 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
-
-
-def all_reduce_mean(tensor: Tensor) -> Tensor:
-    """Average a float `tensor` over all processes, in place; every process gets the result."""
-    return all_reduce_sum(tensor).div_(world_size())
 
 
 def all_reduce_max(value: int) -> int:
@@ -330,7 +315,7 @@ def rank_batches(
         A batch, and whether to count its result.
     """
     starts = range(0, len(batches), dist_info.world_size)
-    hidden = None if title and dist_info.is_main else True  # None: unless stderr is a terminal
+    hidden = None if title and is_main() else True  # None: unless stderr is a terminal
     for start in tqdm(starts, title, leave=False, unit="batch", disable=hidden):
         between()
         place = start + dist_info.rank

@@ -151,7 +151,7 @@ def save_run(run_dir, config=None, records=None, step=1):
 
 def tiny_trainer(data_dir, model=None, **settings):
     """What `train_gpt2.setup` builds for a tiny run, with another model if one is given."""
-    from dataloader import open_data
+    from corpus.shards import open_shards
     from runtime.distributed import DistInfo
     from train_gpt2 import build_optimizers, setup
     from training.config import TrainConfig
@@ -160,7 +160,7 @@ def tiny_trainer(data_dir, model=None, **settings):
     tiny |= {"total_batch_size": 16, "micro_batch_size": 1, "compile": False, "dtype": "float32"}
     tiny |= {"hellaswag_every": 0, "warmup_steps": 2, "val_tokens": 256, "device": "cpu"}
     config = TrainConfig(data_dir=data_dir, **(tiny | settings))
-    splits = open_data(data_dir, config.block_size)
+    splits = open_shards(data_dir, "train"), open_shards(data_dir, "val")
     trainer = setup(config, None, splits, Path("unused"), DistInfo())
     if model is None:
         return trainer

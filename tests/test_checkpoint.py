@@ -159,7 +159,7 @@ def check(dist_info):
         train(model, optimizers, 2)
         torch.rand(dist_info.rank)  # from here on each rank has random numbers of its own
         folder = Path("FOLDER") / kind
-        with CheckpointWriter(folder if dist_info.is_main else None) as writer:
+        with CheckpointWriter(folder if dist_info.rank == 0 else None) as writer:
             writer.save(trainer_state(2, model), model, optimizers)
         barrier()
         train(model, optimizers, 2)
@@ -170,10 +170,10 @@ def check(dist_info):
             assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
     before = torch.get_rng_state()
     restore_rng_states(state.rng_states[:1])  # of a run of one rank
-    assert dist_info.is_main or torch.equal(torch.get_rng_state(), before)
+    assert dist_info.rank == 0 or torch.equal(torch.get_rng_state(), before)
     # Muon's step communicates: a file that one rank cannot read must end both before that step.
-    path = folder / ("step_00000002" if dist_info.is_main else "nothing")
-    error, message = (ValueError, "rank 1: .*nothing") if dist_info.is_main else (SystemExit, "2")
+    path = folder / ("step_00000002" if dist_info.rank == 0 else "nothing")
+    error, message = (ValueError, "rank 1: .*nothing") if dist_info.rank == 0 else (SystemExit, "2")
     with pytest.raises(error, match=message):
         load_checkpoint(Checkpoint(path, state), other, other_optimizers)
     torch.manual_seed(1)  # the same on each rank

@@ -20,7 +20,6 @@ def check(dist_info):
     me = float(dist_info.rank)
     assert dist_info.world_size == 2
     assert all_reduce_sum(torch.tensor([1.0, me])).tolist() == [2.0, 1.0]
-    assert all_reduce_mean(torch.tensor(me)).item() == 0.5
     assert all_reduce_max(dist_info.rank) == 1
     assert gather_text("Grüße" * dist_info.rank) == ["", "Grüße"]
     path = os.fsdecode(b"runs\\xff")  # not UTF-8
@@ -32,7 +31,7 @@ def check(dist_info):
         try:
             end_on_one(dist_info)
         except (ValueError, SystemExit) as error:
-            expected = message if dist_info.is_main else "2"
+            expected = message if dist_info.rank == 0 else "2"
             assert expected in str(error), error
         else:
             raise AssertionError("went on")

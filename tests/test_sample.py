@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import sample
 from model import GPT, GPTConfig
 from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
-from sample import decode, generate, generate_text, sample_token, token_printer
+from sample import decode, encode, generate, sample_token, token_printer
 from tokenizer import gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
@@ -156,13 +156,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_generate_text_continues_a_text_or_starts_a_document(folder):
-    model = load_pretrained(str(folder))
-    text = generate_text(model, "Once upon", 5, temperature=0)
-    prompt = torch.tensor([gpt2_encoding().encode("Once upon")])
-    assert text == decode(generate(model, prompt, 5, temperature=0)[0])
-    assert text.startswith("Once upon")
-    assert "<|endoftext|>" not in generate_text(model, "")
+def continued(model, prompt, tokens):
+    return decode(generate(model, torch.tensor([encode(prompt)]), tokens, temperature=0)[0])
 
 
 @given(text=st.text(max_size=20))
@@ -203,7 +198,7 @@ def test_main_prints_json_for_each_prompt_of_a_file(run_main, folder, tmp_path):
         record = json.loads(line)
         expected = {"prompt": prompt, "text": decode(record["tokens"]), "index": index}
         assert record == expected | {"tokens": record["tokens"]}
-        assert prompt + record["text"] == generate_text(model, prompt, 5, temperature=0)
+        assert prompt + record["text"] == continued(model, prompt, 5)
 
 
 def test_main_reads_a_prompt_from_a_pipe_as_if_it_were_given(run_main):
@@ -231,7 +226,7 @@ def test_main_refuses(run_main, monkeypatch, tmp_path, flags, message):
 def test_main_interactive_goes_on_after_all_text_until_new(run_main, folder):
     printed = run_main("--interactive", stdin="Once upon\nHe said\n\n/new\nOnce upon\n")
     model = load_pretrained(str(folder))
-    first = generate_text(model, "Once upon", 5, temperature=0)
+    first = continued(model, "Once upon", 5)
     ids = gpt2_encoding().encode_ordinary("Once upon")
 
     def goes_on(text):
@@ -264,7 +259,7 @@ def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(
 
     monkeypatch.setattr(sample, "load_model", load_model)
     printed = run_main("--interactive", stdin="Once upon\n\n")
-    whole = generate_text(original(folder), "Once upon", 7, temperature=0)
+    whole = continued(original(folder), "Once upon", 7)
     assert len(calls) == 3 + 5  # two tokens came, then five more
     assert "".join(printed.removeprefix(sample.GREETING).split("\n> ")).strip() == whole
 

@@ -1,7 +1,7 @@
 """The flags of `train_gpt2.py`: every setting of a run, its default and its limits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -180,6 +180,11 @@ class TrainConfig:
         """What is wrong with flags that do not go together."""
         if self.min_lr > self.max_lr:
             yield f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}"
+        if self.warmup >= self.max_steps > 0:
+            yield (
+                f"--warmup-steps {self.warmup} is not shorter than --max-steps {self.max_steps}: "
+                f"use --warmup-steps {self.default_warmup}"
+            )
         if self.val_every and 0 < self.val_tokens < self.block_size:
             yield f"--val-tokens {self.val_tokens} is below --block-size {self.block_size}"
         name = self.run_name
@@ -208,10 +213,14 @@ class TrainConfig:
         return self.parallel != "ddp"
 
     @property
+    def default_warmup(self) -> int:
+        """Steps of warm-up of a run as long as this one."""
+        return min(MAX_DEFAULT_WARMUP_STEPS, self.max_steps // 10)
+
+    @property
     def warmup(self) -> int:
-        """Steps of warm-up: as given, else the default for `max_steps`."""
-        default = min(MAX_DEFAULT_WARMUP_STEPS, self.max_steps // 10)
-        return default if self.warmup_steps is None else self.warmup_steps
+        """Steps of warm-up: as given, else the default."""
+        return self.default_warmup if self.warmup_steps is None else self.warmup_steps
 
     def model_config(self) -> GPTConfig:
         """The dimensions that the size and its overrides give."""
@@ -269,12 +278,3 @@ def read_config(path: Path) -> TrainConfig:
         raise ValueError(f"--config {path} is neither a recipe nor a run's config.json")
     settings.pop("about", None)
     return config_from_settings(settings, path)
-
-
-def check_warmup(config: TrainConfig) -> None:
-    """Refuse a warm-up that the run would never leave."""
-    if config.warmup >= config.max_steps:
-        raise ValueError(
-            f"--warmup-steps {config.warmup} is not shorter than --max-steps {config.max_steps}: "
-            f"use --warmup-steps {replace(config, warmup_steps=None).warmup}"
-        )

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from corpus.shards import Manifest, TokenShards, verify_shards
-from dataloader import open_data
+from corpus.shards import Manifest, TokenShards, open_shards, verify_shards
+from dataloader import count_windows
 from runtime.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
 from runtime.cli import flag_of
 from runtime.device import device_name, select_dtype
@@ -43,8 +43,13 @@ def open_same_data(
     """
     with raise_on_all_ranks():
         check_parallel_mode(config, dist_info)
-        check_installed(config.logger if dist_info.is_main else ())
-        train, val = open_data(config.data_dir, config.block_size, validates=config.val_every > 0)
+        check_installed(config.logger if is_main() else ())
+        train, val = (open_shards(config.data_dir, split) for split in ("train", "val"))
+        if config.val_every and not count_windows(val.total_tokens, config.block_size):
+            raise ValueError(
+                f"the validation split has {val.total_tokens} tokens, fewer than "
+                f"--block-size {config.block_size} + 1: give more data, or --val-every 0"
+            )
         if resumed is not None:
             check_resume_compatible(resumed, config, train.fingerprint, val.fingerprint)
     checkpoint = "no checkpoint"

@@ -43,7 +43,6 @@ from runtime.metrics import METRICS_NAME, describe_best, last_saved_step
 from runtime.stopping import StopRequest
 from training.config import (
     TrainConfig,
-    check_warmup,
     config_from_settings,
     learning_rate,
     read_config,
@@ -80,10 +79,8 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         own = read_model_config(given.init_from).block_size
         defaults = replace(defaults, block_size=own)
     config = parse_flags(TrainConfig, args, defaults)
-    if checkpoint is None or config.warmup_steps != defaults.warmup_steps:
-        check_warmup(config)
     if checkpoint is not None:
-        _warn_of_rates(checkpoint, defaults, config)
+        _warn_of_jump(checkpoint, defaults, config)
         if given.config:
             meant = parse_flags(TrainConfig, args, read_config(Path(given.config)))
             if unused := differences(meant.saved(), config.saved()):
@@ -94,8 +91,8 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     return config, checkpoint
 
 
-def _warn_of_rates(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
-    """Say so if the resumed run lifts the learning rate in one step, or ends in its warm-up."""
+def _warn_of_jump(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
+    """Say so if the resumed run lifts the learning rate in one step."""
 
     def before(step: int) -> float:
         return max(learning_rate(saved, max(step - 1, 0)), learning_rate(saved, step))
@@ -111,12 +108,6 @@ def _warn_of_rates(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConf
         print0(
             f"warning: the learning rate jumps at step {step} from {before(step):.2g} to "
             f"{learning_rate(config, step):.2g}; the way to a smooth curve is {remedy}"
-        )
-    if config.warmup >= config.max_steps > step:
-        last = learning_rate(config, config.max_steps - 1)
-        print0(
-            f"warning: --max-steps {config.max_steps} ends the run in its warm-up of "
-            f"{config.warmup} steps: its learning rate rises to {last:.2g} of {config.max_lr:.2g}"
         )
 
 
