@@ -295,26 +295,29 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     from training.config import TrainConfig, read_config
     from training.plan import MAX_MICRO_BATCH_TOKENS, describe_time
 
-    most = MOST_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
-    sizes = dict[int, Path]()  # recipes by the tokens of their runs
+    max_tokens = MOST_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
+    recipes = dict[int, Path]()  # by the tokens of their runs
     for path in sorted(RECIPES.glob("gpt2-[0-9]*.json"), reverse=True):  # of two, -fast is later
         recipe = read_json(path)
-        sizes[recipe["max_steps"] * recipe["total_batch_size"]] = path
-    path, shorter = sizes[max((n for n in sizes if n <= most), default=min(sizes))], list[str]()
-    if most < min(sizes):
-        batch = max(256, 2 ** round(math.log2(0.58 * most**0.571)))  # a sequence at least
-        shorter = ["--total-batch-size", str(batch), "--max-steps", str(most // batch or 1)]
+        recipes[recipe["max_steps"] * recipe["total_batch_size"]] = path
+    path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
+    shorter = list[str]()
+    if max_tokens < min(recipes):
+        batch = max(256, 2 ** round(math.log2(0.58 * max_tokens**0.571)))  # a sequence at least
+        shorter = ["--total-batch-size", str(batch), "--max-steps", str(max_tokens // batch or 1)]
     config = parse_flags(TrainConfig, shorter, read_config(path))
 
-    gpu, full = MAX_MICRO_BATCH_TOKENS["cuda"], config.total_batch_size
-    counts = (n for n in range(torch.cuda.device_count(), 1, -1) if full % (n * gpu) == 0)
-    count, launcher = next(counts, 1), ["python"]
-    if count > 1:
-        launcher = ["torchrun", "--standalone", f"--nproc_per_node={count}"]
+    launcher, world_size = ["python"], torch.cuda.device_count() or 1
+    while (
+        config.total_batch_size % (world_size * MAX_MICRO_BATCH_TOKENS["cuda"]) and world_size > 1
+    ):
+        world_size -= 1
+    if world_size > 1:
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
     flags = ("--config", f"recipes/{path.name}", "--data-dir", folder.as_posix(), *shorter)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    here = DistInfo(device, world_size=count, local_world_size=count)
-    duration = describe_time(config, config.model_config(), here)["time"]
+    dist_info = DistInfo(device, world_size=world_size, local_world_size=world_size)
+    duration = describe_time(config, config.model_config(), dist_info)["time"]
     return f"next: {shell_line(*launcher, 'train_gpt2.py', *flags)}\ntime: {duration}"
 
 

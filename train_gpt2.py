@@ -96,7 +96,7 @@ def run(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) ->
         return
     with run_dir.open_run(config, resumed) as folder, run_dir.explain_failures(folder):
         trainer = setup(config, resumed, splits, folder, dist_info)
-        run_dir.label_run(folder, config)
+        run_dir.write_config(folder, config)
         with trainer.stop, trainer.log, trainer.writer, trainer.batches:
             trainer.log.start(splits[0].fingerprint)
             if resumed is not None and not run_dir.is_own(resumed, folder):

@@ -17,10 +17,10 @@ from training.run_dir import (
     check_resume_compatible,
     choose_run_dir,
     explain_failures,
-    label_run,
     model_dimensions,
     open_run,
     parse_config,
+    write_config,
 )
 
 
@@ -54,14 +54,14 @@ def assert_refused(message, run_dir, checkpoint=None, **settings):
 # --- the folder ---------------------------------------------------------------------------------
 
 
-def test_open_run_lets_one_trainer_in_and_label_run_writes_the_configuration(tmp_path):
+def test_open_run_lets_one_trainer_in_and_write_config_writes_the_configuration(tmp_path):
     run_dir, config = tmp_path / "runs" / "a", TrainConfig(run_name="a")
     with open_named(run_dir):
         pass
     assert not run_dir.exists()  # nothing was written
     with open_named(run_dir) as folder:
         assert folder == run_dir
-        label_run(run_dir, config)
+        write_config(run_dir, config)
         assert read_json(run_dir / "config.json") == config.saved()
         saved = fake_checkpoint(run_dir, 1)
         assert_refused("another trainer is at work", run_dir, saved, resume="auto")

@@ -294,7 +294,7 @@ def is_valid(checkpoint: Path) -> bool:
     return False
 
 
-def label_run(run_dir: Path, config: TrainConfig) -> None:
+def write_config(run_dir: Path, config: TrainConfig) -> None:
     """Write `config.json`."""
     with raise_on_all_ranks():
         if is_main():
