@@ -308,9 +308,8 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     config = parse_flags(TrainConfig, shorter, read_config(path))
 
     launcher, world_size = ["python"], torch.cuda.device_count() or 1
-    while (
-        config.total_batch_size % (world_size * MAX_MICRO_BATCH_TOKENS["cuda"]) and world_size > 1
-    ):
+    gpu_tokens = MAX_MICRO_BATCH_TOKENS["cuda"]
+    while world_size > 1 and config.total_batch_size % (world_size * gpu_tokens):
         world_size -= 1
     if world_size > 1:
         launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
