@@ -14,7 +14,7 @@ from pathlib import Path
 from runtime.checkpoint import find_checkpoint, is_hugging_face, load_model
 from runtime.cli import parse_flags, run_command
 from runtime.hub import check_repo_name, push_folder
-from runtime.huggingface import check_replaceable, save_pretrained
+from runtime.huggingface import export_folder, save_pretrained
 from runtime.model_card import write_model_card
 
 
@@ -39,14 +39,14 @@ class ExportConfig:
 def main() -> None:
     """Write a model in Hugging Face's format, with a card."""
     config = parse_flags(ExportConfig)
-    check_replaceable(config.out)
     checkpoint = None
     if not is_hugging_face(config.model):  # once: a trainer may be about to save another
         checkpoint = find_checkpoint(Path(config.model))
     model = load_model(checkpoint or config.model)
     name = config.push_to_hub or config.out.resolve().name
-    n_params = save_pretrained(model, config.out)
-    write_model_card(config.out, name, model.config, checkpoint, config.license)
+    with export_folder(config.out) as folder:
+        n_params = save_pretrained(model, folder)
+        write_model_card(folder, name, model.config, checkpoint, config.license)
     print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
     if config.push_to_hub is not None:

@@ -14,7 +14,7 @@ import export
 from corpus.shards import open_shards
 from model import GPTConfig
 from runtime.checkpoint import load_model
-from runtime.huggingface import save_pretrained
+from runtime.huggingface import export_folder, save_pretrained
 from runtime.metrics import read_metrics
 from runtime.model_card import MARK
 
@@ -53,7 +53,8 @@ def test_main_exports_a_run_that_loads_with_the_same_logits(tmp_path, monkeypatc
 
 def test_a_notebook_may_give_paths_as_text(tmp_path):
     model = save_run(tmp_path / "run", records=[{"step": 1, "val_loss": 2.0}])
-    save_pretrained(model, str(tmp_path / "whole"))
+    with export_folder(str(tmp_path / "whole")) as folder:
+        save_pretrained(model, str(folder))
     for source in ("run", "run/checkpoints/step_00000001", "whole"):
         assert load_model(str(tmp_path / source)).config == model.config
     assert read_metrics(str(tmp_path / "run" / "metrics.jsonl"))[0]["val_loss"] == 2.0

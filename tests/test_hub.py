@@ -69,7 +69,7 @@ def pushed(hub, server, tmp_path):
     flags = (f"--source={tmp_path}/a.jsonl", f"--data-dir={tmp_path}/made", "--shard-size=1000")
     done = hub.run("fineweb", *flags, "--push-to-hub=o/shards")
     assert done.code == 0, done.stderr
-    assert done.stdout.splitlines()[-2].startswith("uploaded to http://")
+    assert done.stdout.splitlines()[-3].startswith("uploaded to http://")
     assert "%|" not in done.stderr  # no bar, for it is no terminal
     return tmp_path / "made"
 

@@ -17,7 +17,7 @@ from model import GPT, MLP, GPTConfig
 from runtime.checkpoint import load_model
 from runtime.files import read_json, write_json
 from runtime.huggingface import (
-    check_replaceable,
+    export_folder,
     from_hf,
     load_pretrained,
     save_pretrained,
@@ -320,24 +320,30 @@ def test_save_pretrained_refuses_a_model_that_is_no_gpt2(tmp_path, message):
     assert not (tmp_path / "new").exists()
 
 
-def test_check_replaceable_takes_exports_and_new_folders_and_nothing_else(exported, tmp_path):
+def test_export_folder_replaces_exports_and_nothing_else(exported, tmp_path):
+    (exported / "notes").mkdir()
+    (exported / "notes" / "mine.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(exported)
+    small = random_model(GPTConfig(4, n_layer=1, n_head=1, n_embd=4))
+    with pytest.raises(KeyboardInterrupt), export_folder(exported) as folder:  # noqa: PT012
+        save_pretrained(small, folder)
+        raise KeyboardInterrupt
+    assert load_pretrained(exported).config == TINY
+    exported.rename(tmp_path / ".export.old")  # where a kill between two renames leaves it
+    with export_folder(tmp_path / "link") as folder:
+        save_pretrained(small, folder)
+    assert load_pretrained(exported).config == small.config
+    assert (exported / "notes" / "mine.txt").read_text() == "mine"
+
     hf_model(TINY).save_pretrained(tmp_path / "theirs")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     (tmp_path / "file").touch()
     for name in ("theirs", "run", "file"):
-        with pytest.raises(ValueError, match="--out"):
-            check_replaceable(tmp_path / name)
-    for folder in (exported, tmp_path / "new"):
-        check_replaceable(folder)
-
-
-def test_save_pretrained_writes_over_an_export_and_leaves_other_files(exported, tmp_path):
-    (exported / "notes.txt").write_text("mine")
-    small = random_model(GPTConfig(4, n_layer=1, n_head=1, n_embd=4))
-    save_pretrained(small, exported)
-    assert load_pretrained(exported).config == small.config
-    assert (exported / "notes.txt").read_text() == "mine"
+        with pytest.raises(ValueError, match="--out"), export_folder(tmp_path / name):
+            pass
+    names = {"export", "link", "theirs", "run", "file"}
+    assert {path.name for path in tmp_path.iterdir()} == names  # nothing hidden is left
     with pytest.raises(ValueError, match="vocab_size is 300"):
         save_pretrained(GPT(GPTConfig(4, 300, 1, 1, 4)), tmp_path / "new")
 
