@@ -50,6 +50,7 @@ def refuse(*_):
 @pytest.fixture
 def recorder(monkeypatch):
     monkeypatch.setitem(TRACKERS, "tensorboard", Recorder)
+    monkeypatch.setattr("runtime.trackers.PACKAGES", ())  # it needs none; `make test` installs none
 
 
 def recorded(run_dir, *kinds):
