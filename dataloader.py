@@ -169,16 +169,16 @@ def validation_batches(
     max_tokens: int,
     vocab_size: int,
     dist_info: DistInfo,
-    between: Callable[[], object] = lambda: None,
+    before_batch: Callable[[], object] = lambda: None,
 ) -> Iterator[Batch]:
     """This process's batches, (B, T) each, of the first `max_tokens` targets of the split.
 
     Every process gets equally many batches, all of the same shape: windows that only fill a batch
-    up have targets of `IGNORE_INDEX`. `between` is called before each, see `rank_batches`.
+    up have targets of `IGNORE_INDEX`. `before_batch` is called before each, see `rank_batches`.
     """
     windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
     firsts = range(0, windows, micro_batch_size)
-    for first, counts in rank_batches(firsts, dist_info, between, "validating"):
+    for first, counts in rank_batches(firsts, dist_info, before_batch, "validating"):
         indices = np.minimum(first + np.arange(micro_batch_size), windows - 1)
         tokens = read_windows(shards, indices, block_size, vocab_size)
         batch = to_batch(tokens, dist_info.device)

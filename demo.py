@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from corpus.shards import TokenShards, open_shards
-from runtime.cli import parse_flags, run_command
-from runtime.metrics import format_duration, read_metrics
+from formats.metrics import read_metrics
+from runtime.cli import format_duration, parse_flags, run_command
 
 DATA_DIR = Path("data/stdlib")
 CLEARLY_BELOW = 0.1  # nats per token

@@ -11,11 +11,11 @@ if __name__ == "__main__":
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.checkpoint import find_checkpoint, is_hugging_face, load_model
+from formats.hub import check_repo_name, push_folder
+from formats.huggingface import export_folder, save_pretrained
+from formats.load import find_checkpoint, is_hugging_face, load_model
+from formats.model_card import write_model_card
 from runtime.cli import parse_flags, run_command
-from runtime.hub import check_repo_name, push_folder
-from runtime.huggingface import export_folder, save_pretrained
-from runtime.model_card import write_model_card
 
 
 @dataclass(frozen=True)

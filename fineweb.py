@@ -35,9 +35,9 @@ from tqdm import tqdm
 from corpus import published, shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
+from formats.hub import REPO_NAME, check_repo_name
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
-from runtime.hub import REPO_NAME, check_repo_name
 from runtime.startup import usable_cores
 from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents
 
@@ -292,8 +292,8 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     import torch  # here, as these imports take seconds, which tokenising does without
 
     from runtime.distributed import DistInfo
-    from training.config import TrainConfig, read_config
-    from training.plan import MAX_MICRO_BATCH_TOKENS, describe_time
+    from training.config import TrainConfig, read_recipe
+    from training.plan import MAX_MICRO_BATCH_TOKENS, describe_time, find_device
 
     max_tokens = MOST_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
     recipes = dict[int, Path]()  # by the tokens of their runs
@@ -305,7 +305,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     if max_tokens < min(recipes):
         batch = max(256, 2 ** round(math.log2(0.58 * max_tokens**0.571)))  # a sequence at least
         shorter = ["--total-batch-size", str(batch), "--max-steps", str(max_tokens // batch or 1)]
-    config = parse_flags(TrainConfig, shorter, read_config(path))
+    config = parse_flags(TrainConfig, shorter, read_recipe(path))
 
     launcher, world_size = ["python"], torch.cuda.device_count() or 1
     gpu_tokens = MAX_MICRO_BATCH_TOKENS["cuda"]
@@ -316,7 +316,8 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     flags = ("--config", f"recipes/{path.name}", "--data-dir", folder.as_posix(), *shorter)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dist_info = DistInfo(device, world_size=world_size, local_world_size=world_size)
-    duration = describe_time(config, config.model_config(), dist_info)["time"]
+    planned = find_device(config, dist_info)
+    duration = describe_time(config, config.model_config(), planned, dist_info)["time"]
     return f"next: {shell_line(*launcher, 'train_gpt2.py', *flags)}\ntime: {duration}"
 
 

@@ -22,7 +22,6 @@ if __name__ == "__main__":
     prepare_process()  # the imports below take seconds
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,14 +33,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from formats.hub import explain_hub_errors, fetch_files
+from formats.load import load_model
 from model import GPT
+from ops import lm_logits
 from runtime import distributed
-from runtime.checkpoint import load_model
 from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_dtype, to_device
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
-from runtime.hub import explain_hub_errors, fetch_files
 from tokenizer import gpt2_encoding
 
 # The validation set on the hub, and the author's own file, which earlier versions downloaded.
@@ -240,7 +240,7 @@ def evaluate_hellaswag(
     dtype: torch.dtype = torch.float32,
     *,
     batch_size: int = 16,
-    between: Callable[[], object] = lambda: None,
+    before_batch: Callable[[], object] = lambda: None,
 ) -> HellaSwagResult:
     """Score a data set; every rank must call this, and gets the same result.
 
@@ -254,7 +254,7 @@ def evaluate_hellaswag(
         dtype: of the matrix products, except the LM head's, which are float32. bfloat16 is faster,
             and changes a few predictions between nearly equal endings.
         batch_size: examples in one forward pass.
-        between: called before each round of batches, on all ranks; it may raise, on all alike.
+        before_batch: called before each round of batches, on all ranks; it may raise, on all alike.
     """
     fitting = [example for example in examples if example.fits(model.config.block_size)]
     if not fitting:
@@ -268,7 +268,7 @@ def evaluate_hellaswag(
     order = sorted(range(len(fitting)), key=lambda i: -lengths[i])
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
-    rounds = distributed.rank_batches(batches, dist_info, between, "HellaSwag")
+    rounds = distributed.rank_batches(batches, dist_info, before_batch, "HellaSwag")
     # One autocast for all batches casts the weights once.
     with inference(model, dist_info.device, dtype):
         for batch, counts in rounds:
@@ -290,7 +290,7 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     rows = [row for example in examples for row in _rows(example, model.config.block_size)]
     tokens = pad_sequence([tokens for tokens, _ in rows], batch_first=True)  # (B, T, 3)
     idx, positions, segments = to_device(tokens.permute(2, 0, 1).contiguous(), device)
-    hidden = model.encode(idx, positions, _attention_mask(segments))  # (B, T, C)
+    hidden = model.hidden_states(idx, positions, _attention_mask(segments))  # (B, T, C)
 
     T = idx.size(1)
     queries = torch.tensor([T * i + query for i, (_, row) in enumerate(rows) for query in row])
@@ -347,8 +347,7 @@ def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     # bfloat16 would round losses near 3 to steps of 0.016 and tie the endings.
     with torch.autocast(hidden.device.type, enabled=False):
         for h, target in zip(*parts, strict=True):
-            logits = model.lm_head(h)  # (n, padded_vocab_size)
-            logits[:, model.config.vocab_size :] = -math.inf  # cutting the padding off would copy
+            logits = lm_logits(h, model.lm_head.weight, model.config.vocab_size)  # (n, vocab_size)
             losses.append(F.cross_entropy(logits, target, reduction="none"))
     return torch.cat(losses)
 

@@ -11,7 +11,7 @@ takes that name.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
 DECAY_SHARE = 0.2  # of all steps, which decay last in `wsd_lr`
 
@@ -50,7 +50,13 @@ def wsd_lr(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, max_st
 
 SCHEDULES: Mapping[str, Callable[..., float]] = {"cosine": cosine_lr, "wsd": wsd_lr}
 
-if TYPE_CHECKING:  # mypy takes no computed Literal
-    ScheduleName = str
-else:
-    ScheduleName = Literal[*SCHEDULES]
+
+def learning_rate(config: Any, step: int) -> float:  # noqa: ANN401 - a TrainConfig
+    """The learning rate of the update after `step`: the training loop asks for it each time."""
+    return SCHEDULES[config.lr_schedule](
+        step,
+        max_lr=config.max_lr,
+        min_lr=config.min_lr,
+        warmup_steps=config.warmup,
+        max_steps=config.max_steps,
+    )

@@ -4,15 +4,15 @@ Shapes in comments: B sequences, T tokens, C channels (`n_embd`), H heads, D = C
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ops import causal_attention, lm_head_loss
+from ops import causal_attention, cross_entropy, lm_head_loss, lm_logits, training_loss
 
 GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
@@ -27,6 +27,8 @@ VOCAB_MULTIPLE = 128  # tensor cores are fast if the LM head's rows are a multip
 class GPTConfig:
     """The dimensions of a GPT-2; the defaults are the 124M model.
 
+    A field that `training.config.TrainConfig` has, too, is a flag of `train_gpt2.py`.
+
     Raises:
         ValueError: a dimension is not positive, or `n_embd` is not a multiple of `n_head`.
     """
@@ -40,15 +42,24 @@ class GPTConfig:
     n_embd: int = 768
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if self.n_embd % self.n_head:
             nearest = self.n_head * round(self.n_embd / self.n_head) or self.n_head
             raise ValueError(
                 f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: "
-                f"use --n-embd {nearest}"
+                f"use n_embd {nearest}"
             )
+
+    @property
+    def residual_std(self) -> float:
+        """Of the initial weights of `c_proj` (GPT-2 paper, section 2.3).
+
+        Each of the 2 * n_layer residual additions would add variance: smaller weights compensate.
+        """
+        return 0.02 / math.sqrt(2 * self.n_layer)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -58,8 +69,14 @@ class GPTConfig:
     @property
     def n_params(self) -> int:
         """Parameters of the model, padding rows and position embeddings included."""
-        with torch.device("meta"):  # shapes, and no memory
-            return sum(parameter.numel() for parameter in GPT(self).parameters())
+        return count_parameters(self)
+
+
+@cache
+def count_parameters(config: GPTConfig) -> int:
+    """Parameters of a model of this configuration, which needs no memory for it."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())
 
 
 class ModelOutput(NamedTuple):
@@ -67,6 +84,28 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor | None  # (B, T, vocab_size)
     loss: Tensor | None  # scalar, float32
+
+
+class Linear(nn.Linear):
+    """A linear layer with GPT-2's initial values: weights N(0, std), biases 0."""
+
+    def __init__(self, n_in: int, n_out: int, *, bias: bool = True, std: float = 0.02) -> None:
+        self.std = std  # first, for the constructor calls `reset_parameters`
+        super().__init__(n_in, n_out, bias)
+
+    def reset_parameters(self) -> None:
+        """Set the initial values."""
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding with GPT-2's initial values: N(0, 0.02)."""
+
+    def reset_parameters(self) -> None:
+        """Set the initial values."""
+        nn.init.normal_(self.weight, std=0.02)
 
 
 class KVCache:
@@ -105,8 +144,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd, std=config.residual_std)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
@@ -119,9 +158,11 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        if mask is None and T > 1:  # a prompt or a training batch: the cache, if any, was empty
+        is_one_token = T == 1  # which may look at the whole cache
+        if mask is None and not is_one_token:
+            # F.scaled_dot_product_attention or, compiled for a CPU, a faster one of ours.
             y = causal_attention(q, k, v)  # (B, H, T, D)
-        else:  # a single token may look at the whole cache
+        else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -131,8 +172,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, std=config.residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -158,42 +199,33 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """GPT-2's layers, as Hugging Face names them; `GPT.encode` calls them."""
+    """GPT-2's layers under Hugging Face's names; `GPT.hidden_states` is their forward pass."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-5)
 
 
 class GPT(nn.Module):
-    """The language model, initialised as GPT-2 was: N(0, 0.02), residual projections smaller."""
+    """The language model. Each layer's constructor sets its initial values.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        config: the dimensions.
+        loss_chunks: parts in which the loss is computed, to save memory: see `ops.lm_head_loss`.
+    """
+
+    def __init__(self, config: GPTConfig, loss_chunks: int = 1) -> None:
         super().__init__()
         self.config = config
-        self.loss_chunks = 1  # parts in which the loss is computed; see `ops.lm_head_loss`
+        self.loss_chunks = loss_chunks
         self.transformer = Transformer(config)
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
-        for parameter, value in self.initial_values():
-            parameter.data.copy_(value)
 
-    def initial_values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter and its initial value (GPT-2 paper, section 2.3), unsharded."""
-        # Each of the 2 * n_layer residual additions would add variance: shrink to compensate.
-        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        for name, parameter in self.named_parameters():
-            value = torch.zeros(parameter.shape, device=parameter.device)
-            if parameter.dim() >= 2:
-                value.normal_(std=residual_std if name.endswith("c_proj.weight") else 0.02)
-            elif not name.endswith("bias"):
-                value.fill_(1.0)  # LayerNorm gains
-            yield parameter, value
-
-    def encode(
+    def hidden_states(
         self,
         idx: Tensor,
         positions: Tensor | None = None,
@@ -222,10 +254,6 @@ class GPT(nn.Module):
             cache.length += idx.size(1)
         return self.transformer.ln_f(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) -> (..., vocab_size): the padding columns exist for the matrix product only."""
-        return self.lm_head(hidden)[..., : self.config.vocab_size]
-
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> ModelOutput:
@@ -234,18 +262,20 @@ class GPT(nn.Module):
         Args:
             idx: (B, T) int64 token ids, T <= block_size.
             targets: (B, T) int64 ids of the next tokens; `IGNORE_INDEX` does not count.
-            cache: see `encode`.
+            cache: see `hidden_states`.
 
         Returns:
             `(logits, None)` without targets; `(None, loss)` with targets, so that the full logits
-            need never exist. The loss is float32, in nats per token.
+            need never exist. The loss is float32, in nats per token: `ops.training_loss` in
+            training mode, `ops.cross_entropy` in eval mode.
         """
-        # Not `self.encode`, which in a sharded model (FSDP2) gathers the parameters once more.
-        hidden = GPT.encode(self, idx, cache=cache)  # (B, T, C)
-        if targets is None:
-            return ModelOutput(self.logits(hidden), None)
+        # Not `self.hidden_states`, which in a sharded model (FSDP2) gathers parameters once more.
+        hidden = GPT.hidden_states(self, idx, cache=cache)  # (B, T, C)
         weight, vocab_size = self.lm_head.weight, self.config.vocab_size
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if targets is None:
+            return ModelOutput(lm_logits(hidden, weight, vocab_size), None)
+        loss = training_loss if self.training else cross_entropy
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         return ModelOutput(
-            None, lm_head_loss(hidden, weight, targets, vocab_size, self.loss_chunks)
+            None, lm_head_loss(hidden, weight, targets, vocab_size, self.loss_chunks, loss)
         )

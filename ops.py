@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import grad_and_value
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -19,10 +20,45 @@ IGNORE_INDEX = -100  # a target with this value does not count towards the loss
 # --- loss -------------------------------------------------------------------------------------
 
 
+def training_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """What training minimises: change it here. Validation measures `cross_entropy` in any case.
+
+    Args:
+        logits: (N, vocab_size) float32, of some of the tokens: see `lm_head_loss`.
+        targets: (N,) int64 next tokens; `IGNORE_INDEX` does not count.
+
+    Returns:
+        A mean over the tokens that count, a float32 scalar.
+    """
+    return cross_entropy(logits, targets)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of (N, V) float32 logits and (N,) targets, in nats per token."""
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+
+
+def lm_logits(hidden: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
+    """The logits of training, validation, HellaSwag and sampling.
+
+    Args:
+        hidden: (..., C) the last layer's output.
+        weight: (padded_vocab_size, C) the LM head.
+        vocab_size: rows of `weight` from here on are padding, which makes the product fast.
+
+    Returns:
+        (..., vocab_size), float32.
+    """
+    return F.linear(hidden, weight)[..., :vocab_size].float()
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
 def lm_head_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int, loss: Loss
 ) -> Tensor:
-    """Mean cross-entropy of the LM head's logits.
+    """The mean loss of the LM head's logits.
 
     With several chunks, only one chunk's logits exist at a time: less memory, the same gradients.
 
@@ -32,27 +68,35 @@ def lm_head_loss(
         targets: (N,) int64 next tokens; `IGNORE_INDEX` does not count.
         vocab_size: rows of `weight` from here on are padding.
         chunks: parts to cut the N tokens into.
+        loss: `training_loss` or `cross_entropy`: a mean over tokens.
 
     Returns:
-        The loss, a float32 scalar in nats per token.
+        The loss, a float32 scalar.
     """
     if chunks == 1:
-        logits = F.linear(hidden, weight)[:, :vocab_size].float()
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+        return loss(lm_logits(hidden, weight, vocab_size), targets)
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):  # cast once, not for each chunk
         dtype = torch.get_autocast_dtype(device_type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
+
+    def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        # Not the mean, whose gradient would underflow in float16. A chunk may have no targets.
+        count = (targets != IGNORE_INDEX).sum()
+        mean = loss(lm_logits(hidden, weight, vocab_size), targets)
+        return torch.where(count > 0, mean * count, 0.0)
+
     needs_grad = torch.is_grad_enabled()
-    return ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, vocab_size, chunks, needs_grad
+    return ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, chunks, summed_loss, needs_grad
     )
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """LM head and mean cross-entropy, one chunk of the tokens at a time.
+class ChunkedLoss(torch.autograd.Function):
+    """A loss and its gradients, one chunk of the tokens at a time.
 
-    The gradients are computed together with the loss, so that no chunk's logits are needed twice.
+    Autograd computes the gradients together with the loss, so that no chunk's logits are needed
+    twice.
     """
 
     @staticmethod
@@ -61,32 +105,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_size: int,
         chunks: int,
+        summed_loss: Callable[[Tensor, Tensor, Tensor], Tensor],
         needs_grad: bool,
     ) -> Tensor:
         """See `lm_head_loss`; `hidden` and `weight` have the dtype of the matrix products."""
-        # int32: compiled for a CPU, comparing int64 takes longer than the exponentials do.
-        ids = torch.arange(weight.size(0), dtype=torch.int32, device=weight.device)
         count = (targets != IGNORE_INDEX).sum()
         loss = torch.zeros((), device=hidden.device)
         d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
         for h, target in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
-            if needs_grad:
-                # Changes nothing, but makes this chunk wait for the last one's gradient: compiled
-                # for a GPU, all chunks' logits would otherwise exist until their gradients' turn.
-                h = h.masked_fill(d_weight[0, 0].isnan(), math.nan)
-            logits = (h @ weight.T).float().masked_fill(ids >= vocab_size, -math.inf)
-            log_sum = logits.logsumexp(dim=-1, keepdim=True)
-            is_target = target[:, None] != IGNORE_INDEX
-            at_target = logits.gather(1, target[:, None].clamp(min=0))
-            loss = loss + ((log_sum - at_target) * is_target).sum()
-            if needs_grad:
-                probs = (logits - log_sum).exp()
-                one_hot = ids == target[:, None].int()
-                d_logits = ((probs - one_hot.float()) * is_target).to(h.dtype)
-                d_hidden.append(d_logits @ weight)
-                d_weight += d_logits.T @ h
+            if not needs_grad:
+                loss = loss + summed_loss(h, weight, target)
+                continue
+            # Changes nothing, but makes this chunk wait for the last one's gradient: compiled for
+            # a GPU, all chunks' logits would otherwise exist until their gradients' turn.
+            h = h.masked_fill(d_weight[0, 0].isnan(), math.nan)
+            (d_h, d_w), chunk_loss = grad_and_value(summed_loss, argnums=(0, 1))(h, weight, target)
+            loss = loss + chunk_loss
+            d_hidden.append(d_h)
+            d_weight += d_w
         if needs_grad:
             ctx.save_for_backward(torch.cat(d_hidden), d_weight, count)
         return loss / count
@@ -103,7 +140,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 ATEN = torch.ops.aten
-SELECTIVELY_SAVED = [  # matrix products and attention, which are slow to compute again
+# Matrix products and attention, slow to compute again. Their private names: torch 2.11 and 2.13.
+SELECTIVELY_SAVED = [
     ATEN.mm.default,
     ATEN.addmm.default,
     ATEN._scaled_dot_product_flash_attention.default,

@@ -6,7 +6,7 @@ embeddings, biases and LayerNorms are AdamW's.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
         params: Iterable[dict[str, Any]],
         *,
         weight_decay: float,
-        momentum: float = 0.95,
+        momentum: float,
         dist_info: DistInfo,
         dtype: torch.dtype,
         compile: bool,
@@ -70,11 +70,13 @@ class Muon(torch.optim.Optimizer):
             for parameter, group in updated
             for matrix in self._next_update(parameter, group["momentum"]).chunk(group["parts"])
         ]
-        results = self._orthogonalize_all(matrices)
+        matrices, end = self._orthogonalize_all(matrices), 0
         for parameter, group in updated:
-            parts = [next(results) for _ in range(group["parts"])]
-            rms = max(parts[0].shape) ** -0.5  # of a matrix with orthonormal rows or columns
-            update = distribute_like(torch.cat(parts), parameter)
+            start, end = end, end + group["parts"]
+            update = distribute_like(torch.cat(matrices[start:end]), parameter)
+            # (rows, columns) with orthonormal rows or columns: their squares add up to the less.
+            rows, columns = matrices[start].shape
+            rms = max(rows, columns) ** -0.5
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update, alpha=-group["lr"] * UPDATE_RMS / rms)
 
@@ -87,17 +89,17 @@ class Muon(torch.optim.Optimizer):
         average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         return full_tensor(gradient.lerp(average, momentum).to(self.dtype))
 
-    def _orthogonalize_all(self, matrices: list[Tensor]) -> Iterator[Tensor]:
+    def _orthogonalize_all(self, matrices: list[Tensor]) -> list[Tensor]:
         """Orthogonalise (rows, columns) matrices, those of one shape together."""
+        wide = [m.mT if is_tall(m) else m for m in matrices]  # rows <= columns
         by_shape = defaultdict(list)  # the indices of the matrices
-        for index, matrix in enumerate(matrices):
-            by_shape[tuple(sorted(matrix.shape))].append(index)
+        for index, matrix in enumerate(wide):
+            by_shape[matrix.shape].append(index)
         for same in by_shape.values():
-            stacked = [m.mT if is_tall(m) else m for m in (matrices[index] for index in same)]
-            results = self._share(torch.stack(stacked))
+            results = self._share(torch.stack([wide[index] for index in same]))
             for index, result in zip(same, results, strict=True):
-                matrices[index] = result.mT if is_tall(matrices[index]) else result
-        yield from matrices
+                wide[index] = result
+        return [w.mT if is_tall(m) else w for m, w in zip(matrices, wide, strict=True)]
 
     def _share(self, matrices: Tensor) -> Tensor:
         """Orthogonalise (n, rows, columns), each rank its share; every rank gets all."""

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runtime.cli import POSITIONAL, parse_flags, run_command
-from runtime.files import atomic_write
-from runtime.metrics import (
+from formats.metrics import (
     HELLASWAG_EXAMPLES,
     HELLASWAG_REFERENCES,
     Series,
-    format_count,
     own_measures,
     read_run,
 )
+from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
+from runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

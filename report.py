@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.files import atomic_write, read_json
-from runtime.metrics import (
+from formats.metrics import (
     HELLASWAG_EXAMPLES,
     HELLASWAG_REFERENCES,
     METRICS_NAME,
@@ -28,6 +27,7 @@ from runtime.metrics import (
     own_measures,
     read_run,
 )
+from runtime.files import atomic_write, read_json
 
 Records = list[dict[str, Any]]
 

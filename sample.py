@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from formats.load import load_model
 from model import GPT, KVCache
-from runtime.checkpoint import load_model
+from ops import lm_logits
 from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding
@@ -221,9 +222,9 @@ def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tens
     Only the tokens whose keys and values are not in the cache yet are computed.
     """
     known = 0 if cache is None else cache.length
-    hidden = model.encode(window[:, known:], cache=cache)[:, -1]  # (B, C)
+    hidden = model.hidden_states(window[:, known:], cache=cache)[:, -1]  # (B, C)
     with torch.autocast(window.device.type, enabled=False):  # near-equal logits tie in bfloat16
-        return model.logits(hidden.float())
+        return lm_logits(hidden.float(), model.lm_head.weight, model.config.vocab_size)
 
 
 def sample_token(

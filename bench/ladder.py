@@ -16,9 +16,10 @@ import torch
 from bench.config import BenchConfig
 from bench.measurement import Measure, run_python
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
+from formats.metrics import read_metrics
 from runtime.cli import as_flags
 from runtime.device import cpu_flops, device_name, prepare_compiler, select_dtype
-from runtime.metrics import flops_per_token, mfu, peak_flops, read_metrics
+from runtime.gpus import flops_per_token, mfu, peak_flops
 
 PRODUCT, ACCUMULATION = "product defaults", "gradient accumulation"
 TRAIN_GPT2, PLAIN = ("train_gpt2.py",), ("-m", "bench.plain")

@@ -32,11 +32,10 @@ from torch.optim import AdamW
 
 import model as gpt2
 from corpus.shards import open_shards
+from formats.huggingface import save_pretrained
 from model import GPT, ModelOutput
 from runtime.cli import parse_flags, run_command
 from runtime.device import autocast, peak_memory_gib, select_device, select_dtype
-from runtime.huggingface import save_pretrained
-from train_gpt2 import init_weights
 from training.config import TrainConfig
 
 OPTIMIZATIONS = (  # in the ladder's order
@@ -66,7 +65,7 @@ def train(on: Collection[str], config: TrainConfig) -> Iterator[dict[str, float 
     device = select_device(config.device)
     dtype = select_dtype("auto" if "bfloat16" in on else "float32", device)
     torch.set_float32_matmul_precision("high" if "TF32" in on else "highest")
-    model = build_model(on, config, device)
+    model = plain_model(on, config, device)
     optimizer = build_optimizer(model, config, fused="fused AdamW" in on)
     compiled = torch.compile(model, dynamic=False) if "compile" in on else model
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -108,14 +107,14 @@ def read_batches(
         yield on_device[:-1].view(shape), on_device[1:].view(shape)
 
 
-def build_model(on: Collection[str], config: TrainConfig, device: torch.device) -> nn.Module:
+def plain_model(on: Collection[str], config: TrainConfig, device: torch.device) -> nn.Module:
     """A new GPT-2, or Hugging Face's with the same weights."""
     # torch's attention, where the product has its own: compiled for a CPU.
     attention = partial(F.scaled_dot_product_attention, is_causal=True)
     vars(gpt2)["causal_attention"] = attention
+    torch.manual_seed(config.seed)
     with device:
         model = GPT(config.model_config())
-    init_weights(model, config.seed)
     if HUGGING_FACE in on:
         return HuggingFaceGPT2(model)
     if "padded vocabulary" not in on:

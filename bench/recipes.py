@@ -20,11 +20,11 @@ import numpy as np
 from bench.config import ROOT
 from bench.measurement import device_label, provenance, run_python
 from corpus.shards import open_shards
+from formats.metrics import METRICS_NAME, read_metrics
 from plot import BLUE, GREY, RED, new_axes, save_figure
 from runtime.cli import as_flags, parse_flags, run_command
 from runtime.device import DeviceName, select_device
 from runtime.files import read_json, write_json
-from runtime.metrics import METRICS_NAME, read_metrics
 
 RECIPES = {  # a file in recipes/, and the last rate's share of the first
     "reference": ("gpt2-124m", 0.1),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from corpus.shards import SHARD_MANIFEST, Manifest, verify_shards
-from runtime.hub import explain_hub_errors, push_folder, resolve_revision
+from formats.hub import explain_hub_errors, push_folder, resolve_revision
 from tokenizer import VOCAB_SHA256
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
-from runtime.hub import explain_hub_errors, resolve_revision
+from formats.hub import explain_hub_errors, resolve_revision
 from tokenizer import CUT
 
 if TYPE_CHECKING:

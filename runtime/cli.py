@@ -193,6 +193,32 @@ def _field_docstrings(config_class: type[Any]) -> dict[str, str]:
     }
 
 
+# --- numbers in messages ------------------------------------------------------------------------
+
+
+def format_count(count: float) -> str:
+    """A count to three digits, in thousands, millions or billions: `250M`, `2.46B`."""
+    count = float(f"{count:.3g}")
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:g}{unit}"
+    return f"{count:g}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Seconds in the two largest units that matter: `43s`, `5m07s`, `1h43m`, `2d04h`."""
+    if seconds is None:
+        return "n/a"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest}s"
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes}m{rest:02d}s"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}h" if days else f"{hours}h{minutes:02d}m"
+
+
 # --- errors and exit codes --------------------------------------------------------------------
 
 

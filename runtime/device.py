@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
+from torch.compiler import set_stance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -125,6 +126,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def inference(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Autocast and eval mode for sampling and scoring: float32 logits, other shapes at every turn.
 
+    A sharded model's blocks are compiled for the training shape only: here they run eagerly.
     Products of float32 matrices are only as exact as `dtype` asks; on a CPU this also selects
     oneDNN's, as MKL's take 1.5 to 3 times as long on AMD. Attention goes without cuDNN, which is
     torch's first choice on Hopper GPUs and makes a plan for every new shape.
@@ -134,7 +136,12 @@ def inference(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Ite
     if dtype != torch.float32:
         torch.set_float32_matmul_precision("medium")
     try:
-        with eval_mode(model), autocast(device, dtype), sdpa_kernel(backends):
+        with (
+            eval_mode(model),
+            autocast(device, dtype),
+            sdpa_kernel(backends),
+            set_stance("force_eager"),
+        ):
             yield
     finally:
         torch.set_float32_matmul_precision(before)

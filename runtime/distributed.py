@@ -17,10 +17,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import GPT
+from model import GPT, Block
 from runtime.cli import RunStopped, shell_line
 from runtime.device import DeviceName, select_device
 from runtime.startup import usable_cores
@@ -122,19 +123,19 @@ def setup_distributed(
         ) from None
 
 
-def shard_model(
-    model: GPT,
+def build_sharded(
+    build: Callable[[], GPT],
     dist_info: DistInfo,
     *,
     replicate: bool,
     reshard_after_forward: bool,
     cpu_offload: bool,
     dtype: torch.dtype,
-) -> None:
-    """Shard parameters, gradients and optimizer state over all processes, in place (FSDP2).
+) -> GPT:
+    """The GPT that `build` makes, its parameters, gradients and moments sharded (FSDP2).
 
-    The model comes on the meta device, so that no process ever holds all of it; afterwards each
-    process has memory for its shards, which are not initialised.
+    Each block is sharded as soon as it is made, so that no process ever holds all of them. Values
+    are those that the constructors set, which must be the same ones on every rank.
 
     A block's parameters are gathered before it computes and, with `reshard_after_forward`, again
     before its backward pass (ZeRO-3; Rajbhandari et al. 2020, section 5); without, they stay
@@ -165,20 +166,27 @@ def shard_model(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for block in model.transformer.h:
-        fully_shard(
-            block,
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=mixed_precision,
-            offload_policy=offload,
-        )
+
+    def shard_block(_parent: nn.Module, _name: str, module: nn.Module) -> None:
+        if isinstance(module, Block):
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                mp_policy=mixed_precision,
+                offload_policy=offload,
+            )
+
+    hook = register_module_module_registration_hook(shard_block)
+    try:
+        model = build()
+    finally:
+        hook.remove()
     # The root holds the tied embedding and LM head. It is gathered in float32, as without
     # sharding, because HellaSwag and sampling read its logits in full precision.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
-    register_fsdp_forward_method(model, "encode")
-    model.to_empty(device="cpu" if cpu_offload else dist_info.device)
-    model.lm_head.weight = model.transformer.wte.weight  # which that has untied
+    register_fsdp_forward_method(model, "hidden_states")
+    return model
 
 
 def distribute_like(whole: Tensor, like: Tensor) -> Tensor:
@@ -212,6 +220,13 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
         cast(Any, model).set_requires_gradient_sync(enabled)
 
 
+def sync_buffers(model: nn.Module) -> None:
+    """Give every process the buffers of rank 0, which are the ones that are saved."""
+    if world_size() > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+
 def world_size() -> int:
     """How many processes train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -232,6 +247,13 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def average_over_ranks(*values: Tensor | float) -> list[float]:
+    """The mean of each scalar over all processes, the same on every one; waits for the device."""
+    device = next(value.device for value in values if isinstance(value, Tensor))
+    scalars = [torch.as_tensor(value, dtype=torch.float32, device=device) for value in values]
+    return (all_reduce_sum(torch.stack(scalars)) / world_size()).tolist()
 
 
 def all_reduce_max(value: int) -> int:
@@ -300,7 +322,7 @@ def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
 def rank_batches(
     batches: Sequence[Item],
     dist_info: DistInfo,
-    between: Callable[[], object] = lambda: None,
+    before_batch: Callable[[], object] = lambda: None,
     title: str | None = None,
 ) -> Iterator[tuple[Item, bool]]:
     """Split an evaluation's batches over the ranks, equally many to each.
@@ -308,8 +330,8 @@ def rank_batches(
     A sharded model needs every rank in every forward pass. In the last round some ranks have no
     batch left: they get the last one again, which they compute and do not count.
 
-    `between` is called before every round; it may raise, on all ranks alike. With a `title`, rank 0
-    shows a progress bar on a terminal.
+    `before_batch` is called before every round; it may raise, on all ranks alike. With a `title`,
+    rank 0 shows a progress bar on a terminal.
 
     Yields:
         A batch, and whether to count its result.
@@ -317,7 +339,7 @@ def rank_batches(
     starts = range(0, len(batches), dist_info.world_size)
     hidden = None if title and is_main() else True  # None: unless stderr is a terminal
     for start in tqdm(starts, title, leave=False, unit="batch", disable=hidden):
-        between()
+        before_batch()
         place = start + dist_info.rank
         yield batches[min(place, len(batches) - 1)], place < len(batches)
 

@@ -133,8 +133,8 @@ def save_run(run_dir, config=None, records=None, step=1):
     """A run's folder with a checkpoint after `step` steps, and its metrics; returns the model."""
     from test_checkpoint import new_training, trainer_state
 
+    from formats.checkpoint import CheckpointWriter
     from model import GPTConfig
-    from runtime.checkpoint import CheckpointWriter
 
     run_dir.mkdir()
     model, optimizers = new_training(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
@@ -170,7 +170,7 @@ def tiny_trainer(data_dir, model=None, **settings):
 
 def series(run_dir, name):
     """A metric's values by step, exactly as logged."""
-    from runtime.metrics import read_metrics
+    from formats.metrics import read_metrics
 
     records = read_metrics(run_dir / "metrics.jsonl")
     return {record["step"]: record[name] for record in records if name in record}

@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 from test_fineweb import contents, start_fineweb, texts_of, write_texts
 
 from corpus.shards import SHARD_MANIFEST, Manifest, verify_shards
-from runtime.checkpoint import latest_checkpoint, verify_checkpoint
+from formats.checkpoint import latest_checkpoint, verify_checkpoint
+from formats.metrics import read_metrics
 from runtime.cli import parse_flags, run_command
-from runtime.metrics import read_metrics
 
 TRAIN_STEPS = 150
 KILLS_A_RUN = 6

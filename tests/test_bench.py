@@ -21,9 +21,9 @@ from bench.ladder import (
 )
 from bench.measurement import format_results, measure_in_turn, results_path, store_results
 from bench.plain import OPTIMIZATIONS, HuggingFaceGPT2
+from formats.metrics import read_metrics
 from model import GPT, GPTConfig
 from runtime.cli import parse_flags, run_command
-from runtime.metrics import read_metrics
 from training.config import TrainConfig
 
 CPU = torch.device("cpu")

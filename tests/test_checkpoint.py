@@ -9,8 +9,7 @@ import torch
 from conftest import ROOT, check_on_ranks
 from safetensors.torch import load_file, save_file
 
-from model import GPT, GPTConfig
-from runtime.checkpoint import (
+from formats.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     TrainerState,
@@ -25,8 +24,9 @@ from runtime.checkpoint import (
     rng_states,
     verify_checkpoint,
 )
+from formats.huggingface import save_pretrained
+from model import GPT, GPTConfig
 from runtime.files import read_json, sha256_of, write_json
-from runtime.huggingface import save_pretrained
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
@@ -142,7 +142,7 @@ SHARDED_CHECK = f"""
 import torch
 from pathlib import Path
 from torch.distributed.fsdp import fully_shard
-from runtime.checkpoint import restore_rng_states
+from formats.checkpoint import restore_rng_states
 sys.path.append({str(ROOT / "tests")!r})
 from test_checkpoint import *
 

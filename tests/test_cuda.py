@@ -10,10 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from corpus.shards import open_shards
 from dataloader import validation_batches
-from hellaswag import evaluate_hellaswag, load_examples, score_examples
-from model import GPT, GPTConfig, KVCache
-from ops import IGNORE_INDEX, checkpoint_activations
-from runtime.checkpoint import (
+from formats.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     TrainerState,
@@ -23,10 +20,13 @@ from runtime.checkpoint import (
     read_state,
     rng_states,
 )
+from formats.huggingface import save_pretrained
+from formats.metrics import read_metrics
+from hellaswag import evaluate_hellaswag, load_examples, score_examples
+from model import GPT, GPTConfig, KVCache
+from ops import IGNORE_INDEX, checkpoint_activations
 from runtime.device import inference, is_out_of_memory
 from runtime.distributed import DistInfo
-from runtime.huggingface import save_pretrained
-from runtime.metrics import read_metrics
 from sample import generate, next_token_logits, sample_token
 from train_gpt2 import build_optimizers, evaluate_loss
 from training.config import TrainConfig

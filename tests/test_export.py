@@ -12,11 +12,11 @@ from test_checkpoint import new_training
 
 import export
 from corpus.shards import open_shards
+from formats.checkpoint import load_model
+from formats.huggingface import export_folder, save_pretrained
+from formats.metrics import read_metrics
+from formats.model_card import MARK
 from model import GPTConfig
-from runtime.checkpoint import load_model
-from runtime.huggingface import export_folder, save_pretrained
-from runtime.metrics import read_metrics
-from runtime.model_card import MARK
 
 CONFIG = {
     "data_dir": "/home/SECRET/corpora/my-stories",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import randomize_weights
 
+from formats.checkpoint import load_model
+from formats.huggingface import load_pretrained, save_pretrained
 from model import GPT, GPTConfig
-from runtime.checkpoint import load_model
-from runtime.huggingface import load_pretrained, save_pretrained
 
 transformers = pytest.importorskip("transformers")
 

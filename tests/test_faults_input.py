@@ -13,8 +13,8 @@ from forked import assert_refused
 from test_checkpoint import rewrite_state
 
 from corpus.shards import Manifest, ShardWriter
+from formats.huggingface import save_pretrained
 from model import GPT, GPTConfig
-from runtime.huggingface import save_pretrained
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks")
 TOKENS = (np.arange(2000) % 50257).astype(np.uint16)

@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY_RUN, save_run, series, torchrun
 
-from runtime.checkpoint import latest_checkpoint, verify_checkpoint
+from formats.checkpoint import latest_checkpoint, verify_checkpoint
 from train_gpt2 import main
 
 TIMEOUT_S = 600  # ends a process that hangs; none that is slow

@@ -18,9 +18,9 @@ import pytest
 import torch.distributed.run
 from conftest import ROOT, TINY_RUN, series, torchrun
 
-from runtime.checkpoint import latest_checkpoint, verify_checkpoint
-from runtime.stopping import StopRequest
+from formats.checkpoint import latest_checkpoint, verify_checkpoint
 from train_gpt2 import main
+from training.stopping import StopRequest
 
 PATIENCE = 600  # seconds: what takes longer hangs
 

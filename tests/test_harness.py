@@ -9,9 +9,9 @@ import torch
 from conftest import ROOT, randomize_weights
 
 import hellaswag
+from formats.huggingface import save_pretrained
 from hellaswag import evaluate_hellaswag, load_examples
 from model import GPT, GPTConfig
-from runtime.huggingface import save_pretrained
 
 BLOCK_SIZE = 40
 ENDINGS = ["runs away.", "is a cat.", "sits down on the chair.", "sings"]

@@ -8,10 +8,10 @@ from conftest import ROOT, check_on_ranks, randomize_weights
 from hub_server import HubServer
 
 import hellaswag
+from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
+from formats.metrics import read_metrics
 from hellaswag import HellaSwagResult, evaluate_hellaswag, load_examples, render_example
 from model import GPT, GPTConfig
-from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
-from runtime.metrics import read_metrics
 from sample import generate
 from tokenizer import gpt2_encoding
 

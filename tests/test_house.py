@@ -95,7 +95,7 @@ def test_imports_never_go_in_a_circle():
 
 def test_an_import_upwards_and_work_at_import_are_found():
     for source in ("import plot", "from training import config", "def f():\n  import train_gpt2"):
-        assert len(upward_imports(ast.parse(source), "runtime.metrics")) == 1
+        assert len(upward_imports(ast.parse(source), "formats.metrics")) == 1
     for source in ("print(1)", "for x in y: pass", "if x: y = 1", "f()"):
         assert work_at_import(ast.parse(source)) == [1]
 

@@ -18,7 +18,7 @@ from hub_server import HubServer
 from test_fineweb import texts_of, write_texts
 
 from corpus.shards import open_shards
-from runtime.hub import explain_hub_errors
+from formats.hub import explain_hub_errors
 
 TOKEN = "hf_SECRETaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 

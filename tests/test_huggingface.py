@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from corpus.shards import open_shards
-from model import GPT, MLP, GPTConfig
-from runtime.checkpoint import load_model
-from runtime.files import read_json, write_json
-from runtime.huggingface import (
+from formats.checkpoint import load_model
+from formats.huggingface import (
     export_folder,
     from_hf,
     load_pretrained,
     save_pretrained,
     to_hf_state_dict,
 )
+from model import GPT, MLP, GPTConfig
+from runtime.files import read_json, write_json
 from tokenizer import gpt2_encoding
 
 transformers = pytest.importorskip("transformers")
@@ -351,7 +351,7 @@ def test_export_folder_replaces_exports_and_nothing_else(exported, tmp_path):
 LOAD = """
 import sys
 from runtime.cli import run_command
-from runtime.huggingface import load_pretrained
+from formats.huggingface import load_pretrained
 
 load = lambda name: print(load_pretrained(name).config.n_embd)
 run_command(lambda: [load(name) for name in sys.argv[1:]])

@@ -3,8 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from model import GPTConfig
-from runtime.metrics import (
+from formats.metrics import (
     Series,
     describe_best,
     flops_per_token,
@@ -16,6 +15,7 @@ from runtime.metrics import (
     peak_flops,
     read_metrics,
 )
+from model import GPTConfig
 
 PEAKS = {  # the driver's names, and the dense bfloat16 peak
     **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312e12),

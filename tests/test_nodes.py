@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, series
 from forked import free_port
 
-from runtime.metrics import read_metrics
+from formats.metrics import read_metrics
 from train_gpt2 import main
 
 SCRIPT = ROOT / "scripts/slurm_train.sh"

@@ -5,11 +5,11 @@ import pytest
 import torch
 from conftest import TINY_RUN, check_on_ranks, needs_compiler
 
+from formats.checkpoint import load_model
+from formats.metrics import read_metrics
 from model import GPT, GPTConfig
 from optimizers import Muon, orthogonalize
-from runtime.checkpoint import load_model
 from runtime.distributed import DistInfo
-from runtime.metrics import read_metrics
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import HELLASWAG, ROOT, TINY_RUN, check_on_ranks, needs_compiler, series
 
+from formats.checkpoint import latest_checkpoint, verify_checkpoint
 from model import GPT, GPTConfig
 from ops import checkpoint_activations
-from runtime.checkpoint import latest_checkpoint, verify_checkpoint
 from runtime.device import autocast
 from train_gpt2 import main
 

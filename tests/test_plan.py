@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
-from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.checkpoint import (
+from formats.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     TrainerState,
@@ -22,10 +21,11 @@ from runtime.checkpoint import (
     read_state,
     rng_states,
 )
+from formats.metrics import GPUS
+from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.cli import parse_flags
 from runtime.device import DTYPES
 from runtime.distributed import DistInfo
-from runtime.metrics import GPUS
 from sample import generate
 from train_gpt2 import build_optimizers, init_weights, main
 from training.config import TrainConfig

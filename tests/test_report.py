@@ -8,9 +8,9 @@ import subprocess
 import pytest
 from test_plot import BATCH, append_records, write_run
 
+from formats.metrics import read_metrics
 from report import collect_run, write_report
 from runtime.files import write_json
-from runtime.metrics import read_metrics
 
 HOSTILE = "</script><script>alert('pwned')</script><img src=x onerror=alert(1)>"
 FULL = {"lr": 6e-4, "grad_norm": 0.5, "peak_memory_gib": 1.5, "spread": 0.25}

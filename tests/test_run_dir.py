@@ -6,13 +6,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from torch._inductor.runtime.triton_compat import OutOfResources
-
-from model import GPT, GPTConfig
-from runtime.checkpoint import Checkpoint, TrainerState, read_state
-from runtime.cli import RunStopped
-from runtime.files import read_json, sha256_of, write_json
-from runtime.huggingface import save_pretrained
-from training.config import TrainConfig
 from training.run_dir import (
     check_resume_compatible,
     choose_run_dir,
@@ -22,6 +15,13 @@ from training.run_dir import (
     parse_config,
     write_config,
 )
+
+from formats.checkpoint import Checkpoint, TrainerState, read_state
+from formats.huggingface import save_pretrained
+from model import GPT, GPTConfig
+from runtime.cli import RunStopped
+from runtime.files import read_json, sha256_of, write_json
+from training.config import TrainConfig
 
 
 def fake_checkpoint(run_dir, step, **settings):

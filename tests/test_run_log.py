@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from runtime.metrics import read_metrics
+from formats.metrics import read_metrics
 from training import run_log
 from training.config import TrainConfig
 from training.run_log import LINE_COLUMNS, RunLog, format_step

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample
+from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from model import GPT, GPTConfig
-from runtime.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from sample import decode, encode, generate, sample_token, token_printer
 from tokenizer import gpt2_encoding
 

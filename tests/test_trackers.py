@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from test_run_log import new_log
+from training.run_dir import parse_config
 
+from formats.metrics import read_metrics
 from report import collect_run
-from runtime.metrics import read_metrics
-from runtime.trackers import TRACKERS, Tracker
 from train_gpt2 import main
 from training.config import config_from_settings
-from training.run_dir import parse_config
+from training.trackers import TRACKERS, Tracker
 
 SETTINGS = {"n_embd": 32, "n_head": 2}
 
@@ -50,7 +50,9 @@ def refuse(*_):
 @pytest.fixture
 def recorder(monkeypatch):
     monkeypatch.setitem(TRACKERS, "tensorboard", Recorder)
-    monkeypatch.setattr("runtime.trackers.PACKAGES", ())  # it needs none; `make test` installs none
+    monkeypatch.setattr(
+        "training.trackers.PACKAGES", ()
+    )  # it needs none; `make test` installs none
 
 
 def recorded(run_dir, *kinds):

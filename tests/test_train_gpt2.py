@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
 from dataloader import Batch
+from formats.checkpoint import latest_checkpoint, load_model, verify_checkpoint
+from formats.metrics import read_metrics
 from model import GPT, GPTConfig
-from runtime.checkpoint import latest_checkpoint, load_model, verify_checkpoint
 from runtime.device import make_deterministic
 from runtime.distributed import DistInfo
-from runtime.metrics import read_metrics
 from train_gpt2 import (
     StepResult,
     build_optimizers,

@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lr_schedule import SCHEDULES, ScheduleName
+from lr_schedule import SCHEDULES
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import as_flags, bad_numbers, parse_flags
 from runtime.device import DeviceName, DtypeName
 from runtime.files import is_plain_name, read_json
-from runtime.metrics import GPUS
-from runtime.trackers import TrackerName
+from runtime.gpus import GPUS
+from training.trackers import TrackerName
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
@@ -20,10 +20,8 @@ ABOVE_ZERO = (
 )
 NOT_SAVED = (  # flags that name a run, or plan one: not its settings
     *("config", "resume", "plan", "preflight", "run_name"),
-    *("gpus", "nodes", "gpu", "mfu", "gpu_hour_price"),
+    *("gpus", "nodes", "gpu", "mfu"),
 )
-# Settings of earlier versions, which are ignored.
-REMOVED = ("skip_grad_norm_zscore", "activation_offload")
 MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens, in steps of 524,288
 
 
@@ -86,10 +84,17 @@ class TrainConfig:
     """Learning rate at the end."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; by default 715 or a tenth of the run, whichever is less."""
-    lr_schedule: ScheduleName = "cosine"
+    lr_schedule: str = "cosine"
     """cosine (half of one), or wsd: stable, linear decay. Both begin with the warm-up."""
     weight_decay: float = 0.1
     """Decay of matrices; biases and LayerNorms have none."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float | None = None
+    """AdamW's decay of the second moment; by default 0.95. With muon by default as slow, in tokens,
+    as 0.95 is at 524,288 tokens a step."""
+    momentum: float = 0.95
+    """Muon's momentum."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient. Larger ones are scaled down to it."""
 
@@ -119,9 +124,6 @@ class TrainConfig:
     """Steps between checkpoints; 0 = at the end only. One is saved at the end in any case."""
     keep_checkpoints: int = 0
     """Keep this many checkpoints, the newest; 0 = all."""
-    stop_on_write_error: bool = False
-    """Stop if a write fails, instead of warning. All processes stop; a full disk is the usual
-    cause, and checkpoints, metrics and samples are the files."""
     step_timeout: float = 20.0
     """Minutes that a process waits for the others in a collective before it ends; 0 = as long as it
     takes."""
@@ -164,8 +166,6 @@ class TrainConfig:
     """With --gpus: their kind, such as A100, H200, B200, L4, T4, 4090."""
     mfu: float = 0.4
     """With --plan: share of its peak that a device reaches. Measure it in a short run."""
-    gpu_hour_price: float = 0.0
-    """With --gpus: price of one for an hour; 0 = no price."""
 
     def __post_init__(self) -> None:
         problems = [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]
@@ -180,6 +180,11 @@ class TrainConfig:
         """What is wrong with flags that do not go together."""
         if self.min_lr > self.max_lr:
             yield f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}"
+        if self.lr_schedule not in SCHEDULES:
+            yield f"--lr-schedule {self.lr_schedule} is not {' or '.join(SCHEDULES)}"
+        for flag in ("beta1", "beta2", "momentum"):
+            if (value := getattr(self, flag)) is not None and value >= 1:
+                yield f"--{flag} {value} is not below 1"
         if self.warmup >= self.max_steps > 0:
             yield (
                 f"--warmup-steps {self.warmup} is not shorter than --max-steps {self.max_steps}: "
@@ -222,11 +227,24 @@ class TrainConfig:
         """Steps of warm-up: as given, else the default."""
         return self.default_warmup if self.warmup_steps is None else self.warmup_steps
 
+    @property
+    def adam_beta2(self) -> float:
+        """AdamW's beta2: as given, else the default.
+
+        Muon leaves AdamW the embedding, a row of which has a gradient only where its token occurs:
+        its second moment then averages over as many tokens as 0.95 does at 524,288 per step
+        (Marek et al. 2025).
+        """
+        if self.beta2 is not None:
+            return self.beta2
+        slower = self.optimizer == "muon" and self.total_batch_size < 524_288
+        return 0.95 ** (self.total_batch_size / 524_288) if slower else 0.95
+
     def model_config(self) -> GPTConfig:
-        """The dimensions that the size and its overrides give."""
-        sizes = GPT2_SIZES[self.size]
-        given = {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
-        return GPTConfig(block_size=self.block_size, **(sizes | given))
+        """The size with its overrides, and every other field that both classes have."""
+        names = {field.name for field in fields(GPTConfig)} & {field.name for field in fields(self)}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return GPTConfig(**(GPT2_SIZES[self.size] | given))
 
     def saved(self) -> dict[str, Any]:
         """The settings as JSON values, for `config.json` and checkpoints."""
@@ -238,33 +256,20 @@ class TrainConfig:
         return settings | {"warmup_steps": self.warmup, "logger": list(self.logger)}
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of the update after `step`."""
-    return SCHEDULES[config.lr_schedule](
-        step,
-        max_lr=config.max_lr,
-        min_lr=config.min_lr,
-        warmup_steps=config.warmup,
-        max_steps=config.max_steps,
-    )
-
-
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
     """The configuration whose `saved()` was `settings`; missing fields have their defaults."""
-    names = {field.name for field in fields(TrainConfig)}
-    values = {name: value for name, value in settings.items() if name not in REMOVED}
-    for name in values.keys() - names:
+    for name in settings.keys() - {field.name for field in fields(TrainConfig)}:
         raise ValueError(
             f"{source} has the setting {name!r:.60}, which this version does not know: use the "
             f"version that wrote it, or take the setting out"
         )
     try:
-        return parse_flags(TrainConfig, as_flags(values))
+        return parse_flags(TrainConfig, as_flags(settings))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
 
-def read_config(path: Path) -> TrainConfig:
+def read_recipe(path: Path) -> TrainConfig:
     """The configuration in a recipe or in a run's `config.json`, for a new run.
 
     A recipe's `about` says what it is for, and is no setting.

@@ -5,23 +5,17 @@ The figures follow from shapes and data sheets, of a CPU from the speed of a mat
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from corpus.shards import open_shards
+from corpus.shards import TokenShards, open_shards
 from model import GPTConfig
 from ops import ActivationCheckpointing
+from runtime.cli import format_duration
 from runtime.device import DTYPES, cpu_flops, device_name, memory_gib, select_dtype
-from runtime.distributed import DistInfo, all_reduce_max, print0, read_dist_env
-from runtime.metrics import (
-    BEFORE_AMPERE,
-    GPUS,
-    flops_per_token,
-    format_duration,
-    peak_flops,
-)
+from runtime.distributed import DistInfo, all_reduce_max, is_main, print0, read_dist_env
+from runtime.gpus import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
@@ -115,21 +109,22 @@ def loss_chunks(config: TrainConfig, device_type: str) -> int:
 # --- batch ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BatchPlan:
+class BatchSplit(NamedTuple):
     """How a global batch is split over processes and micro-steps."""
 
     micro_batch_size: int  # sequences that a process takes at once
     grad_accum_steps: int  # micro-batches of each process in an optimizer step
 
 
-def plan_batch(config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo) -> BatchPlan:
+def split_batch(
+    config: TrainConfig, model_config: GPTConfig, device: Device, dist_info: DistInfo
+) -> BatchSplit:
     """Split the global batch over processes and micro-steps, in the same way on every process.
 
     With `--micro-batch-size auto`, a process takes at once the most sequences that divide its
     part, should fit every process's memory, and still bring speed.
     """
-    device, block_size = find_device(config, dist_info), model_config.block_size
+    block_size = model_config.block_size
     tokens: float = MAX_MICRO_BATCH_TOKENS[dist_info.device.type]
     if device.memory_gib is not None:
         memory = plan_memory(config, model_config, device.dtype, dist_info)
@@ -151,7 +146,7 @@ def plan_batch(config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo
         )
     sequences = total // (block_size * dist_info.world_size)  # of a process's step
     micro_batch_size = fixed or max(n for n in range(1, limit + 1) if sequences % n == 0)
-    return BatchPlan(micro_batch_size, sequences // micro_batch_size)
+    return BatchSplit(micro_batch_size, sequences // micro_batch_size)
 
 
 # --- what it comes to -------------------------------------------------------------------------
@@ -164,27 +159,30 @@ def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
         dist_info = DistInfo(torch.device("cuda"), 0, 0, config.gpus, per_node)
     else:
         dist_info = read_dist_env(config.device)
-    batch, train_tokens = plan_batch(config, model_config, dist_info), None
+    device, train_shards = find_device(config, dist_info), None
+    split = split_batch(config, model_config, device, dist_info)
     with suppress(OSError, ValueError):  # a plan needs no data
-        train_tokens = open_shards(config.data_dir, "train").total_tokens
-    print0(describe_plan(config, model_config, batch, dist_info, train_tokens))
+        train_shards = open_shards(config.data_dir, "train")
+    if is_main():
+        print0(describe_plan(config, model_config, device, split, dist_info, train_shards))
 
 
 def describe_plan(
     config: TrainConfig,
     model_config: GPTConfig,
-    batch: BatchPlan,
+    device: Device,
+    split: BatchSplit,
     dist_info: DistInfo,
-    train_tokens: int | None,
+    train_shards: TokenShards | None,
 ) -> str:
-    """What a run will take, as a table; `train_tokens` are those of the data, if they are there."""
-    device, n_params = find_device(config, dist_info), model_config.n_params
+    """What a run will take, as a table."""
+    n_params = model_config.n_params
     world_size, block_size = dist_info.world_size, model_config.block_size
     tokens = config.total_batch_size * config.max_steps
     flops = flops_per_token(model_config) * tokens
     memory = plan_memory(config, model_config, device.dtype, dist_info)
     state = memory.state / 2**30
-    activations = memory.per_token * batch.micro_batch_size * block_size / 2**30
+    activations = memory.per_token * split.micro_batch_size * block_size / 2**30
     saves = math.ceil(config.max_steps / (config.checkpoint_every or config.max_steps))
     on_disk = min(saves, (config.keep_checkpoints or saves) + 1)  # one goes when the next is there
     checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
@@ -192,8 +190,8 @@ def describe_plan(
         "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
         f"heads, width {model_config.n_embd}, context {block_size:,}",
         "device": f"{world_size} x {device.name}, {str(device.dtype).removeprefix('torch.')}",
-        "batch": f"{config.total_batch_size:,} tokens = {batch.micro_batch_size} sequences x "
-        f"{block_size:,} tokens x {batch.grad_accum_steps} micro-steps x world size {world_size}",
+        "batch": f"{config.total_batch_size:,} tokens = {split.micro_batch_size} sequences x "
+        f"{block_size:,} tokens x {split.grad_accum_steps} micro-steps x world size {world_size}",
         "tokens": f"{tokens:,} in {config.max_steps:,} steps, "
         f"{tokens / n_params:.3g} per parameter",
         "FLOPs": f"{flops:.3g}, {flops / tokens / 1e6:,.0f}M per token",
@@ -201,20 +199,21 @@ def describe_plan(
         f"gradients, moments + {activations:.1f} activations",
         "checkpoint": f"{checkpoint:.2f} GiB; {on_disk * checkpoint:,.2f} on disk for {on_disk}",
     }
-    if train_tokens:
-        rows["passes"] = f"{tokens / train_tokens:.3g} over the data's {train_tokens:,} tokens"
+    if train_shards is not None:
+        total = train_shards.total_tokens
+        rows["passes"] = f"{tokens / total:.3g} over the data's {total:,} tokens"
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; it has {device.memory_gib:.0f}"
-    rows |= describe_time(config, model_config, dist_info)
+    rows |= describe_time(config, model_config, device, dist_info)
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def describe_time(
-    config: TrainConfig, model_config: GPTConfig, dist_info: DistInfo
+    config: TrainConfig, model_config: GPTConfig, device: Device, dist_info: DistInfo
 ) -> dict[str, str]:
-    """Rows of the plan: how long training takes, without evaluations, and what it costs."""
-    device, peak = find_device(config, dist_info), None
+    """A row of the plan: how long training takes, without evaluations."""
+    peak = None
     if dist_info.device.type == "cpu":
         peak = cpu_flops(device.dtype)
     elif dist_info.device.type == "cuda" and model_config.n_params > LEAST_PARAMETERS:
@@ -227,8 +226,4 @@ def describe_time(
     time = f"about {format_duration(seconds / dist_info.world_size)}, at {config.mfu:.0%} MFU"
     if dist_info.device.type == "cpu":  # it may be half, or twice
         time += ": the eta of a run's first steps says it better"
-    if not config.gpu_hour_price:
-        return {"time": time}
-    hours = seconds / 3600
-    price = f"about {hours * config.gpu_hour_price:,.0f}, for {hours:,.0f} GPU-hours"
-    return {"time": time, "price": price}
+    return {"time": time}

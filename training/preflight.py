@@ -1,107 +1,39 @@
-"""What is checked before a run starts, and what `--preflight` checks instead of a run."""
+"""`--preflight`: check that a run can start, instead of starting it."""
 
-import platform
 import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from corpus.shards import Manifest, TokenShards, open_shards, verify_shards
-from dataloader import count_windows
-from runtime.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
-from runtime.cli import flag_of
-from runtime.device import device_name, select_dtype
+from corpus.shards import Manifest, verify_shards
+from formats.checkpoint import Checkpoint
+from model import GPTConfig
+from runtime.device import device_name
 from runtime.distributed import (
     DistInfo,
     barrier,
-    check_same_on_all_ranks,
     gather_text,
     is_main,
     print0,
     raise_on_all_ranks,
-    setup_distributed,
 )
-from runtime.files import sha256_of
-from runtime.trackers import check_installed
+from training.agreement import check_ranks_agree
 from training.config import TrainConfig
-from training.plan import CHECKPOINT_BYTES_PER_PARAMETER
-from training.run_dir import check_resume_compatible, check_usable, model_dimensions
-
-CODE_FOLDERS = (".", "corpus", "runtime", "training")
-
-
-def open_same_data(
-    config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo
-) -> tuple[TokenShards, TokenShards]:
-    """The training and the validation split, once all ranks agree on what they are to do.
-
-    Ranks that differ would train different weights, without a word, or wait for each other in
-    different collectives.
-    """
-    with raise_on_all_ranks():
-        check_parallel_mode(config, dist_info)
-        check_installed(config.logger if is_main() else ())
-        train, val = (open_shards(config.data_dir, split) for split in ("train", "val"))
-        if config.val_every and not count_windows(val.total_tokens, config.block_size):
-            raise ValueError(
-                f"the validation split has {val.total_tokens} tokens, fewer than "
-                f"--block-size {config.block_size} + 1: give more data, or --val-every 0"
-            )
-        if resumed is not None:
-            check_resume_compatible(resumed, config, train.fingerprint, val.fingerprint)
-    checkpoint = "no checkpoint"
-    if resumed is not None:
-        checkpoint = f"{resumed.path} ({sha256_of(resumed.path / CHECKPOINT_MANIFEST)[:8]})"
-    lines = [*describe_software(config, dist_info), checkpoint]
-    lines += [f"train tokens {train.fingerprint}", f"val tokens {val.fingerprint}"]
-    check_same_on_all_ranks("the ranks", lines)
-    return train, val
+from training.folder import check_usable
+from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, find_device
+from training.resume import run_model_config
 
 
-def describe_software(config: TrainConfig, dist_info: DistInfo) -> list[str]:
-    """Versions, dtype, scripts and flags of this rank, one to a line."""
-    root, dtype = Path(__file__).parent.parent, select_dtype(config.dtype, dist_info.device)
-    scripts = sorted(path for folder in CODE_FOLDERS for path in (root / folder).glob("*.py"))
-    settings = {"resume": config.resume} | config.saved()
-    return [
-        f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}",
-        *(f"{path.relative_to(root)} of SHA-256 {sha256_of(path)[:12]}" for path in scripts),
-        *(f"{flag_of(name)} {value}" for name, value in settings.items()),
-    ]
-
-
-def check_parallel_mode(config: TrainConfig, dist_info: DistInfo) -> None:
-    """Refuse a `--parallel` or an offload that this device or these processes cannot do."""
-    device = dist_info.device
-    if config.cpu_offload and device.type != "cuda":
-        raise ValueError(f"--cpu-offload needs GPUs, and this device is {device.type}")
-    if not config.is_sharded:
-        return
-    if select_dtype(config.dtype, device) == torch.float16:
-        raise ValueError(
-            f"float16 does not go with --parallel {config.parallel}: use --dtype bfloat16 or, on a "
-            f"GPU that has none, float32"
-        )
-    if not dist.is_initialized():
-        raise ValueError(
-            f"--parallel {config.parallel} is for processes that torchrun starts, as in torchrun "
-            f"--standalone --nproc_per_node=2 train_gpt2.py; for one process, use --parallel ddp"
-        )
-
-
-def run_preflight(config: TrainConfig, resumed: Checkpoint | None) -> None:
-    """Join the other processes and make every check; each that passes prints a line."""
-    with setup_distributed(config.device, config.cpu_offload, config.step_timeout) as dist_info:
-        barrier()
-        count, per_machine = dist_info.world_size, dist_info.local_world_size
-        print0(f"network   {count} x {device_name(dist_info.device)}, {per_machine} per machine")
-        open_same_data(config, resumed, dist_info)
-        print0("ranks     have the same software, flags, data and checkpoint")
-        print0(f"data      {check_hashes(config, dist_info)}")
-        print0(f"disk      {check_disk(config, resumed)}")
+def run_preflight(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> None:
+    """Make every check; each that passes prints a line."""
+    barrier()
+    count, per_machine = dist_info.world_size, dist_info.local_world_size
+    print0(f"network   {count} x {device_name(dist_info.device)}, {per_machine} per machine")
+    model_config, dtype = run_model_config(config, resumed), find_device(config, dist_info).dtype
+    check_ranks_agree(config, resumed, model_config, dtype, dist_info)
+    print0("ranks     have the same software, flags, data and checkpoint")
+    print0(f"data      {check_hashes(config, dist_info)}")
+    print0(f"disk      {check_disk(config, resumed, model_config)}")
 
 
 def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
@@ -115,9 +47,9 @@ def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
     return f"the hashes of all {len(manifest.shards)} shards are right"
 
 
-def check_disk(config: TrainConfig, resumed: Checkpoint | None) -> str:
+def check_disk(config: TrainConfig, resumed: Checkpoint | None, model_config: GPTConfig) -> str:
     """Check that `--out-dir` is one folder for all ranks, and has room for a checkpoint."""
-    needed = CHECKPOINT_BYTES_PER_PARAMETER * model_dimensions(config, resumed).n_params / 2**30
+    needed = CHECKPOINT_BYTES_PER_PARAMETER * model_config.n_params / 2**30
     out_dir, name = config.out_dir, ""
     with ExitStack() as stack:
         with raise_on_all_ranks():

@@ -8,8 +8,8 @@ import math
 import textwrap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,14 +19,16 @@ from typing import Any, Self
 
 import torch
 
+from formats.metrics import METRICS_NAME
 from plot import plot_run
+from runtime.cli import format_count, format_duration
 from runtime.device import describe_environment, device_name, peak_memory_gib, synchronize
-from runtime.distributed import is_main, print0, world_size
+from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import append_atomically
-from runtime.metrics import METRICS_NAME, format_count, format_duration, mfu, peak_flops
-from runtime.trackers import Trackers
+from runtime.gpus import mfu, peak_flops
 from training.config import TrainConfig
-from training.run_dir import describe_run
+from training.folder import describe_run
+from training.trackers import Trackers
 
 LINE_COLUMNS = 100  # of the console
 ETA_STEPS = 50  # recent ones, that the time left is estimated from
@@ -45,11 +47,9 @@ class RunLog:
     start_step: int
     """Updates done before."""
     flops_per_token: int
-    device: torch.device
+    dist_info: DistInfo
     dtype: torch.dtype
     """Of matrix products."""
-    on_write_error: Callable[[], AbstractContextManager[None]]
-    """Around every write: it decides what an OSError means for the run."""
 
     def __enter__(self) -> Self:
         self._file = _open_to_append(self.run_dir / METRICS_NAME) if is_main() else None
@@ -58,7 +58,7 @@ class RunLog:
         self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
         self._tracked_step: int | None = None
         float32 = self.dtype == torch.float32
-        self._peak_flops = peak_flops(device_name(self.device), float32=float32)
+        self._peak_flops = peak_flops(device_name(self.dist_info.device), float32=float32)
         self._recent_seconds: deque[float] = deque(maxlen=ETA_STEPS)
         self._begun = self._step_begun = perf_counter()
         return self
@@ -79,13 +79,15 @@ class RunLog:
         print0(describe_run(self.run_dir))
         if self.config.resume is not None:
             self.record(resumed_from=self.start_step)
-        environment = describe_environment(self.device, self.dtype, world_size())
+        environment = describe_environment(
+            self.dist_info.device, self.dtype, self.dist_info.world_size
+        )
         self.record(environment=environment, data_fingerprint=data_fingerprint)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock of the steps for evaluation and saving."""
-        synchronize(self.device)  # a step's last work is not to fall into the pause
+        synchronize(self.dist_info.device)  # a step's last work is not to fall into the pause
         begun = perf_counter()
         yield
         self._step_begun += perf_counter() - begun
@@ -105,8 +107,10 @@ class RunLog:
             "grad_norm": grad_norm,
             "step_time_ms": 1000 * seconds,
             "tokens_per_second": tokens_per_second,
-            "mfu": mfu(tokens_per_second, self.flops_per_token, self._peak_flops, world_size()),
-            "peak_memory_gib": peak_memory_gib(self.device),
+            "mfu": mfu(
+                tokens_per_second, self.flops_per_token, self._peak_flops, self.dist_info.world_size
+            ),
+            "peak_memory_gib": peak_memory_gib(self.dist_info.device),
         }
         self.record(**record)
         if step % self.config.log_every == 0 or step == self.config.max_steps:
@@ -114,8 +118,19 @@ class RunLog:
             eta_seconds = steps_left * fmean(recent) if recent else None
             print0(format_step(record, self.config.max_steps, eta_seconds))
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Log what was measured after `step` updates, in so many seconds; nothing if empty."""
+    @contextmanager
+    def evaluation(self, step: int) -> Iterator[dict[str, float]]:
+        """Stop the clock of the steps; log what the body has measured after `step` updates.
+
+        Yields:
+            The record to fill. What is in it when an evaluation is cut short is logged, too.
+        """
+        metrics = dict[str, float]()
+        self._evaluated_step = step
+        with self.paused():
+            begun = perf_counter()
+            yield metrics
+            seconds = perf_counter() - begun
         if not metrics:
             return
         shown = {**metrics, "evaluation_seconds": seconds}
@@ -125,11 +140,13 @@ class RunLog:
         self.record(step=step, tokens_seen=step * self.config.total_batch_size, **shown)
         print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in shown.items())]))
 
-    def samples(self, step: int, lines: Sequence[str]) -> None:
-        """Append lines of text that was sampled after `step` updates to `samples.txt`; show it."""
+    def samples(self, texts: Sequence[str]) -> None:
+        """Append texts that the present evaluation has sampled to `samples.txt`; show them."""
         if not is_main():
             return
-        with self.on_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
+        step = self._evaluated_step
+        lines = [f"step {step} | sample: {text!r}" for text in texts]
+        with warn_of_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
         self._trackers.log(step, {"sample_text": "\n".join(lines)})
         for line in lines:
@@ -154,11 +171,20 @@ class RunLog:
             for name, value in values.items()
         }
         line = json.dumps(finite, allow_nan=False) + "\n"
-        with self.on_write_error(), self._lock:
+        with warn_of_write_error(), self._lock:
             append_atomically(self._file, line.encode())
         if isinstance(step := finite.pop("step", None), int):
             self._tracked_step = step
             self._trackers.log(step, finite)
+
+
+@contextmanager
+def warn_of_write_error() -> Iterator[None]:
+    """A file that cannot be written is a warning: the run itself goes on."""
+    try:
+        yield
+    except OSError as error:
+        print0(f"warning: {error}")
 
 
 def _open_to_append(path: Path) -> FileIO:

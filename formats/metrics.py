@@ -1,57 +1,20 @@
-"""What a run has measured: reading `metrics.jsonl`; FLOPs, the peaks of GPUs, MFU.
+"""What a run has measured: reading `metrics.jsonl`.
 
 `training.run_log` writes the file: one JSON object per line, one line per event. Figures are drawn
 from this file alone.
 """
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # importing it takes torch, which plot.py does without
-    from model import GPTConfig
-
 Values = npt.NDArray[np.float64]
-
-
-class Gpu(NamedTuple):
-    """A kind of GPU."""
-
-    pattern: str  # of the driver's name
-    memory_gib: int  # that a program can have
-    peak_flops: float
-
-
-# By the name in `--gpu`; the first whose pattern matches counts. Dense bfloat16 peaks in FLOP/s
-# (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation, from NVIDIA's data
-# sheets; where these quote the sparse rate, half of it.
-GPUS = {
-    "B200": Gpu(r"\bB200$", 178, 2250e12),
-    "H200-NVL": Gpu(r"\bH200 NVL$", 139, 835e12),
-    "H200": Gpu(r"\bG?H200\b", 139, 989e12),
-    "H100-PCIe": Gpu(r"\bH100 PCIe$", 79, 756e12),
-    "H100-NVL": Gpu(r"\bH100 NVL$", 93, 835e12),
-    "H100": Gpu(r"\bH100 .*HBM3$", 79, 989e12),
-    "A100-40GB": Gpu(r"\bA100.*-40GB$", 39, 312e12),
-    "A100": Gpu(r"\bA100\b", 79, 312e12),
-    "A10": Gpu(r"\bA10$", 22, 125e12),
-    "A10G": Gpu(r"\bA10G$", 22, 70e12),
-    "L4": Gpu(r"\bL4$", 22, 121e12),
-    "L40S": Gpu(r"\bL40S$", 44, 362e12),
-    "T4": Gpu(r"\bT4$", 14, 65e12),
-    "A6000": Gpu(r"\bRTX A6000$", 47, 155e12),
-    "4090": Gpu(r"\bRTX 4090$", 23, 165e12),
-    "3090": Gpu(r"\bRTX 3090$", 23, 71e12),
-    "V100": Gpu(r"\bV100-SXM2-", 15, 125e12),
-}
-BEFORE_AMPERE = ("T4", "V100")  # no bfloat16, and float32 matrices without TF32
 HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
 # Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
 HELLASWAG_REFERENCES = {
@@ -171,68 +134,3 @@ class Series(NamedTuple):
         first, last = index - half, np.minimum(index + half, len(index) - 1)
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         return Series(self.tokens, (sums[last + 1] - sums[first]) / (last + 1 - first))
-
-
-def flops_per_token(model_config: "GPTConfig") -> int:
-    """Floating-point operations to train on one token, forward and backward.
-
-    Six for each parameter; twelve for each product of attention scores and values, whose masked
-    half counts too. Source: PaLM (Chowdhery et al. 2022), appendix B.
-    """
-    attention = 12 * model_config.n_layer * model_config.n_embd * model_config.block_size
-    return 6 * model_config.n_params + attention
-
-
-def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
-    """The dense peak of a GPU in FLOP/s; None where unknown.
-
-    Args:
-        device_name: the driver's name of the GPU, or its name in `--gpu`.
-        float32: whether matrix products are of float32, in TF32, and not of 16 bits.
-    """
-    if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
-        return None
-    for name, gpu in GPUS.items():
-        if device_name == name or re.search(gpu.pattern, device_name):
-            tf32 = None if name in BEFORE_AMPERE else gpu.peak_flops / 2
-            return tf32 if float32 else gpu.peak_flops
-    return None
-
-
-def mfu(
-    tokens_per_second: float,
-    flops_per_token: int,
-    device_peak_flops: float | None,
-    world_size: int = 1,
-) -> float | None:
-    """Model FLOPs utilisation: the share of the devices' peak that went into the model.
-
-    `tokens_per_second` is over all `world_size` devices, `device_peak_flops` of one of them in
-    FLOP/s; None if that is not known. Source: PaLM (Chowdhery et al. 2022), section 4.1.
-    """
-    if device_peak_flops is None:
-        return None
-    return tokens_per_second * flops_per_token / (device_peak_flops * world_size)
-
-
-def format_count(count: float) -> str:
-    """A count to three digits, in thousands, millions or billions: `250M`, `2.46B`."""
-    count = float(f"{count:.3g}")
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= size:
-            return f"{count / size:g}{unit}"
-    return f"{count:g}"
-
-
-def format_duration(seconds: float | None) -> str:
-    """Seconds in the two largest units that matter: `43s`, `5m07s`, `1h43m`, `2d04h`."""
-    if seconds is None:
-        return "n/a"
-    minutes, rest = divmod(round(seconds), 60)
-    if not minutes:
-        return f"{rest}s"
-    hours, minutes = divmod(minutes, 60)
-    if not hours:
-        return f"{minutes}m{rest:02d}s"
-    days, hours = divmod(hours, 24)
-    return f"{days}d{hours:02d}h" if days else f"{hours}h{minutes:02d}m"

@@ -1,7 +1,7 @@
 """Exact, atomic, verified save and resume; no pickle.
 
     runs/NAME/checkpoints/step_00000500/
-        model.safetensors        parameters, float32
+        model.safetensors        parameters, float32, and buffers
         optimizer.safetensors    the optimizers' tensors, such as exp_avg.transformer.wte.weight
         trainer_state.json       step, configuration, generator states, data fingerprint
         manifest.json            size and SHA-256 of each, written last
@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,7 +30,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from model import GPT, GPTConfig
+from formats.huggingface import (
+    check_tensors,
+    is_finite,
+    read_tensors,
+    shapes_of,
+)
+from model import GPT
 from runtime.cli import shell_line
 from runtime.distributed import (
     all_reduce_max,
@@ -39,19 +45,8 @@ from runtime.distributed import (
     gather_text,
     print0,
     raise_on_all_ranks,
-    train_command,
 )
 from runtime.files import read_json, sha256_of, sync_folder, write_json
-from runtime.huggingface import (
-    build_model,
-    check_tensors,
-    is_finite,
-    is_local,
-    load_pretrained,
-    read_pretrained_config,
-    read_tensors,
-    shapes_of,
-)
 
 MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -63,13 +58,13 @@ CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
 
 
 @dataclass(frozen=True)
-class TrainerState:
-    """A run's state except its large tensors. Fields with a default may be missing in the file."""
+class RunState:
+    """What `trainer_state.json` holds: a run's state except its tensors."""
 
     step: int
     """Optimizer updates done."""
     tokens_seen: int
-    model_config: dict[str, int]
+    model_config: dict[str, Any]
     """The fields of `GPTConfig`."""
     train_config: dict[str, Any]
     """The training configuration, as its flags."""
@@ -78,19 +73,19 @@ class TrainerState:
     """Of each rank, its generators' states by device type, base64."""
     grad_scaler: dict[str, Any]
     """The loss scaler's state; empty unless float16 is in use."""
-    val_fingerprint: str = ""
-    """Of the validation split; checkpoints of earlier versions have none."""
-    optimizers: list[str] = field(default_factory=lambda: ["AdamW"])
-    """The optimizers' class names. This field and the next are set by `save`."""
-    optimizer_values: dict[str, Any] = field(default_factory=dict)
-    """Optimizer state that is not a tensor, named as the tensors are."""
+    val_fingerprint: str
+    """Of the validation split."""
+    optimizers: list[str]
+    """The optimizers' class names."""
+    optimizer_values: dict[str, Any]
+    """Optimizer state that is not a tensor, named as the tensors are: see `optimizer_values`."""
 
 
 class Checkpoint(NamedTuple):
     """A checkpoint's folder, and the state that was read from it."""
 
     path: Path
-    state: TrainerState
+    state: RunState
 
 
 # --- saving -----------------------------------------------------------------------------------
@@ -106,7 +101,6 @@ class CheckpointWriter:
         checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
             that write nothing: their `save` only contributes their shards.
         keep: once a checkpoint is complete, delete the oldest but `keep`; 0 deletes none.
-        on_error: called, in the thread, with what could not be written or deleted.
         on_saved: called, in the thread, with the step and the folder of a complete checkpoint.
     """
 
@@ -114,42 +108,37 @@ class CheckpointWriter:
         self,
         checkpoints_dir: Path | None,
         keep: int = 0,
-        on_error: Callable[[OSError], object] = lambda _: None,
         on_saved: Callable[[int, Path], object] = lambda *_: None,
     ) -> None:
         self.error: OSError | None = None
         """Why the last checkpoint was not saved; None if it was."""
         self._checkpoints_dir = checkpoints_dir
         self._keep = keep
-        self._on_error = on_error
         self._on_saved = on_saved
         self._copies: dict[str, dict[str, Tensor]] = {}  # by file, then by tensor
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
 
     @torch.no_grad()
-    def save(self, state: TrainerState, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def save(self, state: RunState, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Wait for the last checkpoint, copy the present state, and start to write it.
 
         The model is the raw one, neither compiled nor wrapped. If it is sharded, every rank must
         call this: tensors are gathered one at a time.
         """
         self.wait()
-        parameters, values = dict(model.named_parameters()), _optimizer_state(model, optimizers)
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors = {
+            MODEL_NAME: model_state(model),
+            OPTIMIZER_NAME: optimizer_tensors(model, optimizers),
+        }
         if self._checkpoints_dir is None:
-            for tensor in (*parameters.values(), *tensors.values()):
+            for tensor in (tensor for named in tensors.values() for tensor in named.values()):
                 full_tensor(tensor)
             return
         self._copies = {
             file: {name: self._copy(file, name, tensor) for name, tensor in named.items()}
-            for file, named in ((MODEL_NAME, parameters), (OPTIMIZER_NAME, tensors))
+            for file, named in tensors.items()
         }
-        state = replace(
-            state,
-            optimizers=[type(optimizer).__name__ for optimizer in optimizers],
-            optimizer_values={n: value for n, value in values.items() if n not in tensors},
-        )
         self._last = self._thread.submit(self._write, self._checkpoints_dir, state)
 
     def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
@@ -181,7 +170,7 @@ class CheckpointWriter:
             self.wait()
         self._thread.shutdown()
 
-    def _write(self, checkpoints_dir: Path, state: TrainerState) -> None:
+    def _write(self, checkpoints_dir: Path, state: RunState) -> None:
         self.error = None
         try:
             saved = _write_checkpoint(checkpoints_dir, state, self._copies)
@@ -191,11 +180,11 @@ class CheckpointWriter:
                 _delete(checkpoint)
         except OSError as error:
             self.error = error
-            self._on_error(error)
+            print0(f"warning: {error}")
 
 
 def _write_checkpoint(
-    checkpoints_dir: Path, state: TrainerState, tensors_by_file: dict[str, dict[str, Tensor]]
+    checkpoints_dir: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
 ) -> Path:
     """Write a checkpoint that appears under its name once it is complete; return its folder."""
     final = checkpoints_dir / f"step_{state.step:08d}"
@@ -246,8 +235,28 @@ def _manifest_entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """A raw model's parameters and persistent buffers by name; a tied one once."""
+    tensors, names = dict[str, Tensor](), dict[Tensor, str]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if names.setdefault(tensor, name) == name:
+            tensors[name] = tensor
+    return tensors
+
+
+def optimizer_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """The tensors of the optimizers' state by name, as `exp_avg.transformer.wte.weight`."""
+    state = _optimizer_state(model, optimizers)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def optimizer_values(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """What else is in the optimizers' state, by name; values that JSON has."""
+    state = _optimizer_state(model, optimizers)
+    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
 def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The optimizers' state, named as in the file: `exp_avg.transformer.wte.weight`."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         f"{key}.{names[parameter]}": value
@@ -262,9 +271,12 @@ def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | N
 
     Every process must call this, and gets the same name.
     """
-    state = dict(model.named_parameters()) | _optimizer_state(model, optimizers)
-    shards = {n: v.to_local() if hasattr(v, "to_local") else v for n, v in state.items()}
-    local = {name: value for name, value in shards.items() if isinstance(value, Tensor)}
+    state = model_state(model) | optimizer_tensors(model, optimizers)
+    local = {
+        name: tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        for name, tensor in state.items()
+        if tensor.is_floating_point()
+    }
     own = "" if is_finite(*local.values()) else next(n for n in local if not is_finite(local[n]))
     return next(filter(None, gather_text(own)), None)
 
@@ -281,7 +293,7 @@ def rng_states() -> list[dict[str, str]]:
     return [json.loads(text) for text in gather_text(json.dumps(own))]
 
 
-# --- finding a checkpoint ---------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------
 
 
 def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
@@ -294,69 +306,6 @@ def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
         for folder in sorted(checkpoints_dir.glob("step_*"), reverse=True)
         if CHECKPOINT_NAME.fullmatch(folder.name) and (folder / CHECKPOINT_MANIFEST).is_file()
     ]
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The run's complete checkpoint of the highest step; None if it has none."""
-    return next(iter(complete_checkpoints(run_dir / "checkpoints")), None)
-
-
-def latest_valid_checkpoint(run_dir: Path) -> Path | None:
-    """The run's undamaged checkpoint of the highest step; None if the run has no checkpoint.
-
-    A line warns of each of a higher step that is damaged; a ValueError says that all are.
-    """
-    checkpoints = complete_checkpoints(run_dir / "checkpoints")
-    for checkpoint in checkpoints:
-        try:
-            verify_checkpoint(checkpoint)
-        except (OSError, ValueError) as error:
-            print0(f"warning: {error}; going back to the checkpoint before it")
-        else:
-            return checkpoint
-    if checkpoints:
-        raise ValueError(
-            f"every checkpoint in {run_dir} is damaged: start a new run with another --run-name"
-        )
-    return None
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or a run folder's latest."""
-    if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
-        return path
-    if latest := latest_checkpoint(path):
-        return latest
-    if is_run(path):
-        raise FileNotFoundError(f"the run {path} has {no_checkpoint_hint(path)}")
-    problem = "is no run, checkpoint or Hugging Face model" if path.exists() else "does not exist"
-    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    raise FileNotFoundError(f"{path} {problem}: {list_runs(folder)}")
-
-
-def no_checkpoint_hint(run_dir: Path) -> str:
-    """How to begin a run again that has no checkpoint."""
-    flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
-    config, command = run_dir / "config.json", "the command that began it"
-    if config.exists():  # it is written once all is set up
-        command = train_command("--config", config, *flags)
-    return f"no checkpoint yet: begin again with {command}"
-
-
-def list_runs(out_dir: Path) -> str:
-    """The runs that are in a folder, for a message."""
-    return f"the runs in {out_dir} are {', '.join(run_names(out_dir)) or 'none'}"
-
-
-def run_names(out_dir: Path) -> list[str]:
-    """The names of the runs in a folder."""
-    return [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder is a run's."""
-    # Not Path.is_dir, which raises an error in another user's folder.
-    return os.path.isdir(path / "checkpoints") or os.path.isfile(path / "metrics.jsonl")
 
 
 def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> None:
@@ -375,14 +324,11 @@ def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> No
         raise ValueError(f"{checkpoint} holds the state of step {step}: rename it")
 
 
-def read_state(checkpoint: Path) -> TrainerState:
-    """Read a checkpoint's `trainer_state.json`; fields of earlier versions are passed over."""
-    path, known = checkpoint / STATE_NAME, {each.name for each in fields(TrainerState)}
-    content = read_json(path)
-    if isinstance(content.get("rng_states"), dict):  # of earlier versions: rank 0's alone
-        content["rng_states"] = [content["rng_states"]]
+def read_state(checkpoint: Path) -> RunState:
+    """Read a checkpoint's `trainer_state.json`."""
+    path = checkpoint / STATE_NAME
     try:
-        return TrainerState(**{name: content[name] for name in content if name in known})
+        return RunState(**read_json(path))
     except TypeError as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
 
@@ -410,7 +356,7 @@ def load_checkpoint(
                 f"{' and '.join(built)}: use the same --optimizer, or start a new run, without "
                 f"--size, --n-layer, --n-head and --n-embd, by {shell_line('--init-from', path)}"
             )
-        copy_parameters(read_tensors(path / MODEL_NAME), model, path)
+        copy_state(read_tensors(path / MODEL_NAME), model, path)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
     _load_optimizers(values, model, optimizers)
     if scaler is not None and state.grad_scaler:
@@ -459,56 +405,23 @@ def restore_rng_states(states: list[dict[str, str]]) -> None:
             torch.cuda.set_rng_state(state)
 
 
-# --- loading only a model ---------------------------------------------------------------------
-
-
-def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a model, raw, in float32 and in eval mode.
-
-    Args:
-        source: a run folder (its latest checkpoint), a checkpoint, a folder in Hugging Face's
-            format, or the name of a GPT-2 on the hub.
-        device: where to put it.
-    """
-    if is_hugging_face(source):
-        return load_pretrained(source, device)
-    path = find_checkpoint(Path(source))
-    verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
-    model = build_model(GPTConfig(**read_state(path).model_config), device)
-    copy_parameters(read_tensors(path / MODEL_NAME), model, path)
-    return model.eval()
-
-
-def read_model_config(source: str | Path) -> GPTConfig:
-    """The dimensions of a model that `load_model` loads, without reading its weights."""
-    if is_hugging_face(source):
-        return read_pretrained_config(source)
-    return GPTConfig(**read_state(find_checkpoint(Path(source))).model_config)
-
-
-def is_hugging_face(source: str | Path) -> bool:
-    """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
-    path = Path(source)
-    return not is_local(source) or (any(path.glob("*config.json")) and not is_run(path))
-
-
 @torch.no_grad()
 def copy_weights(source: GPT, target: GPT) -> None:
-    """Copy a model's parameters into one that may be sharded, or have a shorter context.
+    """Copy a model's state into one that may be sharded, or have a shorter context.
 
     Position embeddings lose the rows after the target's `block_size`.
     """
     tensors = {
-        name: parameter[: target.config.block_size] if ".wpe." in name else parameter
-        for name, parameter in source.named_parameters()
+        name: tensor[: target.config.block_size] if ".wpe." in name else tensor
+        for name, tensor in model_state(source).items()
     }
-    copy_parameters(tensors, target, "the model to start from")
+    copy_state(tensors, target, "the model to start from")
 
 
 @torch.no_grad()
-def copy_parameters(tensors: Mapping[str, Tensor], model: nn.Module, source: str | Path) -> None:
+def copy_state(tensors: Mapping[str, Tensor], model: nn.Module, source: str | Path) -> None:
     """Copy tensors by name into a model, sharded or not; refuse others than it has."""
-    parameters = dict(model.named_parameters())
-    check_tensors(tensors, shapes_of(parameters), f"{source} does not fit the model in model.py")
-    for name, parameter in parameters.items():
-        parameter.copy_(distribute_like(tensors[name], parameter))
+    targets = model_state(model)
+    check_tensors(tensors, shapes_of(targets), f"{source} does not fit the model in model.py")
+    for name, target in targets.items():
+        target.copy_(distribute_like(tensors[name], target))

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from formats.checkpoint import RunState, read_state
+from formats.huggingface import gpt2_shapes
+from formats.metrics import HELLASWAG_EXAMPLES, METRICS_NAME, read_metrics
 from model import GPT2_SIZES, GPTConfig
-from runtime.checkpoint import TrainerState, read_state
-from runtime.huggingface import gpt2_shapes
-from runtime.metrics import HELLASWAG_EXAMPLES, METRICS_NAME, read_metrics
 
 CARD_NAME = "README.md"
 MARK = "<!-- export.py writes this card again, unless this line is taken out -->"
@@ -73,7 +73,7 @@ def write_model_card(
     path.write_bytes("\n".join(lines).encode(errors="replace"))  # a name may be no UTF-8
 
 
-def _describe_training(state: TrainerState, data: str) -> Iterator[str]:
+def _describe_training(state: RunState, data: str) -> Iterator[str]:
     """The sections on data, which have a name, and settings."""
     settings = state.train_config
     yield f"## Data\n\n- `{data}`, tokenised with GPT-2's BPE"
@@ -87,7 +87,7 @@ def _describe_training(state: TrainerState, data: str) -> Iterator[str]:
     yield ""
 
 
-def _read_results(checkpoint: Path, state: TrainerState, data: str) -> Iterator[Any]:
+def _read_results(checkpoint: Path, state: RunState, data: str) -> Iterator[Any]:
     """What the run measured last, up to the checkpoint's step; the tasks' names say how."""
     from huggingface_hub import EvalResult
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime import hub
 from runtime.files import atomic_write, read_json, sync_folder, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
@@ -63,7 +63,7 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
         device: where to put the model.
     """
     folder = _find_folder(source)
-    config, files = _read_config(folder / HF_CONFIG_NAME), _weight_files(folder)
+    config, files = _read_hf_config(folder / HF_CONFIG_NAME), _weight_files(folder)
     tensors = {name: each for file in files for name, each in read_tensors(file).items()}
     try:
         return from_hf(tensors, config).to(device).eval()
@@ -73,7 +73,7 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
 
 def read_pretrained_config(source: str | Path) -> GPTConfig:
     """The dimensions of the model that `load_pretrained` loads; its weights are not read."""
-    return _read_config(_find_folder(source) / HF_CONFIG_NAME)
+    return _read_hf_config(_find_folder(source) / HF_CONFIG_NAME)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
     head = tensors.pop("transformer.lm_head.weight", None)
     if head is not None and not torch.equal(head, tensors.get(WTE, head)):
         raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
-    model = build_model(config)
+    model = new_model(config)
     targets = dict(_hf_views(model))
     check_tensors(tensors, shapes_of(targets), "the tensors do not fit the model in model.py")
     with torch.no_grad():
@@ -181,7 +181,7 @@ def is_local(source: str | Path) -> bool:
     return path.exists() or not (name in GPT2_SIZES or is_repo)
 
 
-def build_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
+def new_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
     """A model whose parameters will be overwritten; torch's generators stay as they are."""
     device = torch.device(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
@@ -280,7 +280,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _read_config(path: Path) -> GPTConfig:
+def _read_hf_config(path: Path) -> GPTConfig:
     """Read the dimensions from `config.json`, and refuse what `model.py` does not compute."""
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} has no {path.name}: it is not a Hugging Face model")

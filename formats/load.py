@@ -1,0 +1,129 @@
+"""Find a run's checkpoints, and load models by any name that a user gives.
+
+model = load_model("runs/mine")
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from formats.checkpoint import (
+    CHECKPOINT_MANIFEST,
+    MODEL_NAME,
+    STATE_NAME,
+    complete_checkpoints,
+    copy_state,
+    read_state,
+    verify_checkpoint,
+)
+from formats.huggingface import (
+    is_local,
+    load_pretrained,
+    new_model,
+    read_pretrained_config,
+    read_tensors,
+)
+from formats.metrics import METRICS_NAME
+from model import GPT, GPTConfig
+from runtime.distributed import print0, train_command
+
+RUN_CONFIG_NAME = "config.json"  # of a run: its settings
+
+# --- finding ----------------------------------------------------------------------------------
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The run's complete checkpoint of the highest step; None if it has none."""
+    return next(iter(complete_checkpoints(run_dir / "checkpoints")), None)
+
+
+def latest_valid_checkpoint(run_dir: Path) -> Path | None:
+    """The run's undamaged checkpoint of the highest step; None if the run has no checkpoint.
+
+    A line warns of each of a higher step that is damaged; a ValueError says that all are.
+    """
+    checkpoints = complete_checkpoints(run_dir / "checkpoints")
+    for checkpoint in checkpoints:
+        try:
+            verify_checkpoint(checkpoint)
+        except (OSError, ValueError) as error:
+            print0(f"warning: {error}; going back to the checkpoint before it")
+        else:
+            return checkpoint
+    if checkpoints:
+        raise ValueError(
+            f"every checkpoint in {run_dir} is damaged: start a new run with another --run-name"
+        )
+    return None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or a run folder's latest."""
+    if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
+        return path
+    if latest := latest_checkpoint(path):
+        return latest
+    if is_run(path):
+        raise FileNotFoundError(f"the run {path} has {no_checkpoint_hint(path)}")
+    problem = "is no run, checkpoint or Hugging Face model" if path.exists() else "does not exist"
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    raise FileNotFoundError(f"{path} {problem}: {list_runs(folder)}")
+
+
+def no_checkpoint_hint(run_dir: Path) -> str:
+    """How to begin a run again that has no checkpoint."""
+    flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
+    config, command = run_dir / RUN_CONFIG_NAME, "the command that began it"
+    if config.exists():  # it is written once all is set up
+        command = train_command("--config", config, *flags)
+    return f"no checkpoint yet: begin again with {command}"
+
+
+def list_runs(out_dir: Path) -> str:
+    """The runs that are in a folder, for a message."""
+    return f"the runs in {out_dir} are {', '.join(run_names(out_dir)) or 'none'}"
+
+
+def run_names(out_dir: Path) -> list[str]:
+    """The names of the runs in a folder."""
+    return [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's."""
+    # Not Path.is_dir, which raises an error in another user's folder.
+    return os.path.isdir(path / "checkpoints") or os.path.isfile(path / METRICS_NAME)
+
+
+# --- loading ----------------------------------------------------------------------------------
+
+
+def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
+    """Load a model, raw, in float32 and in eval mode.
+
+    Args:
+        source: a run folder (its latest checkpoint), a checkpoint, a folder in Hugging Face's
+            format, or the name of a GPT-2 on the hub.
+        device: where to put it.
+    """
+    if is_hugging_face(source):
+        return load_pretrained(source, device)
+    path = find_checkpoint(Path(source))
+    verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
+    model = new_model(GPTConfig(**read_state(path).model_config), device)
+    copy_state(read_tensors(path / MODEL_NAME), model, path)
+    return model.eval()
+
+
+def model_config_of(source: str | Path) -> GPTConfig:
+    """The dimensions of a model that `load_model` loads, without reading its weights."""
+    if is_hugging_face(source):
+        return read_pretrained_config(source)
+    return GPTConfig(**read_state(find_checkpoint(Path(source))).model_config)
+
+
+def is_hugging_face(source: str | Path) -> bool:
+    """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
+    path = Path(source)
+    return not is_local(source) or (any(path.glob("*config.json")) and not is_run(path))

@@ -1,0 +1,82 @@
+"""Kinds of GPUs: memory and peaks; FLOPs per token, MFU."""
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # importing it takes torch, which plot.py does without
+    from model import GPTConfig
+
+
+class Gpu(NamedTuple):
+    """A kind of GPU."""
+
+    pattern: str  # of the driver's name
+    memory_gib: int  # that a program can have
+    peak_flops: float
+
+
+# By the name in `--gpu`; the first whose pattern matches counts. Dense bfloat16 peaks in FLOP/s
+# (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation, from NVIDIA's data
+# sheets; where these quote the sparse rate, half of it.
+GPUS = {
+    "B200": Gpu(r"\bB200$", 178, 2250e12),
+    "H200-NVL": Gpu(r"\bH200 NVL$", 139, 835e12),
+    "H200": Gpu(r"\bG?H200\b", 139, 989e12),
+    "H100-PCIe": Gpu(r"\bH100 PCIe$", 79, 756e12),
+    "H100-NVL": Gpu(r"\bH100 NVL$", 93, 835e12),
+    "H100": Gpu(r"\bH100 .*HBM3$", 79, 989e12),
+    "A100-40GB": Gpu(r"\bA100.*-40GB$", 39, 312e12),
+    "A100": Gpu(r"\bA100\b", 79, 312e12),
+    "A10": Gpu(r"\bA10$", 22, 125e12),
+    "A10G": Gpu(r"\bA10G$", 22, 70e12),
+    "L4": Gpu(r"\bL4$", 22, 121e12),
+    "L40S": Gpu(r"\bL40S$", 44, 362e12),
+    "T4": Gpu(r"\bT4$", 14, 65e12),
+    "A6000": Gpu(r"\bRTX A6000$", 47, 155e12),
+    "4090": Gpu(r"\bRTX 4090$", 23, 165e12),
+    "3090": Gpu(r"\bRTX 3090$", 23, 71e12),
+    "V100": Gpu(r"\bV100-SXM2-", 15, 125e12),
+}
+BEFORE_AMPERE = ("T4", "V100")  # no bfloat16, and float32 matrices without TF32
+
+
+def flops_per_token(model_config: "GPTConfig") -> int:
+    """Floating-point operations to train on one token, forward and backward.
+
+    Six for each parameter; twelve for each product of attention scores and values, whose masked
+    half counts too. Source: PaLM (Chowdhery et al. 2022), appendix B.
+    """
+    attention = 12 * model_config.n_layer * model_config.n_embd * model_config.block_size
+    return 6 * model_config.n_params + attention
+
+
+def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
+    """The dense peak of a GPU in FLOP/s; None where unknown.
+
+    Args:
+        device_name: the driver's name of the GPU, or its name in `--gpu`.
+        float32: whether matrix products are of float32, in TF32, and not of 16 bits.
+    """
+    if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
+        return None
+    for name, gpu in GPUS.items():
+        if device_name == name or re.search(gpu.pattern, device_name):
+            tf32 = None if name in BEFORE_AMPERE else gpu.peak_flops / 2
+            return tf32 if float32 else gpu.peak_flops
+    return None
+
+
+def mfu(
+    tokens_per_second: float,
+    flops_per_token: int,
+    device_peak_flops: float | None,
+    world_size: int = 1,
+) -> float | None:
+    """Model FLOPs utilisation: the share of the devices' peak that went into the model.
+
+    `tokens_per_second` is over all `world_size` devices, `device_peak_flops` of one of them in
+    FLOP/s; None if that is not known. Source: PaLM (Chowdhery et al. 2022), section 4.1.
+    """
+    if device_peak_flops is None:
+        return None
+    return tokens_per_second * flops_per_token / (device_peak_flops * world_size)
