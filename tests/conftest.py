@@ -5,7 +5,8 @@ import signal
 import sys
 import sysconfig
 import tempfile
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,7 @@ def copy_code(folder):
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
-    for name in ("assets", "corpus", "runtime", "training"):
+    for name in ("assets", "corpus", "formats", "runtime", "training"):
         shutil.copytree(ROOT / name, folder / name)
     return folder
 
@@ -131,14 +132,14 @@ def randomize_weights(model, scale=0.1):
 
 def save_run(run_dir, config=None, records=None, step=1):
     """A run's folder with a checkpoint after `step` steps, and its metrics; returns the model."""
-    from test_checkpoint import new_training, trainer_state
+    from test_checkpoint import new_training, run_state
 
     from formats.checkpoint import CheckpointWriter
     from model import GPTConfig
 
     run_dir.mkdir()
     model, optimizers = new_training(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
-    state = trainer_state(step, model)
+    state = run_state(step, model, optimizers)
     if config is not None:
         state = replace(state, train_config=config)
     with CheckpointWriter(run_dir / "checkpoints") as writer:
@@ -149,23 +150,36 @@ def save_run(run_dir, config=None, records=None, step=1):
     return model
 
 
-def tiny_trainer(data_dir, model=None, **settings):
-    """What `train_gpt2.setup` builds for a tiny run, with another model if one is given."""
-    from corpus.shards import open_shards
+def fake_checkpoint(run_dir, step, **settings):
+    """A checkpoint whose tensor files are empty."""
+    from formats.checkpoint import Checkpoint, RunState, read_state
+    from model import GPTConfig
+    from runtime.files import sha256_of, write_json
+
+    path = run_dir / "checkpoints" / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    state = RunState(step, 0, asdict(GPTConfig()), settings, "a", [], {}, "v", ["AdamW"], {})
+    write_json(path / "trainer_state.json", asdict(state))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        (path / name).touch()
+    files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in path.iterdir()}
+    write_json(path / "manifest.json", {"format": 1, "files": files})
+    return Checkpoint(path, read_state(path))
+
+
+@contextmanager
+def tiny_run(data_dir, folder, dist_info=None, **settings):
+    """What `train_gpt2.build` and `train_step` take, for a tiny model."""
     from runtime.distributed import DistInfo
-    from train_gpt2 import build_optimizers, setup
     from training.config import TrainConfig
+    from training.run import open_run
 
     tiny = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "max_steps": 100}
     tiny |= {"total_batch_size": 16, "micro_batch_size": 1, "compile": False, "dtype": "float32"}
     tiny |= {"hellaswag_every": 0, "warmup_steps": 2, "val_tokens": 256, "device": "cpu"}
-    config = TrainConfig(data_dir=data_dir, **(tiny | settings))
-    splits = open_shards(data_dir, "train"), open_shards(data_dir, "val")
-    trainer = setup(config, None, splits, Path("unused"), DistInfo())
-    if model is None:
-        return trainer
-    optimizers = build_optimizers(model, config, DistInfo())
-    return replace(trainer, raw_model=model, model=model, optimizers=optimizers)
+    config = TrainConfig(data_dir=data_dir, out_dir=folder, **(tiny | settings))
+    with open_run(config, None, dist_info or DistInfo()) as run:
+        yield run
 
 
 def series(run_dir, name):

@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 from test_fineweb import contents, start_fineweb, texts_of, write_texts
 
 from corpus.shards import SHARD_MANIFEST, Manifest, verify_shards
-from formats.checkpoint import latest_checkpoint, verify_checkpoint
+from formats.checkpoint import verify_checkpoint
+from formats.load import latest_checkpoint
 from formats.metrics import read_metrics
 from runtime.cli import parse_flags, run_command
 

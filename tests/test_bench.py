@@ -130,7 +130,7 @@ def test_plain_trainer_has_only_the_optimizations_that_are_on(on, rows, kernel, 
     flags = [*TINY_MODEL, f"--data-dir={tiny_data}", "--device=cpu", "--max-steps=1"]
     flags += ["--micro-batch-size=4", "--total-batch-size=128"]
     config = parse_flags(TrainConfig, flags)
-    built = plain.build_model(on, config, CPU)
+    built = plain.plain_model(on, config, CPU)
     assert len(built.lm_head.weight) == rows
     with profile() as profiled:
         list(plain.train(on, config))

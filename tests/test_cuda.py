@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, tiny_run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from corpus.shards import open_shards
@@ -13,14 +13,13 @@ from dataloader import validation_batches
 from formats.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    TrainerState,
-    latest_checkpoint,
+    RunState,
     load_checkpoint,
-    load_model,
     read_state,
     rng_states,
 )
 from formats.huggingface import save_pretrained
+from formats.load import latest_checkpoint, load_model
 from formats.metrics import read_metrics
 from hellaswag import evaluate_hellaswag, load_examples, score_examples
 from model import GPT, GPTConfig, KVCache
@@ -29,7 +28,6 @@ from runtime.device import inference, is_out_of_memory
 from runtime.distributed import DistInfo
 from sample import generate, next_token_logits, sample_token
 from train_gpt2 import build_optimizers, evaluate_loss
-from training.config import TrainConfig
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 needs_gpu = pytest.mark.skipif(not GPUS, reason="this machine has no CUDA GPU")
@@ -165,20 +163,22 @@ def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
 
 
 @needs_gpu
-def test_no_path_takes_twice_the_model_of_the_gpu(tmp_path):
+def test_no_path_takes_twice_the_model_of_the_gpu(tmp_path, tiny_data):
     size, idx = 4 * DEEP.n_params, torch.zeros(1, 8, dtype=torch.int64, device=CUDA)
     model = GPT(DEEP).to(CUDA)
-    optimizers = build_optimizers(model, TrainConfig(), DistInfo())
+    with tiny_run(tiny_data, tmp_path) as run:
+        optimizers = build_optimizers(model, run)
     model(idx, idx).loss.backward()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    state = TrainerState(1, 1, vars(DEEP), {}, "", rng_states(), {})
+    state = RunState(1, 1, vars(DEEP), {}, "", rng_states(), {}, "", ["AdamW"], {})
     with CheckpointWriter(tmp_path / "checkpoints") as writer:
         assert peak_bytes(writer.save, state, model, optimizers) < 0.01 * size
     assert peak_bytes(load_model, tmp_path, CUDA) < 1.2 * size
     resumed = load_model(tmp_path, CUDA)
-    resumed_optimizers = build_optimizers(resumed, TrainConfig(), DistInfo())
+    with tiny_run(tiny_data, tmp_path) as run:
+        resumed_optimizers = build_optimizers(resumed, run)
     path = latest_checkpoint(tmp_path)
     latest = Checkpoint(path, read_state(path))
     assert peak_bytes(load_checkpoint, latest, resumed, resumed_optimizers) < 3.1 * size

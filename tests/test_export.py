@@ -12,8 +12,8 @@ from test_checkpoint import new_training
 
 import export
 from corpus.shards import open_shards
-from formats.checkpoint import load_model
 from formats.huggingface import export_folder, save_pretrained
+from formats.load import load_model
 from formats.metrics import read_metrics
 from formats.model_card import MARK
 from model import GPTConfig

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import randomize_weights
 
-from formats.checkpoint import load_model
 from formats.huggingface import load_pretrained, save_pretrained
+from formats.load import load_model
 from model import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")

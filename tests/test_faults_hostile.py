@@ -14,8 +14,8 @@ import torch
 from conftest import ROOT, TINY_RUN, torchrun
 from test_checkpoint import rewrite_manifest
 
-from formats.checkpoint import load_model
 from formats.huggingface import save_pretrained
+from formats.load import load_model
 from train_gpt2 import main
 from training.config import TrainConfig
 

@@ -11,7 +11,8 @@ import sys
 import pytest
 from conftest import ROOT, TINY_RUN, save_run, series, torchrun
 
-from formats.checkpoint import latest_checkpoint, verify_checkpoint
+from formats.checkpoint import verify_checkpoint
+from formats.load import latest_checkpoint
 from train_gpt2 import main
 
 TIMEOUT_S = 600  # ends a process that hangs; none that is slow

@@ -18,7 +18,8 @@ import pytest
 import torch.distributed.run
 from conftest import ROOT, TINY_RUN, series, torchrun
 
-from formats.checkpoint import latest_checkpoint, verify_checkpoint
+from formats.checkpoint import verify_checkpoint
+from formats.load import latest_checkpoint
 from train_gpt2 import main
 from training.stopping import StopRequest
 

@@ -12,6 +12,7 @@ from conftest import ROOT
 FLOORS = (
     ("model", "ops", "tokenizer", "lr_schedule"),
     ("runtime",),
+    ("formats",),
     ("corpus",),
     (*("dataloader", "optimizers", "hellaswag", "sample", "export", "plot", "report", "demo"),),
     ("training",),
@@ -19,7 +20,7 @@ FLOORS = (
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-WINGS = ("runtime", "corpus", "training", "bench")
+WINGS = ("runtime", "formats", "corpus", "training", "bench")
 PATHS = [path for part in (".", *WINGS) for path in sorted((ROOT / part).glob("*.py"))]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
 ONLY_DEFINES = (

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from corpus.shards import open_shards
-from formats.checkpoint import load_model
 from formats.huggingface import (
     export_folder,
     from_hf,
@@ -21,6 +20,7 @@ from formats.huggingface import (
     save_pretrained,
     to_hf_state_dict,
 )
+from formats.load import load_model
 from model import GPT, MLP, GPTConfig
 from runtime.files import read_json, write_json
 from tokenizer import gpt2_encoding

@@ -150,7 +150,7 @@ def test_gpt_with_cache_equals_without(prompt_length):
     assert (torch.cat(pieces, dim=1) - expected).abs().max() <= 1e-5
 
 
-def test_encode_packs_sequences_by_mask_and_positions():
+def test_hidden_states_packs_sequences_by_mask_and_positions():
     model = randomize_weights(tiny())
     first, second = random_ids(1, 6), random_ids(1, 9)
     positions = torch.cat([torch.arange(6), torch.arange(9)])
@@ -158,8 +158,8 @@ def test_encode_packs_sequences_by_mask_and_positions():
     mask = (document[:, None] == document) & torch.ones(15, 15, dtype=torch.bool).tril()
 
     with torch.no_grad():
-        packed = model.encode(torch.cat([first, second], dim=1), positions, mask[None, None])
-        apart = [model.encode(first), model.encode(second)]
+        packed = model.hidden_states(torch.cat([first, second], dim=1), positions, mask[None, None])
+        apart = [model.hidden_states(first), model.hidden_states(second)]
 
     assert (packed - torch.cat(apart, dim=1)).abs().max() <= 1e-5
 
@@ -253,8 +253,8 @@ def test_gpt_compiled_and_chunked_equals_eager_in_loss_and_gradients():
     [
         ({"block_size": 0}, "block_size must be an integer of at least 1, not 0"),
         ({"n_layer": -1}, "n_layer must be an integer of at least 1, not -1"),
-        ({"n_embd": 100}, "n_embd 100 .* n_head 12: use --n-embd 96"),
-        ({"n_embd": 5}, "n_embd 5 .* n_head 12: use --n-embd 12"),
+        ({"n_embd": 100}, "n_embd 100 .* n_head 12: use n_embd 96"),
+        ({"n_embd": 5}, "n_embd 5 .* n_head 12: use n_embd 12"),
     ],
 )
 def test_config_refuses_dimensions_that_cannot_be_and_names_a_width_that_would_do(

@@ -4,7 +4,7 @@ import torch._inductor.config as inductor_config
 from conftest import needs_compiler
 from torch.nn import functional as F
 
-from ops import QUERY_BLOCKS, BlockCausalAttention, lm_head_loss
+from ops import QUERY_BLOCKS, BlockCausalAttention, cross_entropy, lm_head_loss
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_compiled_loss_chunks_wait_for_the_gradient_of_the_one_before():
     options = {"post_grad_custom_post_pass": graphs.append, "force_disable_caches": True}
     with torch.autocast("cpu", torch.bfloat16), inductor_config.patch(options):
         loss = torch.compile(lm_head_loss, dynamic=False)
-        loss(hidden, weight, torch.randint(V, (N,)), V - 1, chunks)
+        loss(hidden, weight, torch.randint(V, (N,)), V - 1, chunks, cross_entropy)
 
     def is_before(node, later):
         return node in later.all_input_nodes or any(

@@ -4,7 +4,8 @@ import pytest
 import torch
 from conftest import HELLASWAG, ROOT, TINY_RUN, check_on_ranks, needs_compiler, series
 
-from formats.checkpoint import latest_checkpoint, verify_checkpoint
+from formats.checkpoint import verify_checkpoint
+from formats.load import latest_checkpoint
 from model import GPT, GPTConfig
 from ops import checkpoint_activations
 from runtime.device import autocast
@@ -113,9 +114,9 @@ for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
         return function(*args, **kwargs)
     setattr(dist, name, counted)
 train_step = train_gpt2.train_step
-def counting(trainer, *args):
-    result = train_step(trainer, *args)
-    if trainer.dist_info.rank == 0:
+def counting(run, *args):
+    result = train_step(run, *args)
+    if run.dist_info.rank == 0:
         print("calls", *calls, flush=True)
     calls.clear()
     return result
@@ -135,17 +136,17 @@ def test_turn_of_the_loop_has_one_collective_besides_the_gradients(
     assert turns[1:] == ["calls all_reduce"] * 3, done  # before the first, the run is set up
 
 
-RANK_CHECK = """
+RANK_CHECK = f"""
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
+sys.path.append({str(ROOT / "tests")!r})
+from conftest import tiny_run
 from train_gpt2 import build_model, compile_and_wrap
-from training.config import TrainConfig
 
-SMALL = dict(compile=False, n_layer=2, n_head=2, n_embd=32, block_size=16)
-
-def build(config, dist_info):
-    raw = build_model(config, None, torch.float32, dist_info)
-    return raw, compile_and_wrap(raw, config, dist_info, config.compile)
+def build(dist_info, **settings):
+    with tiny_run("DATA", "FOLDER", dist_info, total_batch_size=64, **settings) as run:
+        raw = build_model(run)
+        return raw, compile_and_wrap(raw, run)
 
 def share(raw):
     whole = sum(p.numel() for p in raw.parameters())
@@ -162,8 +163,7 @@ def count(communication, name):
 ZERO_CHECK = """
 def check(dist_info):
     for reshard in (True, False):  # ZeRO-3, ZeRO-2
-        config = TrainConfig(parallel="fsdp", reshard_after_forward=reshard, **SMALL)
-        raw, model = build(config, dist_info)
+        raw, model = build(dist_info, parallel="fsdp", reshard_after_forward=reshard)
         assert share(raw) <= 0.51
         idx = torch.zeros(1, 16, dtype=torch.int64)
         gathered, reduced = [], []
@@ -180,7 +180,7 @@ def check(dist_info):
 """
 HYBRID_CHECK = """
 def check(dist_info):
-    raw, model = build(TrainConfig(parallel="hsdp", **SMALL), dist_info)
+    raw, model = build(dist_info, parallel="hsdp")
     assert 0.5 <= share(raw) <= 0.51  # of two processes on each of two machines
     idx = torch.full((1, 16), dist_info.rank)
     with CommDebugMode() as communication:
@@ -192,9 +192,10 @@ def check(dist_info):
 
 
 @pytest.mark.parametrize(("check", "ranks"), [(ZERO_CHECK, 2), (HYBRID_CHECK, 4)])
-def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, check, ranks):
+def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, tiny_data, check, ranks):
     machines_of_two = {"LOCAL_WORLD_SIZE": "2"}
-    check_on_ranks(commands, RANK_CHECK + check, tmp_path, ranks, **machines_of_two)
+    source = (RANK_CHECK + check).replace("DATA", str(tiny_data)).replace("FOLDER", str(tmp_path))
+    check_on_ranks(commands, source, tmp_path, ranks, **machines_of_two)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from conftest import ROOT
 from forked import assert_refused
 
 from runtime.files import read_json, write_json
-from training.config import TrainConfig, read_config
+from training.config import TrainConfig, read_recipe
 
 RECIPES = sorted((ROOT / "recipes").glob("*.json"))
 LADDER = [path for path in RECIPES if re.fullmatch(r"gpt2-\d\d?m", path.stem)]
@@ -15,7 +15,7 @@ SIZES = {"124m": "gpt2", "medium": "gpt2-medium", "large": "gpt2-large", "xl": "
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_is_a_configuration_with_a_sentence_about_it(path):
-    config = read_config(path)
+    config = read_recipe(path)
     assert config.size == SIZES.get(path.stem.removesuffix("-fast").removeprefix("gpt2-"), "gpt2")
     about = read_json(path)["about"]
     assert len(about.split()) > 10
@@ -26,7 +26,7 @@ def test_recipe_is_a_configuration_with_a_sentence_about_it(path):
 
 @pytest.mark.parametrize("path", LADDER, ids=lambda path: path.stem)
 def test_small_recipe_follows_the_rules_of_the_ladder(path):
-    config = read_config(path)
+    config = read_recipe(path)
     model, batch = config.model_config(), config.total_batch_size
     assert path.stem == f"gpt2-{model.n_params / 1e6:.0f}m"
     assert (model.n_embd // model.n_head, model.n_layer) == (64, max(4, model.n_embd // 64))
@@ -40,15 +40,15 @@ def test_small_recipe_follows_the_rules_of_the_ladder(path):
 
 
 def test_demo_validates_often_enough_for_a_curve_when_it_is_short():
-    assert 300 // read_config(ROOT / "recipes/demo.json").val_every >= 5
+    assert 300 // read_recipe(ROOT / "recipes/demo.json").val_every >= 5
 
 
 def test_gpt2_124m_is_what_train_gpt2_does_without_flags():
-    assert read_config(ROOT / "recipes/gpt2-124m.json").saved() == TrainConfig().saved()
+    assert read_recipe(ROOT / "recipes/gpt2-124m.json").saved() == TrainConfig().saved()
 
 
 def both_recipes(name):
-    return (read_config(ROOT / f"recipes/gpt2-{name}{end}.json") for end in ("", "-fast"))
+    return (read_recipe(ROOT / f"recipes/gpt2-{name}{end}.json") for end in ("", "-fast"))
 
 
 @pytest.mark.parametrize("name", SIZES)

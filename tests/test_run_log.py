@@ -1,11 +1,11 @@
 import json
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 from formats.metrics import read_metrics
+from runtime.distributed import DistInfo
 from training import run_log
 from training.config import TrainConfig
 from training.run_log import LINE_COLUMNS, RunLog, format_step
@@ -14,8 +14,7 @@ from training.run_log import LINE_COLUMNS, RunLog, format_step
 def new_log(run_dir, start_step=0, **settings):
     """The log of a run of ten steps; its settings can be others."""
     config = TrainConfig(**({"max_steps": 10, "total_batch_size": 1000} | settings))
-    device = torch.device("cpu")
-    return RunLog(run_dir, config, start_step, 10**6, device, torch.float32, nullcontext)
+    return RunLog(run_dir, config, start_step, 10**6, DistInfo(), torch.float32)
 
 
 def lines_of(run_dir):
@@ -47,8 +46,9 @@ def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):
     with new_log(tmp_path / "run", logger=("tensorboard",)) as log:
         log.record(resumed_from=0)
         log.step(1, loss=3.0, lr=0.1, grad_norm=1.0)
-        log.evaluation(1, {"val_loss": 3.0}, 1.0)
-        log.samples(1, ["text"])
+        with log.evaluation(1) as record:
+            log.samples(["text"])
+            record["val_loss"] = 3.0
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 
@@ -73,8 +73,11 @@ def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
         log.step(101, loss=3.0, lr=1e-3, grad_norm=0.5)
         clock.now += 1.0
         log.step(102, loss=2.5, lr=1e-4, grad_norm=0.25)
-        log.evaluation(102, {"val_loss": 2.75}, 30.0)
-        log.evaluation(102, {}, 1.0)  # nothing was measured
+        with log.evaluation(102) as record:
+            clock.now += 30.0
+            record["val_loss"] = 2.75
+        with log.evaluation(102):  # nothing was measured
+            pass
         clock.now += 1.0
         log.step(103, loss=2.0, lr=1e-4, grad_norm=0.25)
     first, second, evaluation, _ = lines_of(tmp_path)
@@ -86,7 +89,7 @@ def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
     assert (second["step_time_ms"], second["tokens_per_second"]) == (1000.0, 1000.0)
     assert evaluation == {
         **{"step": 102, "tokens_seen": 102_000, "val_loss": 2.75},
-        **{"evaluation_seconds": 30.0, "overall_tokens_per_second": 2000 / 100},
+        **{"evaluation_seconds": 30.0, "overall_tokens_per_second": 2000 / 130},
     }
     shown = capsys.readouterr().out.splitlines()
     assert [line.partition(" | ")[0] for line in shown] == ["step 102/200", "step 102"]
@@ -105,8 +108,8 @@ def test_eta_follows_the_recent_steps_after_the_first_which_compiles(tmp_path, c
 def test_samples_are_appended_and_shown(tmp_path, capsys):
     lines = [f"step 5 | sample: {'word ' * 30!r}", "step 5 | sample: 'b'"]
     for _ in range(2):
-        with new_log(tmp_path) as log:
-            log.samples(5, lines)
+        with new_log(tmp_path) as log, log.evaluation(5):
+            log.samples(["word " * 30, "b"])
     assert (tmp_path / "samples.txt").read_text().splitlines() == 2 * lines
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= LINE_COLUMNS

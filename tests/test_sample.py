@@ -104,7 +104,7 @@ def test_generate_never_gives_a_padding_id(temperature):
         model.transformer.ln_f.bias.fill_(1.0)
         model.lm_head.weight[SMALL_VOCAB.vocab_size :] = 50.0
     idx = prompts(SMALL_VOCAB, 8, 1)
-    hidden = model.encode(idx)
+    hidden = model.hidden_states(idx)
     assert (model.lm_head(hidden).argmax(dim=-1) >= SMALL_VOCAB.vocab_size).all()
     for row in generate(model, idx, 10, temperature=temperature, top_k=0, stop_token=None):
         assert max(row) < SMALL_VOCAB.vocab_size

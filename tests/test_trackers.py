@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from test_run_log import new_log
-from training.run_dir import parse_config
 
 from formats.metrics import read_metrics
 from report import collect_run
 from train_gpt2 import main
 from training.config import config_from_settings
+from training.resume import parse_config
 from training.trackers import TRACKERS, Tracker
 
 SETTINGS = {"n_embd": 32, "n_head": 2}
@@ -245,7 +245,7 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 for name in [*os.environ]:
     if name.startswith(("WANDB_", "TRACKIO_")): del os.environ[name]
 os.environ |= ENVIRONMENT
-from runtime import trackers
+from training import trackers
 trackers.WANDB_SECONDS = 600  # on a machine that is slow, or busy
 from test_trackers import log_session
 log_session(Path(RUN_DIR), TRACKER, START, END)

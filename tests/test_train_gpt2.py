@@ -9,24 +9,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import HELLASWAG, ROOT, needs_compiler, series, tiny_trainer
-from test_checkpoint import rewrite_state
+from conftest import HELLASWAG, ROOT, needs_compiler, series, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
 from dataloader import Batch
-from formats.checkpoint import latest_checkpoint, load_model, verify_checkpoint
+from formats.checkpoint import verify_checkpoint
+from formats.load import latest_checkpoint, load_model
 from formats.metrics import read_metrics
+from lr_schedule import learning_rate
 from model import GPT, GPTConfig
 from runtime.device import make_deterministic
 from runtime.distributed import DistInfo
 from train_gpt2 import (
-    StepResult,
+    build,
     build_optimizers,
-    check_finite,
+    check_every_parameter_once,
     evaluate_loss,
-    learning_rate,
     main,
+    raise_unless_overflow,
     train_step,
 )
 from training.config import TrainConfig
@@ -36,13 +37,20 @@ SCORED = ["--block-size=64", "--hellaswag-every=4", f"--hellaswag-data={HELLASWA
 
 
 @pytest.fixture
-def one_step(tiny_data):
+def one_step(tiny_data, tmp_path):
     """A first optimizer step of a model."""
 
     def step(model, batches, **settings):
-        tokens = 16 * len(batches)
-        trainer = tiny_trainer(tiny_data, model, total_batch_size=tokens, **settings)
-        return train_step(replace(trainer, batches=iter(batches)), 1e-3)
+        with tiny_run(tiny_data, tmp_path, total_batch_size=16 * len(batches), **settings) as run:
+            optimizers = build_optimizers(model, run)
+            trainer = replace(
+                build(run),
+                raw_model=model,
+                model=model,
+                optimizers=optimizers,
+                batches=iter(batches),
+            )
+            return train_step(run, trainer, 1e-3)
 
     return step
 
@@ -112,16 +120,6 @@ def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flag
     main([*flags, "--run-name=whole"])
     shutil.copytree(whole, halves)
     shutil.rmtree(halves / "checkpoints/step_00000008")
-    rewrite_state(  # as an earlier version saved it
-        halves / "checkpoints/step_00000004",
-        lambda state: (
-            state
-            | {
-                "train_config": state["train_config"] | {"skip_grad_norm_zscore": 0.0},
-                "grad_norms": [1.5],
-            }
-        ),
-    )
     (halves / "metrics.jsonl").write_text(  # as if it had died in step 7
         (whole / "metrics.jsonl").read_text().split('{"step": 7,')[0]
     )
@@ -296,8 +294,7 @@ def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step):
     batch = random_batch(8)
     pieces = [Batch(*pair) for pair in zip(*(part.split(2) for part in batch), strict=True)]
     result_whole, result_parts = one_step(whole, [batch]), one_step(parts, pieces)
-    assert result_parts.loss == pytest.approx(result_whole.loss, abs=1e-6)
-    assert result_parts.grad_norm == pytest.approx(result_whole.grad_norm, rel=1e-5)
+    assert result_parts == pytest.approx(result_whole, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -330,9 +327,9 @@ def test_train_step_clips_to_the_norm(one_step):
         parameter.register_post_accumulate_grad_hook(
             lambda p, name=name: grads.update({name: p.grad})
         )
-    result = one_step(model, [random_batch(4)], grad_clip=0.25)
+    _, norm = one_step(model, [random_batch(4)], grad_clip=0.25)
     clipped = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
-    assert result.grad_norm > 0.25
+    assert norm > 0.25
     assert clipped == pytest.approx(0.25, rel=1e-4)
     assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
@@ -349,29 +346,29 @@ def test_train_step_stops_before_an_update_that_is_not_finite(one_step):
         assert torch.equal(parameter.nan_to_num(7.0), before[name].nan_to_num(7.0))
 
 
-def test_check_finite_float16_gives_up_once_the_scale_is_down_to_1():
+def test_raise_unless_overflow_gives_up_once_the_scale_is_down_to_1():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    finite, overflowed = StepResult(1.0, 1.0), StepResult(1.0, math.inf)
-    check_finite(finite, scaler)
-    check_finite(overflowed, scaler)  # skipped, and the scale halved
+    raise_unless_overflow(1.0, math.inf, scaler)  # this step is left out, and the scale halved
     scaler.scale(torch.ones(()))  # sets it up
     scaler.update(1.0)
     with pytest.raises(FloatingPointError, match="gradient norm inf"):
-        check_finite(overflowed, scaler)
+        raise_unless_overflow(1.0, math.inf, scaler)
     with pytest.raises(FloatingPointError, match="loss nan"):
-        check_finite(StepResult(math.nan, 1.0), torch.amp.GradScaler("cpu", init_scale=4.0))
+        raise_unless_overflow(math.nan, 1.0, torch.amp.GradScaler("cpu", init_scale=4.0))
 
 
-def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data, capsys):
-    trainer = tiny_trainer(tiny_data, optimizer="muon", dtype="float16")
-    with trainer.batches:
-        train_step(trainer, 1e-2)
-        scale = trainer.scaler.get_scale()
-        before = {name: p.detach().clone() for name, p in trainer.raw_model.named_parameters()}
-        trainer.raw_model.transformer.ln_f.bias.register_hook(lambda grad: grad * math.inf)
-        result = train_step(trainer, 1e-2)  # AdamW's overflows, none of Muon's does
-    assert not math.isfinite(result.grad_norm)
-    for name, parameter in trainer.raw_model.named_parameters():
+def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data, tmp_path, capsys):
+    with tiny_run(tiny_data, tmp_path, optimizer="muon", dtype="float16") as run:
+        trainer = build(run)
+        model = trainer.raw_model
+        with trainer.batches:
+            train_step(run, trainer, 1e-2)
+            scale = trainer.scaler.get_scale()
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            model.transformer.ln_f.bias.register_hook(lambda grad: grad * math.inf)
+            _, norm = train_step(run, trainer, 1e-2)  # AdamW's overflows, none of Muon's does
+    assert not math.isfinite(norm)
+    for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     assert trainer.scaler.get_scale() == scale / 2
     assert "no update was made" in capsys.readouterr().out
@@ -399,27 +396,43 @@ def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
     assert counted.reads == 1
 
 
-def test_train_step_tells_all_that_one_is_to_stop(tiny_data):
-    trainer = tiny_trainer(tiny_data)
-    with trainer.batches:
-        train_step(trainer, 1e-3)
-        assert trainer.stop.reason is None
-        trainer.stop.write_failed(OSError("full"), at_end=True)
-        train_step(trainer, 1e-3)
-        assert trainer.stop.reason == "failure"
+def test_train_step_tells_all_that_one_is_to_stop(tiny_data, tmp_path):
+    with tiny_run(tiny_data, tmp_path) as run, run.stop:
+        trainer = build(run)
+        with trainer.batches:
+            train_step(run, trainer, 1e-3)
+            assert not run.stop.is_agreed
+            signal.raise_signal(signal.SIGTERM)
+            train_step(run, trainer, 1e-3)
+            assert run.stop.is_agreed
+            assert run.stop.signal_name() == "SIGTERM"
 
 
-def test_build_optimizers_decays_matrices_only():
+def test_build_optimizers_decays_matrices_only(tiny_data, tmp_path):
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    (optimizer,) = build_optimizers(model, TrainConfig(), DistInfo())
+    with tiny_run(tiny_data, tmp_path, beta1=0.8) as run:
+        (optimizer,) = build_optimizers(model, run)
     decayed, others = optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert (len(decayed["params"]), len(others["params"])) == (50, 98)
     assert sum(p.numel() for p in decayed["params"]) == 124_354_560
     assert sum(p.numel() for p in others["params"]) == 121_344
-    assert decayed["betas"] == (0.9, 0.95)
+    assert decayed["betas"] == (0.8, 0.95)
     assert decayed["fused"]
+
+
+def test_check_every_parameter_once_names_those_that_are_missing_or_twice():
+    model = GPT(TINY)
+    first, *_, last = model.parameters()
+    rest = [p for p in model.parameters() if p is not last]
+    optimizers = [torch.optim.SGD(rest), torch.optim.SGD([first])]
+    message = r"once: transformer\.wte\.weight \(2 times\), transformer\.ln_f\.bias \(0 times\)$"
+    with pytest.raises(ValueError, match=message):
+        check_every_parameter_once(model, optimizers)
+    check_every_parameter_once(model, [torch.optim.SGD(rest), torch.optim.SGD([last])])
+    last.requires_grad_(False)  # nothing trains it
+    check_every_parameter_once(model, [torch.optim.SGD(rest)])
 
 
 def test_evaluate_loss_weighs_tokens_not_batches():

@@ -1,103 +1,16 @@
 import re
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from torch._inductor.runtime.triton_compat import OutOfResources
-from training.run_dir import (
-    check_resume_compatible,
-    choose_run_dir,
-    explain_failures,
-    model_dimensions,
-    open_run,
-    parse_config,
-    write_config,
-)
+from conftest import fake_checkpoint
 
-from formats.checkpoint import Checkpoint, TrainerState, read_state
 from formats.huggingface import save_pretrained
 from model import GPT, GPTConfig
-from runtime.cli import RunStopped
-from runtime.files import read_json, sha256_of, write_json
+from runtime.files import write_json
 from training.config import TrainConfig
-
-
-def fake_checkpoint(run_dir, step, **settings):
-    """A checkpoint whose tensor files are empty."""
-    path = run_dir / "checkpoints" / f"step_{step:08d}"
-    path.mkdir(parents=True)
-    state = TrainerState(step, 0, asdict(GPTConfig()), settings, "a", {}, {})
-    write_json(path / "trainer_state.json", asdict(state))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        (path / name).touch()
-    files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in path.iterdir()}
-    write_json(path / "manifest.json", {"format": 1, "files": files})
-    return Checkpoint(path, read_state(path))
-
-
-def open_named(run_dir, checkpoint=None, **settings):
-    """`open_run` of a configuration whose flags name this folder."""
-    flags = {"out_dir": run_dir.parent, "run_name": run_dir.name} | settings
-    return open_run(TrainConfig(**flags), checkpoint)
-
-
-def assert_refused(message, run_dir, checkpoint=None, **settings):
-    with (
-        pytest.raises(ValueError, match=message),
-        open_named(run_dir, checkpoint, **settings),
-    ):
-        pass
-
-
-# --- the folder ---------------------------------------------------------------------------------
-
-
-def test_open_run_lets_one_trainer_in_and_write_config_writes_the_configuration(tmp_path):
-    run_dir, config = tmp_path / "runs" / "a", TrainConfig(run_name="a")
-    with open_named(run_dir):
-        pass
-    assert not run_dir.exists()  # nothing was written
-    with open_named(run_dir) as folder:
-        assert folder == run_dir
-        write_config(run_dir, config)
-        assert read_json(run_dir / "config.json") == config.saved()
-        saved = fake_checkpoint(run_dir, 1)
-        assert_refused("another trainer is at work", run_dir, saved, resume="auto")
-    with open_named(run_dir, saved, resume="auto"):  # free again
-        pass
-
-
-@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints/step_00000003"])
-def test_open_run_refuses_a_folder_that_has_anything_of_another_run(tmp_path, left):
-    (tmp_path / "a" / left).mkdir(parents=True)
-    other = fake_checkpoint(tmp_path / "b", 3)
-    for checkpoint, resume in ((None, None), (other, str(other.path))):
-        message = "a already holds a run: give another --run-name, or go on with it by --resume"
-        assert_refused(message, tmp_path / "a", checkpoint, resume=resume)
-
-
-def test_open_run_cleans_up_after_a_killed_save(tmp_path):
-    saved = fake_checkpoint(tmp_path / "a", 3)
-    for name in (".step_00000004.tmp", ".step_00000002.deleted"):
-        leftover = saved.path.with_name(name)
-        leftover.mkdir()
-        (leftover / "model.safetensors").write_text("half")
-    with open_named(tmp_path / "a", saved, resume="auto"):
-        assert list((tmp_path / "a/checkpoints").iterdir()) == [saved.path]
-
-
-def test_choose_run_dir(tmp_path):
-    old = fake_checkpoint(tmp_path / "old", 1)
-    here = TrainConfig(out_dir=tmp_path)
-    assert choose_run_dir(here, old) == tmp_path / "old"  # wherever the run was moved
-    assert choose_run_dir(replace(here, run_name="x"), old) == tmp_path / "x"
-    assert choose_run_dir(replace(here, run_name="x"), None) == tmp_path / "x"
-    with open_run(here, None) as first, open_run(here, None) as second:  # in the same second
-        assert sorted(tmp_path.glob("gpt2-20*")) == sorted([first, second])
-        assert first != second
-
+from training.resume import check_resume_compatible, parse_config, run_model_config
 
 # --- what is resumed ----------------------------------------------------------------------------
 
@@ -157,14 +70,18 @@ def test_resume_says_what_it_does_not_take_from_a_given_config(tmp_path, capsys)
 def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
     config = TrainConfig()
     saved = fake_checkpoint(tmp_path / "a", 1, **config.saved())
-    check_resume_compatible(saved, replace(config, max_steps=9, max_lr=1e-3), "a", "v")
-    changed = replace(config, n_layer=3, total_batch_size=2048, shuffle=False)
+
+    def check(data, **changes):
+        changed = replace(config, **changes)
+        check_resume_compatible(saved, changed, run_model_config(changed, saved), data, "v")
+
+    check("a", max_steps=9, max_lr=1e-3)
     said = "n_layer 12 -> 3, data_fingerprint a -> b, total_batch_size 524288 -> 2048, "
     said = re.escape(f"is of another run ({said}shuffle True -> False): leave these as they were")
     with pytest.raises(ValueError, match=said):
-        check_resume_compatible(saved, changed, "b", "v")
+        check("b", n_layer=3, total_batch_size=2048, shuffle=False)
     with pytest.raises(ValueError, match="init_from None -> gpt2"):  # or it would be noted
-        check_resume_compatible(saved, replace(config, init_from="gpt2"), "a", "v")
+        check("a", init_from="gpt2")
 
 
 # --- flags and saved settings -------------------------------------------------------------------
@@ -215,9 +132,8 @@ def test_longer_run_says_that_its_rate_jumps_and_from_where_it_does_not(
         assert capsys.readouterr().out == ""
 
 
-def test_saved_settings_have_flags_laid_over_them_also_those_of_earlier_versions(tmp_path):
+def test_saved_settings_have_flags_laid_over_them(tmp_path):
     settings = {"data_dir": "d", "max_lr": 1, "micro_batch_size": 4, "n_layer": None}
-    settings |= {"skip_grad_norm_zscore": 3.0}
     write_json(tmp_path / "config.json", settings)
     fake_checkpoint(tmp_path / "run", 1, **settings)
     for source in (f"--config={tmp_path}/config.json", f"--resume={tmp_path}/run"):
@@ -248,34 +164,16 @@ def test_init_from_takes_the_models_context_unless_another_is_given(tmp_path):
     write_json(recipe, {"block_size": 128, "max_steps": 60})
     for flags in ([], [f"--config={recipe}"]):
         config, _ = parse_config([*init, *flags])
-        assert model_dimensions(config, None) == own
+        assert run_model_config(config, None) == own
         assert config.saved()["block_size"] == 48
     config, _ = parse_config([*init, "--block_size", "32"])
-    assert model_dimensions(config, None) == replace(own, block_size=32)
+    assert run_model_config(config, None) == replace(own, block_size=32)
     write_json(tmp_path / "config.json", config.saved())  # of a run that began so
     assert parse_config([f"--config={tmp_path}/config.json", *init])[0].block_size == 32
     config, _ = parse_config([*init, "--block-size=128"])
     with pytest.raises(ValueError, match="128 is beyond this model's 48: give --block-size 48 or"):
-        model_dimensions(config, None)
+        run_model_config(config, None)
     # It is not read where a checkpoint is resumed.
     fake_checkpoint(tmp_path / "run", 5, block_size=512)
     flags = [f"--resume={tmp_path}/run", f"--init-from={tmp_path}/gone"]
     assert parse_config(flags)[0].block_size == 512
-
-
-# --- failures -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "said"),
-    [
-        (dist.DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
-        (dist.DistBackendError("NCCL error: closed by remote peer"), RunStopped, "is gone; last"),
-        (RuntimeError("gloo: closed by peer"), RunStopped, "gone; last checkpoint step_00000004"),
-        (OutOfResources(2, 1, "shared memory"), ValueError, "or add --no-compile"),
-    ],
-)
-def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind, said):
-    fake_checkpoint(tmp_path, 4)
-    with pytest.raises(kind, match=re.escape(said)), explain_failures(tmp_path):
-        raise error

@@ -1,0 +1,92 @@
+import re
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from conftest import fake_checkpoint
+from torch._inductor.runtime.triton_compat import OutOfResources
+
+from runtime.cli import RunStopped
+from training.config import TrainConfig
+from training.folder import choose_run_dir, explain_failures, lock_run_folder
+
+
+def open_named(run_dir, checkpoint=None, **settings):
+    """`lock_run_folder` of a configuration whose flags name this folder."""
+    flags = {"out_dir": run_dir.parent, "run_name": run_dir.name} | settings
+    return lock_run_folder(TrainConfig(**flags), checkpoint)
+
+
+def assert_refused(message, run_dir, checkpoint=None, **settings):
+    with (
+        pytest.raises(ValueError, match=message),
+        open_named(run_dir, checkpoint, **settings),
+    ):
+        pass
+
+
+# --- the folder ---------------------------------------------------------------------------------
+
+
+def test_lock_run_folder_lets_one_trainer_in(tmp_path):
+    run_dir = tmp_path / "runs" / "a"
+    with open_named(run_dir):
+        pass
+    assert not run_dir.exists()  # nothing was written
+    with open_named(run_dir) as folder:
+        assert folder == run_dir
+        saved = fake_checkpoint(run_dir, 1)
+        assert_refused("another trainer is at work", run_dir, saved, resume="auto")
+    with open_named(run_dir, saved, resume="auto"):  # free again
+        pass
+
+
+@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints/step_00000003"])
+def test_lock_run_folder_refuses_a_folder_that_has_anything_of_another_run(tmp_path, left):
+    (tmp_path / "a" / left).mkdir(parents=True)
+    other = fake_checkpoint(tmp_path / "b", 3)
+    for checkpoint, resume in ((None, None), (other, str(other.path))):
+        message = "a already holds a run: give another --run-name, or go on with it by --resume"
+        assert_refused(message, tmp_path / "a", checkpoint, resume=resume)
+
+
+def test_lock_run_folder_cleans_up_after_a_killed_save(tmp_path):
+    saved = fake_checkpoint(tmp_path / "a", 3)
+    for name in (".step_00000004.tmp", ".step_00000002.deleted"):
+        leftover = saved.path.with_name(name)
+        leftover.mkdir()
+        (leftover / "model.safetensors").write_text("half")
+    with open_named(tmp_path / "a", saved, resume="auto"):
+        assert list((tmp_path / "a/checkpoints").iterdir()) == [saved.path]
+
+
+def test_choose_run_dir(tmp_path):
+    old = fake_checkpoint(tmp_path / "old", 1)
+    here = TrainConfig(out_dir=tmp_path)
+    assert choose_run_dir(here, old) == tmp_path / "old"  # wherever the run was moved
+    assert choose_run_dir(replace(here, run_name="x"), old) == tmp_path / "x"
+    assert choose_run_dir(replace(here, run_name="x"), None) == tmp_path / "x"
+    with (
+        lock_run_folder(here, None) as first,
+        lock_run_folder(here, None) as second,
+    ):  # in the same second
+        assert sorted(tmp_path.glob("gpt2-20*")) == sorted([first, second])
+        assert first != second
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (dist.DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
+        (dist.DistBackendError("NCCL error: closed by remote peer"), RunStopped, "is gone; last"),
+        (RuntimeError("gloo: closed by peer"), RunStopped, "gone; last checkpoint step_00000004"),
+        (OutOfResources(2, 1, "shared memory"), ValueError, "or add --no-compile"),
+    ],
+)
+def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind, said):
+    fake_checkpoint(tmp_path, 4)
+    with pytest.raises(kind, match=re.escape(said)), explain_failures(tmp_path):
+        raise error
