@@ -36,8 +36,8 @@ from runtime import distributed
 from runtime.cli import run_command
 from runtime.device import autocast, eval_mode, make_deterministic, tune_malloc
 from runtime.distributed import DistInfo, print0
-from sample import encode, generate
-from tokenizer import gpt2_encoding
+from sample import generate_tokens
+from tokenizer import END_OF_TEXT, gpt2_encoding
 from training.plan import loss_chunks, print_plan
 from training.preflight import run_preflight
 from training.resume import parse_config, run_model_config
@@ -346,10 +346,10 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
     Every rank does this, so that none waits long for another; rank 0 writes.
     """
     device, encoding = run.dist_info.device, gpt2_encoding()
-    prompt = torch.tensor(encode(run.config.sample_prompt), device=device)
-    sequences = generate(
+    prompt = encoding.encode_ordinary(run.config.sample_prompt) or [END_OF_TEXT]
+    sequences = generate_tokens(
         trainer.raw_model,
-        prompt.repeat(SAMPLE_COUNT, 1),
+        torch.tensor([prompt] * SAMPLE_COUNT, device=device),
         SAMPLE_TOKENS,
         top_k=SAMPLE_TOP_K,
         generator=torch.Generator(device).manual_seed(run.config.seed),

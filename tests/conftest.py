@@ -177,7 +177,7 @@ def tiny_run(data_dir, folder, dist_info=None, **settings):
     tiny = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "max_steps": 100}
     tiny |= {"total_batch_size": 16, "micro_batch_size": 1, "compile": False, "dtype": "float32"}
     tiny |= {"hellaswag_every": 0, "warmup_steps": 2, "val_tokens": 256, "device": "cpu"}
-    config = TrainConfig(data_dir=data_dir, out_dir=folder, **(tiny | settings))
+    config = TrainConfig(data_dir=Path(data_dir), out_dir=Path(folder), **(tiny | settings))
     with open_run(config, None, dist_info or DistInfo()) as run:
         yield run
 

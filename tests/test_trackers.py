@@ -85,8 +85,9 @@ def log_session(run_dir, tracker, start_step, end):
             if step > start_step:
                 log.step(step, loss=1 / step, lr=1e-3, grad_norm=float(end))
             if step % 4 == 0:
-                log.samples(step, [f"step {step} | sample: '<b>one</b>'"])
-                log.evaluation(step, {"val_loss": 1 / (1 + step), "samples": 1}, 0.5)
+                with log.evaluation(step) as record:
+                    log.samples(["<b>one</b>"])
+                    record |= {"val_loss": 1 / (1 + step), "samples": 1}
 
 
 def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_flags, tmp_path):
