@@ -126,7 +126,7 @@ class HellaSwagResult:
         left_out = {"hellaswag_left_out": self.left_out} if self.left_out else {}
         return metrics | {"hellaswag_total": total} | left_out
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         total = len(self.examples)
         parts = [f"{name} {n}/{total}={n / total:.4f}" for name, n in self.correct().items()]
         if self.left_out:

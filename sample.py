@@ -4,7 +4,7 @@
     echo "Once upon" | python sample.py --model runs/NAME --prompt -
     python sample.py --model runs/NAME --prompts-file FILE --json   one JSON object a sample
 
-Without --model it is OpenAI's GPT-2 124M.
+Without --model it is OpenAI's GPT-2 124M. In Python: `generate(model, text)` and `text_loss`.
 """
 
 if __name__ == "__main__":
@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +56,7 @@ class SampleConfig:
     max_new_tokens: int = 100
     """The most tokens to add; a sample that ends its document stops earlier."""
     temperature: float = 1.0
-    """Divides the logits: below 1 favours likely tokens, above 1 unlikely ones; 0 always takes the
-    most likely token."""
+    """Divides the logits: below 1 favours likely tokens; 0 always takes the most likely one."""
     top_k: int = 50
     """Sample from this many most likely tokens only; 0 = from all."""
     top_p: float = 1.0
@@ -86,7 +86,7 @@ def main() -> None:
     prompts = read_prompts(config)
     device = select_device(config.device)
     continue_tokens: Callable[..., list[list[int]]] = partial(
-        generate,
+        generate_tokens,
         load_model(config.model, device),
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -99,16 +99,16 @@ def main() -> None:
         converse(continue_tokens, device)
         return
     for number, prompt in enumerate(prompts):
-        ids = encode(prompt)
+        ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
         samples = continue_tokens(torch.tensor([ids] * config.num_samples, device=device))
         for index, tokens in enumerate(samples):
+            new = tokens[len(ids) :]
+            text = gpt2_encoding().decode(new)
             if config.json:
-                new = tokens[len(ids) :]
-                sample = {"prompt": prompt, "text": decode(new), "index": index, "tokens": new}
-                print(json.dumps(sample))
+                print(json.dumps({"prompt": prompt, "text": text, "index": index, "tokens": new}))
             else:
                 place = f"{number * len(samples) + index + 1} of {len(prompts) * len(samples)}"
-                print(f"--- sample {place} ---\n{decode(tokens)}\n")
+                print(f"--- sample {place} ---\n{prompt}{text}\n")
 
 
 def read_prompts(config: SampleConfig) -> list[str]:
@@ -125,7 +125,7 @@ def read_prompts(config: SampleConfig) -> list[str]:
 
 
 def converse(continue_tokens: Callable[..., object], device: torch.device) -> None:
-    """Continue what is typed after all text so far, by `generate`; print each token as it comes."""
+    """Continue what is typed after all text so far, and print each token as it comes."""
     with suppress(ImportError):  # Windows has none
         import readline  # noqa: F401 - importing it gives `input` its history
     tokens = list[int]()
@@ -165,8 +165,47 @@ def token_printer(tokens: list[int]) -> Callable[[Tensor], None]:
     return take
 
 
-@torch.no_grad()
 def generate(
+    model: GPT,
+    prompt: str,
+    max_new_tokens: int = 100,
+    *,
+    num_samples: int = 1,
+    seed: int | None = None,
+    **options: Any,  # noqa: ANN401
+) -> list[str]:
+    """Continue a text `num_samples` times; returns the texts, each of which begins with it.
+
+    An empty prompt begins a document. The same `seed` gives the same texts; None takes torch's
+    random state. `options` are those of `generate_tokens`: temperature, top_k, top_p, dtype, …
+    """
+    device = next(model.parameters()).device
+    ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
+    tokens = torch.tensor([ids] * num_samples, device=device)
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    rows = generate_tokens(model, tokens, max_new_tokens, generator=generator, **options)
+    return [prompt + gpt2_encoding().decode(row[len(ids) :]) for row in rows]
+
+
+@torch.no_grad()
+def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> float:
+    """The mean cross-entropy of a text's tokens after the first, in nats per token.
+
+    A text longer than the model's context is cut into windows, each predicted by itself.
+    """
+    ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
+    if len(ids) < 2:
+        raise ValueError(f"text_loss needs a text of 2 tokens or more, and {text!r} has {len(ids)}")
+    device, loss_sum = next(model.parameters()).device, 0.0
+    with inference(model, device, dtype):
+        for start in range(0, len(ids) - 1, block_size):
+            window = torch.tensor([ids[start : start + block_size + 1]], device=device)
+            loss_sum += float(model(window[:, :-1], window[:, 1:]).loss) * (window.size(1) - 1)
+    return loss_sum / (len(ids) - 1)
+
+
+@torch.no_grad()
+def generate_tokens(
     model: GPT,
     tokens: Tensor,
     max_new_tokens: int = 100,
@@ -209,11 +248,8 @@ def generate(
                 break
             if on_token is not None:
                 on_token(next_token)
-    rows = []
-    for row in tokens.tolist():
-        end = row.index(stop_token, T) if stop_token in row[T:] else len(row)
-        rows.append(row[:end])
-    return rows
+    rows = tokens.tolist()
+    return [row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in rows]
 
 
 def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
@@ -245,16 +281,6 @@ def sample_token(
         probs = probs.masked_fill(more_likely >= top_p, 0.0)
     choice = torch.multinomial(probs, 1, generator=generator)
     return ids.gather(-1, choice).squeeze(-1)
-
-
-def encode(text: str) -> list[int]:
-    """A text as tokens; a document's start if it is empty."""
-    return gpt2_encoding().encode_ordinary(text) or [END_OF_TEXT]
-
-
-def decode(tokens: list[int]) -> str:
-    """Tokens as text, without `<|endoftext|>`; bytes that are not UTF-8 become U+FFFD."""
-    return gpt2_encoding().decode([t for t in tokens if t != END_OF_TEXT], errors="replace")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from hellaswag import Example, evaluate_hellaswag, load_examples
 from model import GPT
 from runtime.device import autocast, select_dtype
 from runtime.distributed import DistInfo
-from sample import generate
+from sample import generate_tokens
 from tokenizer import END_OF_TEXT
 
 LOADER_BATCHES = 2000  # of one run of the loader
@@ -123,10 +123,11 @@ def score_one_at_a_time(model: GPT, examples: Sequence[Example], dtype: torch.dt
 
 
 def sample_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
-    """`generate` without its cache of keys and values, and with it."""
+    """`generate_tokens` without its cache of keys and values, and with it."""
     model, device = new_model(config), config.torch_device
     prompt = torch.full((SAMPLE_COUNT, 1), END_OF_TEXT, device=device)
-    sample = partial(generate, model, prompt, dtype=select_dtype("auto", device), stop_token=None)
+    dtype = select_dtype("auto", device)
+    sample = partial(generate_tokens, model, prompt, dtype=dtype, stop_token=None)
     sample(2)  # the device's first operations are slow
 
     def rate(use_cache: bool) -> dict[str, float]:

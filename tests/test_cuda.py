@@ -26,7 +26,7 @@ from model import GPT, GPTConfig, KVCache
 from ops import IGNORE_INDEX, checkpoint_activations
 from runtime.device import inference, is_out_of_memory
 from runtime.distributed import DistInfo
-from sample import generate, next_token_logits, sample_token
+from sample import generate_tokens, next_token_logits, sample_token
 from train_gpt2 import build_optimizers, evaluate_loss
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -135,7 +135,8 @@ def test_samples_and_hellaswag_are_those_of_the_cpu(both):
     with torch.no_grad():  # logits far enough apart that rounding chooses no token
         model.transformer.wte.weight.mul_(5)
         twin.transformer.wte.weight.mul_(5)
-    assert generate(twin, idx.to(CUDA), 150, **options) == generate(model, idx, 150, **options)
+    on_gpu = generate_tokens(twin, idx.to(CUDA), 150, **options)
+    assert on_gpu == generate_tokens(model, idx, 150, **options)
     examples = [e for e in load_examples(SAMPLE) if e.fits(CONFIG.block_size)]
     ours, theirs = (evaluate_hellaswag(each, examples, batch_size=4) for each in (model, twin))
     assert (ours.summed - theirs.summed).abs().max() < 1e-3 * ours.summed.abs().max()
@@ -182,7 +183,7 @@ def test_no_path_takes_twice_the_model_of_the_gpu(tmp_path, tiny_data):
     path = latest_checkpoint(tmp_path)
     latest = Checkpoint(path, read_state(path))
     assert peak_bytes(load_checkpoint, latest, resumed, resumed_optimizers) < 3.1 * size
-    assert peak_bytes(generate, resumed, idx.repeat(4, 1), 8) < 0.5 * size
+    assert peak_bytes(generate_tokens, resumed, idx.repeat(4, 1), 8) < 0.5 * size
 
 
 @needs_two

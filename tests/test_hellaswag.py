@@ -4,16 +4,16 @@ from dataclasses import replace
 import pyarrow.parquet
 import pytest
 import torch
-from torch.nn import functional as F
 from conftest import ROOT, check_on_ranks, randomize_weights
 from hub_server import HubServer
+from torch.nn import functional as F
 
 import hellaswag
 from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from formats.metrics import read_metrics
 from hellaswag import HellaSwagResult, evaluate_hellaswag, load_examples, render_example
 from model import GPT, GPTConfig
-from sample import generate
+from sample import generate_tokens
 from tokenizer import gpt2_encoding
 
 SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
@@ -112,7 +112,7 @@ def test_scores_and_samples_are_those_without_dropout_and_leave_the_mode(example
 
     def score_and_sample():
         tokens = torch.zeros(2, 3, dtype=torch.int64)
-        return evaluate_hellaswag(model, examples).summed.tolist(), generate(
+        return evaluate_hellaswag(model, examples).summed.tolist(), generate_tokens(
             model, tokens, 9, top_k=1
         )
 
@@ -130,7 +130,7 @@ def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(mod
     result = evaluate_hellaswag(model, rows)
     assert torch.equal(result.summed, evaluate_hellaswag(model, rows[1:3]).summed)
     assert (len(result.examples), result.left_out) == (2, 2)
-    assert str(result).endswith("(2 left out: longer than the model's context)")
+    assert repr(result).endswith("(2 left out: longer than the model's context)")
     with pytest.raises(ValueError, match=r"none of the 2 .* of 64 tokens"):
         evaluate_hellaswag(model, rows[::3])
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 import sample
 from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from model import GPT, GPTConfig
-from sample import decode, encode, generate, sample_token, token_printer
+from sample import generate, generate_tokens, sample_token, text_loss, token_printer
 from tokenizer import gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
 SMALL_VOCAB = GPTConfig(block_size=8, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 
 
-greedy = partial(generate, temperature=0, stop_token=None)
+greedy = partial(generate_tokens, temperature=0, stop_token=None)
 
 
 def random_model(config):
@@ -35,7 +35,9 @@ def prompts(config, B, T):
     return torch.randint(0, config.vocab_size, (B, T))
 
 
-def test_generate_greedy_equals_transformers():
+@pytest.fixture
+def pair():
+    """A model of ours, and transformers' with the same weights."""
     transformers = pytest.importorskip("transformers")
     model = random_model(TINY)
     hf_config = transformers.GPT2Config(
@@ -44,6 +46,11 @@ def test_generate_greedy_equals_transformers():
     theirs = transformers.GPT2LMHeadModel(hf_config).eval()
     theirs.load_state_dict(to_hf_state_dict(model), strict=False)
     theirs.tie_weights()
+    return model, theirs
+
+
+def test_generate_greedy_equals_transformers(pair):
+    model, theirs = pair
     idx = prompts(TINY, 3, 4)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 50256}
     mask = torch.ones_like(idx)
@@ -73,7 +80,7 @@ def test_generate_seed_decides_the_samples_and_leaves_the_global_state():
     model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 4, 2)
 
     def rows(seed):
-        return generate(model, idx, 12, generator=torch.Generator().manual_seed(seed))
+        return generate_tokens(model, idx, 12, generator=torch.Generator().manual_seed(seed))
 
     before = torch.get_rng_state()
     assert rows(1) == rows(1)
@@ -106,14 +113,14 @@ def test_generate_never_gives_a_padding_id(temperature):
     idx = prompts(SMALL_VOCAB, 8, 1)
     hidden = model.hidden_states(idx)
     assert (model.lm_head(hidden).argmax(dim=-1) >= SMALL_VOCAB.vocab_size).all()
-    for row in generate(model, idx, 10, temperature=temperature, top_k=0, stop_token=None):
+    for row in generate_tokens(model, idx, 10, temperature=temperature, top_k=0, stop_token=None):
         assert max(row) < SMALL_VOCAB.vocab_size
 
 
 def test_generate_in_bfloat16_keeps_training_possible():
     model = random_model(SMALL_VOCAB)
     idx = prompts(SMALL_VOCAB, 2, 3)
-    rows = generate(model, idx, 12, dtype=torch.bfloat16, stop_token=None)
+    rows = generate_tokens(model, idx, 12, dtype=torch.bfloat16, stop_token=None)
     assert [len(row) for row in rows] == [15, 15]
     with torch.autocast("cpu", torch.bfloat16):
         model(idx, idx).loss.backward()
@@ -149,6 +156,48 @@ def test_sample_token_follows_the_probabilities_worked_by_hand():
         torch.testing.assert_close(frequencies(*choice), share / share.sum(), rtol=0, atol=0.01)
 
 
+# --- texts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["Once upon ", "café <|endoftext|>", ""])
+def test_generate_gives_texts_that_begin_with_the_prompt_and_repeat_with_the_seed(prompt):
+    model = random_model(TINY)
+    options = {"num_samples": 3, "temperature": 0.9, "top_k": 0}
+    first, again, other = (generate(model, prompt, 6, seed=s, **options) for s in (1, 1, 2))
+    assert first == again != other
+    assert len(set(first)) == 3
+    assert all(text.startswith(prompt) and len(text) > len(prompt) for text in first + other)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "windows"),  # a window's first token is only seen
+    [
+        (2, [(0, 2)]),
+        (17, [(0, 17)]),
+        (18, [(0, 17), (16, 18)]),
+        (38, [(0, 17), (16, 33), (32, 38)]),
+    ],
+)
+def test_text_loss_equals_transformers_in_windows_of_the_context(pair, n_tokens, windows):
+    model, theirs = pair
+    ids = gpt2_encoding().encode_ordinary("Once upon a time, there was a café. " * 5)[:n_tokens]
+    loss_sum = 0.0
+    for start, end in windows:
+        inputs, targets = torch.tensor([ids[start : end - 1]]), torch.tensor([ids[start + 1 : end]])
+        loss = theirs(inputs, labels=targets, shift_labels=targets).loss
+        loss_sum += loss.item() * (end - start - 1)
+    model.train()
+    loss = text_loss(model, gpt2_encoding().decode(ids))
+    assert loss == pytest.approx(loss_sum / (n_tokens - 1), rel=1e-5)
+    assert model.training
+
+
+@pytest.mark.parametrize("text", ["", "Once"])
+def test_text_loss_refuses_a_text_with_nothing_to_predict(text):
+    with pytest.raises(ValueError, match=rf"2 tokens or more, and '{text}' has {len(text) // 4}$"):
+        text_loss(random_model(TINY), text)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample") / "model"
@@ -157,7 +206,7 @@ def folder(tmp_path_factory):
 
 
 def continued(model, prompt, tokens):
-    return decode(generate(model, torch.tensor([encode(prompt)]), tokens, temperature=0)[0])
+    return generate(model, prompt, tokens, temperature=0)[0]
 
 
 @given(text=st.text(max_size=20))
@@ -169,7 +218,7 @@ def test_token_printer_never_tears_a_character(text):
             take(torch.tensor([token]))
             assert text.startswith(out.getvalue())
     assert out.getvalue() == text
-    assert decode(tokens) == text
+    assert encoding.decode(tokens) == text
 
 
 @pytest.fixture
@@ -196,7 +245,11 @@ def test_main_prints_json_for_each_prompt_of_a_file(run_main, folder, tmp_path):
     lines = run_main(*flags).splitlines()
     for line, (prompt, index) in zip(lines, expected_order, strict=True):
         record = json.loads(line)
-        expected = {"prompt": prompt, "text": decode(record["tokens"]), "index": index}
+        expected = {
+            "prompt": prompt,
+            "text": gpt2_encoding().decode(record["tokens"]),
+            "index": index,
+        }
         assert record == expected | {"tokens": record["tokens"]}
         assert prompt + record["text"] == continued(model, prompt, 5)
 
@@ -232,9 +285,9 @@ def test_main_interactive_goes_on_after_all_text_until_new(run_main, folder):
     def goes_on(text):
         nonlocal ids
         ids = ids + gpt2_encoding().encode_ordinary(text)
-        [longer] = generate(model, torch.tensor([ids]), 5, temperature=0)
+        [longer] = generate_tokens(model, torch.tensor([ids]), 5, temperature=0)
         added, ids = longer[len(ids) :], longer
-        return decode(added)
+        return gpt2_encoding().decode(added)
 
     assert printed.startswith(sample.GREETING)
     texts = printed.removeprefix(sample.GREETING + "\n").split("\n> ")
