@@ -19,7 +19,7 @@ from conftest import ROOT, TINY_RUN, torchrun
 
 sys.path.insert(0, str(ROOT))
 
-from test_fineweb import contents, start_fineweb, texts_of, write_texts
+from fineweb_runs import contents, start_fineweb, texts_of, write_texts
 
 from corpus.shards import SHARD_MANIFEST, Manifest, verify_shards
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint

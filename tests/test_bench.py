@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, TINY_MODEL
+from forked import NO_COMPILER, fork_trainers
 from torch.profiler import profile
 
 import model
@@ -31,7 +32,6 @@ KERNELS = {
     "math": "aten::_scaled_dot_product_attention_math",
     "flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
-NO_COMPILER = {"PATH": "/nonexistent", "CXX": ""}  # compiling takes a minute
 
 
 @pytest.fixture
@@ -42,20 +42,6 @@ def own_numerics():
     model.causal_attention = attention
     torch.set_float32_matmul_precision("highest")
     torch._dynamo.reset()
-
-
-def fork_trainers(monkeypatch, commands, module):
-    """Let a module's children be forks, which do without the seconds of imports and compiling."""
-
-    def run_python(script, *args, **environment):
-        if script == "-m":
-            module, *args = args
-            script = module.replace(".", "/") + ".py"
-        done = commands.run(ROOT / script, *args, **environment | NO_COMPILER)
-        if done.code:
-            raise ValueError(done.stderr)
-
-    monkeypatch.setattr(module, "run_python", run_python)
 
 
 def tiny_bench(data_dir, *flags):

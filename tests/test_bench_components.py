@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, TINY_MODEL, randomize_weights
-from test_bench import fork_trainers
+from forked import fork_trainers
 
 from bench import components, ladder
 from bench.components import COMPONENTS, score_one_at_a_time

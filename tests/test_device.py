@@ -96,16 +96,7 @@ def test_gpu_has_a_name_a_dtype_and_memory_and_is_waited_for():
 
 
 @linux_only
-def test_cpu_has_the_dtype_and_the_memory_of_the_machine():
-    with open("/proc/cpuinfo") as file:
-        lines = file.readlines()
-    flags, vendors = (
-        {word for line in lines if line.startswith(start) for word in line.split()}
-        for start in ("flags", "vendor_id")
-    )
-    is_fast = "amx_bf16" in flags or ("avx512_bf16" in flags and "GenuineIntel" not in vendors)
-    assert select_dtype("auto", CPU) == (torch.bfloat16 if is_fast else torch.float32)
-    assert select_dtype("float16", CPU) == torch.float16
+def test_cpu_has_the_memory_of_the_machine():
     with open("/proc/meminfo") as file:
         total_kib = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
     assert memory_gib(CPU) == pytest.approx(total_kib / 2**20, rel=0.01)
@@ -124,6 +115,7 @@ def test_cpu_has_the_dtype_and_the_memory_of_the_machine():
 def test_select_dtype_is_what_a_cpu_multiplies_fastest(capabilities, dtype, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert select_dtype("auto", CPU) == dtype
+    assert select_dtype("float16", CPU) == torch.float16
 
 
 def test_inference_leaves_cudnn_out_lowers_the_precision_and_puts_all_back():

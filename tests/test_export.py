@@ -6,9 +6,9 @@ import sys
 import huggingface_hub
 import numpy as np
 import torch
+from checkpoints import new_training
 from conftest import save_run
 from safetensors.torch import load_file
-from test_checkpoint import new_training
 
 import export
 from corpus.shards import open_shards

@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from checkpoints import rewrite_manifest
 from conftest import ROOT, TINY_RUN, torchrun
-from test_checkpoint import rewrite_manifest
 
 from runtime.checkpoint import load_model
 from runtime.huggingface import save_pretrained

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from test_plot import BATCH, append_records, write_run
+from run_files import BATCH, append_records, write_run
 
 from report import collect_run, write_report
 from runtime.files import write_json

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_run_log import new_log
+from run_files import log_session, new_log
 
 from report import collect_run
 from runtime.metrics import read_metrics
@@ -20,8 +20,6 @@ from runtime.trackers import TRACKERS, Tracker
 from train_gpt2 import main
 from training.config import config_from_settings
 from training.run_dir import parse_config
-
-SETTINGS = {"n_embd": 32, "n_head": 2}
 
 
 class Recorder:
@@ -73,18 +71,6 @@ def measured(run_dir):
 def by_step(values):
     """The last value of each name and step."""
     return {(step, name): value for step, name, value in values}
-
-
-def log_session(run_dir, tracker, start_step, end):
-    """Log the steps after `start_step`, as a run does; evaluate at every fourth step."""
-    with new_log(run_dir, start_step, logger=(tracker,), max_steps=end, **SETTINGS) as log:
-        log.record(resumed_from=start_step)
-        for step in range(start_step, end + 1):
-            if step > start_step:
-                log.step(step, loss=1 / step, lr=1e-3, grad_norm=float(end))
-            if step % 4 == 0:
-                log.samples(step, [f"step {step} | sample: '<b>one</b>'"])
-                log.evaluation(step, {"val_loss": 1 / (1 + step), "samples": 1}, 0.5)
 
 
 def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_flags, tmp_path):
@@ -245,7 +231,7 @@ for name in [*os.environ]:
 os.environ |= ENVIRONMENT
 from runtime import trackers
 trackers.WANDB_SECONDS = 600  # on a machine that is slow, or busy
-from test_trackers import log_session
+from run_files import log_session
 log_session(Path(RUN_DIR), TRACKER, START, END)
 """
 

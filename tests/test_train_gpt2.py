@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from checkpoints import rewrite_state
 from conftest import HELLASWAG, ROOT, needs_compiler, series, tiny_trainer
-from test_checkpoint import rewrite_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
