@@ -66,7 +66,7 @@ def test_load_checkpoint_continues_bit_for_bit(tmp_path, kind, stateless):
 
 
 SHARDED_CHECK = f"""
-import torch
+import pytest, torch
 from pathlib import Path
 from torch.distributed.fsdp import fully_shard
 sys.path.append({str(ROOT / "tests")!r})
