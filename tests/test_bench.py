@@ -1,6 +1,5 @@
 import json
 import socket
-import sys
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,7 @@ from bench.ladder import (
 from bench.measurement import format_results, measure_in_turn, results_path, store_results
 from bench.plain import OPTIMIZATIONS, HuggingFaceGPT2
 from model import GPT, GPTConfig
-from runtime.cli import parse_flags, run_command
+from runtime.cli import parse_flags
 from runtime.metrics import read_metrics
 from training.config import TrainConfig
 
@@ -212,21 +211,3 @@ def test_results_are_replaced_by_name_and_have_a_file_per_model(tmp_path):
     flags += ["--micro-batch-size=8"], ["--size=gpt2-medium"]
     paths = {results_path(parse_flags(BenchConfig, ["--device=cpu", *each])) for each in flags}
     assert len(paths) == len(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--peer=eager", "--component=data"], "give one"),
-        (["--rounds=0"], "--rounds must be above 0, not 0"),
-        (["--data-dir=nowhere"], "no data folder nowhere"),
-    ],
-)
-def test_bad_flags_end_as_one_line(flags, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", "--device=cpu", *flags, f"--out-dir={tmp_path}"])
-    with pytest.raises(SystemExit) as stop:
-        run_command(bench_main.main)
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not list(tmp_path.iterdir())

@@ -451,10 +451,8 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     ("tokens", "command"),
     [
         (1_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 256 --max-steps 19"),
-        (300_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 2048 --max-steps 732"),
         (3_000_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 8192 --max-steps 1831"),
         (7_000_000, "gpt2-3m.json --data-dir 'my data'"),
-        (15_000_000, "gpt2-7m.json --data-dir 'my data'"),
         (1_900_000_000, "gpt2-82m.json --data-dir 'my data'"),
         (2_000_000_000, "gpt2-124m-fast.json --data-dir 'my data'"),
     ],

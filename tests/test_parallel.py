@@ -4,10 +4,7 @@ import pytest
 import torch
 from conftest import HELLASWAG, ROOT, TINY_RUN, check_on_ranks, needs_compiler, series
 
-from model import GPT, GPTConfig
-from ops import checkpoint_activations
 from runtime.checkpoint import latest_checkpoint, verify_checkpoint
-from runtime.device import autocast
 from train_gpt2 import main
 
 CPU = torch.device("cpu")
@@ -200,28 +197,3 @@ def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, check, 
 def test_cpu_offload_is_refused_where_there_is_no_gpu(tiny_flags):
     with pytest.raises(ValueError, match="--cpu-offload needs GPUs, and this device is cpu"):
         main([*tiny_flags, "--parallel=fsdp", "--cpu-offload"])
-
-
-# --- activations ------------------------------------------------------------------------------
-
-
-def gradients(mode, dtype):
-    """Loss and gradients of a small model."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=32))
-    checkpoint_activations(model.transformer.h, mode)
-    idx = torch.randint(0, 50257, (1, 64), generator=torch.Generator().manual_seed(1))
-    with autocast(CPU, dtype):
-        loss = model(idx, idx.flip(1)).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_kept_activations(mode, dtype):
-    loss, expected = gradients("none", dtype)
-    other_loss, found = gradients(mode, dtype)
-    assert torch.equal(loss, other_loss)
-    assert found.keys() == expected.keys()  # a checkpointed block keeps its parameters' names
-    assert all(torch.equal(found[name], expected[name]) for name in expected)

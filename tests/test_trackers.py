@@ -18,8 +18,6 @@ from report import collect_run
 from runtime.metrics import read_metrics
 from runtime.trackers import TRACKERS, Tracker
 from train_gpt2 import main
-from training.config import config_from_settings
-from training.run_dir import parse_config
 
 
 class Recorder:
@@ -119,15 +117,6 @@ def test_figures_that_cannot_be_drawn_cost_a_warning(recorder, tmp_path, capsys)
     log_session(tmp_path, "tensorboard", 0, 1)
     assert capsys.readouterr().out.count("warning: no figures for the trackers") == 1
     assert recorded(tmp_path, "end")
-
-
-def test_logger_is_saved_and_read_back():
-    config, _ = parse_config(["--logger", "tensorboard", "trackio"])
-    assert config.logger == ("tensorboard", "trackio")
-    saved = json.loads(json.dumps(config.saved()))
-    assert config_from_settings(saved, Path("config.json")).saved() == saved
-    with pytest.raises(ValueError, match=r"--logger: .* is not tensorboard"):
-        config_from_settings({"logger": ["neptune"]}, Path("config.json"))
 
 
 def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
