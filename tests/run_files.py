@@ -17,9 +17,7 @@ def append_records(run_dir, *records):
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def write_run(
-    run_dir, steps, val_every=0, hellaswag_every=0, total=10042, loss_at_end=3, score=0.3, **extra
-):
+def write_run(run_dir, steps, val_every=0, hellaswag_every=0, total=10042, loss_at_end=3, **extra):
     """A run's metrics, as train_gpt2.py logs them."""
     records = []
     for step in range(steps + 1):
@@ -28,7 +26,7 @@ def write_run(
         if val_every and step % val_every == 0:
             evaluation["val_loss"] = loss + 0.05
         if hellaswag_every and step % hellaswag_every == 0:
-            evaluation |= {"hellaswag_acc_norm": score, "hellaswag_total": total}
+            evaluation |= {"hellaswag_acc_norm": 0.3, "hellaswag_total": total}
         if evaluation:
             records.append({"step": step, "tokens_seen": step * BATCH} | evaluation)
         if step < steps:

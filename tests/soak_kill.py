@@ -75,8 +75,8 @@ class Soak:
             self.expect(False, error)
 
     def finish(self, process):
-        _, errors = process.communicate(timeout=TIMEOUT_S)
-        self.expect(process.returncode == 0, f"a run did not finish: {errors[-500:]}")
+        output = process.communicate(timeout=TIMEOUT_S)
+        self.expect(process.returncode == 0, f"a run did not finish: {str(output)[-500:]}")
 
 
 class TokenizeSoak(Soak):
@@ -137,10 +137,6 @@ class TrainSoak(Soak):
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
-
-    def finish(self, process):
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        self.expect(process.returncode == 0, f"a run did not finish: {output[-500:]}")
 
     def reference(self, ranks):
         """The losses of an uninterrupted run, exactly as logged."""

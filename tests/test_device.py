@@ -1,5 +1,4 @@
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -169,35 +168,6 @@ def test_peak_memory_gib_grows_with_what_is_used_and_does_not_shrink():
     del block
     assert during >= before + 0.1
     assert peak_memory_gib(CPU) >= during
-
-
-FAULTS = """
-import ctypes, resource, sys, torch
-from runtime import device
-PR_SET_THP_DISABLE = 41
-ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # huge pages would spare most faults, too
-if sys.argv[1] == "tuned":
-    device.tune_malloc()
-def use():
-    for _ in range(4):
-        torch.empty(2**26, dtype=torch.uint8).fill_(1)
-for _ in range(3):
-    use()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-use()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@linux_only
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
-@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="may be another malloc")
-def test_tune_malloc_spares_the_page_faults_of_large_tensors(commands, tmp_path):
-    script = tmp_path / "faults.py"
-    script.write_text(FAULTS)
-    default, tuned = (int(commands.run(script, how).stdout) for how in ("default", "tuned"))
-    assert default > 1000  # 4 tensors of 16,384 pages
-    assert tuned < default / 10
 
 
 NCCL_ERROR = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\n"

@@ -56,15 +56,6 @@ def test_plot_run_of_another_folder_says_what_is_missing(tmp_path):
         plot_run(tmp_path)
 
 
-@pytest.mark.parametrize(("score", "lines"), [(0.26, 3), (0.34, 4), (0.434, 6)])
-def test_hellaswag_is_compared_with_models_up_to_the_next_one_to_reach(tmp_path, score, lines):
-    """With chance, GPT-2's and GPT-3's 124M at least."""
-    run_dir = write_run(tmp_path / "run", 10, hellaswag_every=5, score=score)
-    pixels = pixels_of(plot_run(run_dir)[1]).astype(int)
-    is_grey = (np.abs(pixels - 0x76).max(axis=2) < 60).mean(axis=1) > 0.3
-    assert np.count_nonzero(np.diff(is_grey.astype(int)) == 1) == lines + 1  # and the x axis
-
-
 @pytest.mark.parametrize("val_every", [5, 0])
 def test_plot_comparison_draws_every_run_however_short(tmp_path, val_every):
     """The third run stopped at a loss far above the others' end."""
