@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
@@ -211,7 +212,9 @@ def prepare_compiler(device: torch.device) -> str | None:
     if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
         functorch_config.ban_recompute_materialized_backward = False
     try:  # a compiler may be missing or broken
-        torch.compile(lambda x: x.sin() + 1, dynamic=False)(torch.ones(64, device=device))
+        # With a number of NumPy's: Dynamo then lists NumPy's functions here, and not while another
+        # thread, as the loader's, lets NumPy import a part of itself.
+        torch.compile(lambda x: x.sin() + np.pi, dynamic=False)(torch.ones(64, device=device))
     except Exception as error:  # whatever Dynamo, Inductor, Triton or the compiler make of it
         if "Python.h" in str(error):
             return "Python.h is missing: install your system's python3-dev package"

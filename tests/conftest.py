@@ -132,7 +132,7 @@ def randomize_weights(model, scale=0.1):
 
 def save_run(run_dir, config=None, records=None, step=1):
     """A run's folder with a checkpoint after `step` steps, and its metrics; returns the model."""
-    from test_checkpoint import new_training, run_state
+    from checkpoints import new_training, run_state
 
     from formats.checkpoint import CheckpointWriter
     from model import GPTConfig

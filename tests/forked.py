@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_gpt2", "sample", "export", "fineweb", "plot", "hellaswag")
+NO_COMPILER = {"PATH": "/nonexistent", "CXX": ""}  # compiling takes a minute
 SERVER = """
 import json, os, runpy, signal, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -156,3 +157,17 @@ def assert_refused(done, *parts):
     assert done.stderr.startswith("error: ")
     for part in parts:
         assert part in done.stderr
+
+
+def fork_trainers(monkeypatch, commands, module):
+    """Let a module's children be forks, which do without the seconds of imports and compiling."""
+
+    def run_python(script, *args, **environment):
+        if script == "-m":
+            module, *args = args
+            script = module.replace(".", "/") + ".py"
+        done = commands.run(ROOT / script, *args, **environment | NO_COMPILER)
+        if done.code:
+            raise ValueError(done.stderr)
+
+    monkeypatch.setattr(module, "run_python", run_python)

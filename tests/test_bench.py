@@ -1,11 +1,11 @@
 import json
 import socket
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT, TINY_MODEL
+from forked import NO_COMPILER, fork_trainers
 from torch.profiler import profile
 
 import model
@@ -23,7 +23,7 @@ from bench.measurement import format_results, measure_in_turn, results_path, sto
 from bench.plain import OPTIMIZATIONS, HuggingFaceGPT2
 from formats.metrics import read_metrics
 from model import GPT, GPTConfig
-from runtime.cli import parse_flags, run_command
+from runtime.cli import parse_flags
 from training.config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -31,7 +31,6 @@ KERNELS = {
     "math": "aten::_scaled_dot_product_attention_math",
     "flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
-NO_COMPILER = {"PATH": "/nonexistent", "CXX": ""}  # compiling takes a minute
 
 
 @pytest.fixture
@@ -42,20 +41,6 @@ def own_numerics():
     model.causal_attention = attention
     torch.set_float32_matmul_precision("highest")
     torch._dynamo.reset()
-
-
-def fork_trainers(monkeypatch, commands, module):
-    """Let a module's children be forks, which do without the seconds of imports and compiling."""
-
-    def run_python(script, *args, **environment):
-        if script == "-m":
-            module, *args = args
-            script = module.replace(".", "/") + ".py"
-        done = commands.run(ROOT / script, *args, **environment | NO_COMPILER)
-        if done.code:
-            raise ValueError(done.stderr)
-
-    monkeypatch.setattr(module, "run_python", run_python)
 
 
 def tiny_bench(data_dir, *flags):
@@ -208,13 +193,6 @@ def test_measure_compares_the_product_with_a_peer(
         assert private in ("localhost", *file["device"].split()) or private not in path.read_text()
 
 
-def test_published_results_are_of_one_model_and_have_their_versions():
-    (path,) = (ROOT / "bench/results").glob("*.json")
-    measured = [each for each in json.loads(path.read_text()).values() if isinstance(each, dict)]
-    assert all(each["model"] == measured[0]["model"] for each in measured)
-    assert all(each["versions"]["torch"] for each in measured)
-
-
 def test_results_are_replaced_by_name_and_have_a_file_per_model(tmp_path):
     config = BenchConfig(out_dir=tmp_path, device="cpu")
     for name, value in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
@@ -226,21 +204,3 @@ def test_results_are_replaced_by_name_and_have_a_file_per_model(tmp_path):
     flags += ["--micro-batch-size=8"], ["--size=gpt2-medium"]
     paths = {results_path(parse_flags(BenchConfig, ["--device=cpu", *each])) for each in flags}
     assert len(paths) == len(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--peer=eager", "--component=data"], "give one"),
-        (["--rounds=0"], "--rounds must be above 0, not 0"),
-        (["--data-dir=nowhere"], "no data folder nowhere"),
-    ],
-)
-def test_bad_flags_end_as_one_line(flags, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", "--device=cpu", *flags, f"--out-dir={tmp_path}"])
-    with pytest.raises(SystemExit) as stop:
-        run_command(bench_main.main)
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not list(tmp_path.iterdir())

@@ -3,17 +3,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, TINY_MODEL, randomize_weights
-from test_bench import fork_trainers
+from conftest import HELLASWAG, TINY_MODEL
+from forked import fork_trainers
 
 from bench import components, ladder
-from bench.components import COMPONENTS, score_one_at_a_time
+from bench.components import COMPONENTS
 from bench.config import BenchConfig
-from hellaswag import evaluate_hellaswag, load_examples
-from model import GPT, GPTConfig
+from hellaswag import load_examples
 from runtime.cli import parse_flags
-
-EXAMPLES = ROOT / "assets" / "hellaswag_sample.jsonl"
 
 
 @pytest.fixture
@@ -22,22 +19,11 @@ def config(tiny_data):
     return parse_flags(BenchConfig, [*flags, f"--data-dir={tiny_data}"])
 
 
-def test_score_one_at_a_time_predicts_as_the_batched_scorer():
-    """Two layouts of the endings: a row for each, and one row that shares the context."""
-    torch.manual_seed(0)
-    model = randomize_weights(GPT(GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)))
-    examples = load_examples(EXAMPLES)
-    batched = evaluate_hellaswag(model, examples, dtype=torch.float32)
-    single = score_one_at_a_time(model, examples, torch.float32)
-    assert torch.equal(single, batched.mean.argmin(dim=1))
-    assert len(single.unique()) > 1
-
-
 def test_hellaswag_compares_rates_and_predictions(config, tmp_path, monkeypatch):
     # In bfloat16 it depends on the CPU's kernels whether close endings change places.
     monkeypatch.setattr(components, "select_dtype", lambda *_: torch.float32)
     shorter = replace(config, block_size=32)  # some examples do not fit
-    assert {example.fits(32) for example in load_examples(EXAMPLES)} == {True, False}
+    assert {example.fits(32) for example in load_examples(HELLASWAG)} == {True, False}
     measures = COMPONENTS["hellaswag"](shorter, tmp_path)
     for measure in measures.values():
         values = measure()

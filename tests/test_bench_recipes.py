@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_bench import fork_trainers
+from forked import fork_trainers
 
 from bench import recipes
 from bench.recipes import RUNS, Comparison, compare

@@ -1,4 +1,3 @@
-import inspect
 import os
 import pkgutil
 import re
@@ -11,7 +10,7 @@ from typing import ClassVar, Literal
 import pytest
 from conftest import ROOT
 
-from runtime.cli import POSITIONAL, as_flags, bad_numbers, parse_flags, run_command
+from runtime.cli import POSITIONAL, as_flags, bad_numbers, parse_flags
 
 BOTH = ("wandb", "trackio")
 LEAST = "must be at least 0, not"
@@ -198,11 +197,11 @@ def test_help_of_every_script_has_every_flag_in_100_columns(script, capsys, monk
 
 
 def test_bad_flag_is_one_line_and_told_by_rank_0_only(tmp_path):
-    body = "import runtime.cli; runtime.cli.RANK_0_SECONDS = 0; print(parse_flags(Config))"
-    imports = "from test_cli import Config"
-    message = "error: there is no flag --max-stps: did you mean --max-steps?"
+    body = "import runtime.cli; runtime.cli.RANK_0_SECONDS = 0; print(parse_flags(DemoConfig))"
+    imports = "from demo import DemoConfig"
+    message = "error: there is no flag --shrt: did you mean --short?"
     for rank, errors in (("0", f"{message} (--help lists the flags)\n"), ("1", "")):
-        process = run_script(tmp_path, body, "--max-stps=3", imports=imports, RANK=rank)
+        process = run_script(tmp_path, body, "--shrt", imports=imports, RANK=rank)
         assert end(process) == (2, "", errors)
 
 
@@ -220,14 +219,6 @@ def test_bad_flag_is_one_line_and_told_by_rank_0_only(tmp_path):
 )
 def test_run_command_ends_in_one_line(body, code, line, tmp_path):
     assert end(run_script(tmp_path, body)) == (code, "", f"{line}\n")
-
-
-def test_exit_codes_are_those_that_the_document_lists():
-    section = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
-    section = section.split("## Exit codes")[1].split("\n## ")[0]
-    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
-    source = inspect.getsource(run_command)
-    assert listed == {0, *(int(code) for code in re.findall(r"_exit\((\d+)\)", source))}
 
 
 @pytest.mark.parametrize("size", [10, 10**6])  # printed at the end, or while main runs
@@ -253,13 +244,6 @@ def test_run_command_shows_a_programming_error_in_full(tmp_path):
     assert "KeyError" in errors
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("body", ["raise ValueError('bad')", "print('x'); raise ValueError('bad')"])
-def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(body, tmp_path):
-    with open("/dev/full", "w") as full:
-        assert end(run_script(tmp_path, body, stdout=full, stderr=full))[0] == 2
-
-
 # --- before the imports -----------------------------------------------------------------------
 
 
@@ -267,11 +251,3 @@ def test_prepare_process_limits_spinning_unless_the_user_has_set_it(tmp_path):
     body = "import os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')))"
     assert end(run_script(tmp_path, body)) == (0, "1000 None\n", "")
     assert end(run_script(tmp_path, body, OMP_WAIT_POLICY="active")) == (0, "None active\n", "")
-
-
-def test_ctrl_c_while_importing_ends_in_one_line(tmp_path):
-    imports = "import time; print('importing', flush=True); time.sleep(600)"
-    process = run_script(tmp_path, "pass", imports=imports)
-    assert process.stdout.readline() == "importing\n"
-    process.send_signal(2)
-    assert end(process) == (130, "", "interrupted\n")

@@ -4,17 +4,14 @@ import math
 import sys
 
 import huggingface_hub
-import numpy as np
 import torch
+from checkpoints import new_training
 from conftest import save_run
 from safetensors.torch import load_file
-from test_checkpoint import new_training
 
 import export
-from corpus.shards import open_shards
-from formats.huggingface import export_folder, save_pretrained
+from formats.huggingface import save_pretrained
 from formats.load import load_model
-from formats.metrics import read_metrics
 from formats.model_card import MARK
 from model import GPTConfig
 
@@ -49,17 +46,6 @@ def test_main_exports_a_run_that_loads_with_the_same_logits(tmp_path, monkeypatc
     idx = torch.randint(0, 50257, (1, 8))
     with torch.no_grad():
         assert torch.equal(load_model(out)(idx).logits, model(idx).logits)
-
-
-def test_a_notebook_may_give_paths_as_text(tmp_path):
-    model = save_run(tmp_path / "run", records=[{"step": 1, "val_loss": 2.0}])
-    with export_folder(str(tmp_path / "whole")) as folder:
-        save_pretrained(model, str(folder))
-    for source in ("run", "run/checkpoints/step_00000001", "whole"):
-        assert load_model(str(tmp_path / source)).config == model.config
-    assert read_metrics(str(tmp_path / "run" / "metrics.jsonl"))[0]["val_loss"] == 2.0
-    np.save(tmp_path / "train_000.npy", np.arange(9, dtype=np.uint16))
-    assert open_shards(str(tmp_path), "train").total_tokens == 9
 
 
 def test_card_says_what_the_run_says(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import randomize_weights
+from conftest import ROOT, randomize_weights
 
 from formats.huggingface import load_pretrained, save_pretrained
 from formats.load import load_model
@@ -125,24 +125,15 @@ def test_trl_fine_tunes_on_texts(exported, idx, tmp_path):
     assert_ours_reads(tmp_path / "tuned", expected, idx)
 
 
-class Logits(torch.nn.Module):
-    """A model without the outputs that ONNX has no type for."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, idx):
-        return self.model(idx, use_cache=False).logits
-
-
-def test_onnx_gives_the_same_logits_at_any_length(theirs, idx, tmp_path):
+def test_documented_snippet_exports_onnx_with_the_same_logits_at_any_length(
+    exported, theirs, idx, tmp_path, monkeypatch
+):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    shapes = (dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC),)
-    program = torch.onnx.export(Logits(theirs), (idx,), dynamic_shapes=shapes, verbose=False)
-    program.save(tmp_path / "model.onnx")
-    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8").partition("## ONNX")[2]
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("DIR", str(exported)), {})
+    session = runtime.InferenceSession("mine.onnx")
     for each in (idx, idx[:1, :7]):
         [logits] = session.run(None, {session.get_inputs()[0].name: each.numpy()})
         with torch.no_grad():

@@ -4,7 +4,7 @@ import resource
 import signal
 
 import pytest
-from test_fineweb import assert_killed, contents, run_driver, texts_of, write_texts
+from fineweb_runs import assert_killed, contents, run_driver, texts_of, write_texts
 
 from corpus.shards import Manifest, verify_shards
 

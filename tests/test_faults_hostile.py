@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from checkpoints import rewrite_manifest
 from conftest import ROOT, TINY_RUN, torchrun
-from test_checkpoint import rewrite_manifest
 
 from formats.huggingface import save_pretrained
 from formats.load import load_model

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY_RUN, save_run, series, torchrun
+from conftest import ROOT, TINY_RUN, save_run, series
 
 from formats.checkpoint import verify_checkpoint
 from formats.load import latest_checkpoint
@@ -83,18 +83,6 @@ def test_full_disk_at_a_checkpoint_warns_each_time_and_leaves_the_older_ones(
     main(flags)  # there is room again
     assert names(run_dir / "checkpoints") == ["step_00000011"]
     verify_checkpoint(latest_checkpoint(run_dir))
-
-
-def test_full_disk_stops_all_ranks_together_if_asked_to(flags, run_dir):
-    flags += ["--stop-on-write-error", "--checkpoint-every=2", "--val-every=0", "--max-steps=500"]
-    command = torchrun("train_gpt2.py", *flags, "--micro-batch-size=2")
-    result = run_on_small_disk(*command, largest_file=1_000_000)
-    assert result.returncode != 0
-    [error] = [line for line in result.stderr.splitlines() if "was not saved" in line]
-    assert error.startswith("error: ")
-    assert "is gone" not in result.stderr  # the ranks stopped together
-    assert 2 <= max(losses(run_dir)) < 20
-    assert names(run_dir / "checkpoints") == []
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -254,25 +242,9 @@ def test_resume_of_a_finished_run_changes_nothing(flags, run_dir, copied, capsys
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
-def test_resume_of_a_checkpoint_in_no_run_asks_for_a_name(copied, tmp_path):
-    copy = shutil.copytree(copied / "checkpoints/step_00000004", tmp_path / "backup/step_00000004")
-    with pytest.raises(ValueError, match="give a --run-name"):
-        main([f"--resume={copy}"])
-    assert names(copy.parent) == ["step_00000004"]
-
-
 def test_resume_lets_steps_intervals_and_paths_change(run_dir, copied, tiny_data, tmp_path):
     moved = shutil.copytree(tiny_data, tmp_path / "moved")
     shutil.move(run_dir, tmp_path / "elsewhere/b")
     changed = ["--max-steps=10", "--val-every=5", "--checkpoint-every=1", "--log-every=2"]
     main([f"--resume={tmp_path}/elsewhere/b", f"--data-dir={moved}", *changed, "--warmup-steps=1"])
     assert sorted(losses(tmp_path / "elsewhere/b")) == list(range(1, 11))
-
-
-def test_output_folder_that_cannot_be_written_is_refused_at_start(flags, tmp_path):
-    (tmp_path / "file").write_text("")
-    for out_dir in (tmp_path / "file", "/proc/nothing"):  # even root cannot make folders there
-        if os.path.exists(os.path.dirname(out_dir)):
-            with pytest.raises(OSError, match=str(out_dir)):
-                main([*flags, f"--out-dir={out_dir}"])
-    assert names(tmp_path) == ["file"]

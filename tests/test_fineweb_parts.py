@@ -3,10 +3,11 @@
 import subprocess
 from pathlib import Path
 
+import fineweb_runs
 import pytest
-import test_fineweb as single
-from conftest import torchrun
-from test_fineweb import (
+from conftest import ROOT, torchrun
+from fineweb_runs import (
+    DRIVER,
     TIMEOUT_S,
     assert_killed,
     contents,
@@ -19,7 +20,7 @@ from test_fineweb import (
 
 from corpus.shards import Manifest, open_shards
 
-make, hub = single.make, single.hub
+make, hub = fineweb_runs.make, fineweb_runs.hub
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_parts_may_have_no_tokens(make, tmp_path):
 
 def test_torchrun_gives_each_process_a_part(flags, tmp_path):
     script = tmp_path / "driver.py"
-    script.write_text(single.DRIVER.format(root=str(single.ROOT), hide=False))
+    script.write_text(DRIVER.format(root=str(ROOT), hide=False))
     command = torchrun(script, *flags, "--data-dir=d")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
@@ -135,7 +136,6 @@ def test_a_part_of_other_data_is_refused_at_once(make, flags):
         (["--parts=2"], None, "--part None of --parts 2"),
         (["--part=0", "--parts=6"], None, "--parts 6: more than the source has files, 5"),
         (["--part=0", "--parts=2"], "1", "torchrun gives each of its processes a part"),
-        (["--push-to-hub=o/n"], "1", "--push-to-hub is for one process"),
     ],
 )
 def test_main_explains_parts_that_cannot_be(make, flags, monkeypatch, others, rank, message):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ROOT, check_on_ranks, randomize_weights
+from conftest import HELLASWAG, check_on_ranks, randomize_weights
 from hub_server import HubServer
 from torch.nn import functional as F
 
@@ -13,10 +13,8 @@ from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_di
 from formats.metrics import read_metrics
 from hellaswag import HellaSwagResult, evaluate_hellaswag, load_examples, render_example
 from model import GPT, GPTConfig
-from sample import generate_tokens
 from tokenizer import gpt2_encoding
 
-SAMPLE = ROOT / "assets" / "hellaswag_sample.jsonl"
 TINY = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)
 ROW = {"ind": 7, "ctx": "A man", "label": 2, "endings": ["runs.", "is a cat.", "x", "sat down."]}
 
@@ -31,7 +29,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def examples():
-    return load_examples(SAMPLE)
+    return load_examples(HELLASWAG)
 
 
 def plain_losses(model):
@@ -43,7 +41,7 @@ def plain_losses(model):
     theirs.tie_weights()
     encode = gpt2_encoding().encode
     losses = []
-    for line in SAMPLE.read_text().splitlines():
+    for line in HELLASWAG.read_text().splitlines():
         row = json.loads(line)
         n_context = len(encode(row["ctx"]))
         for ending in row["endings"]:
@@ -77,7 +75,7 @@ def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
     torch.testing.assert_close(result.summed, expected, rtol=0, atol=1e-4)
     lengths = torch.tensor([[len(ending) for ending in e.endings] for e in examples])
     torch.testing.assert_close(result.mean, expected / lengths, rtol=0, atol=1e-4)
-    labels = [json.loads(line)["label"] for line in SAMPLE.read_text().splitlines()]
+    labels = [json.loads(line)["label"] for line in HELLASWAG.read_text().splitlines()]
     correct = sum(int(expected[i].argmin()) == label for i, label in enumerate(labels))
     assert str(result).startswith(f"acc {correct}/24=")
 
@@ -103,25 +101,6 @@ def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(examples):
     with torch.no_grad():
         model.lm_head.weight[TINY.vocab_size :] = 50.0
     torch.testing.assert_close(evaluate_hellaswag(model, examples[:3]).summed, expected)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_scores_and_samples_are_those_without_dropout_and_leave_the_mode(examples, training):
-    torch.manual_seed(0)
-    model = GPT(TINY)
-
-    def score_and_sample():
-        tokens = torch.zeros(2, 3, dtype=torch.int64)
-        return evaluate_hellaswag(model, examples).summed.tolist(), generate_tokens(
-            model, tokens, 9, top_k=1
-        )
-
-    expected = score_and_sample()
-    mlp = model.transformer.h[0].mlp
-    mlp.c_proj = torch.nn.Sequential(mlp.c_proj, torch.nn.Dropout(0.5))
-    model.train(training)
-    assert score_and_sample() == expected
-    assert all(module.training == training for module in model.modules())
 
 
 def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(model):
@@ -173,19 +152,10 @@ def test_load_examples_names_the_line_of_a_bad_row(tmp_path, line, message):
         load_examples(path)
 
 
-def test_download_hellaswag_takes_the_authors_file_that_is_there(tmp_path, monkeypatch):
-    path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(hellaswag, "DATA_PATH", path)
-    with pytest.raises(OSError, match=r"HellaSwag was not downloaded .*--data FILE"):  # no network
-        hellaswag.download_hellaswag()
-    path.touch()
-    assert hellaswag.download_hellaswag() == path
-
-
 @pytest.fixture
 def hub(tmp_path):
     """A hub that has the sample's rows as HellaSwag's validation set."""
-    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    rows = [json.loads(line) for line in HELLASWAG.read_text().splitlines()]
     rows = [{**row, "label": str(row["label"])} for row in rows]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     with HubServer() as hub:
@@ -196,7 +166,7 @@ def hub(tmp_path):
 
 def test_main_downloads_the_rows_once_then_needs_no_network(commands, hub, folder, tmp_path):
     flags = [f"--model={folder}", "--device=cpu", "--dtype=float32", "--limit=7"]
-    there = commands.run("hellaswag", *flags, f"--data={SAMPLE}")
+    there = commands.run("hellaswag", *flags, f"--data={HELLASWAG}")
     first = commands.run("hellaswag", *flags, **hub.environment(tmp_path / "hf"))
     assert (first.code, first.stderr) == (0, "")
     assert first.stdout.split(": ")[1] == there.stdout.split(": ")[1]
@@ -230,7 +200,7 @@ def folder(model, tmp_path_factory):
 
 
 def test_evaluate_hellaswag_is_one_line_in_a_notebook(model, examples, folder, tmp_path):
-    result = evaluate_hellaswag(load_pretrained(str(folder)), load_examples(str(SAMPLE)))
+    result = evaluate_hellaswag(load_pretrained(str(folder)), load_examples(str(HELLASWAG)))
     torch.testing.assert_close(result.summed, evaluate_hellaswag(model, examples).summed)
     hellaswag.write_predictions(str(tmp_path / "p.jsonl"), result)
     assert len((tmp_path / "p.jsonl").read_text().splitlines()) == len(examples)
@@ -238,7 +208,7 @@ def test_evaluate_hellaswag_is_one_line_in_a_notebook(model, examples, folder, t
 
 def test_main_gives_the_same_with_any_number_of_processes(commands, folder, tmp_path):
     """Three ranks share two batches, so that one of them has nothing to do; one row is too long."""
-    rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+    rows = [json.loads(line) for line in HELLASWAG.read_text().splitlines()]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in (TOO_LONG, *rows)))
     flags = [f"--model={folder}", f"--data={data}", "--device=cpu", "--dtype=float32"]

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from conftest import save_run
+from fineweb_runs import texts_of, write_texts
 from forked import Commands
 from hub_server import HubServer
-from test_fineweb import texts_of, write_texts
 
 from corpus.shards import open_shards
 from formats.hub import explain_hub_errors

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import matplotlib.font_manager  # noqa: F401 - warns here of a HOME without its list of fonts
@@ -7,37 +6,9 @@ import pytest
 from forked import assert_refused
 from matplotlib.colors import to_rgb
 from PIL import Image
+from run_files import BATCH, append_records, write_run
 
 from plot import plot_comparison, plot_run
-
-BATCH = 8192
-
-
-def append_records(run_dir, *records):
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def write_run(
-    run_dir, steps, val_every=0, hellaswag_every=0, total=10042, loss_at_end=3, score=0.3, **extra
-):
-    """A run's metrics, as train_gpt2.py logs them."""
-    records = []
-    for step in range(steps + 1):
-        loss = loss_at_end + 8 / (1 + step / 20)
-        evaluation = {}
-        if val_every and step % val_every == 0:
-            evaluation["val_loss"] = loss + 0.05
-        if hellaswag_every and step % hellaswag_every == 0:
-            evaluation |= {"hellaswag_acc_norm": score, "hellaswag_total": total}
-        if evaluation:
-            records.append({"step": step, "tokens_seen": step * BATCH} | evaluation)
-        if step < steps:
-            trained = {"step": step + 1, "tokens_seen": (step + 1) * BATCH, "train_loss": loss}
-            records.append(trained | {"tokens_per_second": 15000.0, "mfu": None} | extra)
-    append_records(run_dir, *records)
-    return run_dir
 
 
 def pixels_of(path):
@@ -83,15 +54,6 @@ def test_plot_run_of_another_folder_says_what_is_missing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has no losses yet: wait"):
         plot_run(tmp_path)
-
-
-@pytest.mark.parametrize(("score", "lines"), [(0.26, 3), (0.34, 4), (0.434, 6)])
-def test_hellaswag_is_compared_with_models_up_to_the_next_one_to_reach(tmp_path, score, lines):
-    """With chance, GPT-2's and GPT-3's 124M at least."""
-    run_dir = write_run(tmp_path / "run", 10, hellaswag_every=5, score=score)
-    pixels = pixels_of(plot_run(run_dir)[1]).astype(int)
-    is_grey = (np.abs(pixels - 0x76).max(axis=2) < 60).mean(axis=1) > 0.3
-    assert np.count_nonzero(np.diff(is_grey.astype(int)) == 1) == lines + 1  # and the x axis
 
 
 @pytest.mark.parametrize("val_every", [5, 0])

@@ -14,12 +14,9 @@ SIZES = {"124m": "gpt2", "medium": "gpt2-medium", "large": "gpt2-large", "xl": "
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_is_a_configuration_with_a_sentence_about_it(path):
+def test_recipe_is_a_configuration_of_its_size_and_tokens(path):
     config = read_recipe(path)
     assert config.size == SIZES.get(path.stem.removesuffix("-fast").removeprefix("gpt2-"), "gpt2")
-    about = read_json(path)["about"]
-    assert len(about.split()) > 10
-    assert about.endswith(".")
     tokens = config.max_steps * config.total_batch_size
     assert tokens == pytest.approx(10e9, rel=1e-3) or path in (*LADDER, ROOT / "recipes/demo.json")
 
@@ -37,10 +34,6 @@ def test_small_recipe_follows_the_rules_of_the_ladder(path):
     assert config.warmup == min(715, config.max_steps // 10)
     assert replace(config, max_steps=3).warmup == 0
     assert config.max_steps // config.val_every >= 5
-
-
-def test_demo_validates_often_enough_for_a_curve_when_it_is_short():
-    assert 300 // read_recipe(ROOT / "recipes/demo.json").val_every >= 5
 
 
 def test_gpt2_124m_is_what_train_gpt2_does_without_flags():
@@ -65,7 +58,7 @@ def test_fast_recipe_changes_how_it_learns_and_nothing_else(name):
 
 def test_recipe_with_a_setting_that_is_none_is_refused(commands, tmp_path):
     path = tmp_path / "recipe.json"
-    write_json(path, read_json(ROOT / "recipes/gpt2-124m-fast.json") | {"momentum": 0.9})
+    write_json(path, read_json(ROOT / "recipes/gpt2-124m-fast.json") | {"layers": 3})
     done = commands.run("train_gpt2", f"--config={path}", f"--out-dir={tmp_path}/runs")
-    assert_refused(done, "recipe.json", "'momentum'")
+    assert_refused(done, "recipe.json", "'layers'")
     assert not (tmp_path / "runs").exists()

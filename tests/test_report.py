@@ -1,12 +1,8 @@
-import html
 import json
-import os
 import re
-import shutil
-import subprocess
 
 import pytest
-from test_plot import BATCH, append_records, write_run
+from run_files import BATCH, append_records, write_run
 
 from formats.metrics import read_metrics
 from report import collect_run, write_report
@@ -157,71 +153,3 @@ def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
     folders = [write_run(tmp_path / name / "run", 5) for name in "ab"]
     names = [run["name"] for run in report_of(*folders)[1]["runs"]]
     assert names == [str(folder) for folder in folders]
-
-
-# --- in a browser -------------------------------------------------------------------------------
-
-SHOWN = """<script>  // what the page shows, before and after a zoom, as an attribute
-const svg = document.querySelector("#train_loss svg"), box = svg.getBoundingClientRect();
-SVGElement.prototype.setPointerCapture = () => {};  // there is no pointer to capture
-const pointer = (type, share) => svg.dispatchEvent(
-  new PointerEvent(type, { clientX: box.left + share * box.width, clientY: box.top + 50 }));
-const texts = selector => [...document.querySelectorAll(selector)].map(each => each.textContent);
-const curves = () => Object.fromEntries([...document.querySelectorAll("figure")].map(figure =>
-  [figure.id, [...figure.querySelectorAll("path")].map(path => path.getAttribute("d"))]));
-pointer("pointermove", 0.5);
-const shown = { ...document.body.dataset, curves: curves(), tip: texts("#train_loss .tip")[0],
-  marked: texts("mark"), samples: texts(".samples p"),
-  width: document.documentElement.scrollWidth,
-  card: getComputedStyle(document.querySelector(".card")).backgroundColor };
-pointer("pointerdown", 0.4); pointer("pointermove", 0.6); pointer("pointerup", 0.6);
-document.body.dataset.shown = JSON.stringify({ ...shown, zoomed: curves() });
-</script></body>"""
-
-
-def browse(path, *flags):
-    chromium = shutil.which("chromium")
-    if chromium is None or "/snap/" in os.path.realpath(chromium):
-        pytest.skip("needs a chromium that may read any folder, which a snap's may not")
-    own = [f"--user-data-dir={path.parent}/profile", "--no-sandbox", "--disable-gpu"]
-    own += ["--headless", "--virtual-time-budget=2000"]
-    own += ["--disable-dev-shm-usage"]  # in a container it is small
-    done = subprocess.run(
-        [chromium, *own, *flags, path.as_uri()], capture_output=True, check=True, timeout=600
-    )
-    return done.stdout.decode()
-
-
-@pytest.mark.parametrize(
-    ("width", "scheme", "card"),
-    [(1280, "light", "rgb(255, 255, 255)"), (500, "dark", "rgb(24, 29, 35)")],
-)
-def test_page_draws_its_charts_in_a_browser(run_dir, tmp_path, width, scheme, card):
-    """On a screen, and on what is almost a phone: the narrowest of headless windows."""
-    other = write_run(tmp_path / "other", 30, val_every=10, hellaswag_every=10, **FULL)
-    write_settings(other, max_lr=0.5)
-    append_records(other, sampled(5, 1))
-    (other / "samples.txt").write_text(f"step 5 | sample: {HOSTILE!r}\n")
-    path = tmp_path / "report.html"
-    write_report([run_dir, other], path)
-    path.write_text(path.read_text().replace("</body>", SHOWN))
-    colours = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
-    dom = browse(path, f"--window-size={width},900", colours, "--dump-dom")
-    shown = json.loads(html.unescape(re.search('data-shown="(.*?)"', dom)[1]))
-    assert shown.get("error") is None
-    assert shown["ready"] == "yes"
-    assert shown["width"] <= width
-    assert shown["card"] == card
-    assert sorted(shown["curves"]) == sorted(CHARTS)
-    noisy = {"train_loss": 4, "grad_norm": 4, "tokens_per_second": 4}  # of each run its mean, too
-    for name, curves in shown["curves"].items():
-        assert len(curves) == noisy.get(name, 2)
-        for curve in curves:
-            assert re.fullmatch(r"M(-?[\d.]+ -?[\d.]+L)+-?[\d.]+ -?[\d.]+", curve), name
-        assert curves != shown["zoomed"][name]
-    tip = re.fullmatch(r"(\d+)K tokensfull([\d.]+) \(mean [\d.]+\)", shown["tip"])
-    step = round(int(tip[1]) * 1000 / BATCH)  # the only run that came so far; about half-way
-    assert 40 < step < 60
-    assert float(tip[2]) == pytest.approx(3 + 8 / (1 + (step - 1) / 20), abs=1e-4)
-    assert "0.5" in shown["marked"]  # --max-lr, which only one run has
-    assert HOSTILE in shown["samples"]

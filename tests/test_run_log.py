@@ -2,19 +2,11 @@ import json
 import math
 
 import pytest
-import torch
+from run_files import new_log
 
 from formats.metrics import read_metrics
-from runtime.distributed import DistInfo
 from training import run_log
-from training.config import TrainConfig
-from training.run_log import LINE_COLUMNS, RunLog, format_step
-
-
-def new_log(run_dir, start_step=0, **settings):
-    """The log of a run of ten steps; its settings can be others."""
-    config = TrainConfig(**({"max_steps": 10, "total_batch_size": 1000} | settings))
-    return RunLog(run_dir, config, start_step, 10**6, DistInfo(), torch.float32)
+from training.run_log import LINE_COLUMNS, format_step
 
 
 def lines_of(run_dir):

@@ -69,13 +69,6 @@ def test_generate_greedy_is_the_same_without_the_cache(block_size, prompt_length
     assert [len(row) for row in cached] == [prompt_length + 25] * 3
 
 
-def test_generate_refills_the_cache_once_in_half_a_block():
-    model, fed = random_model(SMALL_VOCAB), []
-    model.transformer.wte.register_forward_hook(lambda *args: fed.append(args[1][0].size(1)))
-    greedy(model, prompts(SMALL_VOCAB, 1, 3), 16)
-    assert fed == [3, 1, 1, 1, 1, 1, 5, 1, 1, 1, 5, 1, 1, 1, 5, 1]
-
-
 def test_generate_seed_decides_the_samples_and_leaves_the_global_state():
     model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 4, 2)
 

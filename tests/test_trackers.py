@@ -12,16 +12,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_run_log import new_log
+from run_files import log_session, new_log
 
 from formats.metrics import read_metrics
 from report import collect_run
 from train_gpt2 import main
-from training.config import config_from_settings
-from training.resume import parse_config
-from training.trackers import TRACKERS, Tracker
-
-SETTINGS = {"n_embd": 32, "n_head": 2}
 
 
 class Recorder:
@@ -77,19 +72,6 @@ def by_step(values):
     return {(step, name): value for step, name, value in values}
 
 
-def log_session(run_dir, tracker, start_step, end):
-    """Log the steps after `start_step`, as a run does; evaluate at every fourth step."""
-    with new_log(run_dir, start_step, logger=(tracker,), max_steps=end, **SETTINGS) as log:
-        log.record(resumed_from=start_step)
-        for step in range(start_step, end + 1):
-            if step > start_step:
-                log.step(step, loss=1 / step, lr=1e-3, grad_norm=float(end))
-            if step % 4 == 0:
-                with log.evaluation(step) as record:
-                    log.samples(["<b>one</b>"])
-                    record |= {"val_loss": 1 / (1 + step), "samples": 1}
-
-
 def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_flags, tmp_path):
     main([*tiny_flags, "--run-name=a", "--sample-every=8", "--logger=tensorboard"])
     run_dir = tmp_path / "runs/a"
@@ -136,15 +118,6 @@ def test_figures_that_cannot_be_drawn_cost_a_warning(recorder, tmp_path, capsys)
     log_session(tmp_path, "tensorboard", 0, 1)
     assert capsys.readouterr().out.count("warning: no figures for the trackers") == 1
     assert recorded(tmp_path, "end")
-
-
-def test_logger_is_saved_and_read_back():
-    config, _ = parse_config(["--logger", "tensorboard", "trackio"])
-    assert config.logger == ("tensorboard", "trackio")
-    saved = json.loads(json.dumps(config.saved()))
-    assert config_from_settings(saved, Path("config.json")).saved() == saved
-    with pytest.raises(ValueError, match=r"--logger: .* is not tensorboard"):
-        config_from_settings({"logger": ["neptune"]}, Path("config.json"))
 
 
 def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
@@ -248,7 +221,7 @@ for name in [*os.environ]:
 os.environ |= ENVIRONMENT
 from training import trackers
 trackers.WANDB_SECONDS = 600  # on a machine that is slow, or busy
-from test_trackers import log_session
+from run_files import log_session
 log_session(Path(RUN_DIR), TRACKER, START, END)
 """
 

@@ -1,0 +1,114 @@
+"""Small trainings, and the checkpoints of them."""
+
+from dataclasses import asdict
+
+import torch
+from safetensors.torch import load_file
+
+from formats.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    RunState,
+    load_checkpoint,
+    optimizer_values,
+    read_state,
+    rng_states,
+)
+from model import GPT, GPTConfig
+from runtime.files import read_json, sha256_of, write_json
+
+TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose state is a number and a None, no tensor."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state |= {"updates": state.get("updates", 0) + 1, "momentum": None}
+            parameter.sub_(parameter.grad, alpha=0.1 / state["updates"])
+
+
+def muon_and_adamw(model):
+    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: (torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),),
+    "momentum": lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),),
+    "Counting": lambda model: (Counting(model.parameters(), {}),),
+    "Muon": muon_and_adamw,
+}
+
+
+def new_training(config=TINY, kind="AdamW"):
+    model = GPT(config)
+    return model, OPTIMIZERS[kind](model)
+
+
+def run_state(step, model, optimizers):
+    return RunState(
+        step=step,
+        tokens_seen=step * 64,
+        model_config=asdict(model.config),
+        train_config={"seed": 1},
+        data_fingerprint="abc",
+        rng_states=rng_states(),
+        grad_scaler={},
+        val_fingerprint="def",
+        optimizers=[type(optimizer).__name__ for optimizer in optimizers],
+        optimizer_values=optimizer_values(model, optimizers),
+    )
+
+
+def save(folder, step, model, optimizers, **options):
+    """Save a checkpoint, wait for it and return its folder."""
+    folder.parent.mkdir(exist_ok=True)
+    with CheckpointWriter(folder, **options) as writer:
+        writer.save(run_state(step, model, optimizers), model, optimizers)
+    return folder / f"step_{step:08d}"
+
+
+def load(path, model, optimizers):
+    state = read_state(path)
+    load_checkpoint(Checkpoint(path, state), model, optimizers)
+    return state
+
+
+def train(model, optimizers, steps, without_gradient=()):
+    for _ in range(steps):
+        tokens = torch.randint(0, 100, (4, 17))  # the global generator's state matters
+        model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+        for name in without_gradient:
+            model.get_parameter(name).grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def saved_tensors(path):
+    return {name: load_file(path / name) for name in TENSOR_FILES}
+
+
+def assert_same_parameters(model, other):
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+
+
+def rewrite_manifest(path):
+    """Let a checkpoint's manifest say what its files are now."""
+    manifest = read_json(path / "manifest.json")
+    for name, entry in manifest["files"].items():
+        entry |= {"bytes": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
+    write_json(path / "manifest.json", manifest)
+
+
+def rewrite_state(path, change):
+    """Change a checkpoint's trainer state, and its manifest with it."""
+    write_json(path / "trainer_state.json", change(read_json(path / "trainer_state.json")))
+    rewrite_manifest(path)

@@ -1,0 +1,145 @@
+"""Texts, fineweb.py in this process or in one that can be killed, and the shards it made."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT
+from hub_server import HubServer
+
+import fineweb
+from corpus import sources
+from corpus.shards import Manifest
+from tokenizer import END_OF_TEXT, gpt2_encoding
+
+TIMEOUT_S = 600  # ends a process that hangs; none that is slow
+
+# Runs fineweb.py in small batches. Before the KILL_AT-th renaming of a finished file the process
+# kills itself with -9, or does what INSTEAD says.
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+if {hide!r}:
+    sys.modules["gigatoken"] = None
+import fineweb
+from corpus import sources
+fineweb.BATCH_CHARS = 1000
+sources.TABLE_ROWS = 16
+sources.BLOCK_BYTES = 1000
+replace, renamed = os.replace, 0
+def kill_or_replace(*paths):
+    global renamed
+    renamed += 1
+    if renamed == int(os.environ.get("KILL_AT", 0)):
+        exec(os.environ.get("INSTEAD", "os.kill(os.getpid(), signal.SIGKILL)"))
+    replace(*paths)
+os.replace = kill_or_replace
+fineweb.run_command(fineweb.main)
+"""
+
+
+def texts_of(count, seed=0):
+    """Documents of random words, with an empty and a multi-script one among them."""
+    rng = random.Random(seed)
+    words = ["the", "quick", "fox", "état", "日本語", "🦄", "1234", "\n", "don't", "<|endoftext|>"]
+    texts = [" ".join(rng.choices(words, k=rng.randrange(1, 60))) for _ in range(count)]
+    texts[count // 2] = ""
+    return texts
+
+
+def write_texts(path, texts, field="text"):
+    """A source of the kind that its name says; compressed, it has two members, cut anywhere."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"id": range(len(texts)), field: texts}), path)
+        return path
+    content = "\n".join(texts).encode()
+    if ".json" in path.name:
+        content = "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
+    if codec := {".gz": "gzip", ".zst": "zstd"}.get(path.suffix):
+        halves = content[: len(content) // 2], content[len(content) // 2 :]
+        content = b"".join(pa.compress(half, codec, asbytes=True) for half in halves)
+    path.write_bytes(content)
+    return path
+
+
+def reference(texts):
+    encoding = gpt2_encoding()
+    documents = [[END_OF_TEXT, *encoding.encode_ordinary(text)] for text in texts if text]
+    return [id for document in documents for id in document]
+
+
+def contents(folder):
+    """Every file of a folder with its bytes, but for hidden ones, such as a lock."""
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+
+
+def tokens_of(folder):
+    """All tokens, in the manifest's order."""
+    manifest = Manifest.load(folder)
+    return np.concatenate([np.load(folder / shard.file) for shard in manifest.shards]).tolist()
+
+
+def start_fineweb(folder, *flags, kill_at=0, hide=False, environment=None, **options):
+    """Start fineweb.py in `folder`, in a process of its own."""
+    script = folder / "driver.py"
+    script.write_text(DRIVER.format(root=str(ROOT), hide=bool(hide)))
+    return subprocess.Popen(
+        [sys.executable, str(script), *map(str, flags)],
+        env={**os.environ, "KILL_AT": str(kill_at), **(environment or {})},
+        cwd=folder,
+        text=True,
+        **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options),
+    )
+
+
+def run_driver(folder, *flags, **options):
+    """Run fineweb.py to its end."""
+    process = start_fineweb(folder, *flags, **options)
+    output = process.communicate(timeout=TIMEOUT_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, *output)
+
+
+def assert_killed(done):
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.fixture
+def make(monkeypatch, capsys, tmp_path):
+    """fineweb.py in this process, in small batches; returns what it prints."""
+    monkeypatch.setattr(fineweb, "BATCH_CHARS", 1000)
+    monkeypatch.setattr(sources, "TABLE_ROWS", 16)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["fineweb.py", *map(str, flags)])
+        fineweb.main()
+        return capsys.readouterr().out.strip()
+
+    return run
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub with the data set o/n; its `texts`."""
+    texts = texts_of(300)
+    files = {
+        "README.md": b"---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n"
+        b"  - split: train\n    path: sample/10BT/*\n---\n"
+    }
+    for part in range(2):
+        path = write_texts(
+            tmp_path / "part.parquet", texts[150 * part : 150 * part + 150], "content"
+        )
+        files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
+    with HubServer() as server:
+        server.add("dataset", "o/n", files)
+        server.texts = texts
+        yield server
