@@ -3,11 +3,6 @@
 With `--push-to-hub OWNER/NAME`, the folder goes to the Hugging Face hub, too.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 from dataclasses import dataclass
 from pathlib import Path
 

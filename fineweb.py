@@ -12,11 +12,6 @@ a run that was stopped or killed after its last finished shard. To add a source 
 `SOURCES` in `corpus/sources.py`.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 import itertools
 import math
 import os
@@ -28,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.threads import usable_cores
+
 import filelock
 import numpy as np
 from tqdm import tqdm
@@ -38,7 +35,6 @@ from corpus.sources import Cursor, Document, Source
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
 from runtime.hub import REPO_NAME, check_repo_name
-from runtime.startup import usable_cores
 from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch

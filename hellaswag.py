@@ -16,11 +16,6 @@ A token attends to the context and to its own ending. The last token of an endin
 predicts nothing, so the row does not have it.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 import json
 import math
 import re
@@ -28,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 from torch import Tensor

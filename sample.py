@@ -7,11 +7,6 @@
 Without --model it is OpenAI's GPT-2 124M.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 import codecs
 import json
 import sys
@@ -20,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 from torch import Tensor

@@ -6,11 +6,6 @@
 Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # before the imports, which take seconds: Ctrl-C then ends in one line
-
 import math
 import sys
 import time
@@ -19,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 from torch import nn

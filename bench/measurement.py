@@ -20,12 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from runtime.threads import usable_cores
+
 import torch
 
 from bench.config import DIMENSIONS, ROOT, BenchConfig
 from runtime.device import device_name, synchronize
 from runtime.files import read_json, write_json
-from runtime.startup import usable_cores
 
 PACKAGES = ("torch", "transformers", "numpy", "tiktoken", "gigatoken")
 Measure = Callable[[], dict[str, float]]  # what one run measured, by unit
