@@ -3,7 +3,6 @@
     python fineweb.py                                # 10B tokens of FineWeb-Edu
     python fineweb.py --source stdlib                # no network: the standard library's sources
     python fineweb.py --source texts/ a.py b.jsonl   # your own: folders, text, tables with text
-    python fineweb.py --source hub:OWNER/NAME        # shards that --push-to-hub has uploaded
     torchrun --nproc_per_node=4 fineweb.py           # a part of the files for every process
     python fineweb.py --part 0 --parts 2             # such a part alone, on one of two machines
 
@@ -29,16 +28,15 @@ import filelock
 import numpy as np
 from tqdm import tqdm
 
-from corpus import published, shards, sources
+from corpus import shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
-from runtime.hub import REPO_NAME, check_repo_name
+from runtime.hub import REPO_NAME
 from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
-PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
 RECIPES = Path(__file__).parent / "recipes"
 MOST_PASSES = 5  # of a proposed run over the training split; ten spoil a small text
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
@@ -49,10 +47,9 @@ class FineWebConfig:
     """Turn text into shards of GPT-2 tokens, the first of them for validation."""
 
     source: tuple[str, ...] = ("fineweb-edu",)
-    """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `hub:OWNER/NAME`, shards that
-    --push-to-hub uploaded; `stdlib`, the running Python's standard library, which needs no network;
-    or files, folders and globs. A row of .parquet, .jsonl or .json (.gz, .zst) is a document; any
-    other file is one, if it is UTF-8."""
+    """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `stdlib`, the running Python's
+    standard library, which needs no network; or files, folders and globs. A row of .parquet, .jsonl
+    or .json (.gz, .zst) is a document; any other file is one, if it is UTF-8."""
     text_field: str = "text"
     """Column of tables and field of JSON lines that has the text, such as `content`."""
     name: str | None = None
@@ -69,8 +66,6 @@ class FineWebConfig:
     """Tokenise only this one of `--parts`, counted from 0."""
     parts: int | None = None
     """Processes that share the work, a `--part` each; the last to end writes the manifest."""
-    push_to_hub: str | None = None
-    """OWNER/NAME of a hub data set: upload the finished shards and their manifest."""
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("shard_size", "workers", "parts"))
@@ -80,23 +75,14 @@ class FineWebConfig:
             raise ValueError("; ".join(problems))
         if (self.part, self.parts) != (None, None) and self.part not in range(self.parts or 0):
             raise ValueError(f"--part {self.part} of --parts {self.parts}: give both, from 0 on")
-        if self.push_to_hub is not None:
-            check_repo_name("--push-to-hub", self.push_to_hub)
-            if self.part is not None:
-                raise ValueError("--push-to-hub is for one process: give it without --part at last")
 
 
 def main() -> None:
     """Make a data set, resume it, or verify one that is finished."""
     config = assign_rank(parse_flags(FineWebConfig))
-    if config.source[0].startswith(PUBLISHED):
-        folder = download_shards(config)
-    else:
-        name, open_source = find_source(config)
-        folder = config.data_dir or Path("data") / name
-        print(make_shards(config, open_source, folder))
-    if config.push_to_hub is not None:
-        print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
+    name, open_source = find_source(config)
+    folder = config.data_dir or Path("data") / name
+    print(make_shards(config, open_source, folder))
     # Not before all parts are finished; an installed package has no recipes.
     if RECIPES.is_dir() and (manifest := Manifest.load(folder)):
         print(propose_training(folder, manifest))
@@ -139,22 +125,6 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     left = shards.join_parts(folder, expected, part.count)
     state = f"part {left} of {part.count} not finished yet" if left else "all parts are finished"
     return f"{line}\n{folder}: {state}"
-
-
-def download_shards(config: FineWebConfig) -> Path:
-    """Download a tokenised data set, or what is missing of it, into the folder that is returned."""
-    source = config.source[0]
-    repo = source.removeprefix(PUBLISHED)
-    check_repo_name("--source hub:", repo)
-    allowed = {name: getattr(config, name) for name in ("data_dir", "revision", "push_to_hub")}
-    if config != FineWebConfig((source,), **allowed):
-        raise ValueError(f"--source {source} takes no other flags than --data-dir and --revision")
-    folder = config.data_dir or Path("data") / repo.split("/")[1]
-    with folder_lock(folder):
-        earlier = next(iter(find_earlier(folder)), None)
-        manifest = published.fetch_shards(repo, config.revision, folder, earlier)
-    print(f"{folder}: {manifest.tokens:,} tokens in {len(manifest.shards)} shards, as in {repo}")
-    return folder
 
 
 @contextmanager

@@ -135,7 +135,6 @@ def test_a_part_of_other_data_is_refused_at_once(make, flags):
         (["--parts=2"], None, "--part None of --parts 2"),
         (["--part=0", "--parts=6"], None, "--parts 6: more than the source has files, 5"),
         (["--part=0", "--parts=2"], "1", "torchrun gives each of its processes a part"),
-        (["--push-to-hub=o/n"], "1", "--push-to-hub is for one process"),
     ],
 )
 def test_main_explains_parts_that_cannot_be(make, flags, monkeypatch, others, rank, message):

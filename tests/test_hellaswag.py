@@ -168,15 +168,6 @@ def test_load_examples_names_the_line_of_a_bad_row(tmp_path, line, message):
         load_examples(path)
 
 
-def test_download_hellaswag_takes_the_authors_file_that_is_there(tmp_path, monkeypatch):
-    path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(hellaswag, "DATA_PATH", path)
-    with pytest.raises(OSError, match=r"HellaSwag was not downloaded .*--data FILE"):  # no network
-        hellaswag.download_hellaswag()
-    path.touch()
-    assert hellaswag.download_hellaswag() == path
-
-
 @pytest.fixture
 def hub(tmp_path):
     """A hub that has the sample's rows as HellaSwag's validation set."""
