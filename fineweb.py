@@ -11,11 +11,10 @@ a run that was stopped or killed after its last finished shard. To add a source 
 `SOURCES` in `corpus/sources.py`.
 """
 
-import itertools
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,6 @@ from typing import NamedTuple
 from runtime.threads import usable_cores
 
 import filelock
-import numpy as np
 from tqdm import tqdm
 
 from corpus import shards, sources
@@ -34,7 +32,7 @@ from corpus.sources import Cursor, Document, Source
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
 from runtime.hub import REPO_NAME
-from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents
+from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 RECIPES = Path(__file__).parent / "recipes"
@@ -168,7 +166,6 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     # A bar only on a terminal, and one for all of torchrun's processes.
     hidden = True if os.environ.get("RANK", "0") != "0" else None
     bar = tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=hidden)
-    counts: Counter[int] = Counter()  # documents by file
     with bar:
         documents = source.documents(progress.cursor, manifest.part)
         for batch, tokens in tokenize_documents(documents, workers):
@@ -180,7 +177,6 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 progress=progress._asdict(),
             )
             written = max(0, written - len(tokens))
-            counts.update(item.cursor["file"] for item in batch if item.begins and item.text)
             bar.update(len(tokens))
             progress = Progress(
                 None,  # the next batch has its own
@@ -189,19 +185,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 progress.skipped + sum(not item.text for item in batch),
             )
         bar.total = progress.tokens
-    finished = writer.close(progress.documents, progress.skipped)
-    if manifest.part.index == 0 and not manifest.shards:  # all documents are counted
-        print_validation_files(folder / finished.shards[0].file, counts)
-    return finished
-
-
-def print_validation_files(path: Path, counts: Counter[int]) -> None:
-    """Say of what the validation split is: the first documents may be no fair sample of all."""
-    val = np.load(path, mmap_mode="r", allow_pickle=False)
-    documents = int(np.count_nonzero(val == END_OF_TEXT))
-    files = 1 + sum(total < documents for total in itertools.accumulate(counts.values()))
-    line = f"validation: the first {len(val):,} tokens, from {documents:,} of {counts.total():,}"
-    print(f"{line} documents and {files} of {len(counts)} files")
+    return writer.close(progress.documents, progress.skipped)
 
 
 def tokenize_documents(

@@ -1,4 +1,4 @@
-"""Tokenize as the nanoGPT family does, to compare with: processes, tiktoken, `.npy` shards.
+"""Tokenize as the nanoGPT family does, to compare with: processes, tiktoken, `.npy`.
 
     python -m bench.tiktoken_pool FOLDER FILE…    (`bench.components` starts this)
 
@@ -17,24 +17,14 @@ import pyarrow.parquet as pq
 
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
-SHARD_SIZE = 100_000_000
-
 
 def main(folder: str, *paths: str) -> None:
-    """Write the tokens of `paths` to shards in a new `folder`."""
+    """Write the tokens of `paths` to one file in a new `folder`."""
     os.makedirs(folder)
     gpt2_encoding()  # which processes that are forked have, too
-    shard, filled, buffer = 0, 0, np.empty(SHARD_SIZE, np.uint16)
     with multiprocessing.Pool(os.cpu_count()) as pool:
-        for tokens in pool.imap(tokenize, read(paths), chunksize=16):
-            while len(tokens):
-                taken = tokens[: SHARD_SIZE - filled]
-                buffer[filled : filled + len(taken)] = taken
-                filled, tokens = filled + len(taken), tokens[len(taken) :]
-                if filled == SHARD_SIZE:
-                    np.save(f"{folder}/{shard:06d}.npy", buffer)
-                    shard, filled = shard + 1, 0
-    np.save(f"{folder}/{shard:06d}.npy", buffer[:filled])
+        tokens = [*pool.imap(tokenize, read(paths), chunksize=16)]
+    np.save(f"{folder}/tokens.npy", np.concatenate(tokens))
 
 
 def tokenize(text: str) -> npt.NDArray[np.uint16]:
