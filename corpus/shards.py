@@ -334,8 +334,9 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
         path = folder / info.file
         if not path.is_file() or sha256_of(path) != info.sha256:
             raise ValueError(
-                f"{path} has changed since it was written, or is gone: delete {folder} and run "
-                f"python fineweb.py again, or only this shard and run hf download again"
+                f"{path} has changed since it was written, or is gone: if it was downloaded, "
+                f"delete it and run hf download again; else delete {folder} and run python "
+                f"fineweb.py again"
             )
 
 
