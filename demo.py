@@ -7,7 +7,6 @@ Every step is a command of this project, printed before it runs.
 import itertools
 import math
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -59,19 +58,9 @@ def new_name() -> str:
 def step(title: str, script: str, *flags: str) -> None:
     """Announce one of the project's commands and run it; its failure ends the demo."""
     print(f"\n=== {title}\n$ python {shlex.join([script, *flags])}", flush=True)
-    signal.signal(signal.SIGTERM, _exit_on_sigterm)
-    with subprocess.Popen([sys.executable, script, *flags]) as child:
-        try:
-            code = child.wait()
-        except SystemExit:
-            child.terminate()  # training saves, and `with` waits for it
-            raise
-    if code:
-        raise SystemExit(code)
-
-
-def _exit_on_sigterm(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
+    with subprocess.Popen([sys.executable, script, *flags]) as child:  # Ctrl-C lets it save
+        if code := child.wait():
+            raise SystemExit(code)
 
 
 def summarise(run_dir: Path, export_dir: Path, seconds: float) -> None:

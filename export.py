@@ -1,17 +1,8 @@
-"""A trained model for everyone: `python export.py --model runs/NAME --out exported/NAME`.
-
-With `--push-to-hub OWNER/NAME`, the folder goes to the Hugging Face hub, too.
-"""
-
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
+"""A trained model for everyone: `python export.py --model runs/NAME --out exported/NAME`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from formats.hub import check_repo_name, push_folder
 from formats.huggingface import export_folder, save_pretrained
 from formats.load import find_checkpoint, is_hugging_face, load_model
 from formats.model_card import write_model_card
@@ -26,14 +17,8 @@ class ExportConfig:
     """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
     out: Path
     """The folder to write; an earlier export there is written over."""
-    push_to_hub: str | None = None
-    """OWNER/NAME of a hub model: upload the folder; a new repository is private."""
     license: str | None = None
     """Of the card: an id that the hub knows, such as mit."""
-
-    def __post_init__(self) -> None:
-        if self.push_to_hub is not None:
-            check_repo_name("--push-to-hub", self.push_to_hub)
 
 
 def main() -> None:
@@ -43,14 +28,12 @@ def main() -> None:
     if not is_hugging_face(config.model):  # once: a trainer may be about to save another
         checkpoint = find_checkpoint(Path(config.model))
     model = load_model(checkpoint or config.model)
-    name = config.push_to_hub or config.out.resolve().name
+    name = config.out.resolve().name
     with export_folder(config.out) as folder:
         n_params = save_pretrained(model, folder)
         write_model_card(folder, name, model.config, checkpoint, config.license)
     print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
-    if config.push_to_hub is not None:
-        print(f"uploaded to {push_folder(config.out, config.push_to_hub, 'model')}")
 
 
 if __name__ == "__main__":

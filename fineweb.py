@@ -3,7 +3,6 @@
     python fineweb.py                                # 10B tokens of FineWeb-Edu
     python fineweb.py --source stdlib                # no network: the standard library's sources
     python fineweb.py --source texts/ a.py b.jsonl   # your own: folders, text, tables with text
-    python fineweb.py --source hub:OWNER/NAME        # shards that --push-to-hub has uploaded
     torchrun --nproc_per_node=4 fineweb.py           # a part of the files for every process
     python fineweb.py --part 0 --parts 2             # such a part alone, on one of two machines
 
@@ -12,37 +11,30 @@ a run that was stopped or killed after its last finished shard. To add a source 
 `SOURCES` in `corpus/sources.py`.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
-import itertools
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.threads import usable_cores
+
 import filelock
-import numpy as np
 from tqdm import tqdm
 
-from corpus import published, shards, sources
+from corpus import shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
-from formats.hub import REPO_NAME, check_repo_name
+from formats.hub import REPO_NAME
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
-from runtime.startup import usable_cores
-from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents
+from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
-PUBLISHED = "hub:"  # of --source: a repository that holds shards, not texts
 RECIPES = Path(__file__).parent / "recipes"
 MOST_PASSES = 5  # of a proposed run over the training split; ten spoil a small text
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
@@ -53,10 +45,9 @@ class FineWebConfig:
     """Turn text into shards of GPT-2 tokens, the first of them for validation."""
 
     source: tuple[str, ...] = ("fineweb-edu",)
-    """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `hub:OWNER/NAME`, shards that
-    --push-to-hub uploaded; `stdlib`, the running Python's standard library, which needs no network;
-    or files, folders and globs. A row of .parquet, .jsonl or .json (.gz, .zst) is a document; any
-    other file is one, if it is UTF-8."""
+    """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `stdlib`, the running Python's
+    standard library, which needs no network; or files, folders and globs. A row of .parquet, .jsonl
+    or .json (.gz, .zst) is a document; any other file is one, if it is UTF-8."""
     text_field: str = "text"
     """Column of tables and field of JSON lines that has the text, such as `content`."""
     name: str | None = None
@@ -73,8 +64,6 @@ class FineWebConfig:
     """Tokenise only this one of `--parts`, counted from 0."""
     parts: int | None = None
     """Processes that share the work, a `--part` each; the last to end writes the manifest."""
-    push_to_hub: str | None = None
-    """OWNER/NAME of a hub data set: upload the finished shards and their manifest."""
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("shard_size", "workers", "parts"))
@@ -84,23 +73,14 @@ class FineWebConfig:
             raise ValueError("; ".join(problems))
         if (self.part, self.parts) != (None, None) and self.part not in range(self.parts or 0):
             raise ValueError(f"--part {self.part} of --parts {self.parts}: give both, from 0 on")
-        if self.push_to_hub is not None:
-            check_repo_name("--push-to-hub", self.push_to_hub)
-            if self.part is not None:
-                raise ValueError("--push-to-hub is for one process: give it without --part at last")
 
 
 def main() -> None:
     """Make a data set, resume it, or verify one that is finished."""
     config = assign_rank(parse_flags(FineWebConfig))
-    if config.source[0].startswith(PUBLISHED):
-        folder = download_shards(config)
-    else:
-        name, open_source = find_source(config)
-        folder = config.data_dir or Path("data") / name
-        print(make_shards(config, open_source, folder))
-    if config.push_to_hub is not None:
-        print(f"uploaded to {published.push_shards(folder, config.push_to_hub)}")
+    name, open_source = find_source(config)
+    folder = config.data_dir or Path("data") / name
+    print(make_shards(config, open_source, folder))
     # Not before all parts are finished; an installed package has no recipes.
     if RECIPES.is_dir() and (manifest := Manifest.load(folder)):
         print(propose_training(folder, manifest))
@@ -145,22 +125,6 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     return f"{line}\n{folder}: {state}"
 
 
-def download_shards(config: FineWebConfig) -> Path:
-    """Download a tokenised data set, or what is missing of it, into the folder that is returned."""
-    source = config.source[0]
-    repo = source.removeprefix(PUBLISHED)
-    check_repo_name("--source hub:", repo)
-    allowed = {name: getattr(config, name) for name in ("data_dir", "revision", "push_to_hub")}
-    if config != FineWebConfig((source,), **allowed):
-        raise ValueError(f"--source {source} takes no other flags than --data-dir and --revision")
-    folder = config.data_dir or Path("data") / repo.split("/")[1]
-    with folder_lock(folder):
-        earlier = next(iter(find_earlier(folder)), None)
-        manifest = published.fetch_shards(repo, config.revision, folder, earlier)
-    print(f"{folder}: {manifest.tokens:,} tokens in {len(manifest.shards)} shards, as in {repo}")
-    return folder
-
-
 @contextmanager
 def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
     """Keep other processes from the data set in a folder, or from one part of it."""
@@ -202,7 +166,6 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     # A bar only on a terminal, and one for all of torchrun's processes.
     hidden = True if os.environ.get("RANK", "0") != "0" else None
     bar = tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=hidden)
-    counts: Counter[int] = Counter()  # documents by file
     with bar:
         documents = source.documents(progress.cursor, manifest.part)
         for batch, tokens in tokenize_documents(documents, workers):
@@ -214,7 +177,6 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 progress=progress._asdict(),
             )
             written = max(0, written - len(tokens))
-            counts.update(item.cursor["file"] for item in batch if item.begins and item.text)
             bar.update(len(tokens))
             progress = Progress(
                 None,  # the next batch has its own
@@ -223,19 +185,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 progress.skipped + sum(not item.text for item in batch),
             )
         bar.total = progress.tokens
-    finished = writer.close(progress.documents, progress.skipped)
-    if manifest.part.index == 0 and not manifest.shards:  # all documents are counted
-        print_validation_files(folder / finished.shards[0].file, counts)
-    return finished
-
-
-def print_validation_files(path: Path, counts: Counter[int]) -> None:
-    """Say of what the validation split is: the first documents may be no fair sample of all."""
-    val = np.load(path, mmap_mode="r", allow_pickle=False)
-    documents = int(np.count_nonzero(val == END_OF_TEXT))
-    files = 1 + sum(total < documents for total in itertools.accumulate(counts.values()))
-    line = f"validation: the first {len(val):,} tokens, from {documents:,} of {counts.total():,}"
-    print(f"{line} documents and {files} of {len(counts)} files")
+    return writer.close(progress.documents, progress.skipped)
 
 
 def tokenize_documents(

@@ -16,17 +16,14 @@ A token attends to the context and to its own ending. The last token of an endin
 predicts nothing, so the row does not have it.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 from torch import Tensor
@@ -44,10 +41,9 @@ from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
 from tokenizer import gpt2_encoding
 
-# The validation set on the hub, and the author's own file, which earlier versions downloaded.
+# The validation set on the hub.
 DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
-DATA_PATH = Path("data/hellaswag/hellaswag_val.jsonl")
 N_ENDINGS = 4
 CONTEXT = 1  # the segment of a packed row's context; its endings are 2 to 5, padding is 0
 # Float32 logits of 128 tokens take 26 MB, which stays in a CPU's cache; GPUs need larger products.
@@ -368,9 +364,7 @@ def write_predictions(path: str | Path, result: HellaSwagResult) -> None:
 
 
 def download_hellaswag() -> Path:
-    """The validation set: the file of earlier versions, or the hub's; ranks may call it at once."""
-    if DATA_PATH.is_file():
-        return DATA_PATH
+    """The validation set, from the hub once; ranks may call it at once."""
     remedy = "without network pass --data FILE (--hellaswag-data FILE in training)"
     wanted = {"repo_type": "dataset", "revision": DATA_REVISION, "allow_patterns": DATA_FILE}
     with explain_hub_errors("HellaSwag was not downloaded", remedy):

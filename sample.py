@@ -7,11 +7,6 @@
 Without --model it is OpenAI's GPT-2 124M. In Python: `generate(model, text)` and `text_loss`.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 import codecs
 import json
 import sys
@@ -21,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 from torch import Tensor

@@ -6,11 +6,6 @@
 Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()
-
 import math
 import sys
 from collections import Counter
@@ -18,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import cast
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 from torch import nn

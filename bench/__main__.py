@@ -12,14 +12,11 @@ training run is a command in a fresh process. The results go to `bench/results/D
 each run.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 from bench.components import COMPONENTS
 from bench.config import BenchConfig

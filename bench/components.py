@@ -56,7 +56,7 @@ def data_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
 
 
 def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
-    """A multiprocess tiktoken script and `fineweb.py`: whole processes on the same text."""
+    """The nanoGPT family's way and `fineweb.py`: whole processes on the same text."""
     assert config.text is not None
     text, out = config.text.absolute(), scratch / "tokens"
 
@@ -68,7 +68,7 @@ def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
         return {"s": seconds, "tokens": tokens}
 
     return {
-        "multiprocess tiktoken": partial(run, "assets/tokenize_with_tiktoken.py", out),
+        "multiprocess tiktoken": partial(run, "-m", "bench.tiktoken_pool", out),
         "fineweb.py": partial(run, "fineweb.py", "--data-dir", out, "--source"),
     }
 

@@ -8,11 +8,6 @@ from the same weights as `train_gpt2.py --no-shuffle` on one process, and logs t
 times to `metrics.jsonl`.
 """
 
-if __name__ == "__main__":
-    from runtime.startup import prepare_process
-
-    prepare_process()  # the imports below take seconds
-
 import itertools
 import json
 import sys
@@ -22,6 +17,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import numpy as np
 import torch

@@ -5,8 +5,7 @@
 
 A run is `train_gpt2.py --config recipes/…` with another model, rate and length. Results go to
 `bench/results/recipes/runs.json` as they come, so the same command goes on after an interrupt. The
-file also has the runs of the changes that docs/recipes.md lists, whose code is gone; the figure
-takes those of AdamW as runs of the reference.
+file also has runs of the reference with another beta2.
 """
 
 from collections import defaultdict
@@ -50,7 +49,7 @@ RUNS = (  # by their names: scale, steps, recipe, rate
     *("124m_648_fast_0.0018", "124m_648_fast_0.0036"),
 )
 EVALUATIONS = 16  # validations of a run after the first step
-Curve = Sequence[Sequence[float]]  # a run's validations: step, loss; in old results a third value
+Curve = Sequence[tuple[float, float]]  # a run's validations: step, loss
 
 
 @dataclass(frozen=True)
@@ -139,10 +138,10 @@ class Comparison(NamedTuple):
         Between two validations its loss is taken to fall in a straight line. None: never.
         """
         end = self.reference[-1][1]
-        last = max(place for place, (_, loss, *_) in enumerate(self.fast) if loss > end)
+        last = max(place for place, (_, loss) in enumerate(self.fast) if loss > end)
         if last == len(self.fast) - 1:
             return None
-        (step, loss, *_), (next_step, next_loss, *_) = self.fast[last : last + 2]
+        (step, loss), (next_step, next_loss) = self.fast[last : last + 2]
         return float(np.interp(-end, (-loss, -next_loss), (step, next_step))) / self.steps
 
 
@@ -169,7 +168,7 @@ def draw_summary(comparisons: Sequence[Comparison], path: Path) -> Path:
     axes = new_axes(title, "validation loss (nats per token)")
     batch, end = SCALES[longest.scale]["total_batch_size"], longest.reference[-1][1]
     for name, curve, colour in (("reference", longest[2], GREY), ("fast", longest[3], BLUE)):
-        steps, values, *_ = np.transpose(curve[1:])
+        steps, values = np.transpose(curve[1:])
         axes.plot(steps * batch, values, color=colour, label=f"{name} {values[-1]:.3f}")
     axes.axhline(end, color=GREY, linewidth=0.8, linestyle=":")
     if longest.share is not None:

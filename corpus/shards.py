@@ -166,12 +166,9 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
     """Refuse to mix two data sets in one folder."""
     was, asked = _fixed_values(found), _fixed_values(expected)
     for name in was | asked:
-        before, now = was.get(name), asked.get(name)
-        if isinstance(before, dict) and isinstance(now, dict):  # earlier versions hashed no files
-            now = {key: now.get(key) for key in before}
-        if before != now:
+        if was.get(name) != asked.get(name):
             raise ValueError(
-                f"{folder} holds other data, {name} {before} instead of {now}: "
+                f"{folder} holds other data, {name} {was.get(name)} instead of {asked.get(name)}: "
                 f"choose another --data-dir, or delete it"
             )
 
@@ -318,8 +315,8 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
             missing = f"{folder} has no {split} shards"
         raise FileNotFoundError(
             f"{missing}; python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no "
-            f"network), python fineweb.py makes data/fineweb-edu-10BT (20 GB), with --source "
-            f"hub:OWNER/NAME it downloads shards"
+            f"network), python fineweb.py makes data/fineweb-edu-10BT (20 GB), and shards of the "
+            f"hub come by hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
         )
     shards = TokenShards(paths, _fingerprint(infos, paths))
     for info, length in zip(infos, shards.lengths, strict=False):  # no infos without a manifest
@@ -337,8 +334,9 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
         path = folder / info.file
         if not path.is_file() or sha256_of(path) != info.sha256:
             raise ValueError(
-                f"{path} has changed since it was written, or is gone: delete {folder}, or only "
-                f"this shard if it was downloaded, and run python fineweb.py again"
+                f"{path} has changed since it was written, or is gone: if it was downloaded, "
+                f"delete it and run hf download again; else delete {folder} and run python "
+                f"fineweb.py again"
             )
 
 
@@ -366,7 +364,7 @@ def _map_shard(path: Path) -> TokenArray:
         array = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header brings errors of many kinds
         raise ValueError(
-            f"{path} cannot be read as a token shard, make the data again: {error}"
+            f"{path} cannot be read as a token shard, make or download it again: {error}"
         ) from None
     if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
         raise ValueError(

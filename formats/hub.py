@@ -1,11 +1,11 @@
-"""The Hugging Face hub: names, commits, uploads, and its errors as one line."""
+"""The Hugging Face hub: commits, downloads, and its errors as one line."""
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 TIMEOUT_SECONDS = 10  # of an answer
 NO_NETWORK = (
@@ -13,12 +13,6 @@ NO_NETWORK = (
     "or --source FILES (text, .jsonl, .parquet)"
 )
 REPO_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def check_repo_name(flag: str, repo: str) -> None:
-    """Refuse what cannot be a repository's name."""
-    if not REPO_NAME.fullmatch(repo):
-        raise ValueError(f"{flag} {repo} is not OWNER/NAME, such as my-name/my-gpt2")
 
 
 def resolve_revision(repo: str, revision: str | None) -> str:
@@ -43,28 +37,6 @@ def fetch_files(repo: str, is_complete: Callable[[Path], object], **wanted: Any)
     return Path(get())
 
 
-def push_folder(
-    folder: Path, repo: str, repo_type: Literal["model", "dataset"], files: list[str] | None = None
-) -> str:
-    """Upload a folder, or some of its files, and return the repository's address.
-
-    A new repository is private. Called again after an interruption, it sends only what is missing.
-    """
-    from huggingface_hub import HfApi
-
-    with explain_hub_errors(f"{folder} was not uploaded to {repo}"):
-        api = HfApi()
-        url = api.create_repo(repo, repo_type=repo_type, private=True, exist_ok=True)
-        api.upload_folder(
-            folder_path=folder,
-            repo_id=repo,
-            repo_type=repo_type,
-            allow_patterns=files,
-            ignore_patterns=[".*"],
-        )
-    return str(url)
-
-
 @contextmanager
 def explain_hub_errors(
     failure: str, remedy: str = "once that is mended, the same command resumes"
@@ -80,8 +52,8 @@ def explain_hub_errors(
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403, 404) and not re.search("Entry|Revision", name):  # these are seen
             remedy = (
-                f"it is not there, or not open to you: log in by `hf auth login`, with a token "
-                f"that may write to upload, and check OWNER/NAME; {remedy}"
+                f"it is not there, or not open to you: log in by `hf auth login`, "
+                f"and check OWNER/NAME; {remedy}"
             )
         reason = str(error).strip().partition("\n")[0]
         kind = FileNotFoundError if status == 404 else OSError

@@ -30,7 +30,7 @@ HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
 HF_WEIGHT_PARTS = "model-*-of-*.safetensors"
 ADAPTER_NAME = "adapter_config.json"  # of peft
-EXPORTED_BY = "pretrained.save_pretrained"  # marks a folder that may be written over
+EXPORTED_BY = "gpt2-from-text"  # marks a folder that may be written over
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")

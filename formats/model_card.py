@@ -22,7 +22,7 @@ USE = """## Use
 ```python
 import transformers
 
-generate = transformers.pipeline("text-generation", "{name}")
+generate = transformers.pipeline("text-generation", "{name}")  # on the hub: "OWNER/{name}"
 print(generate("The list", max_new_tokens=40)[0]["generated_text"])
 ```
 """
@@ -42,12 +42,12 @@ def write_model_card(
 ) -> None:
     """Write a model's card, unless the folder has one that its owner has made his own.
 
-    The name is what transformers loads the model by: OWNER/NAME, or the folder's name. A model
-    without a checkpoint was not trained here. The licence is an id of the hub's, such as `mit`.
+    A model without a checkpoint was not trained here. The licence is an id of the hub's, such as
+    `mit`.
     """
     from huggingface_hub import ModelCardData
 
-    path, title = folder / CARD_NAME, name.rpartition("/")[2]
+    path = folder / CARD_NAME
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -60,12 +60,12 @@ def write_model_card(
             front["base_model"] = f"openai-community/{start}"
         sections = [*_describe_training(state, data)]
         if results := [*_read_results(checkpoint, state, data)]:
-            front |= {"model_name": title, "eval_results": results}
+            front |= {"model_name": name, "eval_results": results}
             rows = [f"| {r.metric_name} | {r.metric_value} | {r.task_name} |" for r in results]
             sections += [RESULTS, *rows, ""]
     n_params = sum(map(math.prod, gpt2_shapes(config).values()))
     lines = [
-        *("---", ModelCardData(**front).to_yaml(), "---", MARK, "", f"# {title}", ""),
+        *("---", ModelCardData(**front).to_yaml(), "---", MARK, "", f"# {name}", ""),
         f"A GPT-2 of {n_params:,} parameters: {config.n_layer} blocks, {config.n_head} heads, "
         f"width {config.n_embd:,}, context {config.block_size:,} tokens.\n",
         *(USE.format(name=name), *sections, LIMITS.format(block_size=config.block_size)),

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import ctypes
 import difflib
 import inspect
 import io
@@ -10,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -21,13 +23,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
 from runtime.files import redact_secrets
-from runtime.startup import finish_startup
 
 Config = TypeVar("Config")
 POSITIONAL = {"positional": True}  # metadata of a field that is given without --NAME
 HELP_COLUMNS = 100
 HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 
 
@@ -228,7 +230,11 @@ def run_command(main: Callable[[], None]) -> None:
     A run that had to stop (RunStopped; FloatingPointError: loss or gradient are not finite) exits
     with code 1, Ctrl-C with 130, and output into a pipe that is closed (`| head`) with 141.
     """
-    finish_startup()
+    if not sys.stderr.isatty():  # a log gets no bars of the hub's downloads
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # `torchrun` that dies by `kill -9` ends no rank: SIGTERM then lets each save and end.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
             stream.reconfigure(errors="replace")

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+from runtime.threads import usable_cores
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +26,6 @@ from tqdm import tqdm
 from model import GPT, Block
 from runtime.cli import RunStopped, shell_line
 from runtime.device import DeviceName, select_device
-from runtime.startup import usable_cores
 
 Item = TypeVar("Item")
 LONGEST_TIMEOUT = 60 * 24 * 365  # minutes: no limit

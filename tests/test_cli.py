@@ -62,15 +62,11 @@ def run_script(
     """Start a script whose main has this body, in a process of its own."""
     script = tmp_path / "script.py"
     script.write_text(
-        "if __name__ == '__main__':\n"
-        f"    from runtime.startup import prepare_process\n    prepare_process()\n{imports}\n"
-        "from runtime.cli import parse_flags, run_command\n"
+        f"{imports}\nfrom runtime.cli import parse_flags, run_command\n"
         f"def main() -> None:\n    {body}\n"
         "if __name__ == '__main__':\n    run_command(main)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | environ
-    for name in {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} - environ.keys():
-        environment.pop(name, None)
     command = [sys.executable, str(script), *args]
     return subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=environment)
 
@@ -244,10 +240,36 @@ def test_run_command_shows_a_programming_error_in_full(tmp_path):
     assert "KeyError" in errors
 
 
-# --- before the imports -----------------------------------------------------------------------
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("body", ["raise ValueError('bad')", "print('x'); raise ValueError('bad')"])
+def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(body, tmp_path):
+    with open("/dev/full", "w") as full:
+        assert end(run_script(tmp_path, body, stdout=full, stderr=full))[0] == 2
 
 
-def test_prepare_process_limits_spinning_unless_the_user_has_set_it(tmp_path):
-    body = "import os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')))"
-    assert end(run_script(tmp_path, body)) == (0, "1000 None\n", "")
-    assert end(run_script(tmp_path, body, OMP_WAIT_POLICY="active")) == (0, "None active\n", "")
+# --- before torch -----------------------------------------------------------------------------
+
+LOADING = """
+import os, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == "torch":
+            raise SystemExit(os.environ.get("GOMP_SPINCOUNT"))
+sys.meta_path.insert(0, Finder)
+import {}
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["train_gpt2", "hellaswag", "sample", "bench.plain", "bench.__main__"]
+)
+def test_scripts_limit_spinning_before_torch_is_loaded_unless_the_user_has_set_it(module):
+    rest = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    for given, count in (
+        ({}, "1000"),
+        ({"GOMP_SPINCOUNT": "5"}, "5"),
+        ({"OMP_WAIT_POLICY": "active"}, ""),
+    ):
+        command = [sys.executable, "-c", LOADING.format(module)]
+        done = subprocess.run(command, env=rest | given, stderr=subprocess.PIPE, cwd=ROOT)
+        assert done.stderr.decode().strip() == count

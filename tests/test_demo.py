@@ -1,11 +1,7 @@
 import math
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from corpus.shards import open_shards
 from demo import new_name, unigram_loss
@@ -26,20 +22,3 @@ def test_new_name_is_of_no_earlier_run_or_export(tmp_path, monkeypatch):
     (tmp_path / "runs/demo").mkdir(parents=True)
     (tmp_path / "exported/demo-2").mkdir(parents=True)
     assert new_name() == "demo-3"
-
-
-def test_sigterm_ends_the_command_that_runs_and_waits_until_it_has_saved(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import signal, sys, time\n"
-        "def save(*_):\n    time.sleep(0.2)\n    print('saved', flush=True)\n    sys.exit()\n"
-        "signal.signal(signal.SIGTERM, save)\nprint('trains', flush=True)\ntime.sleep(60)\n"
-    )
-    code = f"import demo; demo.step('a title', {str(script)!r}); print('the next step')"
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        while process.stdout.readline() != "trains\n":
-            assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.read() == "saved\n"  # nobody has the pipe open any more
-    assert process.returncode == 128 + signal.SIGTERM

@@ -1,8 +1,9 @@
+from runtime.threads import usable_cores
+
 import pytest
 from conftest import check_on_ranks
 
 from runtime.distributed import DistInfo, read_dist_env, setup_distributed
-from runtime.startup import usable_cores
 
 RANK_CHECK = """
 import torch

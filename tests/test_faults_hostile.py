@@ -1,6 +1,5 @@
 """Hostile files: none runs code or leads elsewhere; no error shows a secret; nobody comes in."""
 
-import ast
 import os
 import pickle
 import re
@@ -18,9 +17,6 @@ from formats.huggingface import save_pretrained
 from formats.load import load_model
 from train_gpt2 import main
 from training.config import TrainConfig
-
-FOLDERS = (".", "bench", "corpus", "runtime", "training")
-MODULES = sorted(path for part in FOLDERS for path in (ROOT / part).glob("*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -128,30 +124,6 @@ def test_no_checkpoint_file_runs(copied, mark, name):
     if name != "optimizer.safetensors":  # which this does not read
         with refused(name):
             load_model(copied / "run")
-
-
-UNSAFE_CODE = re.compile(  # what could run code that came as data
-    r"^\s*(import|from) .*(pickle|marshal|shelve|dill|joblib)"
-    r"|^\s*from (torch|numpy|os) import .*\b(load|save|system|popen)\b"
-    r"|(?<![\w.])(exec|eval|compile|__import__)\("
-    r"|\b(torch(\.hub)?\.(load|save)|yaml\.load|pd\.read_pickle|os\.(system|popen))\("
-    r"|(gather_object|object_list)\("
-    r"|\b(np|numpy)\.load\((?!.*allow_pickle=False)"
-    r"|\b(trust_remote_code|shell|allow_pickle)=(?!False)",
-    re.MULTILINE,
-)
-
-
-def unsafe_code(source):
-    """The first unsafe piece of a source, whose lines and comments do not matter."""
-    return UNSAFE_CODE.search(ast.unparse(ast.parse(source)))
-
-
-def test_no_module_can_run_what_came_as_data():
-    for module in MODULES:
-        assert unsafe_code(module.read_text(encoding="utf-8")) is None, module
-    examples = ("from torch import (nn,\n load)", "np.load(path)", "eval(text)", "import marshal")
-    assert all(map(unsafe_code, (*examples, "f(shell=True)", "dist.all_gather_object(a, b)")))
 
 
 # Nothing leads elsewhere

@@ -30,8 +30,6 @@ SLOWED = """
 import os, sys, time
 from contextlib import suppress
 sys.path.insert(0, {root!r})
-from runtime.startup import prepare_process
-prepare_process()
 import train_gpt2
 from runtime.cli import run_command
 

@@ -17,6 +17,7 @@ from run_files import log_session, new_log
 from formats.metrics import read_metrics
 from report import collect_run
 from train_gpt2 import main
+from training.trackers import TRACKERS, Tracker
 
 
 class Recorder:

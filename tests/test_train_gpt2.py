@@ -222,14 +222,10 @@ def test_main_refuses_other_data_too_little_data_and_a_run_that_is_there(
 
 
 def test_main_ranks_agree_to_leave_hellaswag_out(commands, tiny_flags, tmp_path):
-    damaged = commands.folder / "data/hellaswag/hellaswag_val.jsonl"
-    damaged.parent.mkdir(parents=True)
-    damaged.write_text("not the benchmark")
     flags = (*tiny_flags, "--run-name=a", "--hellaswag-every=4")
     done = commands.run_ranks(2, "train_gpt2", *flags)
-    damaged.unlink()
     assert done.code == 0, done.stderr
-    assert done.stdout.count("warning: HellaSwag will not be scored: data/hellaswag/") == 1
+    assert done.stdout.count("warning: HellaSwag will not be scored: HellaSwag was") == 1
     assert len(series(tmp_path / "runs/a", "train_loss")) == 8
 
 
