@@ -35,6 +35,8 @@ def training_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of (N, V) float32 logits and (N,) targets, in nats per token."""
+    if logits.is_cuda and torch.compiler.is_compiling():  # as wide as the LM head: one kernel less
+        logits = F.pad(logits, (0, -logits.size(-1) % 128), value=-math.inf)
     return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
 
 
@@ -73,7 +75,7 @@ def lm_head_loss(
     Returns:
         The loss, a float32 scalar.
     """
-    if chunks == 1:
+    if chunks == 1 and not torch.compiler.is_compiling():  # all at once, by plain autograd
         return loss(lm_logits(hidden, weight, vocab_size), targets)
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):  # cast once, not for each chunk
@@ -81,10 +83,8 @@ def lm_head_loss(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
 
     def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        # Not the mean, whose gradient would underflow in float16. A chunk may have no targets.
-        count = (targets != IGNORE_INDEX).sum()
-        mean = loss(lm_logits(hidden, weight, vocab_size), targets)
-        return torch.where(count > 0, mean * count, 0.0)
+        # The mean's gradient would underflow in float16.
+        return loss(lm_logits(hidden, weight, vocab_size), targets) * len(targets)
 
     needs_grad = torch.is_grad_enabled()
     return ChunkedLoss.apply(  # type: ignore[no-untyped-call]
@@ -110,30 +110,36 @@ class ChunkedLoss(torch.autograd.Function):
         needs_grad: bool,
     ) -> Tensor:
         """See `lm_head_loss`; `hidden` and `weight` have the dtype of the matrix products."""
-        count = (targets != IGNORE_INDEX).sum()
-        loss = torch.zeros((), device=hidden.device)
+        n_counted = (targets != IGNORE_INDEX).sum()
+        total = torch.zeros((), device=hidden.device)
         d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
         for h, target in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
+            share = (target != IGNORE_INDEX).sum() / len(target)  # of the tokens that count
             if not needs_grad:
-                loss = loss + summed_loss(h, weight, target)
+                total += weigh(summed_loss(h, weight, target), share)
                 continue
             # Changes nothing, but makes this chunk wait for the last one's gradient: compiled for
             # a GPU, all chunks' logits would otherwise exist until their gradients' turn.
             h = h.masked_fill(d_weight[0, 0].isnan(), math.nan)
-            (d_h, d_w), chunk_loss = grad_and_value(summed_loss, argnums=(0, 1))(h, weight, target)
-            loss = loss + chunk_loss
-            d_hidden.append(d_h)
-            d_weight += d_w
+            (d_h, d_w), value = grad_and_value(summed_loss, argnums=(0, 1))(h, weight, target)
+            total += weigh(value, share)
+            d_hidden.append(weigh(d_h, share))
+            d_weight += weigh(d_w, share)
         if needs_grad:
-            ctx.save_for_backward(torch.cat(d_hidden), d_weight, count)
-        return loss / count
+            ctx.save_for_backward(torch.cat(d_hidden), d_weight, n_counted)
+        return total / n_counted
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """Scale the gradients; dividing by the count earlier would underflow in float16."""
-        d_hidden, d_weight, count = ctx.saved_tensors
-        scale, dtype = d_loss / count, d_hidden.dtype
+        d_hidden, d_weight, n_counted = ctx.saved_tensors
+        scale, dtype = d_loss / n_counted, d_hidden.dtype
         return (d_hidden * scale).to(dtype), (d_weight * scale).to(dtype), None, None, None, None
+
+
+def weigh(value: Tensor, share: Tensor) -> Tensor:
+    """The value times the share; 0 for a share of 0, whose mean over no tokens is NaN."""
+    return torch.where(share > 0, value * share, 0.0)
 
 
 # --- activation checkpointing -----------------------------------------------------------------

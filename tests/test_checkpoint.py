@@ -130,7 +130,7 @@ def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_toge
 def test_checkpoint_has_plain_names_and_a_manifest(saved):
     path, _, _ = saved
     assert path.name == "step_00000003"
-    assert sorted(os.listdir(path)) == ["manifest.json", *TENSOR_FILES, "run_state.json"]
+    assert sorted(os.listdir(path)) == ["manifest.json", *TENSOR_FILES, "trainer_state.json"]
     tensors = saved_tensors(path)
     assert "transformer.h.1.attn.c_attn.weight" in tensors["model.safetensors"]
     assert "exp_avg.transformer.wte.weight" in tensors["optimizer.safetensors"]

@@ -88,7 +88,7 @@ def plan_memory(
         whole += CHECKPOINT_BYTES_PER_PARAMETER * n_params  # while it is written
 
     if config.compile and not config.is_sharded:  # two chunks' logits, or their gradients
-        logits = size * values * min(1, 2 / chunks)
+        logits = size * values * 2 / chunks
     else:  # copies in float32, too
         logits = (12 if chunks == 1 else 20 / chunks) * values
     saved = {mode: float32 + count * size for mode, (float32, count) in SAVED.items()}
