@@ -242,7 +242,8 @@ def train_step(run: Run, trainer: Trainer, lr: float) -> tuple[float, float]:
     norm = distributed.full_tensor(norm).to(device)
     # All ranks decide alike whether to update and whether to stop.
     mean_loss, mean_norm, asked = distributed.average_over_ranks(loss_sum, norm, run.stop.is_asked)
-    run.stop.is_agreed = asked > 0
+    if asked:
+        run.stop.sync()
     is_finite = math.isfinite(mean_loss) and math.isfinite(mean_norm)
     if not is_finite:
         raise_unless_overflow(mean_loss, mean_norm, scaler)

@@ -45,6 +45,10 @@ class StopRequest:
         """Whether this process was asked to stop; the others may not know it yet."""
         return self._signal > 0
 
+    def sync(self) -> None:
+        """Agree to stop if any process was asked to; all must call this."""
+        self.is_agreed = all_reduce_max(self.is_asked) > 0
+
     def signal_name(self) -> str | None:
         """The signal that any process got; every process must call this."""
         number = all_reduce_max(self._signal)
@@ -54,7 +58,7 @@ class StopRequest:
         """Leave an `interruptible` body if any process was asked to stop; all must call this."""
         self._batches += 1
         if self._batches % BATCHES_PER_SYNC == 0:
-            self.is_agreed |= all_reduce_max(self.is_asked) > 0
+            self.sync()
         if self.is_agreed:
             raise _EvaluationStopped
 
