@@ -23,6 +23,7 @@ from formats.metrics import (
     own_measures,
     read_run,
 )
+from report import write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
 
@@ -41,7 +42,7 @@ BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e
 class PlotConfig:
     """Draw the figures of one or more runs, each into its own `figures/` folder."""
 
-    runs: tuple[Path, ...] = field(default=(), metadata=POSITIONAL)
+    runs: tuple[Path, ...] = field(metadata=POSITIONAL)
     """Run folders, such as runs/my-run."""
     compare: Path | None = None
     """Draw the losses of all the runs into this one file too: .png, .pdf or .svg."""
@@ -49,23 +50,14 @@ class PlotConfig:
     """Instead of the figures, write a page with everything about the runs to look at in a browser:
     report.html, in the first run's folder."""
 
-    def __post_init__(self) -> None:
-        if not self.runs:
-            raise ValueError("no run folder given: python plot.py runs/NAME")
-
 
 def main() -> None:
     """Draw the figures and print where they are."""
     config = parse_flags(PlotConfig)
-    for run_dir in () if config.report else config.runs:
-        for path in plot_run(run_dir):
-            print(path)
     if config.report:
-        from report import write_report
-
-        path = config.runs[0] / "report.html"
-        write_report(config.runs, path)
-        print(path)
+        print(write_report(config.runs))
+    else:
+        print(*(path for run_dir in config.runs for path in plot_run(run_dir)), sep="\n")
     if config.compare is not None:
         plot_comparison(config.runs, config.compare)
         print(config.compare)
@@ -117,9 +109,7 @@ def new_axes(title: str, quantity: str) -> Axes:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.grid(axis="y", color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
     axes.margins(x=0.012)
-    axes.locator_params(axis="x", integer=True)
     axes.tick_params(colors=GREY, length=0, labelsize=9)
     return axes
 

@@ -98,7 +98,7 @@ def test_plot_command_writes_a_report_instead_of_figures(commands, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "python plot.py runs/NAME"),
+        ([], "the following arguments are required: RUNS"),
         (["no-such-run", "--report"], "no run folder no-such-run: python plot.py runs/NAME"),
         (["--compare=x.text"], "'text' is not supported (supported formats:"),
     ],
