@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from bench.config import BenchConfig
+from bench.config import ROOT, BenchConfig
 from bench.ladder import TRAIN_GPT2, measure_training
 from bench.measurement import Measure, run_python, seconds_of
 from corpus.shards import open_shards
@@ -76,7 +76,7 @@ def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
 def hellaswag_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
     """One example at a time, and the batched scorer; how many predictions equal the latter's."""
     model, dtype = new_model(config), select_dtype("auto", config.torch_device)
-    examples = load_examples(config.hellaswag_data)
+    examples = load_examples(ROOT / "assets/hellaswag_sample.jsonl")
     examples = [example for example in examples if example.fits(config.block_size)]
 
     def batched() -> Tensor:

@@ -53,8 +53,6 @@ class BenchConfig:
     text: Path | None = None
     """A .parquet or .jsonl file for --component tokenize; of millions of tokens, or the start of
     the processes counts most."""
-    hellaswag_data: Path = Path("assets/hellaswag_sample.jsonl")
-    """A HellaSwag JSONL for --component hellaswag."""
     out_dir: Path = Path("bench/results")
     """Where the results go. Another model or batch than the default has a file of its own."""
 
