@@ -39,7 +39,14 @@ def main() -> None:
     step("HellaSwag's format (24 rows of our own: NOT the benchmark)", "hellaswag.py", *scored)
     step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
     step("figures", "plot.py", str(run_dir))
-    summarise(run_dir, export_dir, time.perf_counter() - start)
+    losses = [r["val_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
+    print(
+        f"\n=== done in {format_duration(time.perf_counter() - start)}\n"
+        f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
+        f"run, samples     {run_dir}\n"
+        f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
+        f"for transformers {export_dir}"
+    )
 
 
 def new_name() -> str:
@@ -54,18 +61,6 @@ def step(title: str, script: str, *flags: str) -> None:
     with subprocess.Popen([sys.executable, script, *flags]) as child:  # Ctrl-C lets it save
         if code := child.wait():
             raise SystemExit(code)
-
-
-def summarise(run_dir: Path, export_dir: Path, seconds: float) -> None:
-    """Print the losses and where everything is."""
-    losses = [r["val_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
-    print(
-        f"\n=== done in {format_duration(seconds)}\n"
-        f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
-        f"run, samples     {run_dir}\n"
-        f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
-        f"for transformers {export_dir}"
-    )
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@
 A run in progress can be plotted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from formats.metrics import (
     HELLASWAG_EXAMPLES,
@@ -26,9 +26,6 @@ from formats.metrics import (
 from report import write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Records = list[dict[str, Any]]
 
@@ -99,8 +96,6 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
 
 def new_axes(title: str, quantity: str) -> Axes:
     """Axes over training tokens in this project's style, in a figure of their own."""
-    from matplotlib.figure import Figure
-
     axes = Figure(figsize=(8, 4.5), dpi=120, facecolor="white", layout="constrained").subplots()
     axes.set_title(title, color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
     axes.set_xlabel("training tokens", color=GREY)
