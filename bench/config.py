@@ -95,8 +95,3 @@ class BenchConfig:
         on_gpu = self.torch_device.type == "cuda"
         wanted = TrainConfig.total_batch_size if on_gpu else self.micro_batch_tokens
         return max(1, wanted // self.micro_batch_tokens) * self.micro_batch_tokens
-
-    @property
-    def timed_steps(self) -> int:
-        """Timed steps per run: seconds on a GPU, a minute elsewhere."""
-        return self.steps or (20 if self.torch_device.type == "cuda" else 4)

@@ -94,12 +94,13 @@ def measure_training(
     later runs find.
     """
     device = config.torch_device
+    timed_steps = config.steps or (20 if device.type == "cuda" else 4)
     # On a CPU, MFU is the share of the speed of a matrix product in the same dtype.
     is_cpu = device.type == "cpu"
     peak = cpu_flops(select_dtype("auto", device)) if is_cpu else peak_flops(device_name(device))
     shutil.rmtree(scratch / "runs", ignore_errors=True)
     settings = config.shared_settings() | {
-        **{"out_dir": scratch / "runs", "run_name": "run", "max_steps": config.timed_steps + 1},
+        **{"out_dir": scratch / "runs", "run_name": "run", "max_steps": timed_steps + 1},
         **{"micro_batch_size": config.sequences, "total_batch_size": tokens},
     }
     args = [*trainer, *as_flags(settings | TRAINING), "--no-shuffle", *flags]

@@ -8,7 +8,6 @@ A run is `train_gpt2.py --config recipes/…` with another model, rate and lengt
 file also has runs of the reference with another beta2.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ SCALES = {  # a model and its batch
     "w128": {"n_layer": 2, "n_embd": 128, "block_size": 128, "total_batch_size": 2048},
     "w256": {"n_layer": 4, "n_embd": 256, "block_size": 128, "total_batch_size": 2048},
 }
-RUNS = ("w64_3840_reference_0.004", "w64_3840_fast_0.008")  # scale, steps, recipe, rate
+RUNS = ("w64_3840_reference_0.004", "w64_3840_fast_0.008")  # by scale, steps, recipe and rate
 EVALUATIONS = 16  # validations of a run after the first step
 Curve = Sequence[tuple[float, float]]  # a run's validations: step, loss
 
@@ -54,7 +53,7 @@ class RecipesConfig:
 
 
 def main() -> None:
-    """Train what is not trained yet, then draw the figure of all that is."""
+    """Train what is not trained yet, then draw the figure of both."""
     config = parse_flags(RecipesConfig)
     path = config.results_dir / "runs.json"
     results = read_json(path) if path.exists() else {"runs": {}}
@@ -68,7 +67,7 @@ def main() -> None:
                 results["runs"][name] = run = train(name, config)
                 write_json(path, results)
                 print(f"{name}: {run['curve'][-1][1]:.4f}", flush=True)
-    print(draw_summary(compare(results["runs"]), config.results_dir / "summary.png"))
+    print(draw_summary(results["runs"], config.results_dir / "summary.png"))
 
 
 def train(name: str, config: RecipesConfig) -> dict[str, Any]:
@@ -93,28 +92,6 @@ def train(name: str, config: RecipesConfig) -> dict[str, Any]:
     return settings | provenance() | {"curve": curve}
 
 
-# --- comparing --------------------------------------------------------------------------------
-
-
-def compare(runs: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, int], list[Curve]]:
-    """The reference's and the fast recipe's best curve, by scale and steps that both have."""
-    curves = defaultdict[tuple[str, int], dict[str, list[Curve]]](lambda: defaultdict(list))
-    for name, record in runs.items():
-        scale, steps, recipe, *_ = name.split("_")
-        curves[scale, int(steps)][recipe].append(record["curve"])
-    return {
-        key: [min(of[recipe], key=lambda curve: curve[-1][1]) for recipe in RECIPES]
-        for key, of in curves.items()
-        if of.keys() >= RECIPES.keys()
-    }
-
-
-def tokens_per_parameter(scale: str, steps: int) -> float:
-    """Training tokens per parameter of the blocks' matrices."""
-    sizes = SCALES[scale]
-    return steps * sizes["total_batch_size"] / (12 * sizes["n_layer"] * sizes["n_embd"] ** 2)
-
-
 def reached_after(reference: Curve, fast: Curve) -> float | None:
     """The share of the steps after which the fast recipe stays where the reference ends.
 
@@ -128,22 +105,24 @@ def reached_after(reference: Curve, fast: Curve) -> float | None:
     return float(np.interp(-end, (-loss, -next_loss), (step, next_step))) / fast[-1][0]
 
 
-def draw_summary(compared: Mapping[tuple[str, int], Sequence[Curve]], path: Path) -> Path:
-    """Draw the losses where there are most tokens per parameter."""
-    if not compared:
-        raise ValueError("no model was trained by both recipes: give --data-dir")
-    scale, steps = max(compared, key=lambda key: tokens_per_parameter(*key))
-    reference, fast = compared[scale, steps]
-    title = f"{scale}, {tokens_per_parameter(scale, steps):.2g} tokens per parameter"
+def draw_summary(runs: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
+    """Draw the losses of the two `RUNS`, and where the second reaches the first one's end."""
+    if missing := [name for name in RUNS if name not in runs]:
+        raise ValueError(f"no result of {' and '.join(missing)}: give --data-dir")
+    reference, fast = (runs[name]["curve"] for name in RUNS)
+    scale, steps, *_ = RUNS[0].split("_")
+    sizes = SCALES[scale]
+    batch, end = sizes["total_batch_size"], reference[-1][1]
+    parameters = 12 * sizes["n_layer"] * sizes["n_embd"] ** 2  # of the blocks' matrices
+    title = f"{scale}, {int(steps) * batch / parameters:.2g} tokens per parameter"
     axes = new_axes(title, "validation loss (nats per token)")
-    batch, end = SCALES[scale]["total_batch_size"], reference[-1][1]
     for name, curve, colour in (("reference", reference, GREY), ("fast", fast, BLUE)):
         at, values = np.transpose(curve[1:])
         axes.plot(at * batch, values, color=colour, label=f"{name} {values[-1]:.3f}")
     axes.axhline(end, color=GREY, linewidth=0.8, linestyle=":")
     if (share := reached_after(reference, fast)) is not None:
         label = f"after {share:.0%} of the tokens"
-        axes.plot(share * steps * batch, end, "o", color=RED, label=label)
+        axes.plot(share * int(steps) * batch, end, "o", color=RED, label=label)
     return save_figure(axes, path)
 
 

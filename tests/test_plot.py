@@ -69,12 +69,6 @@ def test_plot_comparison_draws_every_run_however_short(tmp_path, val_every):
         assert (np.abs(left_third - rgb).max(axis=2) < 16).sum() > 10, colour
 
 
-def test_plot_comparison_of_runs_without_a_common_loss_says_so(tmp_path):
-    runs = [write_run(tmp_path / "a", steps=0, val_every=1), write_run(tmp_path / "b", steps=5)]
-    with pytest.raises(ValueError, match="no training loss yet, others no validation loss"):
-        plot_comparison(runs, tmp_path / "ab.png")
-
-
 def test_plot_command_draws_several_runs_and_prints_where(commands, tmp_path):
     runs = [write_run(tmp_path / name, steps=10) for name in "ab"]
     no_screen = {"MPLBACKEND": "TkAgg"}  # must not matter: there may be no screen

@@ -5,7 +5,7 @@ import pytest
 from run_files import new_log
 
 from training import run_log
-from training.run_log import LINE_COLUMNS, format_step
+from training.run_log import format_step
 
 
 def lines_of(run_dir):
@@ -91,9 +91,7 @@ def test_samples_are_appended_and_shown(tmp_path, capsys):
         with new_log(tmp_path) as log, log.evaluation(5):
             log.samples(["word " * 30, "b"])
     assert (tmp_path / "samples.txt").read_text().splitlines() == 2 * lines
-    shown = capsys.readouterr().out.splitlines()
-    assert max(map(len, shown)) <= LINE_COLUMNS
-    assert shown[1].startswith("    word")
+    assert capsys.readouterr().out.splitlines() == 2 * lines
 
 
 def test_format_step_shows_every_figure_that_is_known():

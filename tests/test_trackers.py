@@ -208,6 +208,7 @@ def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
     """Under the test's own settings of the libraries alone, and no HOME."""
     pytest.importorskip(tracker)
     environment = own_folders(tmp_path) | {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+    environment["WANDB_INIT_TIMEOUT"] = "600"
     own_names = {"WANDB_RUN_ID": "ours", "WANDB_NAME": "my name"}  # of the first session
     script, run_dir = tmp_path / "script.py", tmp_path / "a"
     for start, end in ((0, 8), (4, 10)):

@@ -5,7 +5,6 @@
 
 import json
 import math
-import textwrap
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from training.config import TrainConfig
 from training.folder import describe_run
 from training.trackers import Trackers
 
-LINE_COLUMNS = 100  # of the console
 ETA_STEPS = 50  # recent ones, that the time left is estimated from
 
 
@@ -142,7 +140,7 @@ class RunLog:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
         self._trackers.log(step, {"sample_text": "\n".join(lines)})
         for line in lines:
-            print0(textwrap.fill(line, LINE_COLUMNS, subsequent_indent="    "))
+            print0(line)
 
     def saved(self, step: int, path: Path) -> None:
         """Log that the checkpoint of a step is complete."""

@@ -24,7 +24,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 Values = Mapping[str, float | str]
 PROJECT = "gpt2"  # where the environment names none
 PACKAGES = ("tensorboard", "wandb", "trackio")  # of the trackers of these names
-WANDB_SECONDS = 60  # that a run waits for W&B to begin, and again at its end
+WANDB_SECONDS = 60  # that a run waits at its end for W&B
 
 
 class Tracker(NamedTuple):
@@ -74,9 +74,7 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
         name=os.environ.get("WANDB_NAME", run_dir.name),
         config=dict(settings),
         resume="allow",
-        settings=wandb.Settings(
-            console="off", init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS
-        ),
+        settings=wandb.Settings(console="off", finish_timeout=WANDB_SECONDS),
     )
     run.define_metric("*", step_metric="step")
 
