@@ -78,11 +78,9 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
     )
     run.define_metric("*", step_metric="step")
 
-    def text(text: str) -> object:
-        return wandb.Html(f"<pre>{html.escape(text)}</pre>")
-
     def log(step: int, values: Values) -> None:
-        run.log({"step": step} | _with_texts(values, text))
+        shown = _with_texts(values, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"))
+        run.log({"step": step} | shown)
 
     return Tracker(log, run.finish)
 
@@ -98,11 +96,8 @@ def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -
         resume="allow" if start_step else "never",
     )
 
-    def text(text: str) -> object:
-        return trackio.Markdown(_fenced(text))
-
     def log(step: int, values: Values) -> None:
-        run.log(_with_texts(values, text), step=step)
+        run.log(_with_texts(values, lambda text: trackio.Markdown(_fenced(text))), step=step)
 
     return Tracker(log, run.finish)
 
