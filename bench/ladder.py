@@ -93,10 +93,14 @@ def measure_training(
     The first step, which compiles, is not timed. `scratch` gets the run, and compiled code, which
     later runs find.
     """
-    peak = device_flops(config.torch_device)
+    device = config.torch_device
+    timed_steps = config.steps or (20 if device.type == "cuda" else 4)
+    # On a CPU, MFU is the share of the speed of a matrix product in the same dtype.
+    is_cpu = device.type == "cpu"
+    peak = cpu_flops(select_dtype("auto", device)) if is_cpu else peak_flops(device_name(device))
     shutil.rmtree(scratch / "runs", ignore_errors=True)
     settings = config.shared_settings() | {
-        **{"out_dir": scratch / "runs", "run_name": "run", "max_steps": config.timed_steps + 1},
+        **{"out_dir": scratch / "runs", "run_name": "run", "max_steps": timed_steps + 1},
         **{"micro_batch_size": config.sequences, "total_batch_size": tokens},
     }
     args = [*trainer, *as_flags(settings | TRAINING), "--no-shuffle", *flags]
@@ -112,13 +116,3 @@ def measure_training(
         f"loss after {len(steps)} steps": steps[-1]["train_loss"],
     }
     return {unit: value for unit, value in values.items() if value is not None}
-
-
-def device_flops(device: torch.device) -> float | None:
-    """The peak that MFU is relative to, in FLOP/s: a GPU's data sheet, or a CPU's fastest product.
-
-    On a CPU it is measured, in the dtype that training uses.
-    """
-    if device.type != "cpu":
-        return peak_flops(device_name(device))
-    return cpu_flops(select_dtype("auto", device))

@@ -57,11 +57,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def read_run(run_dir: Path) -> list[dict[str, Any]]:
     """A run's records with their `tokens_seen`; refused unless one of them has a loss."""
-    if not run_dir.is_dir():
-        raise FileNotFoundError(f"no run folder {run_dir}: python plot.py runs/NAME")
     path = run_dir / METRICS_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"{run_dir} has no {METRICS_NAME}, so it is not a run folder")
+        raise FileNotFoundError(f"no {path}: give a run's folder, as in python plot.py runs/NAME")
     records = [r for r in read_metrics(path) if isinstance(r.get("tokens_seen"), int)]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
         raise ValueError(f"{path} has no losses yet: wait for the run's first step")

@@ -10,11 +10,9 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, replace
@@ -25,12 +23,10 @@ from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
-POSITIONAL = {"positional": True}  # metadata of a field that is given without --NAME
-HELP_COLUMNS = 100
+POSITIONAL = {"positional": True}  # metadata of a field of one value or more, without --NAME
 HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
-RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 
 
 class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
@@ -52,8 +48,7 @@ def parse_flags(
     values of flags that are not given.
 
     Raises:
-        ValueError: a flag is unknown or its value is refused; the message is one line. Under
-            torchrun only rank 0 raises it; the other ranks exit with code 2 and print nothing.
+        ValueError: a flag is unknown or its value is refused; the message is one line.
     """
     dashed = [
         re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
@@ -66,10 +61,7 @@ def parse_flags(
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
         return replace(cast(Any, default), **values) if default else config_class(**values)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            raise ValueError(f"{error} (--help lists the flags)") from None
-    time.sleep(RANK_0_SECONDS)
-    raise SystemExit(2)
+        raise ValueError(f"{error} (--help lists the flags)") from None
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
@@ -101,10 +93,9 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     for name, value in vars(config).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        too_large = 2**63 if isinstance(value, int) else math.inf
-        if name in above_zero and not 0 < value < too_large:
+        if name in above_zero and not 0 < value < math.inf:
             problems.append(f"{flag_of(name)} must be above 0, not {value}")
-        elif not 0 <= value < too_large:
+        elif not 0 <= value < math.inf:
             problems.append(f"{flag_of(name)} must be at least 0, not {value}")
     return problems
 
@@ -128,11 +119,10 @@ def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
 
 def _new_parser(config_class: type[Any], default: object | None) -> argparse.ArgumentParser:
     """A parser whose result has the flags that are given, and no others."""
-    columns = min(HELP_COLUMNS, shutil.get_terminal_size((HELP_COLUMNS, 24)).columns)
     parser = _Parser(
         usage=argparse.SUPPRESS,
         description=f"{str(inspect.getdoc(config_class)).splitlines()[0]} {HELP_NOTE}",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, 4, columns // 3, columns),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -171,7 +161,7 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
 
     options: dict[str, Any] = {"nargs": "*"}
     if field.metadata == POSITIONAL:
-        flag, shown = field.name, field.name.upper()
+        flag, shown, options = field.name, field.name.upper(), {"nargs": "+"}
     elif isinstance(value, tuple):
         shown = " ".join(value) or "NAME"
     else:
@@ -230,8 +220,6 @@ def run_command(main: Callable[[], None]) -> None:
     A run that had to stop (RunStopped; FloatingPointError: loss or gradient are not finite) exits
     with code 1, Ctrl-C with 130, and output into a pipe that is closed (`| head`) with 141.
     """
-    if not sys.stderr.isatty():  # a log gets no bars of the hub's downloads
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # `torchrun` that dies by `kill -9` ends no rank: SIGTERM then lets each save and end.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,10 +1,9 @@
 """Kinds of GPUs: memory and peaks; FLOPs per token, MFU."""
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:  # importing it takes torch, which plot.py does without
-    from model import GPTConfig
+from model import GPTConfig
 
 
 class Gpu(NamedTuple):
@@ -40,7 +39,7 @@ GPUS = {
 BEFORE_AMPERE = ("T4", "V100")  # no bfloat16, and float32 matrices without TF32
 
 
-def flops_per_token(model_config: "GPTConfig") -> int:
+def flops_per_token(model_config: GPTConfig) -> int:
     """Floating-point operations to train on one token, forward and backward.
 
     Six for each parameter; twelve for each product of attention scores and values, whose masked

@@ -44,6 +44,7 @@ def new_log(run_dir, start_step=0, **settings):
 
 def log_session(run_dir, tracker, start_step, end):
     """Log the steps after `start_step`, as a run does; evaluate at every fourth step."""
+    run_dir.mkdir(exist_ok=True)
     with new_log(run_dir, start_step, logger=(tracker,), max_steps=end) as log:
         log.record(resumed_from=start_step)
         for step in range(start_step, end + 1):

@@ -7,7 +7,7 @@ from conftest import ROOT
 from forked import fork_trainers
 
 from bench import recipes
-from bench.recipes import RUNS, Comparison, compare
+from bench.recipes import RUNS, reached_after
 from runtime.files import read_json
 
 
@@ -27,11 +27,10 @@ def test_command_trains_what_is_missing_and_draws_both(
         return capsys.readouterr().out
 
     data, path = f"--data-dir={tiny_data}", tmp_path / "results/runs.json"
-    with pytest.raises(ValueError, match="no model was trained by both recipes: give --data-dir"):
+    with pytest.raises(ValueError, match=f"no result of {' and '.join(names)}: give --data-dir"):
         call()
-    monkeypatch.setattr(recipes, "RUNS", names[:1])
-    with pytest.raises(ValueError, match="no model was trained by both recipes"):
-        call(data)
+    monkeypatch.setattr(recipes, "RUNS", names[:1] * 2)
+    call(data)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")  # as on another machine
     monkeypatch.setattr(recipes, "RUNS", names)
     assert str(tmp_path / "results/summary.png") in call(data)
@@ -42,11 +41,25 @@ def test_command_trains_what_is_missing_and_draws_both(
     assert reference[0] == fast[0]  # the same initial weights
     assert reference[-1][1] != fast[-1][1]
     assert [point[0] for point in fast] == list(range(17))
-    assert all(record["machine"] and record["versions"]["torch"] for record in runs.values())
+    assert all(record["versions"]["torch"] for record in runs.values())
     (tmp_path / "other").mkdir()
     np.save(tmp_path / "other/train_000001.npy", np.arange(9000, dtype=np.uint16))
     with pytest.raises(ValueError, match="is of other data than"):
         call(f"--data-dir={tmp_path}/other")
+
+
+def best_by_row(runs):
+    """Both recipes' best curves, by width and steps that both have, as the table is sorted."""
+    curves = {}
+    for name, run in runs.items():
+        scale, steps, recipe, *_ = name.split("_")
+        of = curves.setdefault((int(scale[1:]), int(steps)), {"reference": [], "fast": []})
+        of[recipe].append(run["curve"])
+    return [
+        [min(each, key=lambda curve: curve[-1][1]) for each in curves[row].values()]
+        for row in sorted(curves)
+        if all(curves[row].values())
+    ]
 
 
 def test_committed_results_are_what_the_document_says():
@@ -55,12 +68,11 @@ def test_committed_results_are_what_the_document_says():
         r"^\| \d+, . layers .* \| ([\d.]+) .* \| ([\d.]+) \| ([\d.]+) \|$", text, re.M
     )
     results = read_json(ROOT / "bench/results/recipes/runs.json")
-    for row, compared in zip(rows, compare(results["runs"]), strict=True):
-        losses = [compared.reference[-1][1], compared.fast[-1][1]]
+    for row, (reference, fast) in zip(rows, best_by_row(results["runs"]), strict=True):
+        losses = [reference[-1][1], fast[-1][1]]
         assert list(map(float, row[:2])) == pytest.approx(losses, abs=6e-4)
-        assert float(row[2]) == pytest.approx(compared.share, abs=0.006)
-    trained = [name for name in RUNS if name in results["runs"]]
-    assert len(trained) == len(RUNS) - 6  # 124M, and one rate at width 256
+        assert float(row[2]) == pytest.approx(reached_after(reference, fast), abs=0.006)
+    assert {*RUNS} <= results["runs"].keys()
 
 
 def curve(*losses):
@@ -79,18 +91,5 @@ def curve(*losses):
     ],
 )
 def test_share_of_the_steps_worked_by_hand(end, losses, share):
-    comparison = Comparison("w64", 40, curve(10.0, end), curve(*losses))
-    assert comparison.share == (share if share is None else pytest.approx(share))
-
-
-def test_compare_takes_both_recipes_at_their_best():
-    runs = {
-        "w64_48_reference_0.001": {"curve": curve(10.0, 5.0)},
-        "w64_48_reference_0.002_beta2-0.99": {"curve": curve(10.0, 4.0)},
-        "w64_48_fast_0.008": {"curve": curve(10.0, 3.0)},
-        "w64_96_fast_0.008": {"curve": curve(10.0, 2.0)},
-    }
-    (comparison,) = compare(runs)
-    assert (comparison.reference[-1][1], comparison.fast[-1][1]) == (4.0, 3.0)
-    # 12 · 2 layers · 64² = 98,304 parameters, and 48 steps of 2,048 tokens
-    assert comparison.tokens_per_parameter == 1.0
+    reached = reached_after(curve(10.0, end), curve(*losses))
+    assert reached == (share if share is None else pytest.approx(share))

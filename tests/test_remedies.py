@@ -146,7 +146,7 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      "python export.py --model='my runs/a' --out=new"),
     ("python hellaswag.py --device=cpu --model='my runs/a'", "without network pass --data FILE",
      f"python hellaswag.py --device=cpu --model='my runs/a' --data='{HELLASWAG}'"),
-    ("python plot.py", "no run folder given: python plot.py runs/NAME",
+    ("python plot.py", "the following arguments are required: RUNS",
      "python plot.py 'my runs/a'"),
     (f"{TOKENIZE} --source=b.txt --data-dir=changed", "choose another --data-dir, or delete it",
      f"{TOKENIZE} --source=b.txt --data-dir=new", "rm -r changed",

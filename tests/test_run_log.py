@@ -4,9 +4,8 @@ import math
 import pytest
 from run_files import new_log
 
-from formats.metrics import read_metrics
 from training import run_log
-from training.run_log import LINE_COLUMNS, format_step
+from training.run_log import format_step
 
 
 def lines_of(run_dir):
@@ -25,10 +24,10 @@ def clock(monkeypatch):
 
 
 def test_record_is_in_the_file_at_once_with_null_for_what_is_not_finite(tmp_path):
-    with new_log(tmp_path / "run") as log:
+    with new_log(tmp_path) as log:
         log.record(step=1, a=math.nan, b=math.inf, c=0.1, d="text")
         log.record(saved_step=1)
-        text = (tmp_path / "run" / "metrics.jsonl").read_text()  # as after a kill
+        text = (tmp_path / "metrics.jsonl").read_text()  # as after a kill
     record = '{"step": 1, "a": null, "b": null, "c": 0.1, "d": "text"}'
     assert text == f'{record}\n{{"saved_step": 1}}\n'
 
@@ -43,17 +42,6 @@ def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):
             record["val_loss"] = 3.0
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("torn_at", [1, 30])
-def test_log_starts_on_its_own_line_after_a_torn_one(tmp_path, torn_at):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + b'{"step": 2, "train_loss": 3.25}\n'[:torn_at])
-    before = path.read_bytes()
-    with new_log(tmp_path) as log:
-        log.record(step=3)
-    assert path.read_bytes() == before + b'\n{"step": 3}\n'
-    assert [record["step"] for record in read_metrics(path)][-1] == 3
 
 
 def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
@@ -103,9 +91,7 @@ def test_samples_are_appended_and_shown(tmp_path, capsys):
         with new_log(tmp_path) as log, log.evaluation(5):
             log.samples(["word " * 30, "b"])
     assert (tmp_path / "samples.txt").read_text().splitlines() == 2 * lines
-    shown = capsys.readouterr().out.splitlines()
-    assert max(map(len, shown)) <= LINE_COLUMNS
-    assert shown[1].startswith("    word")
+    assert capsys.readouterr().out.splitlines() == 2 * lines
 
 
 def test_format_step_shows_every_figure_that_is_known():

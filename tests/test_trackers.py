@@ -4,15 +4,13 @@ import os
 import re
 import sqlite3
 import struct
-import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from run_files import log_session, new_log
+from run_files import new_log
 
 from formats.metrics import read_metrics
 from report import collect_run
@@ -29,8 +27,7 @@ class Recorder:
 
     def log(self, step, values):
         for name, value in values.items():
-            is_figure = isinstance(value, Path)
-            self.write(step, "figure" if is_figure else type(value).__name__, name, value)
+            self.write(step, type(value).__name__, name, value)
 
     def write(self, *entry):
         print(json.dumps(entry, default=str), file=self.file, flush=True)
@@ -81,9 +78,7 @@ def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_fla
     texts = recorded(run_dir, "str")
     assert [(step, name) for step, name, _ in texts] == [(0, "sample_text"), (8, "sample_text")]
     assert "".join(f"{text}\n" for *_, text in texts) == (run_dir / "samples.txt").read_text()
-    loss, _ = recorded(run_dir, "figure", "end")
-    assert loss[:2] == (8, "figures/loss")
-    assert Path(loss[2]).read_bytes().startswith(b"\x89PNG")
+    assert recorded(run_dir, "end")
     [(_, _, config)] = recorded(run_dir, "config")
     assert config == json.loads((run_dir / "config.json").read_text())
     assert config["logger"] == ["tensorboard"]
@@ -114,13 +109,6 @@ def test_tracker_that_fails_costs_one_warning(recorder, monkeypatch, tmp_path, c
     assert recorded(tmp_path, "end")
 
 
-def test_figures_that_cannot_be_drawn_cost_a_warning(recorder, tmp_path, capsys):
-    (tmp_path / "figures").touch()
-    log_session(tmp_path, "tensorboard", 0, 1)
-    assert capsys.readouterr().out.count("warning: no figures for the trackers") == 1
-    assert recorded(tmp_path, "end")
-
-
 def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it was not installed
     with pytest.raises(ValueError, match=r"--logger wandb needs .* pip install -r requirements"):
@@ -132,18 +120,6 @@ def own_folders(tmp_path):
     """What keeps the libraries from this machine's logins and settings."""
     environment = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CONFIG", "CACHE", "DATA")}
     return environment | {"NETRC": str(tmp_path / "none"), "HF_HOME": str(tmp_path / "hf")}
-
-
-def test_wandb_without_a_login_is_refused(commands, tiny_flags, tmp_path):
-    pytest.importorskip("wandb")
-    for key, problem in (("", "not logged in"), ("abc", "WANDB_API_KEY invalid: ")):
-        environment = own_folders(tmp_path) | {"WANDB_API_KEY": key, "WANDB_MODE": "online"}
-        done = commands.run("train_gpt2", *tiny_flags, "--logger=wandb", **environment)
-        assert done.code == 2
-        last = done.stderr.splitlines()[-1]
-        assert f"error: --logger wandb: {problem}" in last
-        assert last.endswith(": run `wandb login`, or set WANDB_MODE=offline")
-        assert not (tmp_path / "runs").exists()
 
 
 # --- what the libraries wrote, read back ------------------------------------------------------
@@ -161,7 +137,6 @@ def tensorboard_values(run_dir):
     assert steps == list(range(1, 11))  # those of the first session after step 4 are removed
     for name in events.Tags()["scalars"]:
         yield from ((scalar.step, name, scalar.value) for scalar in events.Scalars(name))
-    yield from ((image.step, "figures/loss", "") for image in events.Images("figures/loss"))
     texts = PluginEvents(folder).Reload().Tensors("sample_text/text_summary")
     yield from ((text.step, "sample_text", "") for text in texts)
 
@@ -171,7 +146,7 @@ def wandb_values(run_dir):
     assert len(files) == 2
     assert {path.name for path in files} == {"run-ours.wandb"}  # of one id
     rows, deadline = [], time.monotonic() + 600
-    while not any(row["step"] == 10 and "figures/loss" in row for row in rows):
+    while not any(row["step"] == 10 and "train_loss" in row for row in rows):
         assert time.monotonic() < deadline
         time.sleep(0.1)  # wandb's own process may write the last rows after ours has ended
         with suppress(Exception):  # the last record is not whole yet
@@ -206,7 +181,7 @@ def wandb_rows(path):
 
 
 def trackio_values(run_dir):
-    with sqlite3.connect(run_dir / "trackio" / "gpt2.db") as database:
+    with sqlite3.connect(run_dir.parent / "hf" / "trackio" / "gpt2.db") as database:
         query = "SELECT run_id, run_name, step, metrics FROM metrics ORDER BY id"
         rows = database.execute(query).fetchall()
     assert len({(run_id, name) for run_id, name, *_ in rows}) == 1
@@ -233,6 +208,7 @@ def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
     """Under the test's own settings of the libraries alone, and no HOME."""
     pytest.importorskip(tracker)
     environment = own_folders(tmp_path) | {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+    environment["WANDB_INIT_TIMEOUT"] = "600"
     own_names = {"WANDB_RUN_ID": "ours", "WANDB_NAME": "my name"}  # of the first session
     script, run_dir = tmp_path / "script.py", tmp_path / "a"
     for start, end in ((0, 8), (4, 10)):
@@ -242,14 +218,8 @@ def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
         done = commands.run(script)
         assert done.code == 0, done
         assert "warning: --logger" not in done.stdout
-    if tracker == "trackio":
-        hint = re.search("^trackio  +(.* show .*)$", done.stdout, re.MULTILINE)[1]
-        command = hint.replace("trackio show", f"{Path(sys.executable).parent}/trackio list runs")
-        listed = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-        assert re.search(r"\ba\b", listed.stdout)
-        assert "View dashboard" not in done.stdout
     values = {"tensorboard": tensorboard_values, "wandb": wandb_values, "trackio": trackio_values}
     shown, expected = by_step(values[tracker](run_dir)), by_step(measured(run_dir))
     assert {key: shown[key] for key in expected} == pytest.approx(expected, rel=1e-6)
     texts = {(step, "sample_text") for step in (0, 4, 8)}
-    assert {*shown} - {*expected} >= texts | {(10, "figures/loss")}
+    assert {*shown} - {*expected} >= texts

@@ -5,7 +5,6 @@
 
 import json
 import math
-import textwrap
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any, Self
 import torch
 
 from formats.metrics import METRICS_NAME
-from plot import plot_run
 from runtime.cli import format_count, format_duration
 from runtime.device import describe_environment, device_name, peak_memory_gib, synchronize
 from runtime.distributed import DistInfo, is_main, print0
@@ -30,7 +28,6 @@ from training.config import TrainConfig
 from training.folder import describe_run
 from training.trackers import Trackers
 
-LINE_COLUMNS = 100  # of the console
 ETA_STEPS = 50  # recent ones, that the time left is estimated from
 
 
@@ -52,11 +49,10 @@ class RunLog:
     """Of matrix products."""
 
     def __enter__(self) -> Self:
-        self._file = _open_to_append(self.run_dir / METRICS_NAME) if is_main() else None
+        self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
         self._lock = threading.Lock()  # the thread that writes checkpoints records `saved_step`
         names = self.config.logger if is_main() else ()
         self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
-        self._tracked_step: int | None = None
         float32 = self.dtype == torch.float32
         self._peak_flops = peak_flops(device_name(self.dist_info.device), float32=float32)
         self._recent_seconds: deque[float] = deque(maxlen=ETA_STEPS)
@@ -64,12 +60,6 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._trackers.working and self._tracked_step is not None:
-            try:
-                figures = {f"figures/{path.stem}": path for path in plot_run(self.run_dir)}
-                self._trackers.log(self._tracked_step, figures)
-            except Exception as error:  # whatever a library raises: the run itself is done
-                print0(f"warning: no figures for the trackers: {error}")
         self._trackers.finish()
         if self._file is not None:
             self._file.close()
@@ -150,7 +140,7 @@ class RunLog:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
         self._trackers.log(step, {"sample_text": "\n".join(lines)})
         for line in lines:
-            print0(textwrap.fill(line, LINE_COLUMNS, subsequent_indent="    "))
+            print0(line)
 
     def saved(self, step: int, path: Path) -> None:
         """Log that the checkpoint of a step is complete."""
@@ -174,7 +164,6 @@ class RunLog:
         with warn_of_write_error(), self._lock:
             append_atomically(self._file, line.encode())
         if isinstance(step := finite.pop("step", None), int):
-            self._tracked_step = step
             self._trackers.log(step, finite)
 
 
@@ -185,15 +174,6 @@ def warn_of_write_error() -> Iterator[None]:
         yield
     except OSError as error:
         print0(f"warning: {error}")
-
-
-def _open_to_append(path: Path) -> FileIO:
-    """Open a metrics file, and end a line that a process has torn by dying in it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = FileIO(path, "a")
-    if path.read_bytes()[-1:] not in (b"", b"\n"):
-        append_atomically(file, b"\n")
-    return file
 
 
 def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:

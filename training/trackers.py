@@ -1,38 +1,37 @@
-"""Trackers: a run's metrics, samples and figures in TensorBoard, Weights & Biases or Trackio.
+"""Trackers: a run's metrics and samples in TensorBoard, Weights & Biases or Trackio.
 
 Rank 0 calls them; their libraries have threads and processes of their own, so that a call does not
 wait for a disk or a network. A tracker that fails costs one warning, and gets nothing more.
 
-To add a tracker, write a function and give it a name in `TRACKERS`: the flag `--logger` takes that
-name.
+To add a tracker, write a function and give it a name in `TrackerName` and `TRACKERS`: the flag
+`--logger` takes that name.
 """
 
 import contextlib
 import html
 import importlib.util
-import io
 import json
 import os
 import secrets
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from runtime.distributed import print0
 from runtime.files import read_json, write_json
 
-Values = Mapping[str, float | str | Path]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+Values = Mapping[str, float | str]
 PROJECT = "gpt2"  # where the environment names none
 PACKAGES = ("tensorboard", "wandb", "trackio")  # of the trackers of these names
-WANDB_SECONDS = 60  # that a run waits for W&B to begin, and again at its end
+WANDB_SECONDS = 60  # that a run waits at its end for W&B
 
 
 class Tracker(NamedTuple):
     """What shows a run."""
 
     log: Callable[[int, Values], object]
-    """Adds values of a step: a number is a metric, a `str` a text, a `Path` a PNG."""
+    """Adds values of a step: a number is a metric, a `str` a text."""
     finish: Callable[[], object]
     """Waits until all that is left is written or sent."""
 
@@ -42,18 +41,15 @@ def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: in
 
     The steps that a resumed run does again are removed.
     """
-    from matplotlib.image import imread
     from torch.utils.tensorboard import SummaryWriter
 
-    folder = str(run_dir / "tensorboard")
+    folder = run_dir / "tensorboard"
     writer: Any = SummaryWriter(folder, purge_step=start_step + 1, flush_secs=10)
     writer.add_text("config", _fenced(json.dumps(settings, indent=2)), start_step)
 
     def log(step: int, values: Values) -> None:
         for name, value in values.items():
-            if isinstance(value, Path):
-                writer.add_image(name, imread(value), step, dataformats="HWC")
-            elif isinstance(value, str):
+            if isinstance(value, str):
                 writer.add_text(name, _fenced(value), step)
             else:
                 writer.add_scalar(name, value, step)
@@ -78,45 +74,30 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
         name=os.environ.get("WANDB_NAME", run_dir.name),
         config=dict(settings),
         resume="allow",
-        settings=wandb.Settings(
-            console="off", init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS
-        ),
+        settings=wandb.Settings(console="off", finish_timeout=WANDB_SECONDS),
     )
     run.define_metric("*", step_metric="step")
 
-    def text(text: str) -> object:
-        return wandb.Html(f"<pre>{html.escape(text)}</pre>")
-
     def log(step: int, values: Values) -> None:
-        run.log({"step": step} | _converted(values, text, wandb.Image))
+        shown = _with_texts(values, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"))
+        run.log({"step": step} | shown)
 
     return Tracker(log, run.finish)
 
 
 def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
-    """Trackio, in the run's folder or where TRACKIO_DIR says; a line tells how to see it.
+    """Trackio; a resumed run goes on under its folder's name."""
+    import trackio
 
-    A resumed run goes on under its folder's name.
-    """
-    folder = os.environ.setdefault("TRACKIO_DIR", str(run_dir.absolute() / "trackio"))
-    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-    import trackio  # reads the variable
-
-    with contextlib.redirect_stdout(io.StringIO()):  # its own hint lacks the folder
-        run: Any = trackio.init(
-            project=project,
-            name=run_dir.name,
-            config=dict(settings),
-            resume="allow" if start_step else "never",
-        )
-    place = f"TRACKIO_DIR={shlex.quote(folder)}"
-    print0(f"trackio     {place} trackio show --project {shlex.quote(project)}")
-
-    def text(text: str) -> object:
-        return trackio.Markdown(_fenced(text))
+    run: Any = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        name=run_dir.name,
+        config=dict(settings),
+        resume="allow" if start_step else "never",
+    )
 
     def log(step: int, values: Values) -> None:
-        run.log(_converted(values, text, trackio.Image), step=step)
+        run.log(_with_texts(values, lambda text: trackio.Markdown(_fenced(text))), step=step)
 
     return Tracker(log, run.finish)
 
@@ -129,20 +110,10 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "trackio": start_trackio,
 }
 
-if TYPE_CHECKING:  # mypy takes no computed Literal
-    TrackerName = str
-else:
-    TrackerName = Literal[*TRACKERS]
 
-
-def _converted(
-    values: Values, text: Callable[[str], object], figure: Callable[[str], object]
-) -> dict[str, object]:
-    """Values of a step, with texts and figures as a library's own objects."""
-    return {
-        name: figure(str(v)) if isinstance(v, Path) else text(v) if isinstance(v, str) else v
-        for name, v in values.items()
-    }
+def _with_texts(values: Values, text: Callable[[str], object]) -> dict[str, object]:
+    """Values of a step, with texts as a library's own objects."""
+    return {name: text(v) if isinstance(v, str) else v for name, v in values.items()}
 
 
 def _fenced(text: str) -> str:
@@ -151,23 +122,13 @@ def _fenced(text: str) -> str:
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Refuse trackers whose package is missing, and W&B without a login, with the remedy."""
+    """Refuse trackers whose package is missing, with the remedy."""
     for name in names:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"--logger {name} needs the package {name}, which is not installed: "
                 f"pip install -r requirements-extras.txt, or give --logger without a name"
             )
-        if name == "wandb":
-            import wandb
-
-            try:
-                is_online = wandb.setup().settings.mode == "online"
-                if is_online and not wandb.login(prompt=False, verify=False):
-                    raise wandb.Error("not logged in")
-            except wandb.Error as error:
-                remedy = "run `wandb login`, or set WANDB_MODE=offline"
-                raise ValueError(f"--logger wandb: {error}: {remedy}") from None
 
 
 class Trackers:
@@ -184,7 +145,7 @@ class Trackers:
             with self._dropping(name):
                 self.working[name] = TRACKERS[name](run_dir, settings, start_step)
 
-    def log(self, step: int, values: Mapping[str, float | str | Path | None]) -> None:
+    def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
         """Give each tracker the values of a step that are not None."""
         known = {name: value for name, value in values.items() if value is not None}
         for name, tracker in list(self.working.items()):
