@@ -11,7 +11,7 @@ step.
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -43,10 +43,10 @@ def count_windows(tokens: int, block_size: int) -> int:
 def permute(positions: IndexArray, size: int, seed: int, epoch: int) -> IndexArray:
     """Where a pseudo-random permutation of range(size) sends positions, in O(1) memory.
 
-    A Feistel network permutes the smallest power of four that holds `size`; results outside the
-    range are permuted again until they fall inside, which keeps the map one-to-one ("cycle
-    walking": Black & Rogaway 2002, Ciphers with Arbitrary Finite Domains, section 4). Seed and
-    epoch choose the permutation.
+    Any permutation of range(size) would do; skip this one at a first reading. A Feistel network
+    permutes the smallest power of four that holds `size`; results outside the range are permuted
+    again until they fall inside, which keeps the map one-to-one ("cycle walking": Black & Rogaway
+    2002, Ciphers with Arbitrary Finite Domains, section 4). Seed and epoch choose the permutation.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
@@ -63,7 +63,8 @@ def _feistel(
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # wraps around, as it should
+        # Two odd constants mix the bits; that the products wrap around is meant.
+        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(32)
         mixed *= np.uint64(0xD6E8FEB86659FD93)
         mixed ^= mixed >> np.uint64(32)
@@ -81,12 +82,10 @@ class ShardedDataLoader:
         with ShardedDataLoader(...) as batches:  # starts and ends the thread
             inputs, targets = next(batches)
 
-    Raises:
-        ValueError: the split is smaller than one step; or, while iterating, an id is too large.
+    Raises ValueError if the split is smaller than one step or, while iterating, an id is too large.
     """
 
     shards: TokenShards
-    _: KW_ONLY
     block_size: int
     micro_batch_size: int
     """Sequences."""
@@ -106,17 +105,13 @@ class ShardedDataLoader:
         self.windows_per_step = self.micro_batch_size * self.grad_accum_steps * world_size
         self.windows_per_epoch = count_windows(self.shards.total_tokens, self.block_size)
         if self.windows_per_epoch < self.windows_per_step:
-            per_step = world_size * self.micro_batch_size  # the windows that a step can have
-            if self.windows_per_epoch < per_step:
-                per_step = world_size
-            unit = per_step * self.block_size
-            fitting = max(1, self.windows_per_epoch // per_step) * unit
+            windows, per_micro_step = self.windows_per_epoch, self.micro_batch_size * world_size
+            fitting = windows // per_micro_step * per_micro_step or windows
             raise ValueError(
                 f"the training split in {self.shards.paths[0].parent} has "
                 f"{self.shards.total_tokens:,} tokens, and one step needs "
                 f"{self.windows_per_step * self.block_size + 1:,}: give --total-batch-size "
-                f"{fitting} or less (a multiple of {unit}; a twentieth of the split is a good "
-                f"start), or more data"
+                f"{fitting * self.block_size} or less, or more data"
             )
         self._micro_batches = self._read_micro_batches(self.start_step)
 
@@ -132,7 +127,6 @@ class ShardedDataLoader:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch."""
         tokens = self._upcoming.result()
         self._upcoming = self._thread.submit(next, self._micro_batches)
         return to_batch(tokens, self.dist_info.device)
@@ -194,7 +188,11 @@ def read_windows(
     tokens = np.empty((len(windows), block_size + 1), np.uint16)
     for row, window in enumerate(windows.tolist()):
         tokens[row] = shards.read(window * block_size, block_size + 1)
-        shards.check_tokens(tokens[row], window * block_size, vocab_size)
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise ValueError(
+            f"{shards.paths[0].parent} has a token id {largest}, not below {vocab_size}: these are "
+            f"not GPT-2 tokens, or a file is damaged"
+        )
     return tokens
 
 

@@ -11,10 +11,10 @@ a run that was stopped or killed after its last finished shard. To add a source 
 `SOURCES` in `corpus/sources.py`.
 """
 
+import itertools
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -100,7 +100,11 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     start = time.perf_counter()
     part = Part(config.part or 0, config.parts or 1)
     with folder_lock(folder, part):
-        found = find_earlier(folder)
+        found = shards.find_manifests(folder)
+        if not found and any(folder.glob("*.npy")):
+            raise ValueError(
+                f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
+            )
         source = open_source(found[0].source.get("revision") if found else None)
         identity = source.identity
         if config.text_field != "text":
@@ -136,16 +140,6 @@ def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
             yield
     except filelock.Timeout:
         raise ValueError(f"another fineweb.py is writing to {folder}: wait for it") from None
-
-
-def find_earlier(folder: Path) -> list[Manifest]:
-    """The manifests that earlier runs left in a folder; other programs' shards are refused."""
-    found = shards.find_manifests(folder)
-    if not found and any(folder.glob("*.npy")):
-        raise ValueError(
-            f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
-        )
-    return found
 
 
 class Progress(NamedTuple):
@@ -192,15 +186,9 @@ def tokenize_documents(
     documents: Iterable[Document], workers: int
 ) -> Iterator[tuple[list[Document], TokenIds]]:
     """Each batch of documents with its ids, (tokens,) uint16; empty documents have none."""
-    in_flight: deque[list[Document]] = deque()  # not itertools.tee, which keeps 57 used batches
-
-    def texts() -> Iterator[list[str]]:
-        for batch in _batches(documents):
-            in_flight.append(batch)
-            yield [document.text for document in batch if document.text]
-
-    for tokens in encode_documents(texts(), workers):
-        batch = in_flight.popleft()
+    batches, again = itertools.tee(_batches(documents))
+    texts = ([document.text for document in batch if document.text] for batch in again)
+    for batch, tokens in zip(batches, encode_documents(texts, workers), strict=True):
         yield batch, tokens if batch[0].begins else tokens[1:]
 
 
@@ -235,9 +223,8 @@ def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds:
 def propose_training(folder: Path, manifest: Manifest) -> str:
     """The training that suits a data set and this machine, as a command, and how long it takes.
 
-    It is by the largest recipe that makes few enough passes. For less text than the smallest recipe
-    takes, that one is shortened, with a batch for the tokens that are left: 0.58 D^0.571 of D (Li
-    et al. 2025, Predictable Scale). Several GPUs are proposed if a batch fills them.
+    It is by the largest recipe that makes few enough passes. The smallest one is shortened for less
+    text, with a batch of 0.58 D^0.571 of its D tokens (Li et al. 2025, Predictable Scale).
     """
     import torch  # here, as these imports take seconds, which tokenising does without
 

@@ -46,8 +46,6 @@ DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parque
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 N_ENDINGS = 4
 CONTEXT = 1  # the segment of a packed row's context; its endings are 2 to 5, padding is 0
-# Float32 logits of 128 tokens take 26 MB, which stays in a CPU's cache; GPUs need larger products.
-TOKENS_PER_PRODUCT = {"cpu": 128, "cuda": 1024, "mps": 1024}
 Style = Literal["completion", "harness"]
 CONTEXT_FIELDS = {"completion": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}
 
@@ -88,12 +86,10 @@ class Example:
     context: list[int]
     endings: list[list[int]]
     lengths: list[int]  # of the endings, for `acc_norm`: tokens; in the harness's style, characters
-    cuts_context: bool = False  # from the left, where it is too long: the harness's style
 
     def fits(self, block_size: int) -> bool:
         """Whether a model with a context of `block_size` tokens can score it."""
-        longest = max(map(len, self.endings))
-        return longest + (0 if self.cuts_context else len(self.context)) <= block_size
+        return len(self.context) + max(map(len, self.endings)) <= block_size
 
 
 @dataclass(frozen=True)
@@ -160,8 +156,8 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
         try:
             values = row if isinstance(row, dict) else json.loads(row)
             examples.append(render_example(values, style))
-        except ValueError as error:  # of UTF-8 and JSON too
-            raise ValueError(f"{path}:{number}: {error}") from None
+        except (LookupError, TypeError, ValueError) as error:  # of UTF-8 and JSON too
+            raise ValueError(f"{path}:{number} is no row of HellaSwag: {error!r}") from None
     if not examples:
         raise ValueError(f"{path} has no examples")
     return examples
@@ -169,19 +165,7 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
 
 def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: ANN401 - any JSON value
     """Tokenise one row of the data set: the context, and each ending after a space."""
-    fields = CONTEXT_FIELDS[style]
-    match row:
-        case {
-            "ind": int(ind),
-            "label": 0 | 1 | 2 | 3 | "0" | "1" | "2" | "3" as label,  # on the hub, a text
-            "endings": [str(), str(), str(), str()] as endings,
-        } if all(isinstance(row.get(field), str) for field in fields):
-            texts = [row[field] for field in fields]
-        case _:
-            raise ValueError(
-                f"the row needs ind (a number), label (0 to 3), endings (4 texts) and "
-                f"{', '.join(fields)} (a text)"
-            )
+    texts, endings = [row[field] for field in CONTEXT_FIELDS[style]], row["endings"]
     encode = gpt2_encoding().encode_ordinary
     if style == "completion":
         context, tokens = encode(texts[0]), [encode(f" {text}") for text in endings]
@@ -193,9 +177,9 @@ def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: A
         context = encode(prompt.rstrip())  # the spaces at its end belong to the endings
         tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
         lengths = [*map(len, choices)]
-    if not context:
-        raise ValueError("the context is empty")
-    return Example(ind, int(label), context, tokens, lengths, cuts_context=style == "harness")
+    if not context or len(endings) != N_ENDINGS:
+        raise ValueError(f"the context is empty, or there are not {N_ENDINGS} endings")
+    return Example(row["ind"], int(row["label"]), context, tokens, lengths)  # labels may be texts
 
 
 def _harness_text(text: str) -> str:
@@ -238,19 +222,12 @@ def evaluate_hellaswag(
     batch_size: int = 16,
     before_batch: Callable[[], object] = lambda: None,
 ) -> HellaSwagResult:
-    """Score a data set; every rank must call this, and gets the same result.
+    """Score a data set; every rank must call this with the same examples, and gets the same result.
 
     The batches and losses are the same at every world size. Examples that are longer than the
-    model's context are left out and counted.
-
-    Args:
-        model: the raw model, neither compiled nor wrapped, on the device of `dist_info`.
-        examples: the same ones on every rank.
-        dist_info: by default one process on the model's device.
-        dtype: of the matrix products, except the LM head's, which are float32. bfloat16 is faster,
-            and changes a few predictions between nearly equal endings.
-        batch_size: examples in one forward pass.
-        before_batch: called before each round of batches, on all ranks; it may raise, on all alike.
+    model's context are left out and counted. `model` is the raw one, neither compiled nor wrapped;
+    `dist_info` is by default one process on its device. The matrix products are of `dtype`, except
+    the LM head's, which are float32. `before_batch`: see `distributed.rank_batches`.
     """
     fitting = [example for example in examples if example.fits(model.config.block_size)]
     if not fitting:
@@ -278,12 +255,8 @@ def evaluate_hellaswag(
 
 @torch.no_grad()
 def score_examples(model: GPT, examples: Sequence[Example], device: torch.device) -> Tensor:
-    """(B, 4) float32: the summed loss of each ending of B examples, in nats.
-
-    The model computes on `device`, even if its weights are offloaded to the CPU, in the caller's
-    autocast dtype.
-    """
-    rows = [row for example in examples for row in _rows(example, model.config.block_size)]
+    """(B, 4) float32 on `device`: the summed loss of each ending of B examples, in nats."""
+    rows = [_pack(example.context, example.endings) for example in examples]
     tokens = pad_sequence([tokens for tokens, _ in rows], batch_first=True)  # (B, T, 3)
     idx, positions, segments = to_device(tokens.permute(2, 0, 1).contiguous(), device)
     hidden = model.hidden_states(idx, positions, _attention_mask(segments))  # (B, T, C)
@@ -292,26 +265,19 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     queries = torch.tensor([T * i + query for i, (_, row) in enumerate(rows) for query in row])
     endings = [torch.tensor(ending) for example in examples for ending in example.endings]
     hidden = hidden.flatten(0, 1)[to_device(queries, device)]  # (N, C): N tokens in all endings
-    losses = _token_losses(model, hidden, to_device(torch.cat(endings), device))
+    # bfloat16 would round losses near 3 to steps of 0.016 and tie the endings.
+    with torch.autocast(device.type, enabled=False):
+        logits = lm_logits(hidden.float(), model.lm_head.weight, model.config.vocab_size)
+        targets = to_device(torch.cat(endings), device)
+        losses = F.cross_entropy(logits, targets, reduction="none")  # (N,)
     by_ending = pad_sequence([*torch.split(losses, [*map(len, endings)])], batch_first=True)
     return by_ending.sum(dim=1).view(-1, N_ENDINGS)
-
-
-def _rows(example: Example, block_size: int) -> list[tuple[Tensor, list[int]]]:
-    """An example as one row; where its context has to be cut, each ending has a row of its own."""
-    context, endings = example.context, example.endings
-    if len(context) + max(map(len, endings)) <= block_size:
-        return [_pack(context, endings)]
-    # An ending's last token is no input: this leaves block_size + 1 tokens with it.
-    return [_pack(context[len(ending) - 1 - block_size :], [ending]) for ending in endings]
 
 
 def _pack(context: list[int], endings: list[list[int]]) -> tuple[Tensor, list[int]]:
     """Lay T tokens of a context and its endings out as the module's docstring shows.
 
-    Returns:
-        (T, 3) int64: id, position and segment of each; and which of them predict the endings'
-        tokens, in their order.
+    Returns id, position and segment of each, (T, 3) int64, and which of them predict the endings.
     """
     n_context, queries = len(context), list[int]()
     idx, positions, segments = [*context], [*range(n_context)], [CONTEXT] * n_context
@@ -333,19 +299,6 @@ def _attention_mask(segments: Tensor) -> Tensor:
     causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
     own = segments[:, :, None] == segments[:, None, :]
     return (causal & (own | (segments == CONTEXT)[:, None, :]))[:, None]
-
-
-def _token_losses(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
-    """(N, C) hidden states and (N,) next ids to (N,) float32 cross-entropies, in nats."""
-    size = TOKENS_PER_PRODUCT[hidden.device.type]
-    parts = (torch.split(tensor, size) for tensor in (hidden.float(), targets))
-    losses = []
-    # bfloat16 would round losses near 3 to steps of 0.016 and tie the endings.
-    with torch.autocast(hidden.device.type, enabled=False):
-        for h, target in zip(*parts, strict=True):
-            logits = lm_logits(h, model.lm_head.weight, model.config.vocab_size)  # (n, vocab_size)
-            losses.append(F.cross_entropy(logits, target, reduction="none"))
-    return torch.cat(losses)
 
 
 def write_predictions(path: str | Path, result: HellaSwagResult) -> None:

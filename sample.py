@@ -46,8 +46,7 @@ class SampleConfig:
     interactive: bool = False
     """Type texts, and see each continued as its tokens come."""
     json: bool = False
-    """Print one line of JSON per sample: prompt, text, index, tokens. The text and tokens
-    are those that continue the prompt; the index counts its samples from 0."""
+    """Print one line of JSON per sample: prompt, text, index, tokens; these are the new ones."""
     num_samples: int = 4
     """Number of continuations of a prompt."""
     max_new_tokens: int = 100
@@ -95,7 +94,7 @@ def main() -> None:
     if config.interactive:
         converse(continue_tokens, device)
         return
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
         samples = continue_tokens(torch.tensor([ids] * config.num_samples, device=device))
         for index, tokens in enumerate(samples):
@@ -104,8 +103,7 @@ def main() -> None:
             if config.json:
                 print(json.dumps({"prompt": prompt, "text": text, "index": index, "tokens": new}))
             else:
-                place = f"{number * len(samples) + index + 1} of {len(prompts) * len(samples)}"
-                print(f"--- sample {place} ---\n{prompt}{text}\n")
+                print(f"--- sample {index + 1} of {len(samples)} ---\n{prompt}{text}\n")
 
 
 def read_prompts(config: SampleConfig) -> list[str]:
@@ -173,8 +171,8 @@ def generate(
 ) -> list[str]:
     """Continue a text `num_samples` times; returns the texts, each of which begins with it.
 
-    An empty prompt begins a document. The same `seed` gives the same texts; None takes torch's
-    random state. `options` are those of `generate_tokens`: temperature, top_k, top_p, dtype, …
+    An empty prompt begins a document. A `seed` of None takes torch's random state. `options` are
+    those of `generate_tokens`: temperature, top_k, top_p, dtype, …
     """
     device = next(model.parameters()).device
     ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]

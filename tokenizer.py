@@ -9,7 +9,6 @@ import functools
 import hashlib
 import os
 import re
-import sys
 import tempfile
 import threading
 import warnings
@@ -85,12 +84,10 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     `<|endoftext|>` inside a text is ordinary text, and lone surrogates become U+FFFD, as in
     tiktoken. The ids depend on the texts alone, not on the encoder, the threads or the batches.
 
-    A few batches are in memory at a time. gigatoken splits texts of megabytes among the `workers`,
-    which are threads (its first batch fixes their number for the process); tiktoken, its
-    replacement, encodes a batch in each.
+    gigatoken splits texts of megabytes among the `workers`, which are threads (its first batch
+    fixes their number for the process); tiktoken, its replacement, encodes a batch in each.
 
-    Yields:
-        The ids of each batch, in order: (tokens,) uint16.
+    Yields the ids of each batch, in order: (tokens,) uint16. A few batches are in memory at a time.
     """
     encoder = _Encoder(workers)
     in_flight: deque[Future[TokenIds]] = deque()
@@ -111,8 +108,6 @@ class _Encoder:
 
     def __init__(self, workers: int) -> None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when its thread pool starts
-        # Each call checks for an awkward array, and importing that package takes 0.2 s.
-        sys.modules.setdefault("awkward", None)  # type: ignore[arg-type] # None: "not found"
         gpt2_encoding()  # cached here, or each thread would build its own
         self._lock = threading.Lock()  # gigatoken has threads of its own: one batch at a time
         self._tokens_since_load = RELOAD_TOKENS

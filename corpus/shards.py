@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from runtime.files import atomic_write, is_plain_name, read_json, sha256_of, write_json
+from runtime.files import atomic_write, read_json, sha256_of, write_json
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
@@ -35,7 +35,6 @@ SHARD_DTYPE = np.dtype("<u2")
 SHARD_MANIFEST = "manifest.json"
 SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
-LLM_C_LLAMA_MAGIC = (20240801).to_bytes(4, "little")  # uint32 tokens of Llama 3
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
 MAPPED_SHARDS = 128  # of a split; each mapped file keeps a descriptor, and macOS allows 256
@@ -75,10 +74,6 @@ class ShardInfo:
     tokens: int
     sha256: str
 
-    def __post_init__(self) -> None:
-        if not is_plain_name(self.file):
-            raise ValueError(f"{self.file!r} is not the plain name of a file")
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -107,7 +102,7 @@ class Manifest:
 
     @property
     def part(self) -> Part:
-        """The part that it is of, or `WHOLE`."""
+        """The part that it lists, or `WHOLE`."""
         return Part(self.source.get("part", 0), self.source.get("parts", 1))
 
     def of_part(self, index: int, count: int) -> "Manifest":
@@ -149,8 +144,6 @@ def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
     """
     parts = [Manifest.load(folder, Part(i, count).manifest_name) for i in range(count)]
     done = [part for part in parts if part is not None and part.complete]
-    for part in done:
-        check_same_dataset(folder, part, manifest.of_part(part.part.index, count))
     if len(done) == count:
         replace(
             manifest,
@@ -187,9 +180,8 @@ class ShardWriter:
     The first shard is the validation split. Nothing is written before there are two full shards,
     so that a smaller corpus can be split into `SMALL_VAL_FRACTION` validation and the rest
     training. At most two shards of tokens are in memory. Of the parts of a data set, only the first
-    has a validation split; the others may have no tokens at all.
-
-    An unfinished data set's manifest has shards already; its next tokens are then to be added.
+    has a validation split; the others may have no tokens at all. If `manifest` has shards already,
+    the tokens after theirs are to be added.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -284,24 +276,11 @@ class TokenShards:
             shard += 1
         return tokens
 
-    def check_tokens(self, tokens: TokenArray, start: int, vocab_size: int) -> None:
-        """Refuse ids >= `vocab_size` in `tokens`, which were read from position `start`."""
-        if int(tokens.max()) < vocab_size:
-            return
-        first = int(np.argmax(tokens >= vocab_size))
-        shard = int(np.searchsorted(self.offsets, start + first, side="right")) - 1
-        raise ValueError(
-            f"{self.paths[shard]}, offset {start + first - int(self.offsets[shard])}: "
-            f"token id {tokens[first]} is not below {vocab_size}; "
-            f"these are not GPT-2 tokens, or the file is damaged"
-        )
-
 
 def open_shards(folder: Path | str, split: Split) -> TokenShards:
     """Open one split of a data folder, and check each file's dtype, shape and size.
 
-    Hashes and ids are not read here: `verify_shards` compares the hashes with the manifest's, and
-    the loader checks every id that it reads. A shard may be a link to another disk.
+    `verify_shards` compares the hashes, and the loader checks every id that it reads.
     """
     folder = Path(folder)
     manifests = find_manifests(folder)
@@ -310,9 +289,8 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
     infos = [info for found in manifests for info in found.shards if info.split == split]
     paths = [folder / info.file for info in infos] if manifests else _find_shards(folder, split)
     if not paths:
-        missing = f"no data folder {folder}"
-        if folder.is_dir():
-            missing = f"{folder} has no {split} shards"
+        is_there = folder.is_dir()
+        missing = f"{folder} has no {split} shards" if is_there else f"no data folder {folder}"
         raise FileNotFoundError(
             f"{missing}; python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no "
             f"network), python fineweb.py makes data/fineweb-edu-10BT (20 GB), and shards of the "
@@ -379,8 +357,6 @@ def _map_bin(path: Path) -> TokenArray:
     size, offset = path.stat().st_size, 0
     with path.open("rb") as file:
         header = file.read(LLM_C_HEADER_BYTES)
-    if header.startswith(LLM_C_LLAMA_MAGIC):
-        raise ValueError(f"{path} has Llama 3's tokens: make GPT-2's of its text by fineweb.py")
     expected = size // SHARD_DTYPE.itemsize
     if header.startswith(LLM_C_MAGIC):
         offset, expected = LLM_C_HEADER_BYTES, int.from_bytes(header[8:12], "little")

@@ -18,15 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
 from formats.hub import explain_hub_errors, resolve_revision
 from tokenizer import CUT
-
-if TYPE_CHECKING:
-    import pyarrow
-    from datasets import IterableDataset
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
@@ -84,8 +80,8 @@ class Source:
             file = files[number]
             for i, text in enumerate(file.read()):
                 if number > first or i >= skipped:
-                    place = {"file": number, "text": i}
-                    yield Document(text, place, begins=i == 0 or not file.is_document)
+                    begins = i == 0 or not file.is_document
+                    yield Document(text, {"file": number, "text": i}, begins)
 
 
 def file_source(
@@ -93,8 +89,7 @@ def file_source(
 ) -> Source:
     """Local files, in order; those that are of none of `FILE_TYPES` are plain texts."""
     files = [
-        SourceFile(partial(read_file, path, path.stat(), field), file_type(path) in PLAIN)
-        for path in paths
+        SourceFile(partial(read_file, path, field), file_type(path) in PLAIN) for path in paths
     ]
     if identity is None:
         identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
@@ -125,14 +120,12 @@ def stdlib_source() -> Source:
         and not path.name.startswith("_sysconfigdata")  # holds this machine's paths
     ]
     names.sort(key=hash_of_name)
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update(f"{name}\0{(root / name).stat().st_size}\0".encode())
+    sizes = "".join(f"{name}\0{(root / name).stat().st_size}\0" for name in names)
     identity = {
         "kind": "stdlib",
         "python": platform.python_version(),
         "modules": len(names),
-        "sha256 of names and sizes": digest.hexdigest(),
+        "sha256 of names and sizes": hashlib.sha256(sizes.encode()).hexdigest(),
     }
     return file_source([root / name for name in names], identity)
 
@@ -149,8 +142,6 @@ def file_type(path: Path | str) -> str:
 
 def local_paths(pattern: str) -> list[Path]:
     """The files and folders that a path or glob means, sorted."""
-    if Path(pattern).exists():  # a file name may have brackets
-        return [Path(pattern)]
     return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
 
 
@@ -166,12 +157,7 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     for path in paths:
         if not path.is_file():  # it may be a pipe, which is read once only
             raise ValueError(f"--source {path} is not a file: copy it into one")
-    once: dict[Path, Path] = {}
-    for path in paths:
-        once.setdefault(path.resolve(), path)
-    if len(once) < len(paths):
-        print(f"--source has {len(paths)} names of {len(once)} files: each file is read once")
-    return [*once.values()]
+    return [*dict.fromkeys(paths)]
 
 
 def folder_files(folder: Path) -> list[Path]:
@@ -202,21 +188,12 @@ def is_text(path: Path) -> bool:
         return False
 
 
-def read_file(path: Path, opened: os.stat_result, field: str) -> Iterator[str]:
-    """The texts of a local file; at its end, refuse it if it has changed since it was `opened`."""
+def read_file(path: Path, field: str) -> Iterator[str]:
+    """The texts of a local file."""
     kind = file_type(path)
     if kind == ".parquet":
-        yield from read_parquet(path, field)
-    elif kind in JSON_LINES:
-        yield from read_jsonl(path, field)
-    else:
-        yield from read_plain(path)
-    now = path.stat()
-    if (now.st_size, now.st_mtime_ns) != (opened.st_size, opened.st_mtime_ns):
-        raise ValueError(
-            f"{path} was changed while it was read: once it is finished, delete the data folder "
-            f"and begin again"
-        )
+        return read_parquet(path, field)
+    return read_jsonl(path, field) if kind in JSON_LINES else read_plain(path)
 
 
 def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
@@ -234,8 +211,11 @@ def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
 
 def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
     """A field of every line of a JSON Lines file; blank lines are skipped."""
+    import pyarrow
+
     try:
-        with _open_lines(path) as lines:
+        decompressed = pyarrow.input_stream(path)  # by the suffix
+        with io.BufferedReader(decompressed, BLOCK_BYTES) as lines:
             if lines.peek(9).lstrip().startswith(b"["):
                 raise ValueError(f"{path}: {JSON_ARRAY}")
             for number, line in enumerate(lines, 1):
@@ -243,12 +223,6 @@ def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
                     yield _parse_line(line, field, f"{path}, line {number}")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): is it complete?") from None
-
-
-def _open_lines(path: Path) -> io.BufferedReader:
-    import pyarrow
-
-    return io.BufferedReader(pyarrow.input_stream(path), BLOCK_BYTES)  # decompresses by suffix
 
 
 def _parse_line(line: bytes, field: str, where: str) -> str:
@@ -319,9 +293,9 @@ def hub_source(
             stream = datasets.load_dataset(
                 dataset, name, split="train", streaming=True, revision=commit
             )
-        origins = [f"{dataset}, file {number + 1}" for number in range(stream.num_shards)]
         return [
-            SourceFile(partial(read_stream, stream, i, field, at)) for i, at in enumerate(origins)
+            SourceFile(partial(read_stream, stream, number, field, f"{dataset}, file {number + 1}"))
+            for number in range(stream.num_shards)
         ]
 
     identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": commit}
@@ -330,17 +304,15 @@ def hub_source(
     return Source(identity, open_files, tokens)
 
 
-def read_stream(stream: "IterableDataset", number: int, field: str, origin: str) -> Iterator[str]:
-    """A column of a file of a streamed data set, which messages call `origin`."""
-    return _column_texts(_stream_tables(stream, number, origin), field, origin)
+def read_stream(stream: Any, number: int, field: str, origin: str) -> Iterator[str]:  # noqa: ANN401
+    """A column of a file of a streamed `IterableDataset`, which messages call `origin`."""
 
+    def tables() -> Iterator[Any]:
+        with explain_hub_errors(f"reading {origin} failed"):
+            file = stream.shard(stream.num_shards, number, contiguous=True)
+            yield from file.with_format("arrow").iter(batch_size=TABLE_ROWS)
 
-def _stream_tables(
-    stream: "IterableDataset", number: int, origin: str
-) -> Iterator["pyarrow.Table"]:
-    with explain_hub_errors(f"reading {origin} failed"):
-        file = stream.shard(stream.num_shards, number, contiguous=True)
-        yield from file.with_format("arrow").iter(batch_size=TABLE_ROWS)
+    return _column_texts(tables(), field, origin)
 
 
 # What `--source NAME` opens. To add a source, write a generator function that yields the texts of

@@ -56,5 +56,4 @@ def explain_hub_errors(
                 f"and check OWNER/NAME; {remedy}"
             )
         reason = str(error).strip().partition("\n")[0]
-        kind = FileNotFoundError if status == 404 else OSError
-        raise kind(f"{failure} ({name}: {reason}); {remedy}") from None
+        raise OSError(f"{failure} ({name}: {reason}); {remedy}") from None

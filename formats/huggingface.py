@@ -5,12 +5,10 @@ as (in, out), and its vocabulary is not padded. Names are the same. Only safeten
 read or written; a pickle file could run any code.
 """
 
-import math
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import atomic_write, read_json, sync_folder, write_json
+from runtime.files import atomic_write, read_json, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
 HF_WEIGHT_PARTS = "model-*-of-*.safetensors"
-ADAPTER_NAME = "adapter_config.json"  # of peft
 EXPORTED_BY = "gpt2-from-text"  # marks a folder that may be written over
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
@@ -56,19 +52,13 @@ GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     """Load a GPT-2, in float32 and eval mode, from a folder in Hugging Face's format or the hub.
 
-    Args:
-        source: a folder with `config.json` and safetensors, in one file or several; or `gpt2`,
-            `gpt2-medium`, `gpt2-large`, `gpt2-xl`, or any `OWNER/NAME` on the hub, each also with
-            `@REVISION`. A downloaded model stays in the hub's cache and needs no network again.
-        device: where to put the model.
+    `source` is a folder with `config.json` and safetensors, in one file or several; or a name on
+    the hub, `gpt2` to `gpt2-xl` or OWNER/NAME, which may have `@REVISION` and is downloaded once.
     """
     folder = _find_folder(source)
     config, files = _read_hf_config(folder / HF_CONFIG_NAME), _weight_files(folder)
     tensors = {name: each for file in files for name, each in read_tensors(file).items()}
-    try:
-        return from_hf(tensors, config).to(device).eval()
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    return from_hf(tensors, config).to(device).eval()
 
 
 def read_pretrained_config(source: str | Path) -> GPTConfig:
@@ -76,41 +66,19 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
     return _read_hf_config(_find_folder(source) / HF_CONFIG_NAME)
 
 
-@contextmanager
-def export_folder(folder: str | Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder`, as a whole, once the body has filled it.
-
-    `folder` is missing, empty or an earlier export. What a user has added to that, such as a card
-    of his own, is in the new folder too.
-    """
-    folder = Path(folder).resolve()
-    new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
-    if old.exists() and not folder.exists():  # a kill came between the two renames below
-        old.rename(folder)
-    _check_replaceable(folder)
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
-        if folder.exists():
-            others = shutil.ignore_patterns(HF_WEIGHTS_NAME)
-            shutil.copytree(folder, new, symlinks=True, ignore=others, dirs_exist_ok=True)
-        yield new
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def check_replaceable(folder: Path) -> None:
+    """Refuse to export to a folder that holds anything but an earlier export."""
+    config = folder / HF_CONFIG_NAME
+    is_export = config.is_file() and read_json(config).get("exported_by") == EXPORTED_BY
+    if folder.exists() and any(folder.iterdir()) and not is_export:
+        raise ValueError(f"{folder} is not empty, nor an earlier export; give another with --out")
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> int:
     """Write a folder that transformers loads: weights, configuration and tokenizer.
 
-    A raw model with other parameters than GPT-2's is refused, and one that computes something else.
-    Returns the parameters in the file, which are those without the rows that pad the vocabulary.
+    A raw model is refused that has other parameters than GPT-2, or computes something else. Returns
+    the number of parameters in the file, where no rows pad the vocabulary.
     """
     config, folder = model.config, Path(folder)
     if config.vocab_size != VOCAB_SIZE:
@@ -120,13 +88,10 @@ def save_pretrained(model: GPT, folder: str | Path) -> int:
     _check_computes_gpt2(model, tensors)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
     # transformers 4 demands to be told that the tensors are PyTorch's.
-    weights = save(tensors, metadata={"format": "pt"})
     with atomic_write(folder / HF_WEIGHTS_NAME) as file:
-        file.write(weights)
-    # Without this a pipeline asks for 256 new tokens, more than short contexts have room for;
-    # a user's max_length and max_new_tokens go before it.
-    generation = {**TOKEN_IDS, "max_length": config.block_size}
-    write_json(folder / "generation_config.json", generation)
+        file.write(save(tensors, metadata={"format": "pt"}))
+    # Without this a pipeline asks for 256 new tokens, more than short contexts have room for.
+    write_json(folder / "generation_config.json", {**TOKEN_IDS, "max_length": config.block_size})
     _write_tokenizer(folder, config.block_size)
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -152,10 +117,9 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
 
 
 def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
-    """A model's parameters as Hugging Face's GPT2LMHeadModel names and lays them out.
+    """A model's parameters as GPT2LMHeadModel lays them out, on the CPU, without the tied head.
 
-    Contiguous, on the CPU; some share memory with the model, none with each other. The tied
-    `lm_head` is left out, as transformers does.
+    Some share memory with the model, none with each other.
     """
     return {name: view.cpu().contiguous() for name, view in _hf_views(model)}
 
@@ -208,16 +172,13 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     config = model.config
     T = min(config.block_size, MAX_CHECKED_TOKENS)
     idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    weights = {name: tensor.cpu() for name, tensor in weights.items()}
-    logits = functional_call(model, weights, idx[None]).logits
+    logits = deepcopy(model).cpu()(idx[None]).logits
     expected = gpt2_logits(tensors, config, idx)
     error = (logits[0] - expected).norm() / expected.norm()
     if error > MAX_LOGIT_ERROR:
         raise ValueError(
-            f"this model does not compute what GPT-2 computes from the same weights (its logits "
-            f"differ by {error:.1e} of their size): the code in model.py has another activation, "
-            f"position embedding or attention, which the Hugging Face format cannot say"
+            f"this model does not compute what GPT-2 computes (its logits differ by {error:.1e} of "
+            f"their size): another activation, position embedding or attention cannot be exported"
         )
 
 
@@ -232,13 +193,11 @@ def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -
         return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
 
     T, C = len(idx), config.n_embd
-    is_future = torch.ones(T, T, dtype=torch.bool).triu(1)
     x = tensors[WTE][idx] + tensors["transformer.wpe.weight"][:T]  # (T, C)
     for block in (f"transformer.h.{layer}" for layer in range(config.n_layer)):
         qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
         q, k, v = qkv.view(T, 3, config.n_head, -1).permute(1, 2, 0, 3)  # (H, T, D) each
-        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(is_future, -math.inf)
-        heads = scores.softmax(dim=-1) @ v
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(heads.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj")
         hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
         x = x + linear(F.gelu(hidden, approximate="tanh"), f"{block}.mlp.c_proj")
@@ -265,10 +224,8 @@ def check_tensors(
 
 
 def is_finite(*tensors: Tensor) -> bool:
-    """Whether no number is NaN or infinite; waits for each device once.
-
-    Extremes, which are NaN if a number is, take a CPU a 16th of the time of `isfinite().all()`.
-    """
+    """Whether no number is NaN or infinite; waits for each device once."""
+    # Extremes, which are NaN if a number is, take a CPU a 16th of the time of isfinite().all().
     extremes: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in filter(Tensor.numel, tensors):  # a shard may be empty
         extremes[tensor.device] += tensor.aminmax()
@@ -282,8 +239,6 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 def _read_hf_config(path: Path) -> GPTConfig:
     """Read the dimensions from `config.json`, and refuse what `model.py` does not compute."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}: it is not a Hugging Face model")
     values = read_json(path)
     problems = [
         f"{name} is {values[name]!r}, not {accepted[0]!r}"
@@ -293,10 +248,7 @@ def _read_hf_config(path: Path) -> GPTConfig:
     if problems:
         raise ValueError(f"{path} is not a GPT-2 that can be loaded: {'; '.join(problems)}")
     sizes = {name: values.get(name) for name in ("n_layer", "n_head", "n_embd")}
-    try:
-        return GPTConfig(block_size=values.get("n_positions"), **sizes)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return GPTConfig(block_size=values.get("n_positions"), **sizes)
 
 
 def _hf_config(config: GPTConfig) -> dict[str, Any]:
@@ -311,9 +263,7 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
         "n_ctx": config.block_size,  # not read by transformers, but by many tools around it
         "n_inner": None,
         # GPT2Config's defaults would bring dropout into fine-tuning; this model has none.
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         **TOKEN_IDS,
         "torch_dtype": "float32",
         "exported_by": EXPORTED_BY,
@@ -332,16 +282,9 @@ def _find_folder(source: str | Path) -> Path:
     """A model's folder, from the hub if need be; refused if its weights have to be converted."""
     folder = Path(source) if is_local(source) else _download(str(source))
     if any(folder.glob("*config.json")) and not _weight_files(folder):
-        parts = [str(source)] if folder == Path(source) else str(source).split("@")
-        name = ", revision=".join(map(repr, parts))
-        problem = f"lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: convert it"
-        library, call = "transformers", f"AutoModelForCausalLM.from_pretrained({name})"
-        if (folder / ADAPTER_NAME).is_file():
-            problem, library = "is an adapter, not a model: merge it", "peft"
-            call = f"AutoPeftModelForCausalLM.from_pretrained({name}).merge_and_unload()"
         raise FileNotFoundError(
-            f'{source} {problem} by pip install {library} and python -c "import {library}; '
-            f"{library}.{call}.save_pretrained('converted')\", then give the folder converted"
+            f"{source} lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: load "
+            f"it with transformers, call save_pretrained('converted'), and give that folder"
         )
     return folder
 
@@ -365,15 +308,6 @@ def _weight_files(folder: Path) -> list[Path]:
     return parts if parts and parts[-1].stem.endswith(f"-of-{len(parts):05}") else []
 
 
-def _check_replaceable(folder: Path) -> None:
-    """Refuse a folder that holds anything but an earlier export."""
-    config = folder / HF_CONFIG_NAME
-    is_export = config.is_file() and read_json(config).get("exported_by") == EXPORTED_BY
-    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if not (is_export or is_empty):
-        raise ValueError(f"{folder} is not empty, nor an earlier export; give another with --out")
-
-
 def _write_tokenizer(folder: Path, block_size: int) -> None:
     """Write GPT-2's tokenizer in transformers' files and, for other clients, `tokenizer.json`."""
     text, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
@@ -394,10 +328,8 @@ def _write_tokenizer(folder: Path, block_size: int) -> None:
         {
             "tokenizer_class": "GPT2Tokenizer",
             "model_max_length": block_size,
-            "bos_token": special,
-            "eos_token": special,
-            "unk_token": special,
-            "pad_token": special,  # which batches and the collators of trainers need
+            # Batches and the collators of trainers need one that pads.
+            **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), special),
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,
         },

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import RunState, read_state
-from formats.huggingface import gpt2_shapes
 from formats.metrics import HELLASWAG_EXAMPLES, METRICS_NAME, read_metrics
 from model import GPT2_SIZES, GPTConfig
 
@@ -38,16 +37,15 @@ RESULTS = "## Results\n\n| measure | result | how measured |\n|---|---|---|"
 
 
 def write_model_card(
-    folder: Path, name: str, config: GPTConfig, checkpoint: Path | None, licence: str | None
+    folder: Path, config: GPTConfig, n_params: int, checkpoint: Path | None, licence: str | None
 ) -> None:
     """Write a model's card, unless the folder has one that its owner has made his own.
 
-    A model without a checkpoint was not trained here. The licence is an id of the hub's, such as
-    `mit`.
+    A model without a checkpoint was not trained here. The licence is an id of the hub's.
     """
     from huggingface_hub import ModelCardData
 
-    path = folder / CARD_NAME
+    path, name = folder / CARD_NAME, folder.resolve().name
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -59,11 +57,8 @@ def write_model_card(
         if (start := state.train_config.get("init_from")) in GPT2_SIZES:
             front["base_model"] = f"openai-community/{start}"
         sections = [*_describe_training(state, data)]
-        if results := [*_read_results(checkpoint, state, data)]:
-            front |= {"model_name": name, "eval_results": results}
-            rows = [f"| {r.metric_name} | {r.metric_value} | {r.task_name} |" for r in results]
-            sections += [RESULTS, *rows, ""]
-    n_params = sum(map(math.prod, gpt2_shapes(config).values()))
+        if results := [*_read_results(checkpoint, state)]:
+            sections += [RESULTS, *results, ""]
     lines = [
         *("---", ModelCardData(**front).to_yaml(), "---", MARK, "", f"# {name}", ""),
         f"A GPT-2 of {n_params:,} parameters: {config.n_layer} blocks, {config.n_head} heads, "
@@ -87,10 +82,8 @@ def _describe_training(state: RunState, data: str) -> Iterator[str]:
     yield ""
 
 
-def _read_results(checkpoint: Path, state: RunState, data: str) -> Iterator[Any]:
-    """What the run measured last, up to the checkpoint's step; the tasks' names say how."""
-    from huggingface_hub import EvalResult
-
+def _read_results(checkpoint: Path, state: RunState) -> Iterator[str]:
+    """The table's rows: what the run measured last, up to the checkpoint's step, and how."""
     path = checkpoint.absolute().parent.parent / METRICS_NAME
     last: dict[str, dict[str, Any]] = {}  # by metric, the last record that has it
     for record in read_metrics(path) if path.is_file() else ():
@@ -104,10 +97,7 @@ def _read_results(checkpoint: Path, state: RunState, data: str) -> Iterator[Any]
         "hellaswag_acc_norm": f"zero-shot, lowest mean loss per token, {total:,} examples{part}; "
         "not comparable with lm-evaluation-harness",
     }
-    for name, dataset in (("val_loss", data), ("hellaswag_acc_norm", "Rowan/hellaswag")):
+    for name in how:
         value = last.get(name, {}).get(name)
         if value is not None and math.isfinite(value):
-            result = EvalResult("text-generation", dataset, dataset, name, round(value, 4))
-            result.metric_name = f"{name} at step {last[name]['step']:,}"
-            result.task_name, result.dataset_split = how[name], "validation"
-            yield result
+            yield f"| {name} at step {last[name]['step']:,} | {round(value, 4)} | {how[name]} |"

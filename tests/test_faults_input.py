@@ -59,17 +59,10 @@ def test_preflight_finds_the_byte_that_a_start_does_not(commands, data):
 # Manifests
 
 
-BAD_MANIFESTS = {
-    "a path upwards": {"file": "../val_000000.npy"},
-    "tokens of another file": {"tokens": 499},
-}
-
-
-@pytest.mark.parametrize("change", BAD_MANIFESTS)
-def test_training_and_tokenising_refuse_a_manifest_with(commands, data, change):
+def test_training_and_tokenising_refuse_a_manifest_with_the_tokens_of_another_file(commands, data):
     path = data / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["shards"][1] |= BAD_MANIFESTS[change]
+    manifest["shards"][1]["tokens"] = 499
     path.write_text(json.dumps(manifest))
     before = {file: file.read_bytes() for file in data.glob("[!.]*")}
     assert_refused(train(commands, data), str(data))

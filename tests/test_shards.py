@@ -67,17 +67,6 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
         assert sorted(found) == sorted(names[split])
 
 
-def test_shards_name_the_shard_and_offset_of_an_impossible_id(tmp_path):
-    tokens = tokens_of(20)
-    tokens[7] = 50257
-    np.save(tmp_path / "train_000001.npy", tokens_of(5))
-    np.save(tmp_path / "train_000002.npy", tokens)
-    shards = open_shards(tmp_path, "train")
-    shards.check_tokens(shards.read(0, 12), 0, 50257)
-    with pytest.raises(ValueError, match=r"train_000002\.npy, offset 7: token id 50257"):
-        shards.check_tokens(shards.read(3, 12), 3, 50257)
-
-
 def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
     make = r"python fineweb\.py --source stdlib makes .*11 MB.*, python fineweb\.py makes .*20 GB"
     with pytest.raises(FileNotFoundError, match=rf"no data folder {tmp_path}/none; {make}"):
@@ -89,8 +78,8 @@ def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
         open_shards(tmp_path, "train")
 
 
-def llm_c_header(tokens, magic=20240520, version=1):
-    return np.array([magic, version, tokens], "<i4").tobytes().ljust(1024, b"\0")
+def llm_c_header(tokens):
+    return np.array([20240520, 1, tokens], "<i4").tobytes().ljust(1024, b"\0")
 
 
 @pytest.mark.parametrize("header", [b"", llm_c_header(30)], ids=["nanoGPT", "llm.c"])
@@ -116,13 +105,6 @@ def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content):
     path = tmp_path / "train.bin"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{path} has .* bytes, which are no uint16 tokens"):
-        open_shards(tmp_path, "train")
-
-
-def test_open_shards_refuses_the_tokens_of_llama(tmp_path):
-    header = llm_c_header(30, 20240801, 7)
-    (tmp_path / "train.bin").write_bytes(header + np.arange(30, dtype="<u4").tobytes())
-    with pytest.raises(ValueError, match=r"train\.bin has Llama 3's tokens: .* fineweb\.py"):
         open_shards(tmp_path, "train")
 
 
