@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from formats.metrics import read_metrics
-from runtime.cli import format_duration, parse_flags, run_command
+from runtime.cli import RunStopped, format_duration, parse_flags, run_command
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ def main() -> None:
     step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
     step("figures", "plot.py", str(run_dir))
     losses = [r["val_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
+    if losses[-1] > losses[0] - 1:
+        raise RunStopped(f"nothing was learnt: validation losses {losses}")
     print(
         f"\n=== done in {format_duration(time.perf_counter() - start)}\n"
         f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"

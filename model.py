@@ -5,7 +5,7 @@ Shapes in comments: B sequences, T tokens, C channels (`n_embd`), H heads, D = C
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -66,17 +66,11 @@ class GPTConfig:
         """Rows of the embedding: `vocab_size` rounded up to a multiple of 128."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
-    @property
+    @cached_property
     def n_params(self) -> int:
         """Parameters of the model, padding rows and position embeddings included."""
-        return count_parameters(self)
-
-
-@cache
-def count_parameters(config: GPTConfig) -> int:
-    """Parameters of a model of this configuration, which needs no memory for it."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(config).parameters())
+        with torch.device("meta"):  # shapes, and no memory
+            return sum(parameter.numel() for parameter in GPT(self).parameters())
 
 
 class ModelOutput(NamedTuple):

@@ -16,13 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from formats.metrics import (
-    HELLASWAG_EXAMPLES,
-    HELLASWAG_REFERENCES,
-    Series,
-    own_measures,
-    read_run,
-)
+from formats.metrics import HELLASWAG_EXAMPLES, HELLASWAG_REFERENCES, Series, own_measures, read_run
 from report import write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
@@ -84,6 +78,8 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     kind, lines = "validation", [Series.of(records, "val_loss") for records in runs]
     if not all(len(line.values) for line in lines):
         kind, lines = "training", [Series.of(records, "train_loss").smoothed() for records in runs]
+    if not all(len(line.values) for line in lines):
+        raise ValueError("some runs have no training loss yet, others no validation loss: wait")
     axes = new_axes(f"{len(lines)} runs", f"{kind} loss (nats per token)")
     for run_dir, line in zip(run_dirs, lines, strict=True):
         # The number first: matplotlib leaves labels that begin with "_" out of the legend.

@@ -30,12 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from formats.huggingface import (
-    check_tensors,
-    is_finite,
-    read_tensors,
-    shapes_of,
-)
+from formats.huggingface import check_tensors, is_finite, read_tensors, shapes_of
 from model import GPT
 from runtime.cli import shell_line
 from runtime.distributed import (

@@ -63,7 +63,7 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
     if built_for and 10 * major + minor < min(map(int, built_for)):
         raise ValueError(
             f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(local_rank)}"
-            f" (sm_{major}{minor}): install it for CUDA 12 (README.md, Two commands), or give "
+            f" (sm_{major}{minor}): install it for CUDA 12 (docs/troubleshooting.md), or give "
             f"--device cpu"
         )
     return torch.device("cuda", local_rank)
@@ -81,7 +81,7 @@ def cuda_problem() -> str | None:
         reason = str(error).partition(". ")[0]
     return (
         f"this machine has an NVIDIA driver, and torch {torch.__version__} cannot use it ({reason})"
-        f": update the driver, install another torch (README.md, Two commands), or give "
+        f": update the driver, install another torch (docs/troubleshooting.md), or give "
         f"--device cpu"
     )
 

@@ -1,6 +1,6 @@
 import itertools
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_no_path_takes_twice_the_model(tmp_path, tiny_data):
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    state = RunState(1, 1, vars(deep), {}, "", rng_states(), {}, "", ["AdamW"], {})
+    state = RunState(1, 1, asdict(deep), {}, "", rng_states(), {}, "", ["AdamW"], {})
     with CheckpointWriter(tmp_path / "checkpoints") as writer:
         assert 3 * size <= peak_bytes(writer.save, state, model, optimizers) < 3.1 * size
         writer.wait()

@@ -11,12 +11,7 @@ from dataloader import count_windows
 from formats.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
 from model import GPTConfig
 from runtime.cli import flag_of
-from runtime.distributed import (
-    DistInfo,
-    check_same_on_all_ranks,
-    is_main,
-    raise_on_all_ranks,
-)
+from runtime.distributed import DistInfo, check_same_on_all_ranks, is_main, raise_on_all_ranks
 from runtime.files import sha256_of
 from training.config import TrainConfig
 from training.resume import check_resume_compatible

@@ -9,14 +9,7 @@ from corpus.shards import Manifest, verify_shards
 from formats.checkpoint import Checkpoint
 from model import GPTConfig
 from runtime.device import device_name
-from runtime.distributed import (
-    DistInfo,
-    barrier,
-    gather_text,
-    is_main,
-    print0,
-    raise_on_all_ranks,
-)
+from runtime.distributed import DistInfo, barrier, gather_text, is_main, print0, raise_on_all_ranks
 from training.agreement import check_ranks_agree
 from training.config import TrainConfig
 from training.folder import check_usable
