@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from formats.huggingface import check_replaceable, save_pretrained
+from formats.huggingface import export_folder, save_pretrained
 from formats.load import find_checkpoint, is_hugging_face, load_model
 from formats.model_card import write_model_card
 from runtime.cli import parse_flags, run_command
@@ -24,13 +24,14 @@ class ExportConfig:
 def main() -> None:
     """Write a model in Hugging Face's format, with a card."""
     config = parse_flags(ExportConfig)
-    check_replaceable(config.out)
     checkpoint = None
     if not is_hugging_face(config.model):  # once: a trainer may be about to save another
         checkpoint = find_checkpoint(Path(config.model))
     model = load_model(checkpoint or config.model)
-    n_params = save_pretrained(model, config.out)
-    write_model_card(config.out, model.config, n_params, checkpoint, config.license)
+    name = config.out.resolve().name
+    with export_folder(config.out) as folder:
+        n_params = save_pretrained(model, folder)
+        write_model_card(folder, name, model.config, n_params, checkpoint, config.license)
     print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
 

@@ -35,8 +35,8 @@ from runtime.device import autocast, eval_mode, make_deterministic, tune_malloc
 from runtime.distributed import DistInfo, print0
 from sample import generate_tokens
 from tokenizer import END_OF_TEXT, gpt2_encoding
+from training.checks import run_preflight
 from training.plan import loss_chunks, print_plan
-from training.preflight import run_preflight
 from training.resume import parse_config, run_model_config
 from training.run import Run, open_run
 

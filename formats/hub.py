@@ -1,6 +1,7 @@
 """The Hugging Face hub: commits, downloads, and its errors as one line."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,7 +28,10 @@ def resolve_revision(repo: str, revision: str | None) -> str:
 def fetch_files(repo: str, is_complete: Callable[[Path], object], **wanted: Any) -> Path:  # noqa: ANN401
     """The hub's cached folder of a repository, from `snapshot_download` unless it is complete."""
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    if not sys.stderr.isatty():  # a log
+        disable_progress_bars()
     get = partial(snapshot_download, repo, **wanted)
     with suppress(FileNotFoundError):
         if is_complete(folder := Path(get(local_files_only=True))):

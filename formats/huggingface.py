@@ -6,8 +6,10 @@ read or written; a pickle file could run any code.
 """
 
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch.nn import functional as F
 
 from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import atomic_write, read_json, write_json
+from runtime.files import atomic_write, read_json, sync_folder, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
@@ -64,6 +66,36 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
 def read_pretrained_config(source: str | Path) -> GPTConfig:
     """The dimensions of the model that `load_pretrained` loads; its weights are not read."""
     return _read_hf_config(_find_folder(source) / HF_CONFIG_NAME)
+
+
+@contextmanager
+def export_folder(folder: str | Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder`, as a whole, once the body has filled it.
+
+    `folder` is missing, empty or an earlier export. What a user has added to that, such as a card
+    of his own, is in the new folder too.
+    """
+    folder = Path(folder).resolve()
+    new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
+    if old.exists() and not folder.exists():  # a kill came between the two renames below
+        old.rename(folder)
+    check_replaceable(folder)
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        if folder.exists():
+            others = shutil.ignore_patterns(HF_WEIGHTS_NAME)
+            shutil.copytree(folder, new, symlinks=True, ignore=others, dirs_exist_ok=True)
+        yield new
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_replaceable(folder: Path) -> None:

@@ -37,7 +37,12 @@ RESULTS = "## Results\n\n| measure | result | how measured |\n|---|---|---|"
 
 
 def write_model_card(
-    folder: Path, config: GPTConfig, n_params: int, checkpoint: Path | None, licence: str | None
+    folder: Path,
+    name: str,
+    config: GPTConfig,
+    n_params: int,
+    checkpoint: Path | None,
+    licence: str | None,
 ) -> None:
     """Write a model's card, unless the folder has one that its owner has made his own.
 
@@ -45,7 +50,7 @@ def write_model_card(
     """
     from huggingface_hub import ModelCardData
 
-    path, name = folder / CARD_NAME, folder.resolve().name
+    path = folder / CARD_NAME
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}

@@ -253,7 +253,10 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 def average_over_ranks(*values: Tensor | float) -> list[float]:
     """The mean of each scalar over all processes, the same on every one; waits for the device."""
     device = next(value.device for value in values if isinstance(value, Tensor))
-    scalars = [torch.as_tensor(value, dtype=torch.float32, device=device) for value in values]
+    scalars = [
+        value if isinstance(value, Tensor) else torch.full((), float(value), device=device)
+        for value in values
+    ]
     return (all_reduce_sum(torch.stack(scalars)) / world_size()).tolist()
 
 

@@ -10,7 +10,6 @@ import torch
 from conftest import ROOT, randomize_weights
 
 from formats.huggingface import load_pretrained, save_pretrained
-from formats.load import load_model
 from model import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
@@ -82,7 +81,7 @@ def test_tokenizer_pads_for_batches_and_for_the_trainers_collator(theirs, tokeni
     assert theirs.config.pad_token_id == tokenizer.pad_token_id == 50256
 
 
-def test_peft_trains_an_adapter_that_the_refusals_line_merges(theirs, idx, tmp_path, monkeypatch):
+def test_peft_trains_an_adapter_that_ours_reads_once_merged(theirs, idx, tmp_path):
     peft = pytest.importorskip("peft")
     before = theirs(idx).logits
     lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -95,12 +94,8 @@ def test_peft_trains_an_adapter_that_the_refusals_line_merges(theirs, idx, tmp_p
     with torch.no_grad():
         expected = tuned.eval()(input_ids=idx).logits
     assert (expected - before).abs().max() > 1e-3
-    tuned.save_pretrained(tmp_path / "adapter")  # knows the folder of the model that it adapts
-    with pytest.raises(FileNotFoundError, match="is an adapter, not a model: merge it by") as told:
-        load_model(tmp_path / "adapter")
-    monkeypatch.chdir(tmp_path)
-    exec(re.search('python -c "(.*?)"', str(told.value))[1])
-    assert_ours_reads(tmp_path / "converted", expected, idx)
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_ours_reads(tmp_path / "merged", expected, idx)
 
 
 def test_trl_fine_tunes_on_texts(exported, idx, tmp_path):

@@ -28,7 +28,7 @@ ONLY_DEFINES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
 )
 GUARDS = ("__name__ == '__main__'", "TYPE_CHECKING")
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def parse(module):

@@ -15,6 +15,7 @@ from torch import nn
 from corpus.shards import open_shards
 from formats.huggingface import (
     check_replaceable,
+    export_folder,
     from_hf,
     load_pretrained,
     save_pretrained,
@@ -321,8 +322,8 @@ def test_save_pretrained_refuses_a_model_that_is_no_gpt2(tmp_path, message):
 def test_save_pretrained_over_an_earlier_export(exported):
     (exported / "mine.txt").write_text("mine")
     small = random_model(GPTConfig(4, n_layer=1, n_head=1, n_embd=4))
-    check_replaceable(exported)
-    save_pretrained(small, exported)
+    with export_folder(exported) as folder:
+        save_pretrained(small, folder)
     assert load_pretrained(exported).config == small.config
     assert (exported / "mine.txt").read_text() == "mine"
 

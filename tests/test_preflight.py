@@ -20,7 +20,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import numpy as np, train_gpt2
 from runtime.cli import run_command
-from training import agreement, preflight
+from training import checks
 os.chdir({folder!r} + "/" + os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
 if os.environ["RANK"] == "1":
@@ -97,7 +97,7 @@ def test_training_does_not_begin_with_other_code_on_a_machine(two_machines, tmp_
     copy = copy_code(tmp_path / "code")
     with (copy / "lr_schedule.py").open("a") as file:
         file.write("# changed\n")
-    done = two_machines(f"agreement.__file__ = {str(copy / 'training/agreement.py')!r}")
+    done = two_machines(f"checks.__file__ = {str(copy / 'training/checks.py')!r}")
     assert_refused(done, "rank 1 has lr_schedule.py of SHA-256")
 
 
@@ -114,7 +114,7 @@ def test_training_does_not_go_on_from_two_checkpoints(two_machines, tiny_flags, 
 
 
 def test_preflight_says_that_a_process_is_gone(two_machines):
-    done = two_machines("preflight.check_hashes = lambda *_: os._exit(9)", "--preflight")
+    done = two_machines("checks.check_hashes = lambda *_: os._exit(9)", "--preflight")
     assert done.codes == [1, 9]
     assert done.stderr.startswith("stopped: another process is gone, or cannot be reached")
 

@@ -24,7 +24,7 @@ from runtime.distributed import (
 )
 from runtime.files import write_json
 from runtime.gpus import flops_per_token
-from training.agreement import check_ranks_agree
+from training.checks import check_ranks_agree
 from training.config import TrainConfig
 from training.folder import explain_failures, is_own, lock_run_folder, resume_hint
 from training.plan import describe_plan, find_device, split_batch

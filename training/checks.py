@@ -1,20 +1,27 @@
-"""What all ranks must agree on before a run starts: flags, code, data, checkpoint."""
+"""What is checked before a run starts: that all ranks agree and, with `--preflight`, the rest."""
 
 import platform
+import shutil
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from corpus.shards import TokenShards, open_shards
+from corpus.shards import Manifest, TokenShards, open_shards, verify_shards
 from dataloader import count_windows
 from formats.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
 from model import GPTConfig
+from runtime import distributed
 from runtime.cli import flag_of
-from runtime.distributed import DistInfo, check_same_on_all_ranks, is_main, raise_on_all_ranks
+from runtime.device import device_name
+from runtime.distributed import DistInfo, gather_text, is_main, print0, raise_on_all_ranks
 from runtime.files import sha256_of
 from training.config import TrainConfig
-from training.resume import check_resume_compatible
+from training.folder import check_usable
+from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, find_device
+from training.resume import check_resume_compatible, run_model_config
 from training.trackers import check_installed
 
 CODE_FOLDERS = (".", "corpus", "formats", "runtime", "training")
@@ -50,7 +57,7 @@ def check_ranks_agree(
         checkpoint = f"{resumed.path} ({sha256_of(resumed.path / CHECKPOINT_MANIFEST)[:8]})"
     lines = [*describe_software(config, dtype), checkpoint]
     lines += [f"train tokens {train.fingerprint}", f"val tokens {val.fingerprint}"]
-    check_same_on_all_ranks("the ranks", lines)
+    distributed.check_same_on_all_ranks("the ranks", lines)
     return train, val
 
 
@@ -83,3 +90,51 @@ def check_parallel_mode(config: TrainConfig, dtype: torch.dtype, dist_info: Dist
             f"--parallel {config.parallel} is for processes that torchrun starts, as in torchrun "
             f"--standalone --nproc_per_node=2 train_gpt2.py; for one process, use --parallel ddp"
         )
+
+
+def run_preflight(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> None:
+    """Make every check; each that passes prints a line."""
+    distributed.barrier()
+    count, per_machine = dist_info.world_size, dist_info.local_world_size
+    print0(f"network   {count} x {device_name(dist_info.device)}, {per_machine} per machine")
+    model_config, dtype = run_model_config(config, resumed), find_device(config, dist_info).dtype
+    check_ranks_agree(config, resumed, model_config, dtype, dist_info)
+    print0("ranks     have the same software, flags, data and checkpoint")
+    print0(f"data      {check_hashes(config, dist_info)}")
+    print0(f"disk      {check_disk(config, resumed, model_config)}")
+
+
+def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
+    """Check every shard's hash, if there is a manifest."""
+    manifest = Manifest.load(config.data_dir)
+    if manifest is None:
+        return "no manifest to check the shards by"
+    with raise_on_all_ranks():  # the ranks of a machine share the work
+        own = manifest.shards[dist_info.local_rank :: dist_info.local_world_size]
+        verify_shards(config.data_dir, own)
+    return f"the hashes of all {len(manifest.shards)} shards are right"
+
+
+def check_disk(config: TrainConfig, resumed: Checkpoint | None, model_config: GPTConfig) -> str:
+    """Check that `--out-dir` is one folder for all ranks, and has room for a checkpoint."""
+    needed = CHECKPOINT_BYTES_PER_PARAMETER * model_config.n_params / 2**30
+    out_dir, name = config.out_dir, ""
+    with ExitStack() as stack:
+        with raise_on_all_ranks():
+            if is_main():
+                if config.run_name is not None:
+                    check_usable(out_dir / config.run_name, config, resumed)
+                out_dir.mkdir(parents=True, exist_ok=True)
+                name = stack.enter_context(tempfile.NamedTemporaryFile(dir=out_dir)).name
+        name = Path(gather_text(name)[0]).name
+        with raise_on_all_ranks():
+            if not (out_dir / name).is_file():
+                raise ValueError(
+                    f"rank 0 wrote to {out_dir}, and this rank does not see it: give an --out-dir "
+                    f"that all machines share"
+                )
+            free = shutil.disk_usage(out_dir).free / 2**30
+            found = f"{out_dir} has {free:.2f} GiB free, a checkpoint takes {needed:.2f} GiB"
+            if free < needed:
+                raise ValueError(f"{found}: give an --out-dir with more room")
+    return found
