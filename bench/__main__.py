@@ -18,18 +18,11 @@ from pathlib import Path
 
 import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
+from bench import measurement
 from bench.components import COMPONENTS
 from bench.config import BenchConfig
 from bench.gpu import run_gpu_commands
 from bench.ladder import training_measures
-from bench.measurement import (
-    device_label,
-    format_results,
-    measure_in_turn,
-    results_path,
-    run_python,
-    store_results,
-)
 from corpus.shards import open_shards
 from runtime.cli import parse_flags, run_command
 
@@ -42,7 +35,7 @@ def main() -> None:
         data_dir = config.data_dir or scratch / "data"
         if config.data_dir is None:
             print("tokenizing Python's standard library to train on", flush=True)
-            run_python("fineweb.py", "--source=stdlib", f"--data-dir={data_dir}")
+            measurement.run_python("fineweb.py", "--source=stdlib", f"--data-dir={data_dir}")
         open_shards(data_dir, "train")  # refuse a wrong folder before anything is measured
         config = replace(config, data_dir=data_dir.absolute())
         (run_gpu_commands if config.gpu else measure)(config, scratch)
@@ -50,17 +43,17 @@ def main() -> None:
 
 def measure(config: BenchConfig, scratch: Path) -> None:
     """Measure one thing, print its table, add it to the device's results."""
-    print(f"{device_label(config.torch_device)}: {config.model_config()}", flush=True)
+    print(f"{measurement.device_label(config.torch_device)}: {config.model_config()}", flush=True)
     if config.component:
         name = f"component_{config.component}"
         measures = COMPONENTS[config.component](config, scratch)
     else:
         name = f"peer_{config.peer}" if config.peer else "ladder"
         measures = training_measures(config, scratch)
-    for measured in measure_in_turn(measures, config.rounds):
-        store_results(config, name, *measured)
-    print(format_results(*measured))
-    print(results_path(config))
+    for measured in measurement.measure_in_turn(measures, config.rounds):
+        measurement.store_results(config, name, *measured)
+    print(measurement.format_results(*measured))
+    print(measurement.results_path(config))
 
 
 if __name__ == "__main__":

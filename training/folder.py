@@ -11,16 +11,10 @@ from filelock import Timeout
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
 from formats.load import RUN_CONFIG_NAME, latest_checkpoint, no_checkpoint_hint
 from formats.metrics import METRICS_NAME, last_saved_step
+from runtime import distributed
 from runtime.cli import RunStopped, shell_line
 from runtime.device import compile_error, is_out_of_memory
-from runtime.distributed import (
-    barrier,
-    gather_text,
-    is_lost_process,
-    is_main,
-    raise_on_all_ranks,
-    train_command,
-)
+from runtime.distributed import is_main
 from runtime.files import lock_folder
 from training.config import TrainConfig
 
@@ -36,7 +30,7 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
     """
     with ExitStack() as stack:
         run_dir = Path()
-        with raise_on_all_ranks():
+        with distributed.raise_on_all_ranks():
             if is_main():
                 run_dir = choose_run_dir(config, resumed)
                 try:
@@ -45,7 +39,7 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
                     raise ValueError(f"another trainer is at work in {run_dir}") from None
                 check_usable(run_dir, config, resumed)
                 clean_up(run_dir / "checkpoints")
-        yield Path(gather_text(str(run_dir))[0])
+        yield Path(distributed.gather_text(str(run_dir))[0])
 
 
 def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
@@ -114,7 +108,7 @@ def describe_run(run_dir: Path) -> str:
         f"run folder  {path}\n"
         f"figures     python plot.py {path}, at any time\n"
         f"to stop     Ctrl-C or SIGTERM, which save first\n"
-        f"to resume   {train_command('--resume', run_dir)}"
+        f"to resume   {distributed.train_command('--resume', run_dir)}"
     )
 
 
@@ -132,7 +126,7 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except FloatingPointError as error:
-        barrier()  # all ranks come here, rank 0 when its last save is complete
+        distributed.barrier()  # all ranks come here, rank 0 when its last save is complete
         remedy = f"{resume_hint(run_dir)} and a lower --max-lr"
         for earlier in complete_checkpoints(run_dir / "checkpoints")[1:2]:
             remedy += f"; if this fails, another --run-name with {shell_line('--resume', earlier)}"
@@ -141,7 +135,7 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
         if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
             remedy = f"give a smaller --micro-batch-size; {resume_hint(run_dir)}"
             raise ValueError(f"the device ran out of memory: {remedy}") from None
-        if is_lost_process(error):
+        if distributed.is_lost_process(error):
             raise RunStopped(
                 f"another process of this run is gone; {resume_hint(run_dir)}"
             ) from None

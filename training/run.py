@@ -13,15 +13,9 @@ from formats.load import RUN_CONFIG_NAME
 from formats.metrics import describe_best
 from hellaswag import Example, examples_or_none
 from model import GPTConfig
+from runtime import distributed
 from runtime.device import prepare_compiler
-from runtime.distributed import (
-    DistInfo,
-    all_reduce_max,
-    barrier,
-    is_main,
-    print0,
-    raise_on_all_ranks,
-)
+from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import write_json
 from runtime.gpus import flops_per_token
 from training.checks import check_ranks_agree
@@ -86,7 +80,7 @@ class Run:
 
         Until here the folder has nothing but a lock, and goes again if the run cannot begin.
         """
-        with raise_on_all_ranks():
+        with distributed.raise_on_all_ranks():
             if is_main():
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
         with self.stop, self.log, self.writer:  # the writer, which logs, ends first
@@ -104,7 +98,7 @@ class Run:
         reason = self.stop.signal_name()
         if step == self.config.max_steps and not self.stop.cut_evaluation:
             reason = None
-        if all_reduce_max(error is not None):
+        if distributed.all_reduce_max(error is not None):
             reason = "failure"
         if is_main():
             with warn_of_write_error():
@@ -112,7 +106,7 @@ class Run:
                     (self.folder / PREEMPTED_NAME).unlink(missing_ok=True)
                 else:
                     write_json(self.folder / PREEMPTED_NAME, {"step": step, "reason": reason})
-        barrier()  # all is written
+        distributed.barrier()  # all is written
         if reason is None:
             if is_main():
                 print0(f"{describe_best(self.folder)}done: {self.folder}")
