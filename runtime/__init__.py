@@ -1,1 +1,1 @@
-"""What any run needs of its machine: device, processes, checkpoints, logs, signals."""
+"""What any run needs of its machine: devices, processes, command line, files."""

@@ -1,1 +1,1 @@
-"""What a run settles before it starts: flags, folder, memory, time, checks of the machines."""
+"""What surrounds the training loop: settings, resume, plan, checks, the run and its log."""
