@@ -431,6 +431,17 @@ def test_check_every_parameter_once_names_those_that_are_missing_or_twice():
     check_every_parameter_once(model, [torch.optim.SGD(rest)])
 
 
+def test_build_refuses_optimizers_that_lack_a_parameter(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        train_gpt2, "AdamW", lambda groups, **options: torch.optim.AdamW(groups[:1], **options)
+    )
+    with (
+        tiny_run(tiny_data, tmp_path) as run,
+        pytest.raises(ValueError, match=r"ln_f\.bias \(0 times\)$"),
+    ):
+        build(run)
+
+
 def test_evaluate_loss_weighs_tokens_not_batches():
     torch.manual_seed(0)
     model = GPT(TINY)
