@@ -177,9 +177,10 @@ def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: A
         context = encode(prompt.rstrip())  # the spaces at its end belong to the endings
         tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
         lengths = [*map(len, choices)]
-    if not context or len(endings) != N_ENDINGS:
-        raise ValueError(f"the context is empty, or there are not {N_ENDINGS} endings")
-    return Example(row["ind"], int(row["label"]), context, tokens, lengths)  # labels may be texts
+    label = int(row["label"])  # on the hub a text
+    if not context or len(endings) != N_ENDINGS or label not in range(N_ENDINGS):
+        raise ValueError(f"the context is empty, or there are not {N_ENDINGS} endings and a label")
+    return Example(row["ind"], label, context, tokens, lengths)
 
 
 def _harness_text(text: str) -> str:

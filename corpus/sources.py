@@ -157,7 +157,10 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     for path in paths:
         if not path.is_file():  # it may be a pipe, which is read once only
             raise ValueError(f"--source {path} is not a file: copy it into one")
-    return [*dict.fromkeys(paths)]
+    once = dict[Path, Path]()
+    for path in paths:
+        once.setdefault(path.resolve(), path)  # not again through a link
+    return [*once.values()]
 
 
 def folder_files(folder: Path) -> list[Path]:

@@ -6,7 +6,6 @@ import ctypes
 import difflib
 import inspect
 import io
-import math
 import os
 import re
 import shlex
@@ -98,9 +97,9 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     for name, value in vars(config).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if name in above_zero and not 0 < value < math.inf:
+        if name in above_zero and not 0 < value < 2**63:
             problems.append(f"{flag_of(name)} must be above 0, not {value}")
-        elif not 0 <= value < math.inf:
+        elif not 0 <= value < 2**63:
             problems.append(f"{flag_of(name)} must be at least 0, not {value}")
     return problems
 

@@ -128,6 +128,7 @@ def test_parse_flags_lays_flags_over_given_defaults():
         (["--logger", "wandb", "x"], "--logger: 'x' is not wandb or trackio"),
         (["--max-steps"], "--max-steps: expected one argument"),
         (["--max-steps=0"], "--max-steps must be above 0, not 0"),
+        ([f"--workers={2**70}"], f"--workers {LEAST} {2**70}"),
         (["--max-lr=nan", "--workers=-1"], f"--max-lr {LEAST} nan; --workers {LEAST} -1"),
     ],
 )

@@ -81,6 +81,7 @@ def test_main_takes_a_file_that_is_given_twice_once(make, tmp_path):
     (tmp_path / "a").mkdir()
     for name in ("b", "c"):
         write_texts(tmp_path / f"a/{name}.txt", [f"one two three {name}"])
+    (tmp_path / "a/link.txt").symlink_to(tmp_path / "a/b.txt")
     make("--source", "a/*.txt", "a/b.txt", "--data-dir", "d")
     assert tokens_of(Path("d")) == reference(["one two three b", "one two three c"])
 

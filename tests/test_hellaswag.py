@@ -137,6 +137,7 @@ def bad(**changes):
     [
         (bad(endings=["a", "b", "c"]), "the context is empty, or there are not 4 endings"),
         (bad(ctx=""), "the context is empty"),
+        (bad(label=4), "not 4 endings and a label"),
         (bad(label=""), "invalid literal for int"),  # as in the test set
         (b'{"ind": 1, "ctx": "a"}', "KeyError.'endings'"),
         (b"[1]", "list indices"),
