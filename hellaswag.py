@@ -41,7 +41,6 @@ from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
 from tokenizer import gpt2_encoding
 
-# The validation set on the hub.
 DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 N_ENDINGS = 4

@@ -97,9 +97,10 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     for name, value in vars(config).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if name in above_zero and not 0 < value < 2**63:
+        too_large = 2**63 if isinstance(value, int) else float("inf")
+        if name in above_zero and not 0 < value < too_large:
             problems.append(f"{flag_of(name)} must be above 0, not {value}")
-        elif not 0 <= value < 2**63:
+        elif not 0 <= value < too_large:
             problems.append(f"{flag_of(name)} must be at least 0, not {value}")
     return problems
 
