@@ -5,7 +5,7 @@ from pathlib import Path
 
 from formats.huggingface import export_folder, save_pretrained
 from formats.load import find_checkpoint, is_hugging_face, load_model
-from formats.model_card import write_model_card
+from formats.model_card import has_own_card, write_model_card
 from runtime.cli import parse_flags, run_command
 
 
@@ -16,7 +16,7 @@ class ExportConfig:
     model: str
     """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
     out: Path
-    """The folder to write; an earlier export there is written over."""
+    """The folder to write; an earlier export there is written over, other files stay."""
     license: str | None = None
     """Of the card: an id that the hub knows, such as mit."""
 
@@ -31,7 +31,8 @@ def main() -> None:
     name = config.out.resolve().name
     with export_folder(config.out) as folder:
         n_params = save_pretrained(model, folder)
-        write_model_card(folder, name, model.config, n_params, checkpoint, config.license)
+        if not has_own_card(config.out):
+            write_model_card(folder, name, model.config, n_params, checkpoint, config.license)
     print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
 

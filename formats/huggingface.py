@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -22,13 +23,14 @@ from torch.nn import functional as F
 
 from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import atomic_write, read_json, sync_folder, write_json
+from runtime.files import atomic_write, lock_folder, read_json, sync_folder, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
 HF_WEIGHT_PARTS = "model-*-of-*.safetensors"
 EXPORTED_BY = "gpt2-from-text"  # marks a folder that may be written over
+WORK_NAME = f".{EXPORTED_BY}"  # in an export's folder while it is written
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -70,39 +72,37 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
 
 @contextmanager
 def export_folder(folder: str | Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder`, as a whole, once the body has filled it.
+    """A path for a new export, whose files move to `folder` once the body has written them there.
 
-    `folder` is missing, empty or an earlier export. What a user has added to that, such as a card
-    of his own, is in the new folder too.
+    `folder` is missing, empty or an earlier export, and loses nothing but files that are written
+    again. A kill leaves the old export, the new one, or no weights and so nothing that loads.
     """
     folder = Path(folder).resolve()
-    new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
-    if old.exists() and not folder.exists():  # a kill came between the two renames below
-        old.rename(folder)
     check_replaceable(folder)
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    new.mkdir(parents=True)
+    new = folder / WORK_NAME / "new"
     try:
-        if folder.exists():
-            others = shutil.ignore_patterns(HF_WEIGHTS_NAME)
-            shutil.copytree(folder, new, symlinks=True, ignore=others, dirs_exist_ok=True)
-        yield new
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        with lock_folder(new.parent, "lock"):
+            shutil.rmtree(new, ignore_errors=True)  # a killed export's
+            try:
+                yield new
+                (folder / HF_WEIGHTS_NAME).unlink(missing_ok=True)  # a mixture must not load
+                for path in sorted(new.iterdir(), key=lambda path: path.name == HF_WEIGHTS_NAME):
+                    path.replace(folder / path.name)  # the weights last
+                sync_folder(folder)
+            finally:
+                shutil.rmtree(new, ignore_errors=True)
+    except Timeout:
+        raise ValueError(f"another export to {folder} is at work: wait until it ends") from None
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuse to export to a folder that holds anything but an earlier export."""
+    """Refuse to export to a folder that holds anything but an earlier export, whole or begun."""
     config = folder / HF_CONFIG_NAME
-    is_export = config.is_file() and read_json(config).get("exported_by") == EXPORTED_BY
-    if folder.exists() and any(folder.iterdir()) and not is_export:
+    values = read_json(config) if config.is_file() else {}
+    # transformers keeps the mark when it saves a fine-tuned model, and adds its version.
+    is_export = values.get("exported_by") == EXPORTED_BY and "transformers_version" not in values
+    is_begun = (folder / WORK_NAME).exists()
+    if folder.exists() and any(folder.iterdir()) and not (is_export or is_begun):
         raise ValueError(f"{folder} is not empty, nor an earlier export; give another with --out")
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 from conftest import ROOT, TINY_RUN, save_run, series
 
 from formats.checkpoint import verify_checkpoint
-from formats.load import latest_checkpoint
+from formats.load import latest_checkpoint, load_model
 from train_gpt2 import main
 
 TIMEOUT_S = 600  # ends a process that hangs; none that is slow
@@ -108,13 +109,14 @@ def killed(function):
         return function(*args, **kwargs)
     return call
 
-os.replace, os.rename, os.rmdir = map(killed, (os.replace, os.rename, os.rmdir))
+for name in ("replace", "rename", "unlink", "rmdir"):
+    setattr(os, name, killed(getattr(os, name)))
 export.main()
 """
 
 
 @pytest.mark.parametrize("earlier", [True, False])
-def test_export_that_is_killed_leaves_the_old_one_or_the_new_one(commands, tmp_path, earlier):
+def test_export_that_is_killed_leaves_the_old_one_the_new_one_or_none(commands, tmp_path, earlier):
     def export(name, folder, script="export"):
         return commands.run(script, f"--model={tmp_path}/{name}", f"--out={folder}").code
 
@@ -128,17 +130,24 @@ def test_export_that_is_killed_leaves_the_old_one_or_the_new_one(commands, tmp_p
         whole[name] = weights_and_card(tmp_path / f"of_{name}" / "out")
     assert whole["old"][0] != whole["new"][0]
     assert whole["old"][1] != whole["new"][1]
-    for place in itertools.count():  # what a kill has left hidden is met by the next export
-        if out.exists() or not place:
-            shutil.rmtree(out, ignore_errors=True)
-            if earlier:
-                shutil.copytree(tmp_path / "of_old" / "out", out)
+    for place in itertools.count():
+        for path in out.glob("[!.]*"):  # what the last kill has left hidden stays
+            path.unlink()
+        if earlier:
+            shutil.copytree(tmp_path / "of_old" / "out", out, dirs_exist_ok=True)
         script.write_text(KILLED_EXPORT.replace("PLACE", str(place)))
-        if export("new", out, script) == 0:
+        code = export("new", out, script)
+        if code == 0:
             break
-        assert not out.exists() or weights_and_card(out) in list(whole.values())
+        assert code == -signal.SIGKILL
+        if (out / "model.safetensors").exists():
+            assert weights_and_card(out) in list(whole.values())
+        else:
+            with pytest.raises(FileNotFoundError):
+                load_model(out)
     assert place > 5
     assert weights_and_card(out) == whole["new"]
+    assert names(out) == names(tmp_path / "of_new" / "out")
     assert names(out.parent) == ["out"]
 
 

@@ -319,21 +319,40 @@ def test_save_pretrained_refuses_a_model_that_is_no_gpt2(tmp_path, message):
     assert not (tmp_path / "new").exists()
 
 
-def test_save_pretrained_over_an_earlier_export(exported):
-    (exported / "mine.txt").write_text("mine")
+def test_export_folder_loses_nothing_that_is_no_export_and_keeps_the_folder_itself(exported):
+    own = [exported / "mine.txt", exported / "fine-tuned" / "model.safetensors"]
+    for path in own:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    names, inode = sorted(exported.iterdir()), exported.stat().st_ino
     small = random_model(GPTConfig(4, n_layer=1, n_head=1, n_embd=4))
     with export_folder(exported) as folder:
         save_pretrained(small, folder)
     assert load_pretrained(exported).config == small.config
-    assert (exported / "mine.txt").read_text() == "mine"
+    assert [path.read_text() for path in own] == ["mine", "mine"]
+    assert sorted(exported.iterdir()) == names
+    assert exported.stat().st_ino == inode  # a mount point cannot be replaced
 
 
-def test_check_replaceable_refuses_what_is_no_export(tmp_path):
+def test_export_folder_lets_one_in_and_a_failure_leaves_the_earlier_export(exported):
+    before = {path: path.read_bytes() for path in exported.iterdir()}
+    with pytest.raises(KeyError), export_folder(exported) as folder:  # noqa: PT012
+        with pytest.raises(ValueError, match="another export"), export_folder(exported):
+            pass
+        save_pretrained(random_model(GPTConfig(4, n_layer=1, n_head=1, n_embd=4)), folder)
+        raise KeyError
+    assert {path: path.read_bytes() for path in exported.iterdir()} == before
+
+
+def test_check_replaceable_refuses_what_is_no_export(exported, tmp_path):
     check_replaceable(tmp_path / "new")
+    check_replaceable(exported)
     hf_model(TINY).save_pretrained(tmp_path / "theirs")
+    tuned = transformers.GPT2LMHeadModel.from_pretrained(exported)  # its configuration has our mark
+    tuned.save_pretrained(tmp_path / "tuned")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    for name in ("theirs", "run"):
+    for name in ("theirs", "tuned", "run"):
         with pytest.raises(ValueError, match="--out"):
             check_replaceable(tmp_path / name)
 
