@@ -1,5 +1,9 @@
+import html
 import json
+import os
 import re
+import shutil
+import subprocess
 
 import pytest
 from run_files import BATCH, append_records, write_run
@@ -145,3 +149,73 @@ def test_samples_are_of_the_branch_that_was_resumed_and_torn_lines_are_none(tmp_
     )
     expected = [{"step": 0, "texts": ["a", "b's"]}, {"step": 2, "texts": ["new"]}]
     assert collect_run(run_dir)["samples"] == expected
+
+
+# --- in a browser -------------------------------------------------------------------------------
+
+SHOWN = """<script>  // what the page shows, before and after a zoom, as an attribute
+const svg = document.querySelector("#train_loss svg"), box = svg.getBoundingClientRect();
+SVGElement.prototype.setPointerCapture = () => {};  // there is no pointer to capture
+const pointer = (type, share) => svg.dispatchEvent(
+  new PointerEvent(type, { clientX: box.left + share * box.width, clientY: box.top + 50 }));
+const texts = selector => [...document.querySelectorAll(selector)].map(each => each.textContent);
+const curves = () => Object.fromEntries([...document.querySelectorAll("figure")].map(figure =>
+  [figure.id, [...figure.querySelectorAll("path")].map(path => path.getAttribute("d"))]));
+pointer("pointermove", 0.5);
+const shown = { ...document.body.dataset, curves: curves(), tip: texts("#train_loss .tip")[0],
+  marked: texts("mark"), samples: texts(".samples p"), ticks: texts("#level text"),
+  width: document.documentElement.scrollWidth,
+  card: getComputedStyle(document.querySelector(".card")).backgroundColor };
+pointer("pointerdown", 0.4); pointer("pointermove", 0.6); pointer("pointerup", 0.6);
+document.body.dataset.shown = JSON.stringify({ ...shown, zoomed: curves() });
+</script></body>"""
+QUIET = [f"--disable-{part}" for part in ("gpu", "quic", "component-update", "sync")]
+QUIET += ["--disable-background-networking", "--no-first-run", "--no-sandbox"]
+QUIET += ["--disable-dev-shm-usage"]  # in a container it is small
+
+
+def browse(path, *flags):
+    """The page's DOM after its scripts. `.ci/run` names the browser: there it is never skipped."""
+    browser = os.environ.get("TEST_BROWSER")
+    if browser is None:
+        browser = shutil.which("chromium")
+        if browser is None or "/snap/" in os.path.realpath(browser):
+            pytest.skip("needs a chromium that may read any folder, which a snap's may not")
+    own = ["--headless", "--virtual-time-budget=2000", f"--user-data-dir={path.parent}/profile"]
+    command = [browser, *QUIET, *own, *flags, "--dump-dom", path.as_uri()]
+    return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme", "card"),
+    [(1280, "light", "rgb(255, 255, 255)"), (500, "dark", "rgb(24, 29, 35)")],
+)
+def test_page_draws_its_charts_in_a_browser(run_dir, tmp_path, width, scheme, card):
+    """On a screen, and on what is almost a phone: the narrowest of headless windows."""
+    other = write_run(tmp_path / "other", 30, val_every=10, hellaswag_every=10, **FULL, level=5e-5)
+    write_settings(other, max_lr=0.5)
+    append_records(other, sampled(5, 1))
+    (other / "samples.txt").write_text(f"step 5 | sample: {HOSTILE!r}\n")
+    path = write_report([run_dir, other])
+    path.write_text(path.read_text().replace("</body>", SHOWN))
+    colours = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
+    dom = browse(path, f"--window-size={width},900", colours)
+    shown = json.loads(html.unescape(re.search('data-shown="(.*?)"', dom)[1]))
+    assert shown.get("error") is None
+    assert shown["ready"] == "yes"
+    assert shown["width"] <= width
+    assert shown["card"] == card
+    assert sorted(shown["curves"]) == sorted([*CHARTS, "level"])
+    lines = dict.fromkeys(("train_loss", "grad_norm", "tokens_per_second"), 4) | {"level": 1}
+    for name, curves in shown["curves"].items():
+        assert len(curves) == lines.get(name, 2)  # of each run, and of what is noisy its mean, too
+        for curve in curves:
+            assert re.fullmatch(r"M(-?[\d.]+ -?[\d.]+L)+-?[\d.]+ -?[\d.]+", curve), name
+        assert curves != shown["zoomed"][name]
+    assert {"5e-5", "0"} < {*shown["ticks"]}
+    tip = re.fullmatch(r"(\d+)K tokensfull([\d.]+) \(mean [\d.]+\)", shown["tip"])
+    step = round(int(tip[1]) * 1000 / BATCH)  # the only run that came so far; about half-way
+    assert 40 < step < 60
+    assert float(tip[2]) == pytest.approx(3 + 8 / (1 + (step - 1) / 20), abs=1e-4)
+    assert "0.5" in shown["marked"]  # --max-lr, which only one run has
+    assert HOSTILE in shown["samples"]
