@@ -1,6 +1,6 @@
 # make demo:     text to a trained, scored, exported GPT-2 on this machine, in minutes.
-# make test:     lint, types and the fast tests, in about two minutes on two cores.
-# make test-all: all tests: faults, several processes and machines, the bench, the extras.
+# make test:     the fast tests, in about two minutes on two cores, then lint and types.
+# make test-all: also faults, several processes and machines, the bench, the extras; then lint.
 # make gpu-check: what this machine's GPUs can tell, in an hour at most.
 # Each installs what it needs into .venv first.
 
@@ -14,11 +14,13 @@ GPU_FLAGS ?=
 demo: .venv/.installed
 	$(BIN)/python demo.py $(DEMO_FLAGS)
 
-test: lint
+test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(MAKE) lint
 
-test-all: lint .venv/.installed-test-all
+test-all: .venv/.installed-test-all
 	$(BIN)/python -m pytest -n 2
+	$(MAKE) lint
 
 gpu-check: .venv/.installed-dev
 	$(BIN)/python -m bench --gpu $(GPU_FLAGS)
