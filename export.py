@@ -5,7 +5,7 @@ from pathlib import Path
 
 from formats.huggingface import export_folder, save_pretrained
 from formats.load import find_checkpoint, is_hugging_face, load_model
-from formats.model_card import has_own_card, write_model_card
+from formats.model_card import write_model_card
 from runtime.cli import parse_flags, run_command
 
 
@@ -28,11 +28,9 @@ def main() -> None:
     if not is_hugging_face(config.model):  # once: a trainer may be about to save another
         checkpoint = find_checkpoint(Path(config.model))
     model = load_model(checkpoint or config.model)
-    name = config.out.resolve().name
     with export_folder(config.out) as folder:
         n_params = save_pretrained(model, folder)
-        if not has_own_card(config.out):
-            write_model_card(folder, name, model.config, n_params, checkpoint, config.license)
+        write_model_card(folder, config.out, model.config, n_params, checkpoint, config.license)
     print(f"exported {n_params:,} parameters to {config.out}; load it with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
 

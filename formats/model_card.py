@@ -36,26 +36,23 @@ be used.
 RESULTS = "## Results\n\n| measure | result | how measured |\n|---|---|---|"
 
 
-def has_own_card(folder: Path) -> bool:
-    """Whether a folder has a card that its owner has made his own."""
-    path = folder / CARD_NAME
-    return path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace")
-
-
 def write_model_card(
     folder: Path,
-    name: str,
+    out: Path,
     config: GPTConfig,
     n_params: int,
     checkpoint: Path | None,
     licence: str | None,
 ) -> None:
-    """Write a model's card.
+    """Write a model's card, unless `out`, where it is to be, has one that its owner has changed.
 
     A model without a checkpoint was not trained here. The licence is an id of the hub's.
     """
     from huggingface_hub import ModelCardData
 
+    path, name = out / CARD_NAME, out.resolve().name
+    if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        return
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {"license": licence, "tags": ["gpt2"]}
     sections = list[str]()
@@ -73,8 +70,8 @@ def write_model_card(
         f"width {config.n_embd:,}, context {config.block_size:,} tokens.\n",
         *(USE.format(name=name), *sections, LIMITS.format(block_size=config.block_size)),
     ]
-    text = "\n".join(lines)
-    (folder / CARD_NAME).write_bytes(text.encode(errors="replace"))  # a name may be no UTF-8
+    text = "\n".join(lines).encode(errors="replace")  # a name may be no UTF-8
+    (folder / CARD_NAME).write_bytes(text)
 
 
 def _describe_training(state: RunState, data: str) -> Iterator[str]:
