@@ -85,6 +85,23 @@ def test_eta_follows_the_recent_steps_after_the_first_which_compiles(tmp_path, c
     assert etas == ["eta n/a", "eta 16m38s", "eta 41m40s"]
 
 
+def test_eta_has_the_time_of_evaluations_as_far_as_they_were_seen(tmp_path, clock, capsys):
+    with new_log(tmp_path, max_steps=1000) as log:
+        for step in range(301):
+            if step:
+                clock.now += 60.0 if step == 1 else 1.0
+                log.step(step, loss=3.0, lr=1e-3, grad_norm=1.0)
+            if step % 100 == 0:
+                with log.evaluation(step) as record:
+                    clock.now += 90.0 if step == 0 else 25.0  # the first of each kind compiles
+                    record["val_loss"] = 3.0
+                with log.paused():  # a save
+                    clock.now += 25.0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "eta" in line]
+    etas = [shown[step - 1].rpartition("eta ")[2] for step in (100, 101, 199, 300)]
+    assert etas == ["15m00s", "22m33s", "20m06s", "17m32s"]
+
+
 def test_samples_are_appended_and_shown(tmp_path, capsys):
     lines = [f"step 5 | sample: {'word ' * 30!r}", "step 5 | sample: 'b'"]
     for _ in range(2):

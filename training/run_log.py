@@ -6,7 +6,6 @@
 import json
 import math
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +54,8 @@ class RunLog:
         self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
         float32 = self.dtype == torch.float32
         self._peak_flops = peak_flops(device_name(self.dist_info.device), float32=float32)
-        self._recent_seconds: deque[float] = deque(maxlen=ETA_STEPS)
+        self._step_seconds = list[float]()  # without the first, which compiles
+        self._paused_seconds = self._pause_share = 0.0
         self._begun = self._step_begun = perf_counter()
         return self
 
@@ -80,14 +80,18 @@ class RunLog:
         synchronize(self.dist_info.device)  # a step's last work is not to fall into the pause
         begun = perf_counter()
         yield
-        self._step_begun += perf_counter() - begun
+        seconds = perf_counter() - begun
+        self._step_begun += seconds
+        if self._step_seconds:  # evaluations before may compile
+            self._paused_seconds += seconds
+            self._pause_share = self._paused_seconds / sum(self._step_seconds)
 
     def step(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
         """Log a step, which the device has finished; `step` updates are done by now."""
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
-        if step > self.start_step + 1:  # the first step compiles: no measure of the others
-            self._recent_seconds.append(seconds)
+        if step > self.start_step + 1:
+            self._step_seconds.append(seconds)
         tokens_per_second = self.config.total_batch_size / seconds
         record = {
             "step": step,
@@ -104,8 +108,8 @@ class RunLog:
         }
         self.record(**record)
         if step % self.config.log_every == 0 or step == self.config.max_steps:
-            steps_left, recent = self.config.max_steps - step, self._recent_seconds
-            eta_seconds = steps_left * fmean(recent) if recent else None
+            steps_left, recent = self.config.max_steps - step, self._step_seconds[-ETA_STEPS:]
+            eta_seconds = steps_left * fmean(recent) * (1 + self._pause_share) if recent else None
             print0(format_step(record, self.config.max_steps, eta_seconds))
 
     @contextmanager
