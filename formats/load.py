@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from formats.checkpoint import (
     CHECKPOINT_MANIFEST,
@@ -29,6 +30,8 @@ from model import GPT, GPTConfig
 from runtime.distributed import print0, train_command
 
 RUN_CONFIG_NAME = "config.json"  # of a run: its settings
+RUN_LOCK_NAME = ".lock"
+RUNS = Path("runs")  # --out-dir's default
 
 # --- finding ----------------------------------------------------------------------------------
 
@@ -59,15 +62,25 @@ def latest_valid_checkpoint(run_dir: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or a run folder's latest."""
+    """The checkpoint that a path means: itself, or the latest of a run, by its folder or name."""
+    if not path.exists() and (RUNS / path).is_dir():
+        path = RUNS / path
     if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
         return path
     if latest := latest_checkpoint(path):
         return latest
-    if is_run(path):
-        raise FileNotFoundError(f"the run {path} has {no_checkpoint_hint(path)}")
+    if is_run(path) or (path / RUN_LOCK_NAME).exists():
+        hint = no_checkpoint_hint(path)
+        if os.access(path / RUN_LOCK_NAME, os.W_OK):  # it is not another user's
+            try:
+                with FileLock(path / RUN_LOCK_NAME, timeout=0):
+                    pass
+            except Timeout:
+                hint = "no checkpoint yet, and is still training: wait for its first"
+        raise FileNotFoundError(f"the run {path} has {hint}")
     problem = "is no run, checkpoint or Hugging Face model" if path.exists() else "does not exist"
-    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    places = (path, *path.parents[:-1], RUNS, Path())
+    folder = next(folder for folder in places if folder.is_dir())
     raise FileNotFoundError(f"{path} {problem}: {list_runs(folder)}")
 
 

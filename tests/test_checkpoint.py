@@ -2,6 +2,7 @@ import math
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +29,15 @@ from formats.checkpoint import (
     verify_checkpoint,
 )
 from formats.huggingface import save_pretrained
-from formats.load import find_checkpoint, latest_valid_checkpoint, load_model, model_config_of
+from formats.load import (
+    RUN_LOCK_NAME,
+    find_checkpoint,
+    latest_valid_checkpoint,
+    load_model,
+    model_config_of,
+)
 from model import GPT, GPTConfig
+from runtime.files import lock_folder
 
 
 @pytest.fixture
@@ -225,11 +233,22 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
         "runs/large": "the run runs/large has no checkpoint yet: begin again with the command",
         "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
         "runs": "runs is no run, .*: the runs in runs are large, small",
-        "./nothing": "nothing does not exist: the runs in .* are none",
+        "large": "the run runs/large has no checkpoint yet",
+        "./nothing": "nothing does not exist: the runs in runs are large, small",
         "runs/small/checkpoints/step_7": "step_7 does not exist",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             load_model(source)
+    assert find_checkpoint(Path("small")) == find_checkpoint(Path("runs/small"))
+
+
+def test_find_checkpoint_says_that_a_run_is_still_training(tmp_path):
+    with lock_folder(tmp_path, RUN_LOCK_NAME):
+        (tmp_path / "metrics.jsonl").touch()
+        with pytest.raises(FileNotFoundError, match="no checkpoint yet, and is still training"):
+            find_checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no checkpoint yet: begin again with"):
+        find_checkpoint(tmp_path)
 
 
 def test_copy_weights_crops_the_position_embeddings():

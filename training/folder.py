@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
-from formats.load import RUN_CONFIG_NAME, latest_checkpoint, no_checkpoint_hint
+from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, latest_checkpoint, no_checkpoint_hint
 from formats.metrics import METRICS_NAME, last_saved_step
 from runtime import distributed
 from runtime.cli import RunStopped, shell_line
@@ -17,8 +17,6 @@ from runtime.device import compile_error, is_out_of_memory
 from runtime.distributed import is_main
 from runtime.files import lock_folder
 from training.config import TrainConfig
-
-LOCK_NAME = ".lock"
 
 
 @contextmanager
@@ -34,7 +32,7 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
             if is_main():
                 run_dir = choose_run_dir(config, resumed)
                 try:
-                    stack.enter_context(lock_folder(run_dir, LOCK_NAME))
+                    stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME))
                 except Timeout:
                     raise ValueError(f"another trainer is at work in {run_dir}") from None
                 check_usable(run_dir, config, resumed)
