@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from runtime.cli import shell_line
 from runtime.files import atomic_write, read_json, sha256_of, write_json
 
 Split = Literal["train", "val"]
@@ -288,6 +289,9 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
         raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")
     infos = [info for found in manifests for info in found.shards if info.split == split]
     paths = [folder / info.file for info in infos] if manifests else _find_shards(folder, split)
+    if folder.is_file():
+        make = shell_line("python", "fineweb.py", "--source", folder)
+        raise ValueError(f"{folder} is a file: {make} makes a folder of shards, and names it")
     if not paths:
         is_there = folder.is_dir()
         missing = f"{folder} has no {split} shards" if is_there else f"no data folder {folder}"

@@ -46,7 +46,7 @@ def parse_flags(
 
     `--help` prints each flag with its default and the first sentence of its docstring, in the
     groups of the class's `HELP_GROUPS` (titles by their first field), and exits. `default` has the
-    values of flags that are not given.
+    values of flags that are not given. `OTHER_NAMES` of the class has other programs' flags.
 
     Raises:
         ValueError: a flag is unknown or its value is refused; the message is one line.
@@ -116,7 +116,8 @@ def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
     names, problems = [flag_of(field.name) for field in fields(config_class)], []
     for flag in (arg.split("=")[0] for arg in unknown if arg.startswith("-")):
         similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-        hint = f": did you mean {similar[0]}?" if similar else ""
+        meant = getattr(config_class, "OTHER_NAMES", {}).get(flag) or "".join(similar)
+        hint = f": did you mean {meant}?" if meant else ""
         problems.append(f"there is no flag {flag}{hint}")
     switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
     return "; ".join(problems) or f"{unknown[0]!r} belongs to no flag{switch}"

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 import pytest
 from conftest import ROOT
 
-from runtime.cli import POSITIONAL, as_flags, bad_numbers, parse_flags
+from runtime.cli import POSITIONAL, as_flags, bad_numbers, flag_of, parse_flags
+from training.config import TrainConfig
 
 BOTH = ("wandb", "trackio")
 LEAST = "must be at least 0, not"
@@ -136,6 +137,22 @@ def test_parse_flags_error_is_one_plain_line(args, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
         parse_flags(Config, args)
     assert str(caught.value) == f"{message} (--help lists the flags)"
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--lr", ["--max-lr"]),
+        ("--learning-rate", ["--max-lr"]),
+        ("--epochs", ["--max-steps", "--total-batch-size"]),
+        ("--batch-size", ["--micro-batch-size", "--total-batch-size"]),
+    ],
+)
+def test_parse_flags_says_what_a_flag_of_another_trainer_is_called_here(flag, meant):
+    with pytest.raises(ValueError, match=f"no flag {flag}: did you mean") as caught:
+        parse_flags(TrainConfig, [f"{flag}=3"])
+    assert re.findall("(?<=[ ])--[a-z-]+", str(caught.value)) == [flag, *meant]
+    assert {flag_of(field.name) for field in fields(TrainConfig)} >= {*meant}
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
     (f"{LONG} --val-every=1 --val-tokens=500", "give more data, or --val-every 0", LONG),
     (f"{TRAIN} --data-dir=none", "python fineweb.py --source stdlib makes data/stdlib",
      "python fineweb.py --source stdlib", f"{TRAIN} --data-dir=data/stdlib"),
+    (f"{TRAIN} --data-dir=a.txt", "is a file: python fineweb.py --source a.txt makes a folder",
+     f"{TOKENIZE} --source a.txt --data-dir=new", f"{TRAIN} --data-dir=new"),
     (f"{TRAIN} --data-dir=nano", "make shards of the text by python fineweb.py",
      f"{TOKENIZE} --source=a.txt --data-dir=new", f"{TRAIN} --data-dir=new"),
     (f"{TRAIN} --data-dir=short", "delete short and run python fineweb.py again", "rm -r short",

@@ -44,6 +44,11 @@ class TrainConfig:
         "device": "machine",
         "plan": "look ahead: train nothing",
     }
+    OTHER_NAMES: ClassVar = {
+        **dict.fromkeys(("--lr", "--learning-rate"), "--max-lr"),
+        "--epochs": "--max-steps, of which an epoch has training tokens / --total-batch-size",
+        "--batch-size": "--micro-batch-size (sequences) or --total-batch-size (tokens)",
+    }
 
     data_dir: Path = Path("data/fineweb-edu-10BT")
     """Folder of token shards, as fineweb.py makes it."""
