@@ -74,7 +74,7 @@ def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
     source.write_text("one two three four five six seven eight nine ten")
     assert "data/small: 1 document, 11 tokens, 2 shards; " in make("--source", source)
     val, train = (open_shards(Path("data/small"), split) for split in ("val", "train"))
-    assert (val.total_tokens, train.total_tokens) == (1, 10)
+    assert (val.total_tokens, train.total_tokens) == (2, 9)
 
 
 def test_main_takes_a_file_that_is_given_twice_once(make, tmp_path):

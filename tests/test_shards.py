@@ -23,7 +23,7 @@ def write(folder, count, shard_size=10):
 
 @pytest.mark.parametrize(
     ("count", "sizes"),
-    [(2, [1, 1]), (15, [2, 10, 3]), (20, [10, 10]), (21, [10, 10, 1]), (40, [10, 10, 10, 10])],
+    [(2, [1, 1]), (20, [10, 10]), (21, [10, 10, 1]), (40, [10, 10, 10, 10])],
 )
 def test_shard_writer_cuts_by_hand(tmp_path, count, sizes):
     manifest = write(tmp_path, count)
@@ -32,6 +32,18 @@ def test_shard_writer_cuts_by_hand(tmp_path, count, sizes):
     arrays = [np.load(tmp_path / shard.file) for shard in manifest.shards]
     assert all(array.dtype == np.dtype("<u2") for array in arrays)
     assert np.concatenate(arrays).tolist() == list(range(count))
+
+
+def test_shard_writer_takes_validation_from_all_of_a_small_text(tmp_path):
+    """A tenth in 20 blocks, equally far apart; the rest is training."""
+    manifest = write(tmp_path, 1200, shard_size=1000)
+    assert [(shard.split, shard.tokens) for shard in manifest.shards] == [
+        *(("val", 120), ("train", 1000), ("train", 80))
+    ]
+    val, train = (open_shards(tmp_path, split) for split in ("val", "train"))
+    blocks = [start + i for start in range(0, 1200, 60) for i in range(6)]
+    assert val.read(0, 120).tolist() == blocks
+    assert train.read(0, 1080).tolist() == sorted({*range(1200)} - {*blocks})
 
 
 @settings(max_examples=15)
