@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.files import atomic_write, read_json, sha256_of, write_json
+from tokenizer import VOCAB_SIZE
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
@@ -271,8 +272,8 @@ class TokenShards:
         return int(self.offsets[-1])
 
     def read(self, start: int, count: int) -> TokenArray:
-        """Copy tokens [start, start + count), across shard edges where need be: uint16."""
-        tokens = np.empty(count, SHARD_DTYPE)
+        """Copy tokens [start, start + count) or, at the end, fewer, from as many shards: uint16."""
+        tokens = np.empty(count := min(count, self.total_tokens - start), SHARD_DTYPE)
         filled = 0
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while filled < count:
@@ -311,6 +312,13 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
                 f"delete {folder} and run python fineweb.py again"
             )
     return shards
+
+
+def unigram_loss(train: TokenShards, val: TokenShards, most: int = COUNTED_TOKENS) -> float:
+    """Nats per token of validation's first `most` by token counts, plus one each, of training."""
+    counts = 1 + np.bincount(train.read(0, COUNTED_TOKENS), minlength=1 << 16)  # of every uint16
+    losses = np.log(counts[:VOCAB_SIZE].sum()) - np.log(counts)
+    return float(losses[val.read(0, min(most, COUNTED_TOKENS))].mean())
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
