@@ -141,9 +141,13 @@ def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flag
 
 @pytest.mark.parametrize(
     ("prompt", "begins"),
-    [(None, "Hello, I'm a language model,"), ("état 1", "état 1"), ("", "<|endoftext|>")],
+    [(None, None), ("état 1", "état 1"), ("", "<|endoftext|>")],
+    ids=["validation", "text", "empty"],
 )
-def test_write_samples_continues_the_prompt(tiny_flags, tmp_path, prompt, begins):
+def test_write_samples_continues_the_prompt(tiny_flags, tiny_data, tmp_path, prompt, begins):
+    if begins is None:
+        val = np.load(tiny_data / "val_000000.npy")
+        begins = gpt2_encoding().decode(val[:16].tolist())
     flags = ["--max-steps=1", "--val-every=0", "--sample-every=1", "--run-name=a"]
     main([*tiny_flags, *flags, *([] if prompt is None else [f"--sample-prompt={prompt}"])])
     samples = (tmp_path / "runs/a/samples.txt").read_text(encoding="utf-8").splitlines()
