@@ -32,10 +32,11 @@ from corpus.sources import Cursor, Document, Source
 from formats.hub import REPO_NAME
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
-from tokenizer import VOCAB_SHA256, TokenIds, encode_documents
+from tokenizer import VOCAB_SHA256, TokenIds, encode_documents, gpt2_encoding
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 RECIPES = Path(__file__).parent / "recipes"
+LEAST_TOKENS = 2_570  # a tenth, which is validation, holds a window of the smallest recipe
 MOST_PASSES = 5  # of a proposed run over the training split; ten spoil a small text
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
@@ -83,7 +84,7 @@ def main() -> None:
     print(make_shards(config, open_source, folder))
     # Not before all parts are finished; an installed package has no recipes.
     if RECIPES.is_dir() and (manifest := Manifest.load(folder)):
-        print(propose_training(folder, manifest))
+        print(f"{describe_text(folder)}\n{propose_training(folder, manifest)}")
 
 
 def assign_rank(config: FineWebConfig) -> FineWebConfig:
@@ -226,6 +227,10 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     It is by the largest recipe that makes few enough passes. The smallest one is shortened for less
     text, with a batch of 0.58 D^0.571 of its D tokens (Li et al. 2025, Predictable Scale).
     """
+    if manifest.tokens < LEAST_TOKENS:
+        few = f"warning: {manifest.tokens:,} tokens are too few to train on"
+        return f"{few}: delete {folder}, and give {LEAST_TOKENS:,}, about 10 KB of English"
+
     import torch  # here, as these imports take seconds, which tokenising does without
 
     from runtime.distributed import DistInfo
@@ -241,7 +246,10 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     shorter = list[str]()
     if max_tokens < min(recipes):
         batch = max(256, 2 ** round(math.log2(0.58 * max_tokens**0.571)))  # a sequence at least
-        shorter = ["--total-batch-size", str(batch), "--max-steps", str(max_tokens // batch or 1)]
+        steps = max_tokens // batch
+        shorter = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
+        if (every := max(1, steps // 5)) < read_recipe(path).val_every:
+            shorter += ["--val-every", str(every), "--sample-every", str(every)]
     config = parse_flags(TrainConfig, shorter, read_recipe(path))
 
     launcher, world_size = ["python"], torch.cuda.device_count() or 1
@@ -250,12 +258,27 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
         world_size -= 1
     if world_size > 1:
         launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
-    flags = ("--config", f"recipes/{path.name}", "--data-dir", folder.as_posix(), *shorter)
+    root = Path() if RECIPES.parent.samefile(Path()) else RECIPES.parent
+    command = [*launcher, root / "train_gpt2.py", "--config", root / "recipes" / path.name]
+    command += ["--data-dir", folder, "--run-name", folder.resolve().name, *shorter]
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dist_info = DistInfo(device, world_size=world_size, local_world_size=world_size)
     planned = find_device(config, dist_info)
     duration = describe_time(config, config.model_config(), planned, dist_info)["time"]
-    return f"next: {shell_line(*launcher, 'train_gpt2.py', *flags)}\ntime: {duration}"
+    return f"next: {shell_line(*command)}\ntime: {duration}"
+
+
+def describe_text(folder: Path) -> str:
+    """What the losses of a finished data set compare with."""
+    train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
+    loss, encoding = shards.unigram_loss(train, val), gpt2_encoding()
+    line = f"loss: a model of token frequencies alone has {loss:.2f} nats per token"
+    sample = encoding.decode(val.read(0, 1 << 16).tolist()).replace("<|endoftext|>", " ")
+    text = " ".join(sample.split())  # without the indents of code
+    if (ratio := len(encoding.encode_ordinary(text)) / max(1, len(text))) > 0.5:
+        line += f"\nwarning: {ratio:.2f} tokens per character, English has 0.25: GPT-2's tokenizer "
+        line += "is made for English, and losses do not compare"
+    return line
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:

@@ -41,6 +41,7 @@ from training.resume import parse_config, run_model_config
 from training.run import Run, open_run
 
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
+PROMPT_TOKENS = 16  # of the validation split, without --sample-prompt
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,9 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
     Every rank does this, so that none waits long for another; rank 0 writes.
     """
     device, encoding = run.dist_info.device, gpt2_encoding()
-    prompt = encoding.encode_ordinary(run.config.sample_prompt) or [END_OF_TEXT]
+    prompt = run.val_shards.read(0, PROMPT_TOKENS).tolist()
+    if (text := run.config.sample_prompt) is not None:
+        prompt = encoding.encode_ordinary(text) or [END_OF_TEXT]
     sequences = generate_tokens(
         trainer.raw_model,
         torch.tensor([prompt] * SAMPLE_COUNT, device=device),

@@ -6,6 +6,8 @@
         ...
         manifest.json       where the tokens came from; tokens and SHA-256 of each shard
 
+Of less than two full shards, validation is the first tenth of each of 20 equal pieces.
+
 Processes that share the work each write shards of their own, such as `train_p00003_000001.npy`,
 and a manifest of these, `part_00003_of_00032.json`. `manifest.json` then lists all shards, by part
 and number.
@@ -28,13 +30,15 @@ import numpy.typing as npt
 
 from runtime.cli import shell_line
 from runtime.files import atomic_write, read_json, sha256_of, write_json
+from tokenizer import VOCAB_SIZE
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
 
 SHARD_DTYPE = np.dtype("<u2")
 SHARD_MANIFEST = "manifest.json"
-SMALL_VAL_FRACTION = 0.1  # validation's share of a corpus of fewer than two full shards
+VAL_BLOCKS = 20  # of validation, a tenth of a corpus of fewer than two full shards
+COUNTED_TOKENS = 10_485_760  # at most, of a split, by `unigram_loss`
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
@@ -178,11 +182,11 @@ def _fixed_values(manifest: Manifest) -> dict[str, Any]:
 class ShardWriter:
     """Cut a stream of tokens into shard files, and record each finished shard in the manifest.
 
-    The first shard is the validation split. Nothing is written before there are two full shards,
-    so that a smaller corpus can be split into `SMALL_VAL_FRACTION` validation and the rest
-    training. At most two shards of tokens are in memory. Of the parts of a data set, only the first
-    has a validation split; the others may have no tokens at all. If `manifest` has shards already,
-    the tokens after theirs are to be added.
+    The first shard is the validation split. Nothing is written before there are two full shards:
+    of a smaller corpus, validation is `VAL_BLOCKS` equally spaced blocks, a tenth in all. At most
+    two shards of tokens are in memory, of a smaller corpus twice. Of the parts of a data set, only
+    the first has a validation split; the others may have no tokens at all. If `manifest` has shards
+    already, the tokens after theirs are to be added.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -219,10 +223,14 @@ class ShardWriter:
         if not self.manifest.shards:
             self._save()  # first: shards without a manifest would be taken for another's
         if self._splits:
-            is_full = self._filled == 2 * size
-            count = size if is_full else max(1, round(self._filled * SMALL_VAL_FRACTION))
-            self._write("val", tokens[:count])
-            tokens = tokens[count:]
+            if self._filled == 2 * size:
+                val, tokens = np.split(tokens, [size])
+            else:
+                pieces = np.array_split(tokens, 10 * VAL_BLOCKS)
+                val = np.concatenate(pieces[::10])
+                del pieces[::10]
+                tokens = np.concatenate(pieces)
+            self._write("val", val)
             self._splits = False
         for start in range(0, len(tokens), size):
             self._write("train", tokens[start : start + size])
@@ -265,8 +273,8 @@ class TokenShards:
         return int(self.offsets[-1])
 
     def read(self, start: int, count: int) -> TokenArray:
-        """Copy tokens [start, start + count), across shard edges where need be: uint16."""
-        tokens = np.empty(count, SHARD_DTYPE)
+        """Copy tokens [start, start + count) or, at the end, fewer, from as many shards: uint16."""
+        tokens = np.empty(count := min(count, self.total_tokens - start), SHARD_DTYPE)
         filled = 0
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while filled < count:
@@ -308,6 +316,13 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
                 f"delete {folder} and run python fineweb.py again"
             )
     return shards
+
+
+def unigram_loss(train: TokenShards, val: TokenShards, most: int = COUNTED_TOKENS) -> float:
+    """Nats per token of validation's first `most` by token counts, plus one each, of training."""
+    counts = 1 + np.bincount(train.read(0, COUNTED_TOKENS), minlength=1 << 16)  # of every uint16
+    losses = np.log(counts[:VOCAB_SIZE].sum()) - np.log(counts)
+    return float(losses[val.read(0, min(most, COUNTED_TOKENS))].mean())
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:

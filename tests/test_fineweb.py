@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import ROOT
 from fineweb_runs import (
     assert_killed,
     contents,
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 
 import fineweb
 from corpus import sources
-from corpus.shards import Manifest, Part, ShardInfo, open_shards
+from corpus.shards import Manifest, Part, ShardInfo, open_shards, unigram_loss
 from corpus.sources import Source, SourceFile, file_source, read_plain
 from fineweb import FineWebConfig, tokenize_documents
 from tokenizer import gpt2_encoding
@@ -74,7 +75,7 @@ def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
     source.write_text("one two three four five six seven eight nine ten")
     assert "data/small: 1 document, 11 tokens, 2 shards; " in make("--source", source)
     val, train = (open_shards(Path("data/small"), split) for split in ("val", "train"))
-    assert (val.total_tokens, train.total_tokens) == (1, 10)
+    assert (val.total_tokens, train.total_tokens) == (2, 9)
 
 
 def test_main_takes_a_file_that_is_given_twice_once(make, tmp_path):
@@ -433,18 +434,20 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "command"),
+    ("tokens", "recipe", "flags"),
     [
-        (1_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 256 --max-steps 19"),
-        (3_000_000, "gpt2-3m.json --data-dir 'my data' --total-batch-size 8192 --max-steps 1831"),
-        (7_000_000, "gpt2-3m.json --data-dir 'my data'"),
-        (1_900_000_000, "gpt2-82m.json --data-dir 'my data'"),
-        (2_000_000_000, "gpt2-124m-fast.json --data-dir 'my data'"),
+        (1_000, "3m", "--total-batch-size 256 --max-steps 19 --val-every 3 --sample-every 3"),
+        (25_600, "3m", "--total-batch-size 512 --max-steps 250 --val-every 50 --sample-every 50"),
+        (3_000_000, "3m", "--total-batch-size 8192 --max-steps 1831"),
+        (7_000_000, "3m", ""),
+        (1_900_000_000, "82m", ""),
+        (2_000_000_000, "124m-fast", ""),
     ],
 )
-def test_propose_training_makes_five_passes_at_most(tokens, command):
+def test_propose_training_makes_five_passes_at_most_and_five_samples(tokens, recipe, flags):
     line, duration = proposed(tokens)
-    assert line == f"next: python train_gpt2.py --config recipes/{command}"
+    flags = f"--data-dir 'data/my text' --run-name 'my text' {flags}".strip()
+    assert line == f"next: python train_gpt2.py --config recipes/gpt2-{recipe}.json {flags}"
     assert re.fullmatch(r"time: about \w+, at 40% MFU: the eta .* says it better", duration)
 
 
@@ -453,7 +456,7 @@ def proposed(tokens):
         ShardInfo("val_0.npy", "val", 10**9, ""),
         ShardInfo("train_1.npy", "train", tokens, ""),
     )
-    return fineweb.propose_training(Path("my data"), Manifest({}, "", 1, shards)).splitlines()
+    return fineweb.propose_training(Path("data/my text"), Manifest({}, "", 1, shards)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -475,7 +478,40 @@ def test_main_ends_with_the_next_command(make, tmp_path):
     assert "next: " not in make(*flags, "--part", 0)
     for part in (1, 0):  # the last that was missing, and one that is found
         line = make(*flags, "--part", part).splitlines()[-2]
-        assert re.fullmatch(r"next: python .* recipes/gpt2-3m\.json --data-dir d --total-.*", line)
+        script, recipe = (
+            re.escape(f"{ROOT}/{n}") for n in ("train_gpt2.py", "recipes/gpt2-3m.json")
+        )
+        assert re.fullmatch(rf"next: python {script} --config {recipe} --data-dir d --run-.*", line)
+
+
+@pytest.mark.parametrize("tokens", [2_569, 2_570])
+def test_main_says_how_much_text_a_training_needs(make, tmp_path, tokens):
+    printed = make("--source", write_texts(tmp_path / "a.txt", ["a" + " a" * (tokens - 2)]))
+    assert f" {tokens:,} tokens" in printed
+    few = "2,569 tokens are too few to train on: delete data/a, and give 2,570, about 10 KB of Eng"
+    assert printed.endswith(f"\nwarning: {few}lish") == (tokens == 2_569)
+    assert ("\nnext: " in printed) == (tokens == 2_570)
+    assert open_shards("data/a", "val").total_tokens >= 257 or tokens == 2_569
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("It was the best of times, it was the worst of times.\n", ""),
+        ("        if x:\n" + " " * 12 + "return None\n", ""),
+        (
+            "今天天气很好",
+            "\nwarning: N tokens per character, English has 0.25: GPT-2's tokenizer is ",
+        ),
+    ],
+    ids=["English", "code", "Chinese"],
+)
+def test_describe_text_compares_losses_and_warns_of_other_languages(make, tmp_path, text, warning):
+    make("--source", write_texts(tmp_path / "a.txt", [1000 * text]))
+    loss = unigram_loss(*(open_shards("data/a", split) for split in ("train", "val")))
+    line = f"loss: a model of token frequencies alone has {loss:.2f} nats per token{warning}"
+    described = re.sub(r"1\.\d\d tokens", "N tokens", fineweb.describe_text(Path("data/a")))
+    assert described.startswith(line) if warning else described == line
 
 
 def test_find_source_names_the_folder_after_the_source():

@@ -34,6 +34,7 @@ def test_small_recipe_follows_the_rules_of_the_ladder(path):
     assert config.warmup == min(715, config.max_steps // 10)
     assert replace(config, max_steps=3).warmup == 0
     assert config.max_steps // config.val_every >= 5
+    assert config.sample_every == config.val_every
 
 
 def test_gpt2_124m_is_what_train_gpt2_does_without_flags():

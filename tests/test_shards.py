@@ -1,13 +1,21 @@
 """The token format: what is written opens again, and what is damaged is named."""
 
 import hashlib
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corpus.shards import Manifest, ShardInfo, ShardWriter, open_shards, verify_shards
+from corpus.shards import (
+    Manifest,
+    ShardInfo,
+    ShardWriter,
+    open_shards,
+    unigram_loss,
+    verify_shards,
+)
 
 
 def tokens_of(count, start=0):
@@ -23,7 +31,7 @@ def write(folder, count, shard_size=10):
 
 @pytest.mark.parametrize(
     ("count", "sizes"),
-    [(2, [1, 1]), (15, [2, 10, 3]), (20, [10, 10]), (21, [10, 10, 1]), (40, [10, 10, 10, 10])],
+    [(2, [1, 1]), (20, [10, 10]), (21, [10, 10, 1]), (40, [10, 10, 10, 10])],
 )
 def test_shard_writer_cuts_by_hand(tmp_path, count, sizes):
     manifest = write(tmp_path, count)
@@ -32,6 +40,18 @@ def test_shard_writer_cuts_by_hand(tmp_path, count, sizes):
     arrays = [np.load(tmp_path / shard.file) for shard in manifest.shards]
     assert all(array.dtype == np.dtype("<u2") for array in arrays)
     assert np.concatenate(arrays).tolist() == list(range(count))
+
+
+def test_shard_writer_takes_validation_from_all_of_a_small_text(tmp_path):
+    """A tenth in 20 blocks, equally far apart; the rest is training."""
+    manifest = write(tmp_path, 1200, shard_size=1000)
+    assert [(shard.split, shard.tokens) for shard in manifest.shards] == [
+        *(("val", 120), ("train", 1000), ("train", 80))
+    ]
+    val, train = (open_shards(tmp_path, split) for split in ("val", "train"))
+    blocks = [start + i for start in range(0, 1200, 60) for i in range(6)]
+    assert val.read(0, 120).tolist() == blocks
+    assert train.read(0, 1080).tolist() == sorted({*range(1200)} - {*blocks})
 
 
 @settings(max_examples=15)
@@ -117,6 +137,16 @@ def test_open_shards_prefers_npy_and_refuses_another_vocabulary(tmp_path):
         open_shards(tmp_path, "train")
     np.save(tmp_path / "train.npy", tokens_of(20))  # converted
     assert open_shards(tmp_path, "train").total_tokens == 20
+
+
+def test_unigram_loss_by_hand(tmp_path):
+    """Add-one smoothing over GPT-2's vocabulary; the first tokens of validation."""
+    np.save(tmp_path / "train.npy", np.array([5, 5, 5, 7], np.uint16))
+    np.save(tmp_path / "val.npy", np.array([5, 7, 9, 5], np.uint16))
+    train, val = (open_shards(tmp_path, split) for split in ("train", "val"))
+    five, seven, never = (math.log(50257 + 4) - math.log(count + 1) for count in (3, 1, 0))
+    assert unigram_loss(train, val) == pytest.approx((2 * five + seven + never) / 4)
+    assert unigram_loss(train, val, 2) == pytest.approx((five + seven) / 2)
 
 
 def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):

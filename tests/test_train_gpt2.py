@@ -21,6 +21,7 @@ from lr_schedule import learning_rate
 from model import GPT, GPTConfig
 from runtime.device import make_deterministic
 from runtime.distributed import DistInfo
+from tokenizer import gpt2_encoding
 from train_gpt2 import (
     build,
     build_optimizers,
@@ -70,7 +71,7 @@ def assert_same_run(run_dir, other, tolerance=0.0):
 # --- whole runs -----------------------------------------------------------------------------------
 
 
-def test_main_learns_validates_and_saves(tiny_flags, tmp_path, capsys):
+def test_main_learns_validates_and_saves(tiny_flags, tiny_data, tmp_path, capsys):
     main([*tiny_flags, "--run-name=a", "--max-steps=12", "--max-lr=1e-2", "--sample-every=12"])
     run_dir = tmp_path / "runs" / "a"
     loss = series(run_dir, "train_loss")
@@ -95,8 +96,12 @@ def test_main_learns_validates_and_saves(tiny_flags, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     saved = [f"step {step} | saved {path}" for step, path in zip((4, 8, 12), paths, strict=True)]
     assert [line for line in lines if " | saved " in line] == saved
-    assert lines[-3] == saved[-1]
-    assert lines[-2].startswith("best val_loss ")
+    assert lines[-4] == saved[-1]
+    assert lines[-3].startswith("best val_loss ")
+    *train, val = (np.load(path) for path in sorted(tiny_data.glob("*.npy")))
+    counts = 1 + np.bincount(np.concatenate(train), minlength=50257)
+    unigram = np.log(counts.sum()) - np.log(counts[val[:256]]).mean()  # of --val-tokens
+    assert lines[-2] == f"a model of token frequencies alone has val_loss {unigram:.4f}"
     assert lines[-1] == f"done: {run_dir}"
     for path in paths:
         verify_checkpoint(path)
@@ -136,9 +141,13 @@ def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flag
 
 @pytest.mark.parametrize(
     ("prompt", "begins"),
-    [(None, "Hello, I'm a language model,"), ("état 1", "état 1"), ("", "<|endoftext|>")],
+    [(None, None), ("état 1", "état 1"), ("", "<|endoftext|>")],
+    ids=["validation", "text", "empty"],
 )
-def test_write_samples_continues_the_prompt(tiny_flags, tmp_path, prompt, begins):
+def test_write_samples_continues_the_prompt(tiny_flags, tiny_data, tmp_path, prompt, begins):
+    if begins is None:
+        val = np.load(tiny_data / "val_000000.npy")
+        begins = gpt2_encoding().decode(val[:16].tolist())
     flags = ["--max-steps=1", "--val-every=0", "--sample-every=1", "--run-name=a"]
     main([*tiny_flags, *flags, *([] if prompt is None else [f"--sample-prompt={prompt}"])])
     samples = (tmp_path / "runs/a/samples.txt").read_text(encoding="utf-8").splitlines()

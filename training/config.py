@@ -113,8 +113,8 @@ class TrainConfig:
     """A JSONL file; by default it is downloaded once."""
     sample_every: int = 250
     """Steps between samples; 0 = never."""
-    sample_prompt: str = "Hello, I'm a language model,"
-    """Text that samples continue; if empty, they begin a document."""
+    sample_prompt: str | None = None
+    """Text that samples continue; by default the first validation text. "" begins a document."""
 
     out_dir: Path = Path("runs")
     """Where run folders go."""

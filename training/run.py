@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from corpus.shards import TokenShards
+from corpus.shards import TokenShards, unigram_loss
 from formats.checkpoint import Checkpoint, CheckpointWriter
 from formats.load import RUN_CONFIG_NAME
 from formats.metrics import describe_best
@@ -109,7 +109,10 @@ class Run:
         distributed.barrier()  # all is written
         if reason is None:
             if is_main():
-                print0(f"{describe_best(self.folder)}done: {self.folder}")
+                if best := describe_best(self.folder):
+                    loss = unigram_loss(self.train_shards, self.val_shards, self.config.val_tokens)
+                    best += f"a model of token frequencies alone has val_loss {loss:.4f}\n"
+                print0(f"{best}done: {self.folder}")
             return
         if reason == "failure":  # the process that met it says what it was
             raise error or SystemExit(2)
