@@ -263,6 +263,8 @@ def _check_text_field(names: Collection[str], field: str, where: str) -> None:
 
 
 def _string(value: object, field: str, where: str) -> str:
+    if value is None:  # a null is an empty document, which is counted
+        return ""
     if not isinstance(value, str):
         raise ValueError(f"{where}: `{field}` is {type(value).__name__}, not a string")
     return value

@@ -250,7 +250,7 @@ def test_main_refuses_a_second_writer(make, tmp_path):
         (b"{'text': 1}", "not JSON .Expecting property name enclosed in double quotes"),
         (b'{"body": "x", "id": 2}', "no `text`, .* it has body, id"),
         (b'["text"]', "no `text`"),
-        (b'{"text": null}', "`text` is NoneType, not a string"),
+        (b'{"text": true}', "`text` is bool, not a string"),
         (b'{"text": "\xff"}', r"invalid UTF-8; .* iconv -f latin1 -t utf-8 "),
     ],
 )
@@ -302,7 +302,7 @@ def test_main_ends_at_a_bad_row_and_the_repaired_file_is_another(make, tmp_path)
     [
         ({"body": ["x"]}, "no `text`.* it has body"),
         ({"text": [1, 2]}, "`text` is int"),
-        ({"text": ["a"] * 40 + [None]}, "row 41: `text` is NoneType"),
+        ({"text": [["a"]] * 2}, "row 1: `text` is list"),
     ],
 )
 def test_read_parquet_names_the_bad_row(tmp_path, column, message):
@@ -313,6 +313,14 @@ def test_read_parquet_names_the_bad_row(tmp_path, column, message):
     path.write_bytes(b"PAR1 no PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet is not a readable Parquet file"):
         list(sources.read_parquet(path))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_main_counts_a_null_as_an_empty_document(make, tmp_path, kind):
+    texts = texts_of(50)
+    source = write_texts(tmp_path / f"a.{kind}", [*texts[:40], None, *texts[40:]])
+    assert "a: 49 documents (2 empty left out), " in make("--source", source)
+    assert tokens_of(Path("data/a")) == reference(texts)
 
 
 @pytest.mark.parametrize(
