@@ -10,7 +10,6 @@ import glob
 import hashlib
 import io
 import json
-import os
 import platform
 import re
 import sysconfig
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
 from formats.hub import explain_hub_errors, resolve_revision
+from runtime.files import list_dir
 from tokenizer import CUT
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -115,7 +115,7 @@ def stdlib_source() -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     names = [
         path.relative_to(root).as_posix()
-        for path in root.rglob("*.py")
+        for path in list_dir(root, "**/*.py")
         if not STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts)
         and not path.name.startswith("_sysconfigdata")  # holds this machine's paths
     ]
@@ -168,9 +168,8 @@ def folder_files(folder: Path) -> list[Path]:
 
     They come in the order of a hash of their names: validation, the first of them, is of all kinds.
     """
-    names = glob.glob("**", root_dir=folder, recursive=True)
-    names = sorted((n.replace(os.sep, "/") for n in names), key=hash_of_name)
-    files = [path for path in (folder / name for name in names) if path.is_file()]
+    found = {path.relative_to(folder).as_posix(): path for path in walk_files(folder, set())}
+    files = [found[name] for name in sorted(found, key=hash_of_name)]
     texts = [path for path in files if is_text(path)]
     if left_out := sorted({*files} - {*texts}):
         count = f"{len(left_out):,} of {len(files):,} files left out"
@@ -178,6 +177,18 @@ def folder_files(folder: Path) -> list[Path]:
     if not texts:
         raise ValueError(f"--source {folder} has no text files, in it or below it")
     return texts
+
+
+def walk_files(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """The files in and below a folder that are not hidden; nothing below folders in `seen`."""
+    if (real := folder.resolve()) in seen:  # links may lead to a folder that holds them
+        return
+    seen.add(real)
+    for path in list_dir(folder):
+        if path.is_dir():
+            yield from walk_files(path, seen)
+        elif path.is_file():
+            yield path
 
 
 def is_text(path: Path) -> bool:

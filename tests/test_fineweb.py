@@ -116,6 +116,23 @@ def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_p
         make("--source", "mine/rows.json", "--data-dir", "d")
 
 
+def test_main_lists_a_folder_with_links_to_its_parents_once(make, tmp_path):
+    texts = {"a/b/c.txt": "one two", "d.txt": "three"}
+    for name, text in texts.items():
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_texts(tmp_path / "mine" / name, [text])
+    for folder in ("mine", "mine/a", "mine/a/b"):  # without an end, 3^40 paths
+        for link in ("up", "back", "root"):
+            (tmp_path / folder / link).symlink_to(tmp_path / "mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "mine/other").symlink_to(tmp_path / "other")  # is followed
+    write_texts(tmp_path / "other/e.txt", ["four"])
+    make("--source", "mine")
+    texts["other/e.txt"] = "four"
+    by_chance = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert tokens_of(Path("data/mine")) == reference([texts[name] for name in by_chance])
+
+
 @pytest.mark.parametrize(
     ("sources", "name"),
     [
