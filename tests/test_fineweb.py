@@ -1,5 +1,7 @@
 """Text to shards: the same bytes from every source, encoder and interrupted run."""
 
+import codecs
+import gzip
 import hashlib
 import json
 import os
@@ -268,7 +270,7 @@ def test_main_refuses_a_second_writer(make, tmp_path):
         (b'{"body": "x", "id": 2}', "no `text`, .* it has body, id"),
         (b'["text"]', "no `text`"),
         (b'{"text": true}', "`text` is bool, not a string"),
-        (b'{"text": "\xff"}', r"invalid UTF-8; .* iconv -f latin1 -t utf-8 "),
+        (b'{"text": "\xff"}', r"invalid UTF-8; .* iconv -f cp1252 -t utf-8 "),
     ],
 )
 def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
@@ -332,6 +334,37 @@ def test_read_parquet_names_the_bad_row(tmp_path, column, message):
         list(sources.read_parquet(path))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("“Windows” text".encode("cp1252"), "invalid UTF-8; .* use iconv -f cp1252 -t utf-8 FILE"),
+        ("état".encode("utf-16"), "UTF-16 or no text; .* use iconv -f utf-16 -t utf-8 FILE > NEW"),
+        (codecs.BOM_UTF16_BE + "état".encode("utf-16-be"), "UTF-16 or no text; .*iconv -f utf-16 "),
+        ("text".encode("utf-16-le"), "UTF-16 or no text; .* use iconv -f utf-16 "),
+        (b"%PDF-1.4 text", "a PDF; use pdftotext FILE NEW_FILE.txt"),
+        (b"PK\3\4text", r"a zip file; use pandoc .* for \.docx, .*, or unzip FILE -d FOLDER"),
+        (gzip.compress(b"text"), "a gzip file; use gunzip FILE"),
+    ],
+    ids=["Windows", "UTF-16", "big-endian", "no-mark", "PDF", "zip", "gzip"],
+)
+def test_main_names_the_tool_for_what_is_no_utf8(make, tmp_path, content, message):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^a\.txt: {message}"):
+        make("--source", "a.txt")
+    assert not Path("data/a").exists()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_read_jsonl_of_windows_is_read_or_names_the_tool(tmp_path, encoding):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "état"}\n', encoding=encoding)
+    if encoding == "utf-8-sig":
+        assert list(sources.read_jsonl(path)) == ["état"]
+    else:
+        with pytest.raises(ValueError, match=r"line 1: UTF-16 or no text; .* iconv -f utf-16"):
+            list(sources.read_jsonl(path))
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_main_counts_a_null_as_an_empty_document(make, tmp_path, kind):
     texts = texts_of(50)
@@ -378,7 +411,8 @@ def test_main_without_network_says_what_works(tmp_path):
 
 @settings(max_examples=300)
 @given(
-    st.text() | st.text(st.sampled_from("a9. \n\t\x85\xa0\u2003éж日🦄\u0d10\u3001")),
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+    | st.text(st.sampled_from("a9. \n\t\x85\xa0\u2003éж日🦄\u0d10\u3001")),
     st.integers(1, 20),
 )
 @example("0ࠀ ࠀ 0", 3)
