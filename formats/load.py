@@ -17,6 +17,7 @@ from formats.checkpoint import (
     copy_state,
     read_state,
     verify_checkpoint,
+    warn_of_other_code,
 )
 from formats.huggingface import (
     is_local,
@@ -124,8 +125,10 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
         return load_pretrained(source, device)
     path = find_checkpoint(Path(source))
     verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
-    model = new_model(GPTConfig(**read_state(path).model_config), device)
+    state = read_state(path)
+    model = new_model(GPTConfig(**state.model_config), device)
     copy_state(read_tensors(path / MODEL_NAME), model, path)
+    warn_of_other_code(path, state)
     return model.eval()
 
 
