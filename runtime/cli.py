@@ -274,6 +274,6 @@ def _exit(code: int) -> NoReturn:
     except OSError:  # a full disk or a closed pipe; Python would complain at exit once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        os._exit(code)  # gloo's threads can abort an interpreter that exits in order
+    if code == 130 or (distributed is not None and distributed.is_initialized()):
+        os._exit(code)  # an exit in order waits for the compiler's threads; gloo's can abort it
     raise SystemExit(code)

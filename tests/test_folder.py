@@ -1,4 +1,5 @@
 import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,10 @@ from conftest import fake_checkpoint
 from torch._inductor.runtime.triton_compat import OutOfResources
 
 from runtime.cli import RunStopped
+from runtime.distributed import DistInfo
 from training.config import TrainConfig
 from training.folder import choose_run_dir, explain_failures, lock_run_folder
+from training.stopping import StopRequest
 
 
 def open_named(run_dir, checkpoint=None, **settings):
@@ -43,7 +46,9 @@ def test_lock_run_folder_lets_one_trainer_in(tmp_path):
 
 @pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints/step_00000003"])
 def test_lock_run_folder_refuses_a_folder_that_has_anything_of_another_run(tmp_path, left):
-    (tmp_path / "a" / left).mkdir(parents=True)
+    path = tmp_path / "a" / left
+    path.parent.mkdir(parents=True)
+    path.touch() if path.suffix else path.mkdir()
     other = fake_checkpoint(tmp_path / "b", 3)
     for checkpoint, resume in ((None, None), (other, str(other.path))):
         message = "a already holds a run: give another --run-name, or go on with it by --resume"
@@ -77,6 +82,10 @@ def test_choose_run_dir(tmp_path):
 # --- failures -----------------------------------------------------------------------------------
 
 
+def explain(run_dir, stop=None):
+    return explain_failures(run_dir, stop or StopRequest(DistInfo()))
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
@@ -88,5 +97,14 @@ def test_choose_run_dir(tmp_path):
 )
 def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind, said):
     fake_checkpoint(tmp_path, 4)
-    with pytest.raises(kind, match=re.escape(said)), explain_failures(tmp_path):
+    with pytest.raises(kind, match=re.escape(said)), explain(tmp_path):
         raise error
+
+
+def test_compilers_error_is_an_interrupt_if_a_signal_came_before(tmp_path):
+    stop = StopRequest(DistInfo())
+    with pytest.raises(KeyboardInterrupt, match="no checkpoint yet"), explain(tmp_path, stop), stop:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        raise OutOfResources(2, 1, "shared memory")
+    with pytest.raises(ValueError, match="out of memory"), explain(tmp_path, stop):
+        raise RuntimeError("out of memory")  # no signal does that

@@ -17,6 +17,7 @@ from runtime.device import compile_error, is_out_of_memory
 from runtime.distributed import is_main
 from runtime.files import lock_folder
 from training.config import TrainConfig
+from training.stopping import StopRequest
 
 
 @contextmanager
@@ -119,7 +120,7 @@ def resume_hint(run_dir: Path) -> str:
 
 
 @contextmanager
-def explain_failures(run_dir: Path) -> Iterator[None]:
+def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
     """Add to a failure of the body which checkpoint is left, and what to do."""
     try:
         yield
@@ -138,5 +139,7 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
                 f"another process of this run is gone; {resume_hint(run_dir)}"
             ) from None
         if problem := compile_error(error):
+            if stop.is_asked:  # the signal also ended the compiler's processes
+                raise KeyboardInterrupt(resume_hint(run_dir)) from None
             raise ValueError(f"{problem}; {resume_hint(run_dir)}") from None
         raise
