@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 from conftest import fake_checkpoint
+from run_files import append_records
 from torch._inductor.runtime.triton_compat import OutOfResources
 
+from formats.load import no_checkpoint_hint
 from runtime.cli import RunStopped
 from runtime.distributed import DistInfo
 from training.config import TrainConfig
@@ -53,6 +55,19 @@ def test_lock_run_folder_refuses_a_folder_that_has_anything_of_another_run(tmp_p
     for checkpoint, resume in ((None, None), (other, str(other.path))):
         message = "a already holds a run: give another --run-name, or go on with it by --resume"
         assert_refused(message, tmp_path / "a", checkpoint, resume=resume)
+
+
+def test_lock_run_folder_takes_a_run_that_was_killed_in_its_first_save(tmp_path):
+    other, run_dir = fake_checkpoint(tmp_path / "other", 3), tmp_path / "a"
+    command = {"checkpoint": other, "resume": str(other.path)}
+    append_records(run_dir, {"resumed_from": 3})
+    (run_dir / "config.json").write_text("{}")
+    (run_dir / "checkpoints" / ".step_00000003.tmp").mkdir(parents=True)
+    assert no_checkpoint_hint(run_dir).endswith("begin again with the command that began it")
+    with open_named(run_dir, **command):
+        assert not any((run_dir / "checkpoints").iterdir())
+    append_records(run_dir, {"saved_step": 4})  # its checkpoints are on a disk that is gone
+    assert_refused("already holds a run", run_dir, **command)
 
 
 def test_lock_run_folder_cleans_up_after_a_killed_save(tmp_path):
