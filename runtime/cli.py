@@ -229,6 +229,8 @@ def run_command(main: Callable[[], None]) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # `torchrun` that dies by `kill -9` ends no rank: SIGTERM then lets each save and end.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A closed stream, as a daemon's, is None.
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
             stream.reconfigure(errors="replace")
