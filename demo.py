@@ -5,6 +5,7 @@ Every step is a command of this project, printed before it runs.
 """
 
 import itertools
+import os
 import shlex
 import subprocess
 import sys
@@ -27,6 +28,7 @@ class DemoConfig:
 def main() -> None:
     """Run every command in turn and sum up."""
     config = parse_flags(DemoConfig)
+    os.chdir(Path(__file__).parent)  # has its commands, and gets its run
     start = time.perf_counter()
     name = new_name()
     run_dir, export_dir = Path("runs", name), Path("exported", name)
@@ -43,7 +45,7 @@ def main() -> None:
     if losses[-1] > losses[0] - 1:
         raise RunStopped(f"nothing was learnt: validation losses {losses}")
     print(
-        f"\n=== done in {format_duration(time.perf_counter() - start)}\n"
+        f"\n=== done in {format_duration(time.perf_counter() - start)}, in {Path.cwd()}\n"
         f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
         f"run, samples     {run_dir}\n"
         f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"

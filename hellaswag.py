@@ -149,7 +149,7 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
 
         rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
     else:
-        rows = Path(path).read_bytes().splitlines()
+        rows = Path(path).read_bytes().rstrip().splitlines()
     examples: list[Example] = []
     for number, row in enumerate(rows[: limit or None], start=1):
         try:

@@ -273,7 +273,7 @@ def sample_token(
     probs = torch.softmax((top_logits - top_logits[:, :1]) / temperature, dim=-1)
     if top_p < 1:
         more_likely = probs.cumsum(dim=-1) - probs  # probability of all tokens before each one
-        probs = probs.masked_fill(more_likely >= top_p, 0.0)
+        probs = probs.masked_fill(more_likely >= max(top_p, 1e-30), 0.0)
     choice = torch.multinomial(probs, 1, generator=generator)
     return ids.gather(-1, choice).squeeze(-1)
 

@@ -173,7 +173,7 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _write(self, checkpoints_dir: Path, state: RunState) -> None:
-        self.error = None
+        self.error, saved = None, None
         try:
             saved = _write_checkpoint(checkpoints_dir, state, self._copies)
             self._on_saved(state.step, saved)
@@ -181,7 +181,7 @@ class CheckpointWriter:
             for checkpoint in older[self._keep - 1 :] if self._keep else ():
                 _delete(checkpoint)
         except OSError as error:
-            self.error = error
+            self.error = None if saved else error  # an old one that stays costs only its space
             print0(f"warning: {error}")
 
 

@@ -26,7 +26,7 @@ from formats.huggingface import (
     read_pretrained_config,
     read_tensors,
 )
-from formats.metrics import METRICS_NAME
+from formats.metrics import METRICS_NAME, last_saved_step
 from model import GPT, GPTConfig
 from runtime.distributed import print0, train_command
 from runtime.files import list_dir
@@ -90,7 +90,7 @@ def no_checkpoint_hint(run_dir: Path) -> str:
     """How to begin a run again that has no checkpoint."""
     flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
     config, command = run_dir / RUN_CONFIG_NAME, "the command that began it"
-    if config.exists():  # it is written once all is set up
+    if config.exists() and not last_saved_step(run_dir / METRICS_NAME):  # not from another run
         command = train_command("--config", config, *flags)
     return f"no checkpoint yet: begin again with {command}"
 

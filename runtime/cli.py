@@ -229,6 +229,8 @@ def run_command(main: Callable[[], None]) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # `torchrun` that dies by `kill -9` ends no rank: SIGTERM then lets each save and end.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A closed stream, as a daemon's, is None.
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
             stream.reconfigure(errors="replace")
@@ -274,6 +276,6 @@ def _exit(code: int) -> NoReturn:
     except OSError:  # a full disk or a closed pipe; Python would complain at exit once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        os._exit(code)  # gloo's threads can abort an interpreter that exits in order
+    if code == 130 or (distributed is not None and distributed.is_initialized()):
+        os._exit(code)  # an exit in order waits for the compiler's threads; gloo's can abort it
     raise SystemExit(code)

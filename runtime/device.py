@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch._functorch.config as functorch_config
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.compiler import set_stance
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -182,10 +183,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def compile_error(error: Exception) -> str | None:
-    """What to do about an error of torch.compile's; None if it is another, as one in the model.
-
-    A process that is killed while it compiles can leave a torn library in torch's cache.
-    """
+    """What to do about an error of torch.compile's; None if it is another, as one in the model."""
     kind = type(error)  # a TorchRuntimeError is of what was traced: shapes that do not match
     is_compilers = kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
     if not is_compilers or kind.__name__ == "TorchRuntimeError":
@@ -194,7 +192,7 @@ def compile_error(error: Exception) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what Dynamo may have wrapped, and the remedy for a torn library."""
+    """The first line of what Dynamo may have wrapped, and the remedy for a damaged cache."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # is imported by now
 
     inner = getattr(error, "inner_exception", error)
@@ -212,6 +210,14 @@ def prepare_compiler(device: torch.device) -> str | None:
     if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
         functorch_config.ban_recompute_materialized_backward = False
     try:  # a compiler may be missing or broken
+        from torch._inductor.codecache import get_lock_dir
+
+        locks = Path(get_lock_dir())
+        for path in locks.parent.glob("*/*.so"):  # torn ones lack their first bytes, written last
+            with contextlib.suppress(Timeout), FileLock(locks / f"{Path(path.stem).stem}.lock", 0):
+                if path.exists() and not np.fromfile(path, np.uint8, count=1).any():
+                    path.unlink()
+                    print(f"warning: removed {path}, torn in a killed run", file=sys.stderr)
         # With a number of NumPy's: Dynamo then lists NumPy's functions here, and not while another
         # thread, as the loader's, lets NumPy import a part of itself.
         torch.compile(lambda x: x.sin() + np.pi, dynamic=False)(torch.ones(64, device=device))

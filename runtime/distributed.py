@@ -47,6 +47,8 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
     """Rank and device of this process from `torchrun`'s environment, without joining the others."""
     if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE for itself
         return DistInfo(select_device(device_name))
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError("RANK is set and WORLD_SIZE is not: start by torchrun, or unset RANK")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     return DistInfo(
         select_device(device_name, local_rank),
@@ -62,7 +64,7 @@ def train_command(*flags: object) -> str:
     given, local = shell_line(*flags), os.environ.get("LOCAL_WORLD_SIZE", "1")
     if "RANK" not in os.environ:
         return f"python train_gpt2.py {given}"
-    if local != os.environ["WORLD_SIZE"]:  # how torchrun was told of the machines is not known
+    if local != os.environ.get("WORLD_SIZE", local):  # how torchrun knows the machines is unknown
         return f"the same command with {given}"
     return f"torchrun --standalone --nproc_per_node={local} train_gpt2.py {given}"
 

@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 # Of the first kind, a `Path` has made `//` one `/`; the second has no host, as urllib3 names it.
 URL_SECRETS = re.compile(
@@ -105,8 +105,13 @@ def lock_folder(path: Path, file_name: str) -> Iterator[None]:
     If the body leaves nothing in the folder, it goes again. Where another process has it,
     `filelock.Timeout` (an OSError) is raised.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    with FileLock(path / file_name, timeout=0):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / file_name).acquire(timeout=0)
+    except OSError as error:
+        refusal = f"{path} cannot be locked ({error}): mount its disk with locks, or use another"
+        raise error if isinstance(error, Timeout) else OSError(refusal) from None
+    with lock:
         try:
             yield
         finally:

@@ -163,6 +163,20 @@ def test_load_checkpoint_refuses_other_optimizers(saved):
         load(saved[0], *new_training(kind="momentum"))
 
 
+def test_writer_warns_of_an_old_checkpoint_that_it_cannot_delete(saved, capsys):
+    path, model, optimizers = saved
+    path.with_name(f".{path.name}.deleted").touch()  # no folder can be renamed to a file's name
+    with CheckpointWriter(path.parent, keep=1) as writer:
+        writer.save(run_state(4, model, optimizers), model, optimizers)
+        writer.wait()
+        assert writer.error is None
+        assert "step_00000003' -> " in capsys.readouterr().out.removeprefix("warning: ")
+        path.with_name(".step_00000005.tmp").touch()  # nor is one made where a file is
+        writer.save(run_state(5, model, optimizers), model, optimizers)
+        writer.wait()
+        assert "step_00000005 was not saved" in str(writer.error)
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 

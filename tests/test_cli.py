@@ -273,6 +273,23 @@ def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(body, tmp_
         assert end(run_script(tmp_path, body, stdout=full, stderr=full))[0] == 2
 
 
+@pytest.mark.skipif(os.name != "posix", reason="closes descriptors")
+@pytest.mark.parametrize(("last", "code"), [("pass", 0), ("raise ValueError('bad')", 2)])
+def test_run_command_keeps_its_exit_code_where_its_output_is_closed(last, code, tmp_path):
+    script = tmp_path / "script.py"
+    body = f"    print('x')\n    print('z', file=sys.stderr)\n    {last}\n"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom runtime.cli import run_command\n"
+        f"def main():\n{body}run_command(main)\n"
+    )
+    for closed in (">&-", ">&- 2>&-"):
+        command = f'exec "{sys.executable}" "{script}" {closed}'
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        assert done.returncode == code, done
+        expected = "z\nerror: bad\n" if code else "z\n"
+        assert done.stderr == ("" if "2>" in closed else expected)
+
+
 # --- before torch -----------------------------------------------------------------------------
 
 LOADING = """

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
+from filelock import FileLock
 from forked import assert_refused
 
 from runtime.device import (
@@ -148,13 +149,26 @@ def test_compile_error_is_none_of_a_mistake_in_the_model(traced, advice):
 
 
 @posix_only
-def test_prepare_compiler_says_in_one_line_why_it_cannot_work(tmp_path):
+def test_prepare_compiler_removes_torn_libraries_and_says_why_it_cannot_work(tmp_path):
     assert "MPS" in prepare_compiler(torch.device("mps"))
+    (tmp_path / "ab").mkdir()
+    whole, empty, torn, made = (tmp_path / "ab" / f"{name}.main.so" for name in "wetm")
+    for library, content in ((whole, b"\x7fELF"), (empty, b""), (torn, bytes(9)), (made, b"")):
+        library.write_bytes(content)
     code = "import torch; from runtime import device\n"
     code += "print(device.prepare_compiler(torch.device('cpu')))"
-    environment = {"CXX": "no-compiler", "PATH": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | {"CXX": "no-compiler", "PATH": ""}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", code]
-    problem = subprocess.check_output(command, text=True, cwd=ROOT, env=os.environ | environment)
+    (tmp_path / "locks").mkdir()
+    with FileLock(tmp_path / "locks" / "m.lock"):  # another process compiles it at this moment
+        done = subprocess.run(
+            command, capture_output=True, check=True, text=True, cwd=ROOT, env=environment
+        )
+    problem = done.stdout
+    assert {*(tmp_path / "ab").glob("*.so")} == {whole, made}
+    for library in (empty, torn):
+        assert f"warning: removed {library}, torn in a killed run\n" in done.stderr
     assert problem.startswith("InvalidCxxCompiler: ")  # what torch has wrapped
     assert f"; delete its cache {tmp_path}, or install a C++ compiler" in problem
     assert problem.count("\n") == 1

@@ -1,7 +1,10 @@
+import errno
 import os
+import re
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from filelock import Timeout
@@ -71,6 +74,20 @@ def test_lock_folder_lets_one_in_and_leaves_no_empty_folder(tmp_path):
         raise KeyError
     assert (folder / "file").exists()
     with lock_folder(folder, ".lock"):  # free again
+        pass
+
+
+@posix_only
+def test_lock_folder_names_the_folder_that_is_gone_or_has_no_locks(tmp_path, monkeypatch):
+    link, remedy = tmp_path / "link", ": mount its disk with locks, or use another"
+    link.symlink_to(tmp_path / "gone" / "disk")
+    said = f"{link} cannot be locked ([Errno {errno.EEXIST}] File exists: '{link}'){remedy}"
+    with pytest.raises(OSError, match=re.escape(said)), lock_folder(link, ".lock"):
+        pass
+    problem = OSError(errno.ENOLCK, "No locks available")  # as NFS without its lock service
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=problem))
+    said = f"{tmp_path} cannot be locked ({problem}){remedy}"
+    with pytest.raises(OSError, match=re.escape(said)), lock_folder(tmp_path, ".lock"):
         pass
 
 

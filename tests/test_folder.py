@@ -1,14 +1,19 @@
 import re
+import signal
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 from conftest import fake_checkpoint
+from run_files import append_records
 from torch._inductor.runtime.triton_compat import OutOfResources
 
+from formats.load import no_checkpoint_hint
 from runtime.cli import RunStopped
+from runtime.distributed import DistInfo
 from training.config import TrainConfig
 from training.folder import choose_run_dir, explain_failures, lock_run_folder
+from training.stopping import StopRequest
 
 
 def open_named(run_dir, checkpoint=None, **settings):
@@ -43,11 +48,26 @@ def test_lock_run_folder_lets_one_trainer_in(tmp_path):
 
 @pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints/step_00000003"])
 def test_lock_run_folder_refuses_a_folder_that_has_anything_of_another_run(tmp_path, left):
-    (tmp_path / "a" / left).mkdir(parents=True)
+    path = tmp_path / "a" / left
+    path.parent.mkdir(parents=True)
+    path.touch() if path.suffix else path.mkdir()
     other = fake_checkpoint(tmp_path / "b", 3)
     for checkpoint, resume in ((None, None), (other, str(other.path))):
         message = "a already holds a run: give another --run-name, or go on with it by --resume"
         assert_refused(message, tmp_path / "a", checkpoint, resume=resume)
+
+
+def test_lock_run_folder_takes_a_run_that_was_killed_in_its_first_save(tmp_path):
+    other, run_dir = fake_checkpoint(tmp_path / "other", 3), tmp_path / "a"
+    command = {"checkpoint": other, "resume": str(other.path)}
+    append_records(run_dir, {"resumed_from": 3})
+    (run_dir / "config.json").write_text("{}")
+    (run_dir / "checkpoints" / ".step_00000003.tmp").mkdir(parents=True)
+    assert no_checkpoint_hint(run_dir).endswith("begin again with the command that began it")
+    with open_named(run_dir, **command):
+        assert not any((run_dir / "checkpoints").iterdir())
+    append_records(run_dir, {"saved_step": 4})  # its checkpoints are on a disk that is gone
+    assert_refused("already holds a run", run_dir, **command)
 
 
 def test_lock_run_folder_cleans_up_after_a_killed_save(tmp_path):
@@ -77,6 +97,10 @@ def test_choose_run_dir(tmp_path):
 # --- failures -----------------------------------------------------------------------------------
 
 
+def explain(run_dir, stop=None):
+    return explain_failures(run_dir, stop or StopRequest(DistInfo()))
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
@@ -88,5 +112,14 @@ def test_choose_run_dir(tmp_path):
 )
 def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind, said):
     fake_checkpoint(tmp_path, 4)
-    with pytest.raises(kind, match=re.escape(said)), explain_failures(tmp_path):
+    with pytest.raises(kind, match=re.escape(said)), explain(tmp_path):
         raise error
+
+
+def test_compilers_error_is_an_interrupt_if_a_signal_came_before(tmp_path):
+    stop = StopRequest(DistInfo())
+    with pytest.raises(KeyboardInterrupt, match="no checkpoint yet"), explain(tmp_path, stop), stop:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        raise OutOfResources(2, 1, "shared memory")
+    with pytest.raises(ValueError, match="out of memory"), explain(tmp_path, stop):
+        raise RuntimeError("out of memory")  # no signal does that

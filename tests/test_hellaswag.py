@@ -128,6 +128,15 @@ def test_load_examples_takes_any_key_order_text_labels_and_a_limit(tmp_path):
         load_examples(path)
 
 
+def test_load_examples_takes_a_file_with_blank_last_lines(tmp_path):
+    path, row = tmp_path / "data.jsonl", json.dumps(ROW)
+    path.write_text(f"{row}\n\n \r\n\n")
+    assert len(load_examples(path)) == 1
+    path.write_text(f"{row}\n\n{row}\n")  # between two rows, something is missing
+    with pytest.raises(ValueError, match=f"{path}:2 is no row"):
+        load_examples(path)
+
+
 def bad(**changes):
     return json.dumps({**ROW, **changes}).encode()
 

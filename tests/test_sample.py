@@ -140,11 +140,13 @@ def test_sample_token_follows_the_probabilities_worked_by_hand():
 
     expected = torch.tensor([0.1, 0.5, 0.15, 0.25])
     top_3, top_3_then_p = torch.tensor([[0, 0.5, 0.15, 0.25], [0, 0.5, 0, 0.25]])
+    only_the_first = torch.tensor([0, 1.0, 0, 0])
     for choice, share in (
         ((1.0, 0, 1.0), expected),
         ((0.5, 0, 1.0), expected**2),
         ((1.0, 3, 1.0), top_3),
         ((1.0, 3, 0.7), top_3_then_p),
+        ((1.0, 0, 1e-46), only_the_first),  # float32 has no such number
     ):
         torch.testing.assert_close(frequencies(*choice), share / share.sum(), rtol=0, atol=0.01)
 

@@ -17,6 +17,7 @@ from runtime.device import compile_error, is_out_of_memory
 from runtime.distributed import is_main
 from runtime.files import lock_folder
 from training.config import TrainConfig
+from training.stopping import StopRequest
 
 
 @contextmanager
@@ -70,7 +71,10 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
     """Refuse a folder in which the run can be neither resumed nor started."""
     checkpoints = run_dir / "checkpoints"
     holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
+    step, complete = last_saved_step(run_dir / METRICS_NAME), complete_checkpoints(checkpoints)
     is_resumed = config.resume is not None and (resumed is None or is_own(resumed, run_dir))
+    if resumed is not None and not complete and step == resumed.state.step:
+        is_resumed = True  # the same command, which was killed in its first save
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
             f"{run_dir} already holds a run: give another --run-name, or go on with it by "
@@ -78,13 +82,13 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
         )
     # By the step: a copy that is resumed from may have any name.
     resumed_name = f"step_{resumed.state.step:08d}" if resumed else ""
-    for other in complete_checkpoints(checkpoints):
+    for other in complete:
         if other.name > resumed_name and is_valid(other):
             raise ValueError(
                 f"{run_dir} has a newer checkpoint, {other.name}: resume from that, or train on "
                 f"from the older one as another run, by another --run-name"
             )
-    if resumed is None and (step := last_saved_step(run_dir / METRICS_NAME)):
+    if resumed is None and step:
         raise ValueError(
             f"{run_dir} had saved step {step} and has no checkpoint any more: mount or restore "
             f"{checkpoints}, or begin again with another --run-name"
@@ -119,7 +123,7 @@ def resume_hint(run_dir: Path) -> str:
 
 
 @contextmanager
-def explain_failures(run_dir: Path) -> Iterator[None]:
+def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
     """Add to a failure of the body which checkpoint is left, and what to do."""
     try:
         yield
@@ -138,5 +142,7 @@ def explain_failures(run_dir: Path) -> Iterator[None]:
                 f"another process of this run is gone; {resume_hint(run_dir)}"
             ) from None
         if problem := compile_error(error):
+            if stop.is_asked:  # the signal also ended the compiler's processes
+                raise KeyboardInterrupt(resume_hint(run_dir)) from None
             raise ValueError(f"{problem}; {resume_hint(run_dir)}") from None
         raise

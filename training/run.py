@@ -138,7 +138,8 @@ def open_run(
         print0("the run is finished: give a larger --max-steps to train on")
         yield None
         return
-    with lock_run_folder(config, resumed) as folder, explain_failures(folder):
+    stop = StopRequest(dist_info)
+    with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, model_config, device, dist_info)
         if is_main():  # it measures the CPU, once
             print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
@@ -166,7 +167,7 @@ def open_run(
             val_shards=splits[1],
             hellaswag=hellaswag,
             folder=folder,
-            stop=StopRequest(dist_info),
+            stop=stop,
             log=log,
             writer=CheckpointWriter(
                 folder / "checkpoints" if is_main() else None,
