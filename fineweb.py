@@ -31,7 +31,7 @@ from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from formats.hub import REPO_NAME
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
-from runtime.files import list_dir, lock_folder, read_json
+from runtime.files import lock_folder, read_json
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents, gpt2_encoding
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
@@ -47,8 +47,8 @@ class FineWebConfig:
 
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `stdlib`, the running Python's
-    standard library, which needs no network; or files, folders and globs. A row of .parquet, .jsonl
-    or .json (.gz, .zst) is a document; any other file is one, if it is UTF-8."""
+    standard library, which needs no network; or files, folders and globs. A row of .parquet, .csv,
+    .tsv, .jsonl or .json (.gz, .zst) is a document; any other file is one, if it is UTF-8."""
     text_field: str = "text"
     """Column of tables and field of JSON lines that has the text, such as `content`."""
     name: str | None = None
@@ -102,7 +102,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     part = Part(config.part or 0, config.parts or 1)
     with folder_lock(folder, part):
         found = shards.find_manifests(folder)
-        if not found and list_dir(folder, "*.npy"):
+        if not found and any(folder.glob("[!.]*.npy")):
             raise ValueError(
                 f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
             )
@@ -286,7 +286,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     first = config.source[0]
     has_name = first in sources.SOURCES or first in sources.FINEWEB
     if not has_name and (sources.file_type(first) or sources.local_paths(first)):
-        paths = sources.local_files(config.source)
+        paths = sources.local_files(config.source, config.text_field)
         folder = Path(first) if Path(first).is_dir() else paths[0].parent
         name = folder.resolve().name
         if len(paths) == 1 and folder != Path(first):

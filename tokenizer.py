@@ -35,6 +35,13 @@ DOCUMENT_MARK = "\ufdd0"  # stands for END_OF_TEXT: Unicode guarantees that it i
 RELOAD_TOKENS = 1 << 26  # gigatoken caches every word that it sees, up to 1 GB in so many tokens
 BATCHES_AHEAD = 4  # batches that may wait, encoded, while a shard is written
 CHECK_CHARS = 10_000  # of every batch, compared with tiktoken
+# First and end of the ranges of letters and digits new in Unicode 17, which gigatoken knows;
+# tiktoken is of Unicode 16, and takes them for symbols.
+UNICODE_17 = (
+    *(0x88F, 0x890, 0xC5C, 0xC5D, 0xCDC, 0xCDD, 0xA7CE, 0xA7D5, 0xA7F1, 0xA7F2, 0x10940, 0x1095A),
+    *(0x10EC5, 0x10EC8, 0x11DB0, 0x11DEA, 0x16EA0, 0x16ED4, 0x16FF2, 0x16FF7, 0x187F8, 0x18800),
+    *(0x18D09, 0x18DF3, 0x1E6C0, 0x1E700, 0x2B73A, 0x2B740, 0x2CEA2, 0x2CEAE, 0x323B0, 0x3347A),
+)
 # A text may be cut before whitespace that something else follows, and its ids stay the same: in
 # WORD_PATTERN a word always starts there, and the whitespace before it is a word of its own.
 # Whitespace is Unicode's White_Space, as in the pattern; Python's own `\s` matches more.
@@ -136,6 +143,10 @@ class _Encoder:
         # One text, so one row: several rows would come back as an awkward array. This call, unlike
         # `Tokenizer.encode`, releases the interpreter's lock for the thread that reads.
         data = b"".join([DOCUMENT_MARK.encode() + _utf8(text) for text in texts])
+        characters = np.frombuffer(data.decode().encode("utf-32-le"), "<u4")
+        characters = characters[characters >= UNICODE_17[0]]  # few, and the search takes time
+        if (np.searchsorted(UNICODE_17, characters, "right") % 2).any():
+            return _encode_with_tiktoken(texts)
         with self._lock:
             if self._tokens_since_load >= RELOAD_TOKENS:
                 self._load()

@@ -6,6 +6,7 @@ a source by its files.
 """
 
 import codecs
+import csv
 import glob
 import hashlib
 import io
@@ -14,6 +15,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,21 +23,18 @@ from typing import Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
 from formats.hub import explain_hub_errors, resolve_revision
-from runtime.files import list_dir
 from tokenizer import CUT
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
-FILE_TYPES = (*JSON_LINES, ".parquet", ".txt")
+FILE_TYPES = (*JSON_LINES, ".parquet", ".csv", ".tsv", ".txt")
 PLAIN = ("", ".txt")  # of what `file_type` gives
 NO_UTF8 = "invalid UTF-8; if it is text of Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE"
-UTF_16 = "UTF-16 or no text; if it is text, use iconv -f utf-16 -t utf-8 FILE > NEW_FILE"
-NO_TEXT = {  # by a file's first bytes
+NO_TEXT = {  # by a pattern of a file's first bytes
     b"%PDF": "a PDF; use pdftotext FILE NEW_FILE.txt",
-    b"PK\3\4": "a zip file; use pandoc FILE -t plain -o NEW_FILE.txt for .docx, .odt or .epub, or "
-    "unzip FILE -d FOLDER",
+    b"PK\3\4": "a zip file; use pandoc -t plain -o NEW_FILE.txt FILE (.docx, .odt) or unzip FILE",
     b"\x1f\x8b": "a gzip file; use gunzip FILE",
-    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), UTF_16),
+    b"\xff\xfe|\xfe\xff|[^\0]*\0": "UTF-16 or binary; use iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
 }
 JSON_ARRAY = "a JSON array, not JSON lines; convert it by jq -c '.[]' FILE > NEW_FILE.jsonl"
 TABLE_ROWS = 256  # rows that are read together
@@ -123,7 +122,7 @@ def stdlib_source() -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     names = [
         path.relative_to(root).as_posix()
-        for path in list_dir(root, "**/*.py")
+        for path in root.rglob("[!.]*.py")
         if not STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts)
         and not path.name.startswith("_sysconfigdata")  # holds this machine's paths
     ]
@@ -153,7 +152,7 @@ def local_paths(pattern: str) -> list[Path]:
     return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
 
 
-def local_files(patterns: tuple[str, ...]) -> list[Path]:
+def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
     """The files of paths, folders and globs, each file once; those of a glob are sorted."""
     paths = []
     for pattern in patterns:
@@ -161,7 +160,7 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
         if not matches:
             raise FileNotFoundError(f"--source {pattern}: no such file or folder")
         for path in matches:
-            paths += folder_files(path) if path.is_dir() else [path]
+            paths += folder_files(path, field) if path.is_dir() else [path]
     for path in paths:
         if not path.is_file():  # it may be a pipe, which is read once only
             raise ValueError(f"--source {path} is not a file: copy it into one")
@@ -171,43 +170,31 @@ def local_files(patterns: tuple[str, ...]) -> list[Path]:
     return [*once.values()]
 
 
-def folder_files(folder: Path) -> list[Path]:
-    """The text files in and below a folder that are not hidden; says what it leaves out.
+def folder_files(folder: Path, field: str) -> list[Path]:
+    """The text files in and below a folder that are not hidden; says what it leaves out, and why.
 
     They come in the order of a hash of their names: validation, the first of them, is of all kinds.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in walk_files(folder, set())}
-    files = [found[name] for name in sorted(found, key=hash_of_name)]
-    texts = [path for path in files if is_text(path)]
-    if left_out := sorted({*files} - {*texts}):
-        count = f"{len(left_out):,} of {len(files):,} files left out"
-        print(f"--source {folder}: {count}, no UTF-8 text or JSON lines, such as {left_out[0]}")
+    folders, seen, found = [folder], set[Path](), dict[str, Path]()
+    for each in folders:  # it grows
+        if (real := each.resolve()) not in seen:  # links may lead to a folder that holds them
+            seen.add(real)
+            paths = sorted(each.glob("[!.]*"))
+            folders += filter(Path.is_dir, paths)
+            found |= {p.relative_to(folder).as_posix(): p for p in paths if p.is_file()}
+    texts, reasons = [], []
+    for name in sorted(found, key=hash_of_name):
+        try:
+            next(iter(read_file(found[name], field)), None)
+            texts.append(found[name])
+        except (ValueError, OSError) as error:
+            reasons.append(str(error))
+    if reasons:
+        count = f"{len(reasons):,} of {len(found):,} files left out"
+        print(f"--source {folder}: {count}, such as {min(reasons)}")
     if not texts:
         raise ValueError(f"--source {folder} has no text files, in it or below it")
     return texts
-
-
-def walk_files(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """The files in and below a folder that are not hidden; nothing below folders in `seen`."""
-    if (real := folder.resolve()) in seen:  # links may lead to a folder that holds them
-        return
-    seen.add(real)
-    for path in list_dir(folder):
-        if path.is_dir():
-            yield from walk_files(path, seen)
-        elif path.is_file():
-            yield path
-
-
-def is_text(path: Path) -> bool:
-    """Whether a folder's file is UTF-8, as far as its first block, or JSON lines, or a table."""
-    if path.suffix == ".json":  # unlike lines, package.json and such begin with a line of "{"
-        with path.open("rb") as file:
-            return file.readline(9).startswith((b'{"', b'{ "'))
-    try:
-        return file_type(path) not in PLAIN or next(read_plain(path)) is not None
-    except ValueError:
-        return False
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
@@ -215,6 +202,8 @@ def read_file(path: Path, field: str) -> Iterator[str]:
     kind = file_type(path)
     if kind == ".parquet":
         return read_parquet(path, field)
+    if kind in (".csv", ".tsv"):
+        return read_csv(path, field)
     return read_jsonl(path, field) if kind in JSON_LINES else read_plain(path)
 
 
@@ -258,29 +247,46 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
     return _string(value[field], field, where)
 
 
+def read_csv(path: Path, field: str = "text") -> Iterator[str]:
+    """A column of a table, whose first line names all; between are commas, semicolons or tabs."""
+    csv.field_size_limit(2**31 - 1)  # characters; by default 131,072, too few for a document
+    with open_text(path) as file:
+        header = file.peek().partition(b"\n")[0]
+        delimiter = chr(max(b",;\t", key=header.count))
+        rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter)
+        _check_text_field(rows.fieldnames or (), field, str(path))
+        yield from (row[field] or "" for row in rows)
+
+
 def read_plain(path: Path) -> Iterator[str]:
     """A plain text in blocks whose tokens, joined, are those of the whole (see `tokenizer.CUT`)."""
     # It drops a byte-order mark; open() would decode 8 KB at a time.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     rest = ""
-    try:
-        with path.open("rb") as file:
+    with open_text(path) as file:
+        while more := file.read(BLOCK_BYTES):
+            rest += decoder.decode(more)
+            while cut := CUT.search(rest, BLOCK_BYTES):
+                yield rest[: cut.start()]
+                rest = rest[cut.start() :]
+        yield rest + decoder.decode(b"", final=True)
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file of UTF-8 text; for others the error names the tool that converts them."""
+    with path.open("rb") as file:
+        try:
             if reason := _no_text(file.peek()):
                 raise ValueError(f"{path}: {reason}")
-            while more := file.read(BLOCK_BYTES):
-                rest += decoder.decode(more)
-                while cut := CUT.search(rest, BLOCK_BYTES):
-                    yield rest[: cut.start()]
-                    rest = rest[cut.start() :]
-        yield rest + decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: {NO_UTF8}") from None
+            yield file
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: {NO_UTF8}") from None
 
 
 def _no_text(start: bytes) -> str | None:
     """What else than UTF-8 text a file is, by its first bytes, and what makes text of it."""
-    reasons = (reason for kind, reason in NO_TEXT.items() if start.startswith(kind))
-    return next(reasons, UTF_16 if b"\0" in start else None)
+    return next((reason for kind, reason in NO_TEXT.items() if re.match(kind, start)), None)
 
 
 def _check_text_field(names: Collection[str], field: str, where: str) -> None:
@@ -290,11 +296,9 @@ def _check_text_field(names: Collection[str], field: str, where: str) -> None:
 
 
 def _string(value: object, field: str, where: str) -> str:
-    if value is None:  # a null is an empty document, which is counted
-        return ""
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise ValueError(f"{where}: `{field}` is {type(value).__name__}, not a string")
-    return value
+    return value or ""  # a null is an empty document
 
 
 def _column_texts(tables: Iterable[Any], field: str, origin: str) -> Iterator[str]:

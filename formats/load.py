@@ -29,7 +29,6 @@ from formats.huggingface import (
 from formats.metrics import METRICS_NAME, last_saved_step
 from model import GPT, GPTConfig
 from runtime.distributed import print0, train_command
-from runtime.files import list_dir
 
 RUN_CONFIG_NAME = "config.json"  # of a run: its settings
 RUN_LOCK_NAME = ".lock"
@@ -102,7 +101,7 @@ def list_runs(out_dir: Path) -> str:
 
 def run_names(out_dir: Path) -> list[str]:
     """The names of the runs in a folder."""
-    return [run.name for run in list_dir(out_dir) if is_run(run)]
+    return [run.name for run in sorted(out_dir.glob("[!.]*")) if is_run(run)]
 
 
 def is_run(path: Path) -> bool:
@@ -143,4 +142,4 @@ def model_config_of(source: str | Path) -> GPTConfig:
 def is_hugging_face(source: str | Path) -> bool:
     """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
     path = Path(source)
-    return not is_local(source) or bool(list_dir(path, "*config.json") and not is_run(path))
+    return not is_local(source) or (any(path.glob("[!.]*config.json")) and not is_run(path))

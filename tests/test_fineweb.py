@@ -1,6 +1,7 @@
 """Text to shards: the same bytes from every source, encoder and interrupted run."""
 
 import codecs
+import csv
 import gzip
 import hashlib
 import json
@@ -92,13 +93,15 @@ def test_main_takes_a_file_that_is_given_twice_once(make, tmp_path):
 def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_path):
     texts = {
         "b.py": "one two",
-        "a/c.csv": "x,y",
+        "a/c.xml": "<x>y</x>",
         "a/README": "état",
         "y.json": "four",
         "z.jsonl": "three",
     }
     others = {"a.png": b"\x89PNG", "a/b.dat": b"\1\0\0", ".d/e.txt": b"f", "latin.txt": b"caf\xe9"}
     others |= {"package.json": b'{\n  "name": "x"\n}\n', "rows.json": b'[{"text": "x"}]'}
+    others |= {"a.json.gz": gzip.compress(b'{\n"a": 1}'), "b.jsonl": b'{"content": "x"}\n'}
+    others |= {"c.csv": b"id,body\n1,x\n", "d.parquet": b"PAR1", "f.txt": "x".encode("utf-16")}
     for folder in ("mine/a", "mine/.d"):
         (tmp_path / folder).mkdir(parents=True)
     for name, content in others.items():
@@ -106,7 +109,9 @@ def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_p
     for name, text in texts.items():
         write_texts(tmp_path / "mine" / name, [text])
     printed = make("--source", "mine")
-    left_out = "--source mine: 5 of 10 files left out, no UTF-8 text or JSON lines, such as mine/a"
+    left_out = (
+        "--source mine: 10 of 15 files left out, such as mine/a.json.gz, line 1: not JSON (Exp"
+    )
     assert printed.startswith(left_out)
     by_chance = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert by_chance != sorted(texts)
@@ -116,6 +121,10 @@ def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_p
         make("--source", "mine/latin.txt", "--data-dir", "d")
     with pytest.raises(ValueError, match=r"rows\.json: a JSON array, .* jq -c '\.\[\]' FILE > NEW"):
         make("--source", "mine/rows.json", "--data-dir", "d")
+    assert " 11 of 15 files left out, such as " in make(
+        *("--source=mine", "--text-field=body", "--data-dir=e")
+    )
+    assert len(tokens_of(Path("e"))) == len(reference(["x", *list(texts.values())[:3]]))
 
 
 def test_main_lists_a_folder_with_links_to_its_parents_once(make, tmp_path):
@@ -168,6 +177,23 @@ def test_main_takes_the_text_from_another_field(make, tmp_path, kind):
     assert tokens_of(Path("data/b")) == tokens_of(Path("data/a")) == reference(texts)
     with pytest.raises(ValueError, match="data/b holds other data, text field content instead of"):
         make(*flags, "--text-field", "id")
+
+
+@pytest.mark.parametrize(("kind", "delimiter"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])
+def test_main_takes_the_rows_of_a_csv(make, tmp_path, kind, delimiter):
+    texts = [*texts_of(50), '"Two\r\nlines", a;b\tc', "longer than csv takes " * 10_000]
+    with (tmp_path / f"a.{kind}").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows([["id", "my body"], *enumerate(texts), ["a row without text"]])
+    with pytest.raises(ValueError, match=r"no `text`, .* it has id, my body: choose by --text-fie"):
+        make("--source", f"a.{kind}")
+    printed = make("--source", f"a.{kind}", "--text-field", "my body")
+    assert "data/a: 51 documents (2 empty left out), " in printed
+    assert tokens_of(Path("data/a")) == reference(texts)
+    for encoding, name in (("cp1252", "cp1252"), ("utf-16", "utf-16")):
+        (tmp_path / f"a.{kind}").write_text("“body”", encoding=encoding)
+        with pytest.raises(ValueError, match=rf"^a\.{kind}: .* use iconv -f {name} -t utf-8 "):
+            make("--source", f"a.{kind}", "--data-dir", "d")
 
 
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
@@ -338,11 +364,14 @@ def test_read_parquet_names_the_bad_row(tmp_path, column, message):
     ("content", "message"),
     [
         ("“Windows” text".encode("cp1252"), "invalid UTF-8; .* use iconv -f cp1252 -t utf-8 FILE"),
-        ("état".encode("utf-16"), "UTF-16 or no text; .* use iconv -f utf-16 -t utf-8 FILE > NEW"),
-        (codecs.BOM_UTF16_BE + "état".encode("utf-16-be"), "UTF-16 or no text; .*iconv -f utf-16 "),
-        ("text".encode("utf-16-le"), "UTF-16 or no text; .* use iconv -f utf-16 "),
+        ("état".encode("utf-16"), "UTF-16 or binary; use iconv -f utf-16 -t utf-8 FILE > NEW"),
+        (
+            codecs.BOM_UTF16_BE + "état".encode("utf-16-be"),
+            "UTF-16 or binary; use iconv -f utf-16 ",
+        ),
+        ("text".encode("utf-16-le"), "UTF-16 or binary; use iconv -f utf-16 "),
         (b"%PDF-1.4 text", "a PDF; use pdftotext FILE NEW_FILE.txt"),
-        (b"PK\3\4text", r"a zip file; use pandoc .* for \.docx, .*, or unzip FILE -d FOLDER"),
+        (b"PK\3\4text", r"a zip file; use pandoc .* FILE \(\.docx, \.odt\) or unzip FILE"),
         (gzip.compress(b"text"), "a gzip file; use gunzip FILE"),
     ],
     ids=["Windows", "UTF-16", "big-endian", "no-mark", "PDF", "zip", "gzip"],
@@ -361,7 +390,7 @@ def test_read_jsonl_of_windows_is_read_or_names_the_tool(tmp_path, encoding):
     if encoding == "utf-8-sig":
         assert list(sources.read_jsonl(path)) == ["état"]
     else:
-        with pytest.raises(ValueError, match=r"line 1: UTF-16 or no text; .* iconv -f utf-16"):
+        with pytest.raises(ValueError, match=r"line 1: UTF-16 or binary; .* iconv -f utf-16"):
             list(sources.read_jsonl(path))
 
 
@@ -378,7 +407,7 @@ def test_main_counts_a_null_as_an_empty_document(make, tmp_path, kind):
     [
         (["--source", "none*.txt"], r"none\*.txt: no such file or folder"),
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
-        (["--source", "a.csv"], r"a\.csv is not .*, or a file or folder that is there"),
+        (["--source", "a.csv"], r"a\.csv: no such file or folder"),
         (["--source", "empty"], "--source empty has no text files"),
         (["--source", "empty.txt", os.devnull], f"{os.devnull} is not a file: copy it into one"),
         (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),

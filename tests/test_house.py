@@ -8,8 +8,6 @@ from graphlib import TopologicalSorter
 import pytest
 from conftest import ROOT
 
-from runtime.files import list_dir
-
 # An import goes down these floors, or to another module of its own floor, never in a circle.
 FLOORS = (
     ("model", "ops", "tokenizer", "lr_schedule"),
@@ -23,7 +21,7 @@ FLOORS = (
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WINGS = ("runtime", "formats", "corpus", "training", "bench")
-PATHS = [path for part in (".", *WINGS) for path in list_dir(ROOT / part, "*.py")]
+PATHS = [path for part in (".", *WINGS) for path in sorted((ROOT / part).glob("[!.]*.py"))]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
 ONLY_DEFINES = (
     *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign),
@@ -115,7 +113,7 @@ def listings(tree):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_module_lists_no_hidden_files(module):
-    """By `list_dir`: hidden files are nobody's data or code."""
+    """They are nobody's data or code: macOS' `._train.bin`, Emacs' `.#model.py`. So `[!.]*.py`."""
     assert [*listings(parse(module))] == []
 
 

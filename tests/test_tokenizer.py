@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer
-from tokenizer import END_OF_TEXT, VOCAB_SIZE, encode_documents, gpt2_encoding
+from tokenizer import END_OF_TEXT, UNICODE_17, VOCAB_SIZE, encode_documents, gpt2_encoding
 
 ROOT = Path(tokenizer.__file__).parent
 
@@ -73,6 +73,18 @@ def test_encode_documents_ids_are_tiktokens(encoder, texts):
         (tokens,) = encode_documents([texts])
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == reference(texts)
+
+
+def test_encode_documents_of_every_character_has_tiktokens_ids(encoder):
+    """Before `'s`, which is a word of its own after a letter only; of planes that have any."""
+    newer = {c for i in range(0, len(UNICODE_17), 2) for c in range(*UNICODE_17[i : i + 2])}
+    others = {*range(0x40000)} - {*range(0xD800, 0xE000), ord(tokenizer.DOCUMENT_MARK)} - newer
+    text = "".join(f"a {chr(c)}'s\n" for c in sorted(others))
+    assert np.array_equal(encoder._encode_with_gigatoken([text]), reference([text]))
+    for i in range(0, len(UNICODE_17), 2):
+        for c in (UNICODE_17[i], UNICODE_17[i + 1] - 1):
+            texts = ["one" * 10_000, f"a {chr(c)}'s"]
+            assert encoder.encode(texts).tolist() == reference(texts)
 
 
 def test_encode_documents_of_megabytes_has_tiktokens_ids():
