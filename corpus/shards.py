@@ -164,10 +164,12 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
     """Refuse to mix two data sets in one folder."""
     was, asked = _fixed_values(found), _fixed_values(expected)
     for name in was | asked:
-        if was.get(name) != asked.get(name):
+        if (old := was.get(name)) != (new := asked.get(name)):
+            if name.startswith("file "):  # without their hashes
+                old, new = (file and file["name"] for file in (old, new))
+            change = f"{name} {old} instead of {new}" if old != new else f"{old} before an edit"
             raise ValueError(
-                f"{folder} holds other data, {name} {was.get(name)} instead of {asked.get(name)}: "
-                f"choose another --data-dir, or delete it"
+                f"{folder} holds other data, {change}: choose another --data-dir, or delete it"
             )
 
 

@@ -139,7 +139,7 @@ def _new_parser(config_class: type[Any], default: object | None) -> argparse.Arg
             group = parser.add_argument_group(titles[field.name])
         value = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(default, field.name, value)
-        _add_flag(group, field, kinds[field.name], value, docstrings[field.name])
+        _add_flag(group, field, kinds[field.name], value, docstrings.get(field.name, ""))
     return parser
 
 

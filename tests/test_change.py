@@ -229,9 +229,9 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
         flags = run_flags(tiny_data, "--block-size=64", "--run-name=a", "--max-steps=4")
         train(other, *flags)
         train(other, *flags, "--resume=auto", "--max-steps=5")  # by its own code
-    run = changed.folder / "runs/a"
+    run, branch = changed.folder / "runs/a", ["--run-name=b", f"--out-dir={changed.folder}/runs"]
     for script, *more in (
-        ("train_gpt2", f"--resume={run}", "--max-steps=6", "--run-name=b"),
+        ("train_gpt2", f"--resume={run}", "--max-steps=6", *branch),
         ("sample", f"--model={run}", "--max-new-tokens=2", "--json", "--device=cpu"),
         ("hellaswag", f"--model={run}", f"--data={HELLASWAG}", "--device=cpu"),
         ("export", f"--model={run}", f"--out={changed.folder}/exported"),

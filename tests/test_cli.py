@@ -110,6 +110,17 @@ def test_parse_flags_takes_every_form(args, expected):
     assert parse_flags(type(expected), args) == expected
 
 
+def test_field_without_a_docstring_is_a_flag():
+    @dataclass(frozen=True)
+    class Bare:
+        rate: float = 0.5
+        steps: int = 1
+        """Updates."""
+        width: int = 2
+
+    assert parse_flags(Bare, ["--rate=1", "--width=3"]) == Bare(1, 1, 3)
+
+
 def test_parse_flags_lays_flags_over_given_defaults():
     default = Config(max_steps=3, compile=False, run_name="a")
     assert parse_flags(Config, ["--compile"], default) == Config(max_steps=3, run_name="a")

@@ -252,7 +252,7 @@ def test_main_refuses_other_data_in_the_same_folder(make, tmp_path):
     before = contents(Path("d"))
     for flags, difference in [
         (["--shard-size", 501], "shard size 500 instead of 501"),
-        (["--source", "b.jsonl"], r"file 1 .*a\.jsonl.* instead of .*b\.jsonl.*"),
+        (["--source", "b.jsonl"], r"file 1 a\.jsonl instead of b\.jsonl"),
         (["--source", "stdlib"], "kind files instead of stdlib"),
     ]:
         with pytest.raises(ValueError, match=f"d holds other data, {difference}: choose another"):
@@ -268,7 +268,7 @@ def test_main_refuses_a_source_that_was_edited_and_has_the_same_size(make, tmp_p
     assert Manifest.load(Path("d")).complete == (not kill_at)
     good, before = source.read_text(), contents(Path("d"))
     source.write_text(good.replace('"id": 1', '"id": 2', 1))
-    with pytest.raises(ValueError, match=r"d holds other data, file 1 .*head and tail"):
+    with pytest.raises(ValueError, match=r"d holds other data, a\.jsonl before an edit: choose"):
         make(*flags)
     assert contents(Path("d")) == before
     source.write_text(good)
@@ -338,7 +338,7 @@ def test_main_ends_at_a_bad_row_and_the_repaired_file_is_another(make, tmp_path)
         assert (done.returncode, done.stderr) == (2, message)
     assert len(Manifest.load(Path("d")).shards) > 2
     source.write_bytes(good)
-    with pytest.raises(ValueError, match=r"d holds other data, file 1 .* or delete it"):
+    with pytest.raises(ValueError, match=r"d holds other data, a\.jsonl before an edit: choose"):
         make(*flags)
 
 

@@ -2,6 +2,7 @@ import json
 import math
 
 import pytest
+import torch
 from run_files import new_log
 
 from training import run_log
@@ -30,6 +31,13 @@ def test_record_is_in_the_file_at_once_with_null_for_what_is_not_finite(tmp_path
         text = (tmp_path / "metrics.jsonl").read_text()  # as after a kill
     record = '{"step": 1, "a": null, "b": null, "c": 0.1, "d": "text"}'
     assert text == f'{record}\n{{"saved_step": 1}}\n'
+
+
+def test_evaluation_may_return_tensors(tmp_path, capsys):
+    with new_log(tmp_path) as log, log.evaluation(0) as record:
+        record |= {"accuracy": torch.tensor(0.5), "count": torch.tensor(3), "total": 10}
+    assert lines_of(tmp_path)[0].items() > {"accuracy": 0.5, "count": 3, "total": 10}.items()
+    assert "| accuracy 0.5 | count 3 | total 10 |" in capsys.readouterr().out
 
 
 def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):

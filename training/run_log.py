@@ -127,7 +127,9 @@ class RunLog:
             seconds = perf_counter() - begun
         if not metrics:
             return
-        shown = {**metrics, "evaluation_seconds": seconds}
+        # An evaluation of one's own may return tensors.
+        shown = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
+        shown["evaluation_seconds"] = seconds
         if step > self.start_step:  # with compiling, evaluations and saves
             tokens = (step - self.start_step) * self.config.total_batch_size
             shown["overall_tokens_per_second"] = tokens / (perf_counter() - self._begun)
