@@ -25,10 +25,7 @@ from runtime.files import redact_secrets
 Config = TypeVar("Config")
 RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 POSITIONAL = {"positional": True}  # metadata of a field of one value or more, without --NAME
-HELP_NOTE = (
-    "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME. "
-    "Whole numbers may be written 1e9, 1.5B, 500M or 10k."
-)
+HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # of whole numbers
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
