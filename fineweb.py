@@ -232,9 +232,8 @@ def describe_size(folder: Path, tokens: int, is_loaded: bool) -> str:
     """What so many tokens take in all."""
     line = f"{folder}: at most {format_count(tokens)} tokens, {2 * tokens / 1e9:.2g} GB on disk"
     line += f" ({shutil.disk_usage(folder).free / 1e9:,.0f} GB are free)"
-    return (
-        line + f", about {2.8 * tokens / 1e9:.2g} GB to download" * is_loaded
-    )  # FineWeb's Parquet
+    load = f"about {2.8 * tokens / 1e9:.2g} GB to download"  # FineWeb's Parquet files
+    return f"{line}, {load}" if is_loaded else line
 
 
 def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds: float) -> str:
