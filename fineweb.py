@@ -1,6 +1,7 @@
 """Turn text into token shards: FineWeb-Edu from the hub, local files, or Python's own sources.
 
     python fineweb.py                                # 10B tokens of FineWeb-Edu
+    python fineweb.py --max-tokens 500M              # the first of them; a larger number goes on
     python fineweb.py --source stdlib                # no network: the standard library's sources
     python fineweb.py --source texts/ a.py b.jsonl   # your own: folders, text, tables with text
     torchrun --nproc_per_node=4 fineweb.py           # a part of the files for every process
@@ -14,6 +15,7 @@ a run that was stopped or killed after its last finished shard. To add a source 
 import itertools
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,15 +26,16 @@ from typing import NamedTuple
 from runtime.threads import usable_cores
 
 import filelock
+import numpy as np
 from tqdm import tqdm
 
 from corpus import shards, sources
 from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from formats.hub import REPO_NAME
-from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
+from runtime.cli import bad_numbers, format_count, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
-from tokenizer import VOCAB_SHA256, TokenIds, encode_documents, gpt2_encoding
+from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents, gpt2_encoding
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 RECIPES = Path(__file__).parent / "recipes"
@@ -57,6 +60,9 @@ class FineWebConfig:
     """Where the shards go; by default a folder in data/ named after the source."""
     shard_size: int = 100_000_000
     """Tokens in a full shard."""
+    max_tokens: int | None = None
+    """Keep at most this many tokens, such as 1e9 or 500M; a larger number later goes on from there.
+    They are whole documents, validation included. Of `--parts`, each takes an equal share."""
     workers: int = field(default_factory=usable_cores)
     """Threads that tokenise."""
     revision: str | None = None
@@ -67,7 +73,7 @@ class FineWebConfig:
     """Processes that share the work, a `--part` each; the last to end writes the manifest."""
 
     def __post_init__(self) -> None:
-        problems = bad_numbers(self, ("shard_size", "workers", "parts"))
+        problems = bad_numbers(self, ("shard_size", "max_tokens", "workers", "parts"))
         if not (self.source and all(self.source)):  # "" would be the current folder
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
         if problems:
@@ -101,17 +107,18 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     start = time.perf_counter()
     part = Part(config.part or 0, config.parts or 1)
     with folder_lock(folder, part):
-        found = shards.find_manifests(folder)
+        found = shards.find_manifests(folder, config.max_tokens)
         if not found and any(folder.glob("[!.]*.npy")):
             raise ValueError(
                 f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
             )
         source = open_source(found[0].source.get("revision") if found else None)
-        identity = source.identity
+        tokens = min(filter(None, (config.max_tokens, source.tokens)), default=None)
+        source, identity = replace(source, tokens=tokens), source.identity
         if config.text_field != "text":
             identity = identity | {"text field": config.text_field}
-        expected = Manifest(identity, VOCAB_SHA256, config.shard_size)
-        if found and found[0].part == WHOLE and found[0].complete:
+        expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
+        if found and found[0].part == WHOLE and found[0].has(config.max_tokens):
             shards.check_same_dataset(folder, found[0], expected)
             shards.verify_shards(folder, found[0].shards[part.index :: part.count])
             return summary(folder, found[0], found[0], time.perf_counter() - start)
@@ -120,7 +127,12 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
         earlier = Manifest.load(folder, part.manifest_name)
         manifest = earlier or expected.of_part(part.index, part.count)
         shards.verify_shards(folder, manifest.shards)
-        if not manifest.complete:
+        if not manifest.has(config.max_tokens):
+            if tokens and part.index == 0:
+                print(describe_size(folder, tokens, identity["kind"] == "hub"))
+            size = config.shard_size  # of shards that more tokens leave as they are
+            full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
+            manifest = replace(manifest, shards=full, complete=False, max_tokens=config.max_tokens)
             manifest = write_shards(source, manifest, folder, config.workers)
     line = summary(folder, manifest, earlier, time.perf_counter() - start)
     if part == WHOLE:
@@ -155,6 +167,7 @@ class Progress(NamedTuple):
 def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int) -> Manifest:
     """Write all shards that `manifest` does not have yet, and return the finished manifest."""
     progress = Progress(**(manifest.progress or {}))
+    limit, is_cut = (manifest.max_tokens or math.inf) / manifest.part.count, False
     writer = ShardWriter(folder, manifest)
     written = manifest.tokens - progress.tokens  # of the first batch, in finished shards
     total = source.tokens and source.tokens // manifest.part.count
@@ -165,6 +178,11 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
         documents = source.documents(progress.cursor, manifest.part)
         for batch, tokens in tokenize_documents(documents, workers):
             progress = progress._replace(cursor=batch[0].cursor)
+            if is_cut := progress.tokens + len(tokens) > limit:
+                # Only a first document, or a plain text after its first block, is cut in itself.
+                room = max(0, int(limit - progress.tokens))
+                begins = np.flatnonzero(tokens[: room + 1] == END_OF_TEXT)[not progress.tokens :]
+                tokens = tokens[: begins[-1] if len(begins) else room]
             writer.add(
                 tokens[written:],
                 documents=progress.documents,
@@ -176,11 +194,14 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
             progress = Progress(
                 None,  # the next batch has its own
                 progress.tokens + len(tokens),
-                progress.documents + sum(bool(item.text) for item in batch if item.begins),
+                progress.documents + int(np.count_nonzero(tokens == END_OF_TEXT)),
                 progress.skipped + sum(not item.text for item in batch),
             )
+            if is_cut:
+                break
         bar.total = progress.tokens
-    return writer.close(progress.documents, progress.skipped)
+    end = {"documents": progress.documents, "skipped": progress.skipped}
+    return writer.close(**end, max_tokens=manifest.max_tokens if is_cut else None)
 
 
 def tokenize_documents(
@@ -207,12 +228,20 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
+def describe_size(folder: Path, tokens: int, is_loaded: bool) -> str:
+    """What so many tokens take in all."""
+    line = f"{folder}: at most {format_count(tokens)} tokens, {2 * tokens / 1e9:.2g} GB on disk"
+    line += f" ({shutil.disk_usage(folder).free / 1e9:,.0f} GB are free)"
+    load = f"about {2.8 * tokens / 1e9:.2g} GB to download"  # FineWeb's Parquet files
+    return f"{line}, {load}" if is_loaded else line
+
+
 def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds: float) -> str:
     """The last line: what the folder, or a part, holds, and what this run did."""
     tokens, part = manifest.tokens, manifest.part
     what = str(folder) if part == WHOLE else f"{folder}, part {part.index} of {part.count}"
     speed = f"{(tokens - (earlier.tokens if earlier else 0)) / seconds:,.0f} tokens/s"
-    if earlier is not None and earlier.complete:
+    if manifest == earlier:
         speed = "finished earlier, and unchanged"
     documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
     if manifest.skipped:

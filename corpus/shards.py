@@ -18,6 +18,7 @@ a shard of that split; where no `.npy` file has, each such `.bin` file of llm.c 
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -96,8 +97,10 @@ class Manifest:
     skipped: int = 0
     """Empty documents, which have no tokens."""
     complete: bool = False
+    max_tokens: int | None = None
+    """Of the whole data set, the `--max-tokens` at which it ends; None if the source ends first."""
     progress: dict[str, Any] | None = None
-    """Where an interrupted run resumes, see `fineweb.Progress`; None once complete."""
+    """Where the tokens after the full shards are, see `fineweb.Progress`; None is the start."""
     format: int = 1
 
     @property
@@ -109,6 +112,10 @@ class Manifest:
     def part(self) -> Part:
         """The part that it lists, or `WHOLE`."""
         return Part(self.source.get("part", 0), self.source.get("parts", 1))
+
+    def has(self, max_tokens: int | None) -> bool:
+        """Whether it is finished, with what `max_tokens` keeps of the source; None keeps all."""
+        return self.complete and (self.max_tokens or math.inf) >= (max_tokens or math.inf)
 
     def of_part(self, index: int, count: int) -> "Manifest":
         """The same data set's manifest of a part."""
@@ -134,11 +141,12 @@ class Manifest:
             raise ValueError(f"{path} is not a shard manifest: {error}") from None
 
 
-def find_manifests(folder: Path) -> list[Manifest]:
-    """The manifest of the data set in a folder; without it, those of the parts that were begun."""
-    names = [SHARD_MANIFEST]
-    if not (folder / SHARD_MANIFEST).is_file():
-        names = sorted(path.name for path in folder.glob("part_*_of_*.json"))
+def find_manifests(folder: Path, max_tokens: int | None = 1) -> list[Manifest]:
+    """The data set's manifest; without one that has `max_tokens`, those of the parts begun."""
+    whole = Manifest.load(folder)
+    names = sorted(path.name for path in folder.glob("part_*_of_*.json"))
+    if not names or (whole is not None and whole.has(max_tokens)):
+        names = [SHARD_MANIFEST]
     return [manifest for name in names if (manifest := Manifest.load(folder, name))]
 
 
@@ -148,7 +156,7 @@ def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
     The shards stay where they are. `manifest` says what the data set is, and has no shards.
     """
     parts = [Manifest.load(folder, Part(i, count).manifest_name) for i in range(count)]
-    done = [part for part in parts if part is not None and part.complete]
+    done = [part for part in parts if part is not None and part.has(manifest.max_tokens)]
     if len(done) == count:
         replace(
             manifest,
@@ -156,6 +164,7 @@ def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
             documents=sum(part.documents for part in done),
             skipped=sum(part.skipped for part in done),
             complete=True,
+            max_tokens=min((part.max_tokens for part in done if part.max_tokens), default=None),
         ).save(folder)
     return sorted({*range(count)} - {part.part.index for part in done})
 
@@ -211,19 +220,18 @@ class ShardWriter:
         if len(self.manifest.shards) > finished:
             self._save(**progress)
 
-    def close(self, documents: int = 0, skipped: int = 0) -> Manifest:
-        """Write the remaining tokens and the manifest of the finished data set."""
+    def close(self, **end: Any) -> Manifest:  # noqa: ANN401 - fields' values
+        """Write the remaining tokens and the manifest of the finished data set, with `end`."""
         if self._splits and self._filled < 2:
             raise ValueError(f"the corpus has {self._filled} tokens: too few for two splits")
         self._write_buffer()
-        self._save(documents=documents, skipped=skipped, complete=True, progress=None)
+        self._save(**end, complete=True)
         return self.manifest
 
     def _write_buffer(self) -> None:
         size = self.manifest.shard_size
         tokens = self._buffer[: self._filled]
-        if not self.manifest.shards:
-            self._save()  # first: shards without a manifest would be taken for another's
+        self._save()  # first: shards without a manifest, or of an outdated one, would be refused
         if self._splits:
             if self._filled == 2 * size:
                 val, tokens = np.split(tokens, [size])
@@ -251,6 +259,8 @@ class ShardWriter:
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, info))
 
     def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
+        if self.manifest.part != WHOLE:  # whose manifest may list shards that change
+            (self.folder / SHARD_MANIFEST).unlink(missing_ok=True)
         self.manifest = replace(self.manifest, **values)
         self.manifest.save(self.folder)
 

@@ -26,6 +26,7 @@ Config = TypeVar("Config")
 RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 POSITIONAL = {"positional": True}  # metadata of a field of one value or more, without --NAME
 HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
+UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # of whole numbers
 WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 
@@ -162,7 +163,7 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
                 return given
             if part in WORDS:
                 with suppress(ValueError):
-                    return part(given)
+                    return parse_int(given) if part is int else part(given)
         raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(words)}")
 
     options: dict[str, Any] = {"nargs": "*"}
@@ -174,6 +175,16 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
         shown = words[0] if value in (None, "", MISSING) else str(value)
         options = {"required": value is MISSING}
     group.add_argument(flag, type=read, metavar=shown, help=text, **options)
+
+
+def parse_int(text: str) -> int:
+    """A whole number, which may be written as `1e9`, `1.5B`, `500M` or `10k`."""
+    with suppress(ValueError):
+        return int(text)
+    number = float(re.sub("[kmb]$", lambda unit: UNITS[unit[0]], text.lower()))
+    if not number.is_integer() or abs(number) > 2**53:  # beyond it, floats are not exact
+        raise ValueError(f"{text} is no whole number")
+    return int(number)
 
 
 def _parts(kind: object) -> list[Any]:

@@ -33,6 +33,7 @@ from corpus import sources
 from corpus.shards import Manifest, Part, ShardInfo, open_shards, unigram_loss
 from corpus.sources import Source, SourceFile, file_source, read_plain
 from fineweb import FineWebConfig, tokenize_documents
+from runtime.cli import format_count
 from tokenizer import gpt2_encoding
 
 make, hub = fineweb_runs.make, fineweb_runs.hub
@@ -286,6 +287,83 @@ def test_main_refuses_a_second_writer(make, tmp_path):
     make("--source", source)
 
 
+# A part of a source
+
+
+def full_shards(folder, size):
+    """The shards of `size` tokens, by name."""
+    return {p.name: p.read_bytes() for p in folder.glob("*.npy") if len(np.load(p)) == size}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+@pytest.mark.parametrize("limit", [200, 1500, 2000, 3500])  # of less than two shards, and of more
+def test_max_tokens_keeps_whole_documents_and_goes_on_to_the_bytes_of_a_full_run(
+    make, tmp_path, kind, limit
+):
+    texts = texts_of(200)
+    flags = ["--source", write_texts(tmp_path / f"a.{kind}", texts), "--shard-size", 1000]
+    make(*flags, "--data-dir", "whole")
+    everything, flags = tokens_of(Path("whole")), [*flags, "--data-dir", "d"]
+    for more in (limit, limit + 7, limit + 2500):
+        printed = make(*flags, "--max-tokens", more)
+        assert printed.startswith(f"d: at most {format_count(more)} tokens, {2 * more / 1e9:.2g} ")
+        assert "download" not in printed
+        tokens, manifest = tokens_of(Path("d")), Manifest.load(Path("d"))
+        assert tokens == everything[: len(tokens)]
+        longest = 0 if kind == "txt" else max(map(len, (reference([text]) for text in texts)))
+        assert more - longest <= len(tokens) <= more
+        assert kind == "txt" or everything[len(tokens)] == 50256  # the next document's first
+        assert manifest.documents == tokens.count(50256)
+        whole = full_shards(Path("whole"), 1000)
+        assert full_shards(Path("d"), 1000).items() <= whole.items() or len(tokens) < 2000
+        before = contents(Path("d"))
+        for same_or_less in (more, limit, 2):
+            assert "finished earlier" in make(*flags, "--max-tokens", same_or_less)
+        assert contents(Path("d")) == before
+    for every in (len(everything), len(everything) + 1):  # the source ends with it, or before it
+        make(*flags, "--max-tokens", every)
+        assert contents(Path("d")) == contents(Path("whole"))
+        assert "finished earlier" in make(*flags)
+
+
+def test_max_tokens_cuts_a_first_document_that_is_longer(make, tmp_path):
+    text = "one two three"
+    source = write_texts(tmp_path / "a.jsonl", [400 * text, text])
+    make("--source", source, "--max-tokens", "0.1k", "--data-dir", "d")
+    assert tokens_of(Path("d")) == reference([400 * text])[:100]
+
+
+def test_max_tokens_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path):
+    flags = ["--source", write_texts(tmp_path / "a.jsonl", texts_of(200)), "--shard-size", 1000]
+    make(*flags, "--data-dir", "some", "--max-tokens", 3500)
+    make(*flags, "--data-dir", "whole")
+    flags += ["--data-dir", "killed"]
+    for kill_at in (3, 2):
+        assert_killed(run_driver(tmp_path, *flags, "--max-tokens=3500", kill_at=kill_at))
+    make(*flags, "--max-tokens", 3500)
+    assert contents(Path("killed")) == contents(Path("some"))
+    for kill_at in (1, 2, 3, 6):  # while it goes on, before and after its last shard is replaced
+        assert_killed(run_driver(tmp_path, *flags, kill_at=kill_at))
+        if kill_at == 1:
+            assert contents(Path("killed")) == contents(Path("some"))
+            assert open_shards("killed", "train")  # still whole
+    make(*flags)
+    assert contents(Path("killed")) == contents(Path("whole"))
+
+
+def test_max_tokens_below_what_a_killed_run_has_ends_it_there(make, tmp_path):
+    flags = ["--source", write_texts(tmp_path / "a.jsonl", texts_of(200)), "--shard-size", 1000]
+    make(*flags, "--data-dir", "whole")
+    flags += ["--data-dir", "d"]
+    assert_killed(run_driver(tmp_path, *flags, kill_at=11))
+    shards = contents(Path("d")).keys() - {"manifest.json"}
+    assert len(shards) >= 4
+    make(*flags, "--max-tokens", 1500)
+    assert open_shards("d", "train").total_tokens == 1000 * (len(shards) - 1)
+    make(*flags)
+    assert contents(Path("d")) == contents(Path("whole"))
+
+
 # Bad input
 
 
@@ -415,6 +493,8 @@ def test_main_counts_a_null_as_an_empty_document(make, tmp_path, kind):
         (["--source"], "--source needs a value"),
         (["--source", ""], "--source needs a value"),
         (["--shard-size", "0"], "--shard-size must be above 0, not 0"),
+        (["--max-tokens", "0"], "--max-tokens must be above 0, not 0"),
+        (["--max-tokens", "1.5"], "--max-tokens: '1.5' is not INT"),
     ],
 )
 def test_main_explains_flags_that_cannot_be(make, flags, message):
@@ -519,6 +599,22 @@ def test_main_streams_the_hub_and_goes_on_at_the_same_revision(hub, tmp_path):
     done = run_driver(tmp_path, *flags, "--revision", "main", environment=environment)
     assert done.returncode == 2
     assert f"revision {'a' * 40} instead of {'b' * 40}" in done.stderr
+
+
+@pytest.mark.slow
+def test_max_tokens_of_the_hub_downloads_no_further_file(hub, tmp_path):
+    flags = ["--source=o/n", "--name=sample-10BT", "--text-field=content", "--shard-size=1000"]
+    environment = hub.environment(tmp_path / "hf")
+    done = run_driver(tmp_path, *flags, "--max-tokens=2.5k", environment=environment)
+    assert done.stdout.startswith("data/n-10BT: at most 2.5K tokens, 5e-06 GB on disk ("), done
+    assert done.stdout.splitlines()[0].endswith(" free), about 7e-06 GB to download")
+    assert hub.requests("GET", "000.parquet")
+    assert not hub.requests("GET", "001.parquet")
+    for name, head in (("n-10BT", "b"), ("whole", "a")):
+        hub.head = 40 * head  # the data set has moved on, the one that grows has not
+        done = run_driver(tmp_path, *flags, f"--data-dir=data/{name}", environment=environment)
+        assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "data/n-10BT") == contents(tmp_path / "data/whole")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,32 @@ def test_a_part_killed_at_any_moment_goes_on_to_the_same_bytes(make, flags, tmp_
     assert not list(Path("killed").glob(".*.tmp"))
 
 
+def test_parts_take_equal_shares_of_max_tokens_and_go_on(make, flags, tmp_path):
+    make_parts(make, *flags, "--data-dir", "straight")
+    flags = [*flags, "--data-dir", "d"]
+    printed = make_parts(make, *flags, "--max-tokens", 4000)
+    assert printed[1].startswith("d: at most 4K tokens, 8e-06 GB on disk")
+    assert "at most" not in printed[0]  # said once
+    parts = [Manifest.load(Path("d"), f"part_0000{i}_of_00002.json") for i in range(2)]
+    assert all(1500 < part.tokens <= 2000 for part in parts)
+    assert Manifest.load(Path("d")).max_tokens == 4000
+    assert open_shards("d", "train").total_tokens == sum(part.tokens for part in parts) - 700
+    assert "finished earlier" in make(*flags, "--max-tokens", 4000)
+    before = contents(Path("d"))
+    for others in ([], ["--part=1", "--parts=3"]):
+        with pytest.raises(ValueError, match=r"d holds other data, parts? "):
+            make(*flags, *others)
+    assert contents(Path("d")) == before
+    for part, kill_at in ((1, 4), (0, 2)):
+        one = [*flags, f"--part={part}", "--parts=2"]
+        assert_killed(run_driver(tmp_path, *one, kill_at=kill_at))
+        with pytest.raises(ValueError, match="d is not finished"):
+            open_shards("d", "train")
+        end = "part [0] of 2 not finished yet" if part else "all parts are finished"
+        assert f"d: {end}" in make(*one)
+    assert contents(Path("d")) == contents(Path("straight"))
+
+
 def test_parts_of_the_hub_are_of_one_revision(hub, tmp_path):
     flags = ["--source=o/n", "--name=sample-10BT", "--text-field=content", "--data-dir=d"]
     flags += ["--shard-size=1500", "--parts=2"]
