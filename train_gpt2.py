@@ -34,7 +34,7 @@ from runtime.cli import run_command
 from runtime.device import autocast, eval_mode, make_deterministic, tune_malloc
 from runtime.distributed import DistInfo, print0
 from sample import generate_tokens
-from tokenizer import END_OF_TEXT, gpt2_encoding
+from tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
 from training.checks import run_preflight
 from training.plan import loss_chunks, print_plan
 from training.resume import parse_config, run_model_config
@@ -294,7 +294,7 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
 
 
 def validate(run: Run, trainer: Trainer) -> dict[str, float]:
-    """The validation loss, over the same windows whatever the number of ranks."""
+    """Validate, over the same windows whatever the number of ranks."""
     batches = validation_batches(
         run.val_shards,
         block_size=run.model_config.block_size,
@@ -304,28 +304,38 @@ def validate(run: Run, trainer: Trainer) -> dict[str, float]:
         dist_info=run.dist_info,
         before_batch=run.stop.interrupt_evaluation,
     )
-    return {"val_loss": evaluate_loss(trainer.model, batches, run.dtype, run.dist_info)}
+    vocab_size = run.model_config.vocab_size
+    return evaluate_loss(trainer.model, batches, vocab_size, run.dtype, run.dist_info)
 
 
 @torch.no_grad()
 def evaluate_loss(
-    model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype, dist_info: DistInfo
-) -> float:
-    """Mean cross-entropy over all ranks' batches, in nats per token.
+    model: nn.Module,
+    batches: Iterable[Batch],
+    vocab_size: int,
+    dtype: torch.dtype,
+    dist_info: DistInfo,
+) -> dict[str, float]:
+    """The mean loss over all ranks' batches: `val_loss`, nats per token; `val_bpb`, bits per byte.
 
-    Losses and counts are summed over the ranks and divided once, so that the result does not depend
-    on their number.
+    Losses, tokens and their bytes are summed over the ranks and divided once, so that the results
+    do not depend on the ranks' number. Ids that are not GPT-2's have no `val_bpb`.
     """
+    lengths = torch.from_numpy(token_bytes(vocab_size)).to(dist_info.device)
     exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has no float64
-    totals = torch.zeros(2, dtype=exact, device=dist_info.device)
+    totals = torch.zeros(3, dtype=exact, device=dist_info.device)
     for inputs, targets in batches:
         with autocast(dist_info.device, dtype):
             _, loss = model(inputs, targets)
-        count = (targets != IGNORE_INDEX).sum()
-        totals[0] += torch.where(count > 0, loss * count, 0.0)
-        totals[1] += count
-    loss_sum, count_sum = distributed.all_reduce_sum(totals).tolist()
-    return float(loss_sum / count_sum)
+        counts = targets != IGNORE_INDEX
+        totals[0] += torch.where(counts.any(), loss * counts.sum(), 0.0)
+        totals[1] += counts.sum()
+        totals[2] += (lengths[targets.clamp(min=0)] * counts).sum()
+    loss_sum, count_sum, byte_sum = distributed.all_reduce_sum(totals).tolist()
+    metrics = {"val_loss": loss_sum / count_sum}
+    if byte_sum:
+        metrics["val_bpb"] = loss_sum / math.log(2) / byte_sum
+    return metrics
 
 
 def score_hellaswag(run: Run, trainer: Trainer) -> dict[str, float]:

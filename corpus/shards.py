@@ -18,6 +18,7 @@ a shard of that split; where no `.npy` file has, each such `.bin` file of llm.c 
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from runtime.cli import shell_line
 from runtime.files import atomic_write, read_json, sha256_of, write_json
-from tokenizer import VOCAB_SIZE
+from tokenizer import VOCAB_SIZE, token_bytes
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
@@ -318,11 +319,18 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
     return shards
 
 
-def unigram_loss(train: TokenShards, val: TokenShards, most: int = COUNTED_TOKENS) -> float:
-    """Nats per token of validation's first `most` by token counts, plus one each, of training."""
+def unigram_loss(
+    train: TokenShards, val: TokenShards, most: int = COUNTED_TOKENS
+) -> tuple[float, float]:
+    """What token frequencies alone reach on validation's first `most`.
+
+    In nats per token and bits per byte. The frequencies are training's counts, plus one each.
+    """
     counts = 1 + np.bincount(train.read(0, COUNTED_TOKENS), minlength=1 << 16)  # of every uint16
     losses = np.log(counts[:VOCAB_SIZE].sum()) - np.log(counts)
-    return float(losses[val.read(0, min(most, COUNTED_TOKENS))].mean())
+    ids = val.read(0, min(most, COUNTED_TOKENS))
+    bits = losses[ids].sum() / math.log(2)
+    return float(losses[ids].mean()), float(bits / max(1, token_bytes(len(counts))[ids].sum()))
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:

@@ -247,7 +247,7 @@ def test_every_kind_of_gpu_has_a_plan_that_fits(name):
         ({}, 20),  # of 19,073 steps: after each 1,000, and at the end
         ({"max_steps": 2000}, 2),
         ({"checkpoint_every": 0}, 1),
-        ({"keep_checkpoints": 2}, 3),  # with the one that is being written
+        ({"keep_checkpoints": 2}, 4),  # with the best, and the one that is being written
         ({"keep_checkpoints": 30}, 20),
     ],
 )

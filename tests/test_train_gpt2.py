@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import HELLASWAG, ROOT, needs_compiler, series, tiny_run
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
@@ -101,7 +102,8 @@ def test_main_learns_validates_and_saves(tiny_flags, tiny_data, tmp_path, capsys
     *train, val = (np.load(path) for path in sorted(tiny_data.glob("*.npy")))
     counts = 1 + np.bincount(np.concatenate(train), minlength=50257)
     unigram = np.log(counts.sum()) - np.log(counts[val[:256]]).mean()  # of --val-tokens
-    assert lines[-2] == f"a model of token frequencies alone has val_loss {unigram:.4f}"
+    bits = 256 * unigram / math.log(2) / len(gpt2_encoding().decode_bytes(val[:256].tolist()))
+    assert lines[-2] == f"a model of token frequencies alone has {unigram:.4f}, {bits:.4f}"
     assert lines[-1] == f"done: {run_dir}"
     for path in paths:
         verify_checkpoint(path)
@@ -461,8 +463,24 @@ def test_evaluate_loss_weighs_tokens_not_batches():
     batches = [Batch(batch.inputs, ignored), Batch(batch.inputs[4:], batch.targets[4:])]
     batches.append(Batch(batch.inputs, nothing))
     expected = float(model(*batch).loss.detach())
-    loss = evaluate_loss(model, batches, torch.float32, DistInfo())
-    assert loss == pytest.approx(expected, abs=1e-6)
+    metrics = evaluate_loss(model, batches, TINY.vocab_size, torch.float32, DistInfo())
+    assert metrics == {"val_loss": pytest.approx(expected, abs=1e-6)}  # its ids are not GPT-2's
+
+
+def test_evaluate_loss_gives_bits_per_byte_of_the_targets():
+    """As by hand: a loss per token, and the bytes of each; the first is no target."""
+    ids = [50256, *gpt2_encoding().encode_ordinary("naïve café 日本語, 🙂!"), 50256]
+    tokens = torch.tensor([ids])
+    config = GPTConfig(block_size=len(ids), n_layer=1, n_head=1, n_embd=8)
+    torch.manual_seed(0)
+    model = GPT(config)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, 2] = -100
+    loss = F.cross_entropy(model(inputs).logits[0].detach(), targets[0], reduction="sum").item()
+    text = [gpt2_encoding().decode_single_token_bytes(i) for i in [*ids[1:3], *ids[4:-1]]]
+    batches = [Batch(inputs, targets)]
+    metrics = evaluate_loss(model, batches, config.vocab_size, torch.float32, DistInfo())
+    assert metrics["val_bpb"] == pytest.approx(loss / math.log(2) / len(b"".join(text)), rel=1e-5)
 
 
 def test_learning_rate_follows_the_flags():

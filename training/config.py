@@ -128,7 +128,7 @@ class TrainConfig:
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 = at the end only. One is saved at the end in any case."""
     keep_checkpoints: int = 0
-    """Keep this many checkpoints, the newest; 0 = all."""
+    """Keep the newest ones, this many, and the best validated; 0 = all."""
     step_timeout: float = 20.0
     """Minutes that a process waits for the others in a collective before it ends; 0 = as long as it
     takes."""

@@ -184,7 +184,8 @@ def describe_plan(
     state = memory.state / 2**30
     activations = memory.per_token * split.micro_batch_size * block_size / 2**30
     saves = math.ceil(config.max_steps / (config.checkpoint_every or config.max_steps))
-    on_disk = min(saves, (config.keep_checkpoints or saves) + 1)  # one goes when the next is there
+    # The best is kept, and one goes when the next is there.
+    on_disk = min(saves, (config.keep_checkpoints or saves) + 2)
     checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
     rows = {
         "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
