@@ -273,6 +273,11 @@ class TokenShards:
         """Tokens in all shards of the split."""
         return int(self.offsets[-1])
 
+    def locate(self, index: int) -> tuple[Path, int]:
+        """The shard that has a token, and where it is in there."""
+        shard = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        return self.paths[shard], index - int(self.offsets[shard])
+
     def read(self, start: int, count: int) -> TokenArray:
         """Copy tokens [start, start + count) or, at the end, fewer, from as many shards: uint16."""
         tokens = np.empty(count := min(count, self.total_tokens - start), SHARD_DTYPE)

@@ -240,6 +240,20 @@ def test_main_ranks_agree_to_leave_hellaswag_out(commands, tiny_flags, tmp_path)
     assert len(series(tmp_path / "runs/a", "train_loss")) == 8
 
 
+def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp_path, capsys):
+    """Digit for digit, dropout's random numbers included; a resume keeps the number."""
+    flags = [*tiny_flags, f"--hellaswag-data={HELLASWAG}", "--block-size=64", "--optimizer=muon"]
+    main([*flags, "--run-name=timed", "--max-minutes=0.02", "--hellaswag-every=5"])
+    config = json.loads((tmp_path / "runs/timed/config.json").read_text())
+    steps = config["max_steps"]
+    assert f"--max-minutes 0.02: --max-steps {steps}, " in capsys.readouterr().out
+    assert "max_minutes" not in config
+    main([*flags, "--run-name=given", f"--max-steps={steps}", "--hellaswag-every=5"])
+    assert_same_run(tmp_path / "runs/timed", tmp_path / "runs/given")
+    main([*flags, "--run-name=timed", "--resume=auto", "--max-minutes=9"])
+    assert "the run is finished" in capsys.readouterr().out
+
+
 def test_main_never_saves_weights_that_are_not_finite(tiny_flags, tmp_path):
     flags = [*tiny_flags, "--run-name=a", "--val-every=0", "--checkpoint-every=1"]
     main([*flags, "--max-steps=2"])
@@ -285,6 +299,7 @@ run_command(train_gpt2.main)
     assert len(stopped) == 2
     # The save of the step before was still under way: both processes waited for it.
     assert all("step_00000005" in line for line in stopped)
+    assert all("runs/a --step 6 shows the text; last checkpoint" in line for line in stopped)
     assert sorted(series(tmp_path / "runs/a", "train_loss")) == [1, 2, 3, 4, 5]
     latest = latest_checkpoint(tmp_path / "runs/a")
     assert latest.name == "step_00000005"
@@ -355,13 +370,15 @@ def test_train_step_stops_before_an_update_that_is_not_finite(one_step):
 
 def test_raise_unless_overflow_gives_up_once_the_scale_is_down_to_1():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    raise_unless_overflow(1.0, math.inf, scaler)  # this step is left out, and the scale halved
+    raise_unless_overflow(
+        1.0, math.inf, scaler, "a command"
+    )  # this step is left out, and the scale halved
     scaler.scale(torch.ones(()))  # sets it up
     scaler.update(1.0)
-    with pytest.raises(FloatingPointError, match="gradient norm inf"):
-        raise_unless_overflow(1.0, math.inf, scaler)
+    with pytest.raises(FloatingPointError, match="gradient norm inf: .*; a command shows"):
+        raise_unless_overflow(1.0, math.inf, scaler, "a command")
     with pytest.raises(FloatingPointError, match="loss nan"):
-        raise_unless_overflow(math.nan, 1.0, torch.amp.GradScaler("cpu", init_scale=4.0))
+        raise_unless_overflow(math.nan, 1.0, torch.amp.GradScaler("cpu", init_scale=4.0), "")
 
 
 def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data, tmp_path, capsys):
