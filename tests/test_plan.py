@@ -207,7 +207,7 @@ def described(config, model_config, dist_info):
 
 def hours_of(time):
     """Of `about 1d02h, at 40% MFU`."""
-    duration = re.match(r"about (\w+), at \d\d% MFU$", time)[1]
+    duration = re.match(r"about (\w+), at \d\d% MFU(; --max-minutes .*)?$", time)[1]
     units = {"d": 24, "h": 1, "m": 1 / 60, "s": 1 / 3600}
     return sum(int(count) * units[unit] for count, unit in re.findall(r"(\d+)(\w)", duration))
 

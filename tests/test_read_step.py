@@ -68,7 +68,7 @@ def test_read_step_refuses_other_data_than_the_runs(read, tiny_flags, tmp_path):
     with pytest.raises(ValueError, match="has changed since"):
         read(tmp_path / "runs/a", "--step=1")
     config.unlink()
-    with pytest.raises(FileNotFoundError, match="config.json is not a file"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is not a file"):
         read(tmp_path / "runs/a", "--step=1")
     with pytest.raises(ValueError, match="step must be"):
         read(tmp_path / "runs/a", "--step=0")

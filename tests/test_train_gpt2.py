@@ -375,7 +375,7 @@ def test_raise_unless_overflow_gives_up_once_the_scale_is_down_to_1():
     )  # this step is left out, and the scale halved
     scaler.scale(torch.ones(()))  # sets it up
     scaler.update(1.0)
-    with pytest.raises(FloatingPointError, match="gradient norm inf: .*; a command shows"):
+    with pytest.raises(FloatingPointError, match=r"gradient norm inf: .*; a command shows"):
         raise_unless_overflow(1.0, math.inf, scaler, "a command")
     with pytest.raises(FloatingPointError, match="loss nan"):
         raise_unless_overflow(math.nan, 1.0, torch.amp.GradScaler("cpu", init_scale=4.0), "")
