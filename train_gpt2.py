@@ -314,8 +314,8 @@ def fit_max_minutes(run: Run, trainer: Trainer) -> Run:
     left = 60 * cast(float, config.max_minutes) - (perf_counter() - begun)
     steps = -distributed.all_reduce_max(-max_steps_within(left, step_seconds, others))
     print0(f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each")
-    config = replace(config, max_steps=steps, max_minutes=None)
-    return replace(run, config=config, log=replace(run.log, config=config))
+    run.log.config = replace(config, max_steps=steps, max_minutes=None)
+    return replace(run, config=run.log.config)
 
 
 # --- evaluation -------------------------------------------------------------------------------
