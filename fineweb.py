@@ -31,7 +31,7 @@ from corpus.shards import WHOLE, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from formats.hub import REPO_NAME
 from runtime.cli import bad_numbers, parse_flags, run_command, shell_line
-from runtime.files import lock_folder, read_json
+from runtime.files import list_dir, lock_folder, read_json
 from tokenizer import VOCAB_SHA256, TokenIds, encode_documents, gpt2_encoding
 
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
@@ -102,7 +102,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     part = Part(config.part or 0, config.parts or 1)
     with folder_lock(folder, part):
         found = shards.find_manifests(folder)
-        if not found and any(folder.glob("*.npy")):
+        if not found and list_dir(folder, "*.npy"):
             raise ValueError(
                 f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
             )

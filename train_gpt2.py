@@ -444,6 +444,7 @@ def save(run: Run, trainer: Trainer, step: int) -> None:
             grad_scaler=trainer.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in optimizers],
             optimizer_values=checkpoint.optimizer_values(model, optimizers),
+            code_logits=checkpoint.code_logits(model.config),
         )
         run.writer.save(state, model, optimizers)
 

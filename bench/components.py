@@ -23,6 +23,7 @@ from hellaswag import Example, evaluate_hellaswag, load_examples
 from model import GPT
 from runtime.device import autocast, select_dtype
 from runtime.distributed import DistInfo
+from runtime.files import list_dir
 from sample import generate_tokens
 from tokenizer import END_OF_TEXT
 
@@ -60,7 +61,7 @@ def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
 
     def run(*command: str | Path) -> dict[str, float]:
         seconds = seconds_of(lambda: run_python(*command, text))
-        shards = [np.load(path, mmap_mode="r", allow_pickle=False) for path in out.glob("*.npy")]
+        shards = [np.load(path, mmap_mode="r") for path in list_dir(out, "*.npy")]
         tokens = sum(shard.size for shard in shards)
         shutil.rmtree(out)
         return {"s": seconds, "tokens": tokens}

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.cli import shell_line
-from runtime.files import atomic_write, read_json, sha256_of, write_json
+from runtime.files import atomic_write, list_dir, read_json, sha256_of, write_json
 from tokenizer import VOCAB_SIZE, token_bytes
 
 Split = Literal["train", "val"]
@@ -353,7 +353,7 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
 def _find_shards(folder: Path, split: Split) -> list[Path]:
     """The shards of a folder without a manifest, by their names, such as `a_train000.bin`."""
     for kind in ("npy", "bin"):
-        files = sorted(folder.glob(f"*.{kind}"))
+        files = list_dir(folder, f"*.{kind}")
         val = [path for path in files if VAL_WORD.search(path.name)]
         train = [path for path in files if TRAIN_WORD.search(path.name) and path not in val]
         if (train or val) and kind == "bin" and (folder / NANOGPT_VOCABULARY).exists():

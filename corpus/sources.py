@@ -10,7 +10,6 @@ import glob
 import hashlib
 import io
 import json
-import os
 import platform
 import re
 import sysconfig
@@ -22,13 +21,22 @@ from typing import Any, NamedTuple
 
 from corpus.shards import WHOLE, Part
 from formats.hub import explain_hub_errors, resolve_revision
+from runtime.files import list_dir
 from tokenizer import CUT
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
 FILE_TYPES = (*JSON_LINES, ".parquet", ".txt")
 PLAIN = ("", ".txt")  # of what `file_type` gives
-NO_UTF8 = "invalid UTF-8; if it is Latin-1, convert it by iconv -f latin1 -t utf-8 FILE > NEW_FILE"
+NO_UTF8 = "invalid UTF-8; if it is text of Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE"
+UTF_16 = "UTF-16 or no text; if it is text, use iconv -f utf-16 -t utf-8 FILE > NEW_FILE"
+NO_TEXT = {  # by a file's first bytes
+    b"%PDF": "a PDF; use pdftotext FILE NEW_FILE.txt",
+    b"PK\3\4": "a zip file; use pandoc FILE -t plain -o NEW_FILE.txt for .docx, .odt or .epub, or "
+    "unzip FILE -d FOLDER",
+    b"\x1f\x8b": "a gzip file; use gunzip FILE",
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), UTF_16),
+}
 JSON_ARRAY = "a JSON array, not JSON lines; convert it by jq -c '.[]' FILE > NEW_FILE.jsonl"
 TABLE_ROWS = 256  # rows that are read together
 HASHED_BYTES = 1 << 20  # of a file's head, and of its tail
@@ -115,7 +123,7 @@ def stdlib_source() -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     names = [
         path.relative_to(root).as_posix()
-        for path in root.rglob("*.py")
+        for path in list_dir(root, "**/*.py")
         if not STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts)
         and not path.name.startswith("_sysconfigdata")  # holds this machine's paths
     ]
@@ -168,9 +176,8 @@ def folder_files(folder: Path) -> list[Path]:
 
     They come in the order of a hash of their names: validation, the first of them, is of all kinds.
     """
-    names = glob.glob("**", root_dir=folder, recursive=True)
-    names = sorted((n.replace(os.sep, "/") for n in names), key=hash_of_name)
-    files = [path for path in (folder / name for name in names) if path.is_file()]
+    found = {path.relative_to(folder).as_posix(): path for path in walk_files(folder, set())}
+    files = [found[name] for name in sorted(found, key=hash_of_name)]
     texts = [path for path in files if is_text(path)]
     if left_out := sorted({*files} - {*texts}):
         count = f"{len(left_out):,} of {len(files):,} files left out"
@@ -180,13 +187,25 @@ def folder_files(folder: Path) -> list[Path]:
     return texts
 
 
+def walk_files(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """The files in and below a folder that are not hidden; nothing below folders in `seen`."""
+    if (real := folder.resolve()) in seen:  # links may lead to a folder that holds them
+        return
+    seen.add(real)
+    for path in list_dir(folder):
+        if path.is_dir():
+            yield from walk_files(path, seen)
+        elif path.is_file():
+            yield path
+
+
 def is_text(path: Path) -> bool:
     """Whether a folder's file is UTF-8, as far as its first block, or JSON lines, or a table."""
     if path.suffix == ".json":  # unlike lines, package.json and such begin with a line of "{"
         with path.open("rb") as file:
             return file.readline(9).startswith((b'{"', b'{ "'))
     try:
-        return file_type(path) not in PLAIN or "\0" not in next(read_plain(path))
+        return file_type(path) not in PLAIN or next(read_plain(path)) is not None
     except ValueError:
         return False
 
@@ -230,9 +249,9 @@ def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
 
 def _parse_line(line: bytes, field: str, where: str) -> str:
     try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: {NO_UTF8} ({error.reason})") from None
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: {_no_text(line) or NO_UTF8}") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
     _check_text_field(value if isinstance(value, dict) else (), field, where)
@@ -246,14 +265,22 @@ def read_plain(path: Path) -> Iterator[str]:
     rest = ""
     try:
         with path.open("rb") as file:
+            if reason := _no_text(file.peek()):
+                raise ValueError(f"{path}: {reason}")
             while more := file.read(BLOCK_BYTES):
                 rest += decoder.decode(more)
                 while cut := CUT.search(rest, BLOCK_BYTES):
                     yield rest[: cut.start()]
                     rest = rest[cut.start() :]
         yield rest + decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: {NO_UTF8} ({error.reason})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: {NO_UTF8}") from None
+
+
+def _no_text(start: bytes) -> str | None:
+    """What else than UTF-8 text a file is, by its first bytes, and what makes text of it."""
+    reasons = (reason for kind, reason in NO_TEXT.items() if start.startswith(kind))
+    return next(reasons, UTF_16 if b"\0" in start else None)
 
 
 def _check_text_field(names: Collection[str], field: str, where: str) -> None:
@@ -263,6 +290,8 @@ def _check_text_field(names: Collection[str], field: str, where: str) -> None:
 
 
 def _string(value: object, field: str, where: str) -> str:
+    if value is None:  # a null is an empty document, which is counted
+        return ""
     if not isinstance(value, str):
         raise ValueError(f"{where}: `{field}` is {type(value).__name__}, not a string")
     return value

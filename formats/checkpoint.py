@@ -13,6 +13,7 @@ the copy is written.
 
 import base64
 import json
+import math
 import os
 import re
 import shutil
@@ -20,9 +21,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError
@@ -32,13 +35,14 @@ from torch.optim import Optimizer
 
 from formats.huggingface import check_tensors, is_finite, read_tensors, shapes_of
 from formats.metrics import validations
-from model import GPT
-from runtime.cli import shell_line
+from model import GPT, GPTConfig
+from runtime.cli import print_error, shell_line
 from runtime.distributed import (
     all_reduce_max,
     distribute_like,
     full_tensor,
     gather_text,
+    is_main,
     print0,
     raise_on_all_ranks,
 )
@@ -51,6 +55,7 @@ CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
+MAX_CODE_ERROR = 5e-6  # rounding gives 2e-7, the exact GELU instead of tanh's 3e-5
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class RunState:
     """The optimizers' class names."""
     optimizer_values: dict[str, Any]
     """Optimizer state that is not a tensor, named as the tensors are: see `optimizer_values`."""
+    code_logits: list[float] = field(default_factory=list)
+    """What the code computed, see `code_logits`; older checkpoints do not say."""
 
 
 class Checkpoint(NamedTuple):
@@ -338,6 +345,36 @@ def read_state(checkpoint: Path) -> RunState:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
 
 
+def code_logits(model_config: GPTConfig) -> list[float]:
+    """What `model.py` and `ops.py` compute: logits of a tiny model, weights and input by formula.
+
+    None if an edited model cannot be so small.
+    """
+    size = {"block_size": 8, "vocab_size": 50, "n_layer": 2, "n_embd": 8 * model_config.n_head}
+    for dtype in (torch.float64, torch.float32):  # an edit may take float32 only
+        with suppress(Exception), torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
+            model = GPT(replace(model_config, **size)).to(dtype).eval()
+            for name, tensor in model_state(model).items():
+                if tensor.is_floating_point():
+                    numbers = torch.arange(tensor.numel()).view_as(tensor) ** 2
+                    tensor.copy_((numbers + crc32(name.encode())) % 101 / 101 - 0.5)
+            logits = model(7 * torch.arange(16).view(2, 8) % 50).logits[:, -1, :4].flatten()
+            if is_finite(logits):
+                return [float(logit) for logit in logits]
+    return []
+
+
+def warn_of_other_code(path: Path, state: RunState) -> None:
+    """Say so if the code computes something else than the code that saved a checkpoint."""
+    saved, found = state.code_logits, code_logits(GPTConfig(**state.model_config))
+    error = math.dist(saved, found) / math.hypot(*saved) if saved and found else 0.0
+    if is_main() and error > MAX_CODE_ERROR:
+        print_error(  # not where `sample.py` prints texts
+            f"warning: {path} was trained by other code, its logits differ by {error:.1e} of their "
+            f"size: restore model.py and ops.py (git stash, git checkout), or results will differ"
+        )
+
+
 # --- resuming ---------------------------------------------------------------------------------
 
 
@@ -362,6 +399,7 @@ def load_checkpoint(
                 f"--size, --n-layer, --n-head and --n-embd, by {shell_line('--init-from', path)}"
             )
         copy_state(read_tensors(path / MODEL_NAME), model, path)
+        warn_of_other_code(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
     _load_optimizers(values, model, optimizers)
     if scaler is not None and state.grad_scaler:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import atomic_write, lock_folder, read_json, sync_folder, write_json
+from runtime.files import atomic_write, list_dir, lock_folder, read_json, sync_folder, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
@@ -313,7 +313,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """A model's folder, from the hub if need be; refused if its weights have to be converted."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    if any(folder.glob("*config.json")) and not _weight_files(folder):
+    if list_dir(folder, "*config.json") and not _weight_files(folder):
         raise FileNotFoundError(
             f"{source} lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: load "
             f"it with transformers, call save_pretrained('converted'), and give that folder"

@@ -18,6 +18,7 @@ from formats.checkpoint import (
     copy_state,
     read_state,
     verify_checkpoint,
+    warn_of_other_code,
 )
 from formats.huggingface import (
     is_local,
@@ -30,6 +31,7 @@ from formats.metrics import METRICS_NAME, validations
 from model import GPT, GPTConfig
 from runtime.cli import shell_line
 from runtime.distributed import print0, train_command
+from runtime.files import list_dir
 
 RUN_CONFIG_NAME = "config.json"  # of a run: its settings
 RUN_LOCK_NAME = ".lock"
@@ -133,7 +135,7 @@ def list_runs(out_dir: Path) -> str:
 
 def run_names(out_dir: Path) -> list[str]:
     """The names of the runs in a folder."""
-    return [run.name for run in sorted(out_dir.glob("*")) if is_run(run)]
+    return [run.name for run in list_dir(out_dir) if is_run(run)]
 
 
 def is_run(path: Path) -> bool:
@@ -157,8 +159,10 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
         return load_pretrained(source, device)
     path = find_checkpoint(Path(source))
     verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
-    model = new_model(GPTConfig(**read_state(path).model_config), device)
+    state = read_state(path)
+    model = new_model(GPTConfig(**state.model_config), device)
     copy_state(read_tensors(path / MODEL_NAME), model, path)
+    warn_of_other_code(path, state)
     return model.eval()
 
 
@@ -172,4 +176,4 @@ def model_config_of(source: str | Path) -> GPTConfig:
 def is_hugging_face(source: str | Path) -> bool:
     """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
     path = Path(source)
-    return not is_local(source) or (any(path.glob("*config.json")) and not is_run(path))
+    return not is_local(source) or bool(list_dir(path, "*config.json") and not is_run(path))

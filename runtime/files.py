@@ -85,6 +85,14 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
+def list_dir(folder: Path, pattern: str = "*") -> list[Path]:
+    """A folder's entries that match a glob, sorted, without the hidden ones.
+
+    What begins with a dot is nobody's data or code: `._train.bin` of macOS, `.#model.py` of Emacs.
+    """
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+
+
 def is_plain_name(name: object) -> bool:
     """Whether a name from a file can only mean an entry of the file's own folder."""
     return isinstance(name, str) and Path(name).name == name and name not in ("", "..")

@@ -92,10 +92,10 @@ def tiny_flags(tiny_data, tmp_path):
 def copy_code(folder):
     """A copy of the scripts and what they import, to change."""
     folder.mkdir()
-    for path in ROOT.glob("*.py"):
+    for path in ROOT.glob("[!.]*.py"):
         shutil.copy(path, folder)
     for name in ("assets", "corpus", "formats", "runtime", "training"):
-        shutil.copytree(ROOT / name, folder / name)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".*"))
     return folder
 
 

@@ -59,9 +59,10 @@ def write_texts(path, texts, field="text"):
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"id": range(len(texts)), field: texts}), path)
         return path
-    content = "\n".join(texts).encode()
     if ".json" in path.name:
         content = "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
+    else:
+        content = "\n".join(texts).encode()
     if codec := {".gz": "gzip", ".zst": "zstd"}.get(path.suffix):
         halves = content[: len(content) // 2], content[len(content) // 2 :]
         content = b"".join(pa.compress(half, codec, asbytes=True) for half in halves)

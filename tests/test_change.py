@@ -13,6 +13,8 @@ from conftest import HELLASWAG, ROOT, TINY_RUN, copy_code, needs_compiler, serie
 from forked import Commands, assert_refused
 from safetensors.torch import load_file
 
+from formats.checkpoint import code_logits
+from model import GPTConfig
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
 
@@ -46,6 +48,7 @@ def train(commands, *flags, ranks=1):
     run = commands.run if ranks == 1 else lambda *args: commands.run_ranks(ranks, *args)
     done = run("train_gpt2", *flags)
     assert done.code == 0, done.stderr
+    assert "other code" not in done.stderr
 
 
 def losses_of_a_run_and_of_one_in_halves(commands, flags, more=(), ranks=1, then_ranks=None):
@@ -183,6 +186,62 @@ def test_all_edits_together_resume_bit_for_bit(patched, tiny_data, ranks, flags)
     ends = [final_state(commands, run) for run in ("whole", "halves")]
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize(
+    ("patches", "is_same"),
+    [
+        (["logits"], False),
+        (["parameter", "buffer"], False),
+        (["rotary"], False),
+        (["dropout", "loss", "lr_scale"], True),
+    ],
+)
+def test_a_checkpoint_has_what_its_code_computes(patched, tiny_data, patches, is_same):
+    commands = patched(*patches)
+    train(commands, *run_flags(tiny_data, "--run-name=one", "--max-steps=1"))
+    state = commands.folder / "runs/one/checkpoints/step_00000001/trainer_state.json"
+    logits = json.loads(state.read_text())["code_logits"]
+    own = code_logits(GPTConfig(n_head=2))
+    assert len(logits) == len(own) == 8
+    assert (logits == pytest.approx(own, rel=1e-4)) == is_same
+
+
+ACTIVATIONS = {  # what an edit makes of the MLP's activation, and whether it can be told
+    "relu": ("F.relu(self.c_fc(x))", True),
+    "exact GELU": ("F.gelu(self.c_fc(x))", True),
+    "for float32": ("F.relu(self.c_fc(x.float()))", True),
+    "for one width": ("F.relu(self.c_fc(x.view(-1, 32)).view(*x.shape[:2], -1))", False),
+}
+
+
+@pytest.mark.parametrize(("activation", "told"), ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warning(
+    commands, patched, tiny_data, activation, told
+):
+    changed = patched()
+    model = changed.folder / "copy/model.py"
+    text = model.read_text()
+    edited = text.replace('F.gelu(self.c_fc(x), approximate="tanh")', activation)
+    assert edited != text
+    model.write_text(edited)
+    with Commands(changed.folder, changed.folder / "copy") as other:
+        flags = run_flags(tiny_data, "--block-size=64", "--run-name=a", "--max-steps=4")
+        train(other, *flags)
+        train(other, *flags, "--resume=auto", "--max-steps=5")  # by its own code
+    run = changed.folder / "runs/a"
+    for script, *more in (
+        ("train_gpt2", f"--resume={run}", "--max-steps=6", "--run-name=b"),
+        ("sample", f"--model={run}", "--max-new-tokens=2", "--json", "--device=cpu"),
+        ("hellaswag", f"--model={run}", f"--data={HELLASWAG}", "--device=cpu"),
+        ("export", f"--model={run}", f"--out={changed.folder}/exported"),
+    ):
+        done = commands.run(script, *more)
+        assert done.code == 0, done.stderr
+        said = f"warning: {run}/checkpoints/step_00000005 was trained by other code"
+        assert done.stderr.count(said) == told
+        if script == "sample":
+            assert all(json.loads(line)["tokens"] for line in done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -12,6 +12,7 @@ from runtime.files import (
     append_atomically,
     atomic_write,
     is_plain_name,
+    list_dir,
     lock_folder,
     read_json,
     redact_secrets,
@@ -39,6 +40,15 @@ def test_read_json_of_something_else_names_the_file(tmp_path, content):
     (tmp_path / "broken.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"broken\.json is not valid JSON"):
         read_json(tmp_path / "broken.json")
+
+
+def test_list_dir_leaves_out_what_begins_with_a_dot(tmp_path):
+    for name in ("b.py", "a.py", "._a.py", ".c.py", "d.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / ".#a.py").symlink_to("somebody@machine.1234")  # Emacs' lock, to nowhere
+    assert list_dir(tmp_path, "*.py") == [tmp_path / "a.py", tmp_path / "b.py"]
+    assert len(list_dir(tmp_path)) == 3
+    assert list_dir(tmp_path / "none") == []
 
 
 @given(st.text())

@@ -1,5 +1,7 @@
 """Text to shards: the same bytes from every source, encoder and interrupted run."""
 
+import codecs
+import gzip
 import hashlib
 import json
 import os
@@ -114,6 +116,23 @@ def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_p
         make("--source", "mine/latin.txt", "--data-dir", "d")
     with pytest.raises(ValueError, match=r"rows\.json: a JSON array, .* jq -c '\.\[\]' FILE > NEW"):
         make("--source", "mine/rows.json", "--data-dir", "d")
+
+
+def test_main_lists_a_folder_with_links_to_its_parents_once(make, tmp_path):
+    texts = {"a/b/c.txt": "one two", "d.txt": "three"}
+    for name, text in texts.items():
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_texts(tmp_path / "mine" / name, [text])
+    for folder in ("mine", "mine/a", "mine/a/b"):  # without an end, 3^40 paths
+        for link in ("up", "back", "root"):
+            (tmp_path / folder / link).symlink_to(tmp_path / "mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "mine/other").symlink_to(tmp_path / "other")  # is followed
+    write_texts(tmp_path / "other/e.txt", ["four"])
+    make("--source", "mine")
+    texts["other/e.txt"] = "four"
+    by_chance = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert tokens_of(Path("data/mine")) == reference([texts[name] for name in by_chance])
 
 
 @pytest.mark.parametrize(
@@ -250,8 +269,8 @@ def test_main_refuses_a_second_writer(make, tmp_path):
         (b"{'text': 1}", "not JSON .Expecting property name enclosed in double quotes"),
         (b'{"body": "x", "id": 2}', "no `text`, .* it has body, id"),
         (b'["text"]', "no `text`"),
-        (b'{"text": null}', "`text` is NoneType, not a string"),
-        (b'{"text": "\xff"}', r"invalid UTF-8; .* iconv -f latin1 -t utf-8 "),
+        (b'{"text": true}', "`text` is bool, not a string"),
+        (b'{"text": "\xff"}', r"invalid UTF-8; .* iconv -f cp1252 -t utf-8 "),
     ],
 )
 def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
@@ -302,7 +321,7 @@ def test_main_ends_at_a_bad_row_and_the_repaired_file_is_another(make, tmp_path)
     [
         ({"body": ["x"]}, "no `text`.* it has body"),
         ({"text": [1, 2]}, "`text` is int"),
-        ({"text": ["a"] * 40 + [None]}, "row 41: `text` is NoneType"),
+        ({"text": [["a"]] * 2}, "row 1: `text` is list"),
     ],
 )
 def test_read_parquet_names_the_bad_row(tmp_path, column, message):
@@ -313,6 +332,45 @@ def test_read_parquet_names_the_bad_row(tmp_path, column, message):
     path.write_bytes(b"PAR1 no PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet is not a readable Parquet file"):
         list(sources.read_parquet(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("“Windows” text".encode("cp1252"), "invalid UTF-8; .* use iconv -f cp1252 -t utf-8 FILE"),
+        ("état".encode("utf-16"), "UTF-16 or no text; .* use iconv -f utf-16 -t utf-8 FILE > NEW"),
+        (codecs.BOM_UTF16_BE + "état".encode("utf-16-be"), "UTF-16 or no text; .*iconv -f utf-16 "),
+        ("text".encode("utf-16-le"), "UTF-16 or no text; .* use iconv -f utf-16 "),
+        (b"%PDF-1.4 text", "a PDF; use pdftotext FILE NEW_FILE.txt"),
+        (b"PK\3\4text", r"a zip file; use pandoc .* for \.docx, .*, or unzip FILE -d FOLDER"),
+        (gzip.compress(b"text"), "a gzip file; use gunzip FILE"),
+    ],
+    ids=["Windows", "UTF-16", "big-endian", "no-mark", "PDF", "zip", "gzip"],
+)
+def test_main_names_the_tool_for_what_is_no_utf8(make, tmp_path, content, message):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^a\.txt: {message}"):
+        make("--source", "a.txt")
+    assert not Path("data/a").exists()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_read_jsonl_of_windows_is_read_or_names_the_tool(tmp_path, encoding):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "état"}\n', encoding=encoding)
+    if encoding == "utf-8-sig":
+        assert list(sources.read_jsonl(path)) == ["état"]
+    else:
+        with pytest.raises(ValueError, match=r"line 1: UTF-16 or no text; .* iconv -f utf-16"):
+            list(sources.read_jsonl(path))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_main_counts_a_null_as_an_empty_document(make, tmp_path, kind):
+    texts = texts_of(50)
+    source = write_texts(tmp_path / f"a.{kind}", [*texts[:40], None, *texts[40:]])
+    assert "a: 49 documents (2 empty left out), " in make("--source", source)
+    assert tokens_of(Path("data/a")) == reference(texts)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +411,8 @@ def test_main_without_network_says_what_works(tmp_path):
 
 @settings(max_examples=300)
 @given(
-    st.text() | st.text(st.sampled_from("a9. \n\t\x85\xa0\u2003éж日🦄\u0d10\u3001")),
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+    | st.text(st.sampled_from("a9. \n\t\x85\xa0\u2003éж日🦄\u0d10\u3001")),
     st.integers(1, 20),
 )
 @example("0ࠀ ࠀ 0", 3)

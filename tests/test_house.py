@@ -8,6 +8,8 @@ from graphlib import TopologicalSorter
 import pytest
 from conftest import ROOT
 
+from runtime.files import list_dir
+
 # An import goes down these floors, or to another module of its own floor, never in a circle.
 FLOORS = (
     ("model", "ops", "tokenizer", "lr_schedule"),
@@ -21,7 +23,7 @@ FLOORS = (
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WINGS = ("runtime", "formats", "corpus", "training", "bench")
-PATHS = [path for part in (".", *WINGS) for path in sorted((ROOT / part).glob("*.py"))]
+PATHS = [path for part in (".", *WINGS) for path in list_dir(ROOT / part, "*.py")]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
 ONLY_DEFINES = (
     *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign),
@@ -100,6 +102,26 @@ def test_an_import_upwards_and_work_at_import_are_found():
         assert len(upward_imports(ast.parse(source), "formats.metrics")) == 1
     for source in ("print(1)", "for x in y: pass", "if x: y = 1", "f()"):
         assert work_at_import(ast.parse(source)) == [1]
+
+
+def listings(tree):
+    """The lines that list all names of a folder, or all that end in a certain way."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            pattern = ast.unparse(node.args[0]).lstrip("f")[1:2] if node.args else ""
+            if node.func.attr in ("glob", "rglob", "walk") and pattern in ("*", "?"):
+                yield node.lineno
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_lists_no_hidden_files(module):
+    """By `list_dir`: hidden files are nobody's data or code."""
+    assert [*listings(parse(module))] == []
+
+
+def test_a_listing_of_hidden_files_is_found():
+    for source in ("folder.glob('*.py')", "a.b().rglob(f'*.{kind}')", "glob.glob('**')"):
+        assert [*listings(ast.parse(source))] == [1]
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -155,8 +155,10 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      f"{TOKENIZE} --source=b.txt --data-dir=changed"),
     (f"{TOKENIZE} --source=a.txt --data-dir=shards", "choose another --data-dir",
      f"{TOKENIZE} --source=a.txt --data-dir=new"),
-    (f"{TOKENIZE} --source=latin1.txt", "by iconv -f latin1 -t utf-8 FILE > NEW_FILE",
-     "iconv -f latin1 -t utf-8 latin1.txt > new.txt", f"{TOKENIZE} --source=new.txt"),
+    (f"{TOKENIZE} --source=windows.txt", "use iconv -f cp1252 -t utf-8 FILE > NEW_FILE",
+     "iconv -f cp1252 -t utf-8 windows.txt > new.txt", f"{TOKENIZE} --source=new.txt"),
+    (f"{TOKENIZE} --source=utf-16.txt", "use iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
+     "iconv -f utf-16 -t utf-8 utf-16.txt > new.txt", f"{TOKENIZE} --source=new.txt"),
     (TOKENIZE, "use --source stdlib ", f"{TOKENIZE} --source stdlib"),
     (TOKENIZE, "or --source FILES", f"{TOKENIZE} --source a.txt"),
     (f"{TOKENIZE} --source a.txt b.txt --part=0", "--part 0 of --parts None: give both",
@@ -175,7 +177,8 @@ def home(tiny_data, tmp_path_factory):
     for name in ("a.txt", "b.txt", "my texts/a.jsonl", "nano/train.bin", "nano/meta.pkl"):
         (home / name).parent.mkdir(exist_ok=True)
         (home / name).write_text(json.dumps({"text": f"{name} once upon a time" * 500}))
-    (home / "latin1.txt").write_text("état " * 500, encoding="latin-1")
+    for name, encoding in (("windows", "cp1252"), ("utf-16", "utf-16")):
+        (home / f"{name}.txt").write_text("“état” " * 500, encoding=encoding)
     for name, tokens in (("short", 499), ("changed", 500)):
         writer = ShardWriter(home / name, Manifest({}, "hash", 500))
         writer.add(np.arange(2000, dtype=np.uint16))

@@ -98,6 +98,12 @@ def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
         open_shards(tmp_path, "train")
 
 
+def test_open_shards_leaves_out_hidden_files(tmp_path):
+    for name in ("train.bin", "val.bin", "._train.bin", ".train_old.npy"):
+        (tmp_path / name).write_bytes(tokens_of(30).tobytes())
+    assert [path.name for path in open_shards(tmp_path, "train").paths] == ["train.bin"]
+
+
 def llm_c_header(tokens):
     return np.array([20240520, 1, tokens], "<i4").tobytes().ljust(1024, b"\0")
 

@@ -17,7 +17,7 @@ from runtime import distributed
 from runtime.cli import flag_of
 from runtime.device import device_name
 from runtime.distributed import DistInfo, gather_text, is_main, print0, raise_on_all_ranks
-from runtime.files import sha256_of
+from runtime.files import list_dir, sha256_of
 from training.config import TrainConfig
 from training.folder import check_usable
 from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, find_device
@@ -64,7 +64,7 @@ def check_ranks_agree(
 def describe_software(config: TrainConfig, dtype: torch.dtype) -> list[str]:
     """Versions, dtype, scripts and flags of this rank, one to a line."""
     root = Path(__file__).parent.parent
-    scripts = sorted(path for folder in CODE_FOLDERS for path in (root / folder).glob("*.py"))
+    scripts = [path for folder in CODE_FOLDERS for path in list_dir(root / folder, "*.py")]
     settings = {"resume": config.resume} | config.saved()
     return [
         f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}",
