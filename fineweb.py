@@ -278,7 +278,8 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
         steps = max_tokens // batch
         shorter = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
         if (every := max(1, steps // 5)) < read_recipe(path).val_every:
-            shorter += ["--val-every", str(every), "--sample-every", str(every)]
+            names = ("--val-every", "--sample-every", "--checkpoint-every")
+            shorter += [each for name in names for each in (name, str(every))]
     config = parse_flags(TrainConfig, shorter, read_recipe(path))
 
     launcher, world_size = ["python"], torch.cuda.device_count() or 1
@@ -300,8 +301,9 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
 def describe_text(folder: Path) -> str:
     """What the losses of a finished data set compare with."""
     train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
-    loss, encoding = shards.unigram_loss(train, val), gpt2_encoding()
-    line = f"loss: a model of token frequencies alone has {loss:.2f} nats per token"
+    (loss, bits), encoding = shards.unigram_loss(train, val), gpt2_encoding()
+    line = f"loss: a model of token frequencies alone has {loss:.2f} nats per token, "
+    line += f"{bits:.2f} bits per byte"
     sample = encoding.decode(val.read(0, 1 << 16).tolist()).replace("<|endoftext|>", " ")
     text = " ".join(sample.split())  # without the indents of code
     if (ratio := len(encoding.encode_ordinary(text)) / max(1, len(text))) > 0.5:

@@ -35,7 +35,7 @@ TEMPLATE = Path(__file__).parent / "assets" / "report.html"
 DATA_MARK = "RUNS_AS_JSON"  # where the template wants them
 MAX_POINTS = 1000  # of a series in the page
 NOISY = ("train_loss", "grad_norm", "tokens_per_second")  # drawn with their running mean
-SERIES = (*NOISY, "val_loss", "hellaswag_acc_norm", "lr", "peak_memory_gib")
+SERIES = (*NOISY, "val_loss", "val_bpb", "hellaswag_acc_norm", "lr", "peak_memory_gib")
 # Validation losses on FineWeb-Edu that others published.
 FINEWEB_EDU_LOSSES = {"OpenAI's GPT-2 124M": 3.29, "124M after 10B tokens": 3.07}
 SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)

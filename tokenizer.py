@@ -85,6 +85,18 @@ def _read_ranks() -> dict[bytes, int]:
     return {token: rank for rank, token in enumerate(tokens)}
 
 
+def token_bytes(vocab_size: int) -> npt.NDArray[np.int64]:
+    """How many bytes of text each id stands for: (vocab_size,).
+
+    None for `END_OF_TEXT`, for ids beyond GPT-2's, and for all of a smaller vocabulary, which is
+    another tokenizer's.
+    """
+    lengths = np.zeros(vocab_size, np.int64)
+    for token, id in _read_ranks().items() if vocab_size >= VOCAB_SIZE else ():
+        lengths[id] = len(token)
+    return lengths
+
+
 def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iterator[TokenIds]:
     """Encode batches of documents, with `END_OF_TEXT` before each document.
 

@@ -10,8 +10,9 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import cast
 
 import runtime.threads  # noqa: F401 - before torch, which reads what it sets
@@ -34,12 +35,19 @@ from runtime.cli import run_command
 from runtime.device import autocast, eval_mode, make_deterministic, tune_malloc
 from runtime.distributed import DistInfo, print0
 from sample import generate_tokens
-from tokenizer import END_OF_TEXT, gpt2_encoding
+from tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
 from training.checks import run_preflight
-from training.plan import loss_chunks, print_plan
+from training.plan import (
+    CHECKPOINT_BYTES_PER_PARAMETER,
+    loss_chunks,
+    max_steps_within,
+    print_plan,
+    seconds_of,
+)
 from training.resume import parse_config, run_model_config
 from training.run import Run, open_run
 
+TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # of an evaluation, for --max-minutes
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
 PROMPT_TOKENS = 16  # of the validation split, without --sample-prompt
 
@@ -71,6 +79,8 @@ def main(args: Sequence[str] | None = None) -> None:
             return
         with open_run(config, resumed, dist_info) as run:
             if run is not None:  # None: it is finished
+                if config.max_minutes is not None and resumed is None:
+                    run = fit_max_minutes(run, build(run))
                 train(run, build(run))
 
 
@@ -247,7 +257,7 @@ def train_step(run: Run, trainer: Trainer, lr: float) -> tuple[float, float]:
         run.stop.sync()
     is_finite = math.isfinite(mean_loss) and math.isfinite(mean_norm)
     if not is_finite:
-        raise_unless_overflow(mean_loss, mean_norm, scaler)
+        raise_unless_overflow(mean_loss, mean_norm, scaler, run.log.next_text())
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -259,15 +269,53 @@ def train_step(run: Run, trainer: Trainer, lr: float) -> tuple[float, float]:
     return mean_loss, mean_norm
 
 
-def raise_unless_overflow(loss: float, norm: float, scaler: torch.amp.GradScaler) -> None:
+def raise_unless_overflow(
+    loss: float, norm: float, scaler: torch.amp.GradScaler, its_text: str
+) -> None:
     """Stop before an update that would spoil the weights.
 
     A float16 gradient may overflow: then this step makes no update, and the next has half the
     scale, down to 1.
     """
     if not math.isfinite(loss) or scaler.get_scale() <= 1:  # 1 without float16
-        raise FloatingPointError(f"loss {loss:.4f}, gradient norm {norm}: no update was made")
+        raise FloatingPointError(
+            f"loss {loss:.4f}, gradient norm {norm}: no update was made; {its_text} shows the text"
+        )
     print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
+
+
+def fit_max_minutes(run: Run, trainer: Trainer) -> Run:
+    """The run with as many steps as `--max-minutes` leaves time for.
+
+    Optimizer steps are timed, and a part of each evaluation; samples are not counted. The trainer
+    cannot be used any more.
+    """
+    config, begun = run.config, perf_counter()
+    few = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
+    few_tokens = run.dist_info.world_size * run.micro_batch_size * run.model_config.block_size
+    few_tokens *= TIMED_BATCHES
+    part = replace(run, hellaswag=few, config=replace(config, val_tokens=few_tokens))
+    val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
+    evaluations = (
+        (config.val_every, validate, max(1, val_tokens / few_tokens)),
+        (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(few))),
+    )
+    with trainer.batches:
+        step = partial(train_step, run, trainer, learning_rate(config, 0))
+        step_seconds = seconds_of(step, run.dist_info)
+        with eval_mode(trainer.raw_model):
+            others = [
+                (every, parts * seconds_of(partial(measure, part, trainer), run.dist_info))
+                for every, measure, parts in evaluations
+                if every
+            ]
+    save_seconds = CHECKPOINT_BYTES_PER_PARAMETER * run.model_config.n_params / 1e9  # 1 GB/s
+    others.append((config.checkpoint_every or sys.maxsize, save_seconds))
+    left = 60 * cast(float, config.max_minutes) - (perf_counter() - begun)
+    steps = -distributed.all_reduce_max(-max_steps_within(left, step_seconds, others))
+    print0(f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each")
+    run.log.config = replace(config, max_steps=steps, max_minutes=None)
+    return replace(run, config=run.log.config)
 
 
 # --- evaluation -------------------------------------------------------------------------------
@@ -294,7 +342,7 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
 
 
 def validate(run: Run, trainer: Trainer) -> dict[str, float]:
-    """The validation loss, over the same windows whatever the number of ranks."""
+    """Validate, over the same windows whatever the number of ranks."""
     batches = validation_batches(
         run.val_shards,
         block_size=run.model_config.block_size,
@@ -304,28 +352,38 @@ def validate(run: Run, trainer: Trainer) -> dict[str, float]:
         dist_info=run.dist_info,
         before_batch=run.stop.interrupt_evaluation,
     )
-    return {"val_loss": evaluate_loss(trainer.model, batches, run.dtype, run.dist_info)}
+    vocab_size = run.model_config.vocab_size
+    return evaluate_loss(trainer.model, batches, vocab_size, run.dtype, run.dist_info)
 
 
 @torch.no_grad()
 def evaluate_loss(
-    model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype, dist_info: DistInfo
-) -> float:
-    """Mean cross-entropy over all ranks' batches, in nats per token.
+    model: nn.Module,
+    batches: Iterable[Batch],
+    vocab_size: int,
+    dtype: torch.dtype,
+    dist_info: DistInfo,
+) -> dict[str, float]:
+    """The mean loss over all ranks' batches: `val_loss`, nats per token; `val_bpb`, bits per byte.
 
-    Losses and counts are summed over the ranks and divided once, so that the result does not depend
-    on their number.
+    Losses, tokens and their bytes are summed over the ranks and divided once, so that the results
+    do not depend on the ranks' number. Ids that are not GPT-2's have no `val_bpb`.
     """
+    lengths = torch.from_numpy(token_bytes(vocab_size)).to(dist_info.device)
     exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has no float64
-    totals = torch.zeros(2, dtype=exact, device=dist_info.device)
+    totals = torch.zeros(3, dtype=exact, device=dist_info.device)
     for inputs, targets in batches:
         with autocast(dist_info.device, dtype):
             _, loss = model(inputs, targets)
-        count = (targets != IGNORE_INDEX).sum()
-        totals[0] += torch.where(count > 0, loss * count, 0.0)
-        totals[1] += count
-    loss_sum, count_sum = distributed.all_reduce_sum(totals).tolist()
-    return float(loss_sum / count_sum)
+        counts = targets != IGNORE_INDEX
+        totals[0] += torch.where(counts.any(), loss * counts.sum(), 0.0)
+        totals[1] += counts.sum()
+        totals[2] += (lengths[targets.clamp(min=0)] * counts).sum()
+    loss_sum, count_sum, byte_sum = distributed.all_reduce_sum(totals).tolist()
+    metrics = {"val_loss": loss_sum / count_sum}
+    if byte_sum:
+        metrics["val_bpb"] = loss_sum / math.log(2) / byte_sum
+    return metrics
 
 
 def score_hellaswag(run: Run, trainer: Trainer) -> dict[str, float]:

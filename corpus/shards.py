@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from runtime.cli import shell_line
 from runtime.files import atomic_write, read_json, sha256_of, write_json
-from tokenizer import VOCAB_SIZE
+from tokenizer import VOCAB_SIZE, token_bytes
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
@@ -284,6 +284,11 @@ class TokenShards:
         """Tokens in all shards of the split."""
         return int(self.offsets[-1])
 
+    def locate(self, index: int) -> tuple[Path, int]:
+        """The shard that has a token, and where it is in there."""
+        shard = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        return self.paths[shard], index - int(self.offsets[shard])
+
     def read(self, start: int, count: int) -> TokenArray:
         """Copy tokens [start, start + count) or, at the end, fewer, from as many shards: uint16."""
         tokens = np.empty(count := min(count, self.total_tokens - start), SHARD_DTYPE)
@@ -330,11 +335,18 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
     return shards
 
 
-def unigram_loss(train: TokenShards, val: TokenShards, most: int = COUNTED_TOKENS) -> float:
-    """Nats per token of validation's first `most` by token counts, plus one each, of training."""
+def unigram_loss(
+    train: TokenShards, val: TokenShards, most: int = COUNTED_TOKENS
+) -> tuple[float, float]:
+    """What token frequencies alone reach on validation's first `most`.
+
+    In nats per token and bits per byte. The frequencies are training's counts, plus one each.
+    """
     counts = 1 + np.bincount(train.read(0, COUNTED_TOKENS), minlength=1 << 16)  # of every uint16
     losses = np.log(counts[:VOCAB_SIZE].sum()) - np.log(counts)
-    return float(losses[val.read(0, min(most, COUNTED_TOKENS))].mean())
+    ids = val.read(0, min(most, COUNTED_TOKENS))
+    bits = losses[ids].sum() / math.log(2)
+    return float(losses[ids].mean()), float(bits / max(1, token_bytes(len(counts))[ids].sum()))
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from formats.huggingface import check_tensors, is_finite, read_tensors, shapes_of
+from formats.metrics import validations
 from model import GPT, GPTConfig
 from runtime.cli import print_error, shell_line
 from runtime.distributed import (
@@ -102,7 +103,8 @@ class CheckpointWriter:
     Args:
         checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
             that write nothing: their `save` only contributes their shards.
-        keep: once a checkpoint is complete, delete the oldest but `keep`; 0 deletes none.
+        keep: once a checkpoint is complete, delete all but the newest `keep`, and the one of the
+            lowest validation loss; 0 deletes none.
         on_saved: called, in the thread, with the step and the folder of a complete checkpoint.
     """
 
@@ -178,7 +180,8 @@ class CheckpointWriter:
             saved = _write_checkpoint(checkpoints_dir, state, self._copies)
             self._on_saved(state.step, saved)
             older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < saved.name]
-            for checkpoint in older[self._keep - 1 :] if self._keep else ():
+            spared = older[: self._keep - 1] if self._keep else older
+            for checkpoint in {*older} - {*spared, best_checkpoint(checkpoints_dir.parent)}:
                 _delete(checkpoint)
         except OSError as error:
             self.error = None if saved else error  # an old one that stays costs only its space
@@ -308,6 +311,13 @@ def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
         for folder in sorted(checkpoints_dir.glob("step_*"), reverse=True)
         if CHECKPOINT_NAME.fullmatch(folder.name) and (folder / CHECKPOINT_MANIFEST).is_file()
     ]
+
+
+def best_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of the lowest validation loss; None if none was validated at its step."""
+    losses = {f"step_{step:08d}": r["val_loss"] for step, r in validations(run_dir).items()}
+    saved = [c for c in complete_checkpoints(run_dir / "checkpoints") if c.name in losses]
+    return min(saved, key=lambda checkpoint: losses[checkpoint.name], default=None)
 
 
 def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> None:

@@ -13,6 +13,7 @@ from formats.checkpoint import (
     CHECKPOINT_MANIFEST,
     MODEL_NAME,
     STATE_NAME,
+    best_checkpoint,
     complete_checkpoints,
     copy_state,
     read_state,
@@ -26,13 +27,16 @@ from formats.huggingface import (
     read_pretrained_config,
     read_tensors,
 )
-from formats.metrics import METRICS_NAME, last_saved_step
+from formats.metrics import METRICS_NAME, last_saved_step, validations
 from model import GPT, GPTConfig
+from runtime.cli import shell_line
 from runtime.distributed import print0, train_command
 
 RUN_CONFIG_NAME = "config.json"  # of a run: its settings
 RUN_LOCK_NAME = ".lock"
 RUNS = Path("runs")  # --out-dir's default
+BEST = "@best"  # after a run's name: its checkpoint of the lowest validation loss
+CLEARLY_ABOVE = 0.05  # nats per token: more than a validation loss goes up and down by chance
 
 # --- finding ----------------------------------------------------------------------------------
 
@@ -63,13 +67,20 @@ def latest_valid_checkpoint(run_dir: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the latest of a run, by its folder or name."""
+    """The checkpoint that a path means: itself, or the latest of a run, by its folder or name.
+
+    With `@best` after it, the run's one of the lowest validation loss.
+    """
+    find = best_checkpoint if path.name.endswith(BEST) else latest_checkpoint
+    path = path.with_name(path.name.removesuffix(BEST))
     if not path.exists() and (RUNS / path).is_dir():
         path = RUNS / path
     if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
         return path
+    if found := find(path):
+        return found
     if latest := latest_checkpoint(path):
-        return latest
+        raise FileNotFoundError(f"{path} has no checkpoint with a validation: use {latest}")
     if is_run(path) or (path / RUN_LOCK_NAME).exists():
         hint = no_checkpoint_hint(path)
         if os.access(path / RUN_LOCK_NAME, os.W_OK):  # it is not another user's
@@ -83,6 +94,28 @@ def find_checkpoint(path: Path) -> Path:
     places = (path, *path.parents[:-1], RUNS, Path())
     folder = next(folder for folder in places if folder.is_dir())
     raise FileNotFoundError(f"{path} {problem}: {list_runs(folder)}")
+
+
+def describe_best(run_dir: Path) -> str:
+    """The last lines of a run: its best validation loss, and a warning if the last is above it.
+
+    Each ends its line. Empty if the run was never validated.
+    """
+    by_step = validations(run_dir)
+    losses = {step: record["val_loss"] for step, record in by_step.items()}
+    if not losses:
+        return ""
+    best, last = min(losses, key=losses.__getitem__), max(losses)
+    line = f"best val_loss {losses[best]:.4f} at step {best}"
+    if bits := by_step[best].get("val_bpb"):
+        line += f", {bits:.4f} bits per byte"
+    if losses[last] - losses[best] < CLEARLY_ABOVE:
+        return f"{line}\n"
+    remedy = "use fewer --max-steps, or more data"
+    kept = best_checkpoint(run_dir)
+    if kept is not None and kept != latest_checkpoint(run_dir):
+        remedy = f"use {kept.name}, {shell_line('--model', f'{run_dir}{BEST}')}"
+    return f"{line}\nwarning: the last, {losses[last]:.4f}, is clearly above it: {remedy}\n"
 
 
 def no_checkpoint_hint(run_dir: Path) -> str:
@@ -117,8 +150,8 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     """Load a model, raw, in float32 and in eval mode.
 
     Args:
-        source: a run folder (its latest checkpoint), a checkpoint, a folder in Hugging Face's
-            format, or the name of a GPT-2 on the hub.
+        source: a run folder (its latest checkpoint; with `@best`, its best), a checkpoint, a folder
+            in Hugging Face's format, or the name of a GPT-2 on the hub.
         device: where to put it.
     """
     if is_hugging_face(source):

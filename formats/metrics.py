@@ -5,7 +5,6 @@ from this file alone.
 """
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,10 +26,9 @@ HELLASWAG_REFERENCES = {
 METRICS_NAME = "metrics.jsonl"
 LOGGED = {  # by every run
     *("step", "tokens_seen", "train_loss", "lr", "grad_norm", "step_time_ms", "tokens_per_second"),
-    *("mfu", "peak_memory_gib", "val_loss", "hellaswag_acc", "hellaswag_acc_norm", "samples"),
-    *("hellaswag_total", "evaluation_seconds", "overall_tokens_per_second"),
+    *("mfu", "peak_memory_gib", "val_loss", "val_bpb", "hellaswag_acc", "hellaswag_acc_norm"),
+    *("samples", "hellaswag_total", "evaluation_seconds", "overall_tokens_per_second"),
 }
-CLEARLY_ABOVE = 0.05  # nats per token: more than a validation loss goes up and down by chance
 SMOOTHING = 0.02  # window of the running mean, as a share of the records
 
 
@@ -77,24 +75,11 @@ def logged_values(path: Path, name: str) -> list[Any]:
     return [record[name] for record in _read_lines(path) if name in record]
 
 
-def describe_best(run_dir: Path) -> str:
-    """The last lines of a run: its best validation loss, and a warning if the last is above it.
-
-    Each ends its line. Empty if the run was never validated.
-    """
-    records = read_metrics(run_dir / METRICS_NAME)
-    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss") is not None}
-    if not losses:
-        return ""
-    best, last = min(losses, key=losses.__getitem__), max(losses)
-    line = f"best val_loss {losses[best]:.4f} at step {best}"
-    if losses[last] - losses[best] < CLEARLY_ABOVE:
-        return f"{line}\n"
-    checkpoint = run_dir / "checkpoints" / f"step_{best:08d}"
-    remedy = "use fewer --max-steps, or more data"
-    if checkpoint.is_dir():
-        remedy = f"sample and export with --model {shlex.quote(str(checkpoint))}"
-    return f"{line}\nwarning: the last, {losses[last]:.4f}, is clearly above it: {remedy}\n"
+def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """A run's validations: by step, the record with its `val_loss`."""
+    path = run_dir / METRICS_NAME
+    records = read_metrics(path) if path.is_file() else ()
+    return {r["step"]: r for r in records if r.get("val_loss") is not None}
 
 
 def last_saved_step(path: Path) -> int:

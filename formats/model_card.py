@@ -100,6 +100,7 @@ def _read_results(checkpoint: Path, state: RunState) -> Iterator[str]:
     part = "" if total == HELLASWAG_EXAMPLES else ", which is NOT the whole benchmark"
     how = {
         "val_loss": f"nats per token, over at most {tokens:,} tokens of the validation split",
+        "val_bpb": "bits per byte, over the same tokens",
         "hellaswag_acc_norm": f"zero-shot, lowest mean loss per token, {total:,} examples{part}; "
         "not comparable with lm-evaluation-harness",
     }

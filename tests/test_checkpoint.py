@@ -20,6 +20,7 @@ from checkpoints import (
     train,
 )
 from conftest import ROOT, check_on_ranks
+from run_files import append_records
 from safetensors.torch import load_file, save_file
 from torch.profiler import profile
 
@@ -33,6 +34,7 @@ from formats.checkpoint import (
 from formats.huggingface import save_pretrained
 from formats.load import (
     RUN_LOCK_NAME,
+    describe_best,
     find_checkpoint,
     latest_valid_checkpoint,
     load_model,
@@ -275,6 +277,47 @@ def test_find_checkpoint_says_that_a_run_is_still_training(tmp_path):
             find_checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match="no checkpoint yet: begin again with"):
         find_checkpoint(tmp_path)
+
+
+def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
+    """Beside the newest; `RUN@best` is that one, `RUN` and a resume take the latest."""
+    monkeypatch.chdir(tmp_path)
+    run_dir, (model, optimizers) = Path("runs/r"), new_training()
+    run_dir.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="runs/r is no run"):
+        load_model("runs/r@best")
+    folder = run_dir / "checkpoints"
+    save(folder, 1, model, optimizers)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint with a validation: use .*0001$"):
+        load_model("r@best")
+    steps = {2: 5.0, 3: 4.0, 4: 3.0, 5: 3.9, 6: 4.2, 7: 3.04}
+    for step, loss in steps.items():
+        append_records(run_dir, {"step": step, "val_loss": loss})
+        save(folder, step, model, optimizers, keep=2)
+        if step == 6:
+            kept = [int(path.name[-1]) for path in sorted(folder.iterdir())]
+            assert kept == [4, 5, 6]
+            assert find_checkpoint(Path("runs/r@best")) == folder / "step_00000004"
+            assert find_checkpoint(Path("r")) == folder / "step_00000006"
+            line, warning = describe_best(run_dir).splitlines()
+            assert line == "best val_loss 3.0000 at step 4"
+            assert warning.endswith("above it: use step_00000004, --model runs/r@best")
+    assert describe_best(run_dir) == "best val_loss 3.0000 at step 4\n"  # 0.04 is chance
+    assert isinstance(load_model("r@best"), GPT)
+    append_records(run_dir, {"step": 7, "val_loss": 2.5, "val_bpb": 1.25})
+    assert find_checkpoint(Path("r@best")) == folder / "step_00000007"
+    assert describe_best(run_dir) == "best val_loss 2.5000 at step 7, 1.2500 bits per byte\n"
+
+
+def test_describe_best_of_a_run_that_kept_no_better_checkpoint_says_what_to_change(tmp_path):
+    append_records(tmp_path, {"step": 1, "train_loss": 9.0}, {"step": 2, "val_loss": None})
+    assert describe_best(tmp_path) == ""
+    validated = [{"step": step, "val_loss": 6 - step / 100} for step in (0, 100, 200)]
+    dropped = [{"step": 300, "val_loss": 1.0}, {"resumed_from": 200}]
+    append_records(tmp_path, *validated, *dropped, {"step": 300, "val_loss": 4.1})
+    line, warning = describe_best(tmp_path).splitlines()
+    assert line == "best val_loss 4.0000 at step 200"
+    assert warning.endswith("4.1000, is clearly above it: use fewer --max-steps, or more data")
 
 
 def test_copy_weights_crops_the_position_embeddings():

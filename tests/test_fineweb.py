@@ -692,8 +692,9 @@ def test_main_says_how_much_text_a_training_needs(make, tmp_path, tokens):
 )
 def test_describe_text_compares_losses_and_warns_of_other_languages(make, tmp_path, text, warning):
     make("--source", write_texts(tmp_path / "a.txt", [1000 * text]))
-    loss = unigram_loss(*(open_shards("data/a", split) for split in ("train", "val")))
-    line = f"loss: a model of token frequencies alone has {loss:.2f} nats per token{warning}"
+    loss, bits = unigram_loss(*(open_shards("data/a", split) for split in ("train", "val")))
+    line = f"loss: a model of token frequencies alone has {loss:.2f} nats per token, "
+    line += f"{bits:.2f} bits per byte{warning}"
     described = re.sub(r"1\.\d\d tokens", "N tokens", fineweb.describe_text(Path("data/a")))
     assert described.startswith(line) if warning else described == line
 

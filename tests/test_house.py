@@ -16,7 +16,7 @@ FLOORS = (
     ("corpus",),
     (*("dataloader", "optimizers", "hellaswag", "sample", "export", "plot", "report", "demo"),),
     ("training",),
-    ("train_gpt2", "fineweb"),
+    ("train_gpt2", "fineweb", "read_step"),
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -5,7 +5,6 @@ import pytest
 
 from formats.metrics import (
     Series,
-    describe_best,
     last_saved_step,
     logged_values,
     read_metrics,
@@ -58,25 +57,6 @@ def test_read_metrics_has_the_last_evaluation_of_a_step(path):
     expected = [trained, again | {"samples": 4}, {"step": 3, "train_loss": 7.0}]
     assert read_metrics(path) == expected
     assert Series.of(read_metrics(path), "val_loss").values.tolist() == [8.5]
-
-
-def test_describe_best_warns_of_a_last_validation_that_is_clearly_above_the_best(path):
-    write(path, {"step": 1, "train_loss": 9.0}, {"step": 2, "val_loss": None})
-    assert describe_best(path.parent) == ""
-    validated = [{"step": step, "val_loss": 6 - step / 100} for step in (0, 100, 200)]
-    dropped = {"step": 300, "val_loss": 1.0}
-    write(path, *validated, dropped, {"resumed_from": 200}, {"step": 300, "val_loss": 4.04})
-    assert describe_best(path.parent) == "best val_loss 4.0000 at step 200\n"
-    write(path, *validated, {"step": 300, "val_loss": 4.1})
-    line, warning = describe_best(path.parent).splitlines()
-    assert line == "best val_loss 4.0000 at step 200"
-    assert (
-        warning
-        == "warning: the last, 4.1000, is clearly above it: use fewer --max-steps, or more data"
-    )
-    checkpoint = path.parent / "checkpoints/step_00000200"
-    checkpoint.mkdir(parents=True)
-    assert describe_best(path.parent).endswith(f"sample and export with --model {checkpoint}\n")
 
 
 def test_last_saved_step_is_the_largest_saved_or_resumed_from(path):

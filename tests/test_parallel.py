@@ -39,7 +39,12 @@ def ranks(commands, tiny_data, runs):
 
 def assert_same_run(run_dir, other, tolerance):
     # A norm's float32 sum over a whole embedding is right to three digits, over half of it to four.
-    for name, within in (("train_loss", tolerance), ("val_loss", tolerance), ("grad_norm", 1e-3)):
+    for name, within in (
+        ("train_loss", tolerance),
+        ("val_loss", tolerance),
+        ("val_bpb", tolerance),
+        ("grad_norm", 1e-3),
+    ):
         values, expected = series(run_dir, name), series(other, name)
         assert values.keys() == expected.keys()
         assert max(abs(values[step] - expected[step]) for step in values) <= within

@@ -1,4 +1,5 @@
 import itertools
+import math
 import re
 from dataclasses import asdict, replace
 
@@ -28,7 +29,13 @@ from runtime.gpus import GPUS
 from sample import generate_tokens
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig
-from training.plan import describe_plan, find_device, plan_memory, split_batch
+from training.plan import (
+    describe_plan,
+    find_device,
+    max_steps_within,
+    plan_memory,
+    split_batch,
+)
 
 CPU = torch.device("cpu")
 NO_FLAGS = TrainConfig()
@@ -200,7 +207,7 @@ def described(config, model_config, dist_info):
 
 def hours_of(time):
     """Of `about 1d02h, at 40% MFU`."""
-    duration = re.match(r"about (\w+), at \d\d% MFU$", time)[1]
+    duration = re.match(r"about (\w+), at \d\d% MFU", time)[1]
     units = {"d": 24, "h": 1, "m": 1 / 60, "s": 1 / 3600}
     return sum(int(count) * units[unit] for count, unit in re.findall(r"(\d+)(\w)", duration))
 
@@ -247,7 +254,7 @@ def test_every_kind_of_gpu_has_a_plan_that_fits(name):
         ({}, 20),  # of 19,073 steps: after each 1,000, and at the end
         ({"max_steps": 2000}, 2),
         ({"checkpoint_every": 0}, 1),
-        ({"keep_checkpoints": 2}, 3),  # with the one that is being written
+        ({"keep_checkpoints": 2}, 4),  # with the best, and the one that is being written
         ({"keep_checkpoints": 30}, 20),
     ],
 )
@@ -277,6 +284,26 @@ def test_plan_and_first_screen_say_how_often_the_run_passes_over_its_data(
     if steps == 1:
         main([*flags, "--run-name=a"])
         assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seconds", [0, 10, 60, 61.9, 3600])
+@pytest.mark.parametrize("others", [[], [(10, 1.0), (25, 3.0)], [(10**9, 2.0)]])
+def test_max_steps_within_is_the_most_whose_parts_fit(seconds, others):
+    def needed(steps):
+        return steps * 0.5 + sum(
+            seconds_each * (1 + math.ceil(steps / every)) for every, seconds_each in others
+        )
+
+    steps = max_steps_within(seconds, 0.5, others)
+    assert needed(steps) <= seconds or steps == 1
+    assert needed(steps + 1) > seconds
+
+
+def test_plan_of_a_time_has_no_number_of_steps_and_that_of_a_long_run_names_the_flag():
+    rows = plan_rows(gpus=1, max_minutes=5.0)
+    assert {"tokens", "time", "FLOPs"}.isdisjoint(rows)
+    assert plan_rows(XL, gpus=1)["time"].endswith("--max-minutes ends it sooner")
+    assert "sooner" not in plan_rows(gpus=1)["time"]
 
 
 def test_plan_is_printed_by_rank_0_only(commands):

@@ -40,6 +40,21 @@ def test_evaluation_may_return_tensors(tmp_path, capsys):
     assert "| accuracy 0.5 | count 3 | total 10 |" in capsys.readouterr().out
 
 
+def test_a_spike_is_one_line_in_a_hundred_steps_and_names_the_command_that_shows_its_text(
+    tmp_path, capsys
+):
+    with new_log(tmp_path, max_steps=400) as log:
+        losses = [3 + 0.01 * (step % 5) for step in range(1, 301)]
+        losses[39] = losses[149] = losses[159] = losses[280] = 9.0
+        for step, loss in enumerate(losses, 1):
+            log.step(step, loss=loss, lr=0.1, grad_norm=1.0)
+    spikes = [line for line in capsys.readouterr().out.splitlines() if "a spike" in line]
+    command = f"python read_step.py {tmp_path} --step"
+    assert spikes == [
+        f"warning: step {step}: a spike in the loss, see {command} {step}" for step in (150, 281)
+    ]
+
+
 def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with new_log(tmp_path / "run", logger=("tensorboard",)) as log:

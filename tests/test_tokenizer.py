@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer
-from tokenizer import END_OF_TEXT, UNICODE_17, VOCAB_SIZE, encode_documents, gpt2_encoding
+from tokenizer import (
+    END_OF_TEXT,
+    UNICODE_17,
+    VOCAB_SIZE,
+    encode_documents,
+    gpt2_encoding,
+    token_bytes,
+)
 
 ROOT = Path(tokenizer.__file__).parent
 
@@ -48,6 +55,14 @@ def test_gpt2_encoding_ids_are_the_published_ones():
     assert encoding.eot_token == END_OF_TEXT
     assert encoding.decode([END_OF_TEXT]) == "<|endoftext|>"
     assert tiktoken_ext.openai_public.r50k_pat_str == tokenizer.WORD_PATTERN
+
+
+def test_token_bytes_are_the_bytes_of_a_text():
+    text = "naïve 日本語 🙂\n\n  x = 1"
+    ids = gpt2_encoding().encode_ordinary(text)
+    assert token_bytes(50304)[ids].sum() == len(text.encode())
+    assert (token_bytes(50304)[50256:] == 0).all()
+    assert not token_bytes(100).any()
 
 
 def test_gpt2_encoding_of_a_changed_file_is_refused(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import HELLASWAG, ROOT, needs_compiler, series, tiny_run
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
@@ -101,7 +102,8 @@ def test_main_learns_validates_and_saves(tiny_flags, tiny_data, tmp_path, capsys
     *train, val = (np.load(path) for path in sorted(tiny_data.glob("*.npy")))
     counts = 1 + np.bincount(np.concatenate(train), minlength=50257)
     unigram = np.log(counts.sum()) - np.log(counts[val[:256]]).mean()  # of --val-tokens
-    assert lines[-2] == f"a model of token frequencies alone has val_loss {unigram:.4f}"
+    bits = 256 * unigram / math.log(2) / len(gpt2_encoding().decode_bytes(val[:256].tolist()))
+    assert lines[-2] == f"a model of token frequencies alone has {unigram:.4f}, {bits:.4f}"
     assert lines[-1] == f"done: {run_dir}"
     for path in paths:
         verify_checkpoint(path)
@@ -238,6 +240,20 @@ def test_main_ranks_agree_to_leave_hellaswag_out(commands, tiny_flags, tmp_path)
     assert len(series(tmp_path / "runs/a", "train_loss")) == 8
 
 
+def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp_path, capsys):
+    """Digit for digit, dropout's random numbers included; a resume keeps the number."""
+    flags = [*tiny_flags, f"--hellaswag-data={HELLASWAG}", "--block-size=64", "--optimizer=muon"]
+    main([*flags, "--run-name=timed", "--max-minutes=0.05", "--hellaswag-every=5"])
+    config = json.loads((tmp_path / "runs/timed/config.json").read_text())
+    steps = config["max_steps"]
+    assert f"--max-minutes 0.05: --max-steps {steps}, " in capsys.readouterr().out
+    assert "max_minutes" not in config
+    main([*flags, "--run-name=given", f"--max-steps={steps}", "--hellaswag-every=5"])
+    assert_same_run(tmp_path / "runs/timed", tmp_path / "runs/given")
+    main([*flags, "--run-name=timed", "--resume=auto", "--max-minutes=9"])
+    assert "the run is finished" in capsys.readouterr().out
+
+
 def test_main_never_saves_weights_that_are_not_finite(tiny_flags, tmp_path):
     flags = [*tiny_flags, "--run-name=a", "--val-every=0", "--checkpoint-every=1"]
     main([*flags, "--max-steps=2"])
@@ -283,6 +299,7 @@ run_command(train_gpt2.main)
     assert len(stopped) == 2
     # The save of the step before was still under way: both processes waited for it.
     assert all("step_00000005" in line for line in stopped)
+    assert all("runs/a --step 6 shows the text; last checkpoint" in line for line in stopped)
     assert sorted(series(tmp_path / "runs/a", "train_loss")) == [1, 2, 3, 4, 5]
     latest = latest_checkpoint(tmp_path / "runs/a")
     assert latest.name == "step_00000005"
@@ -353,13 +370,15 @@ def test_train_step_stops_before_an_update_that_is_not_finite(one_step):
 
 def test_raise_unless_overflow_gives_up_once_the_scale_is_down_to_1():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    raise_unless_overflow(1.0, math.inf, scaler)  # this step is left out, and the scale halved
+    raise_unless_overflow(
+        1.0, math.inf, scaler, "a command"
+    )  # this step is left out, and the scale halved
     scaler.scale(torch.ones(()))  # sets it up
     scaler.update(1.0)
-    with pytest.raises(FloatingPointError, match="gradient norm inf"):
-        raise_unless_overflow(1.0, math.inf, scaler)
+    with pytest.raises(FloatingPointError, match=r"gradient norm inf: .*; a command shows"):
+        raise_unless_overflow(1.0, math.inf, scaler, "a command")
     with pytest.raises(FloatingPointError, match="loss nan"):
-        raise_unless_overflow(math.nan, 1.0, torch.amp.GradScaler("cpu", init_scale=4.0))
+        raise_unless_overflow(math.nan, 1.0, torch.amp.GradScaler("cpu", init_scale=4.0), "")
 
 
 def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data, tmp_path, capsys):
@@ -461,8 +480,24 @@ def test_evaluate_loss_weighs_tokens_not_batches():
     batches = [Batch(batch.inputs, ignored), Batch(batch.inputs[4:], batch.targets[4:])]
     batches.append(Batch(batch.inputs, nothing))
     expected = float(model(*batch).loss.detach())
-    loss = evaluate_loss(model, batches, torch.float32, DistInfo())
-    assert loss == pytest.approx(expected, abs=1e-6)
+    metrics = evaluate_loss(model, batches, TINY.vocab_size, torch.float32, DistInfo())
+    assert metrics == {"val_loss": pytest.approx(expected, abs=1e-6)}  # its ids are not GPT-2's
+
+
+def test_evaluate_loss_gives_bits_per_byte_of_the_targets():
+    """As by hand: a loss per token, and the bytes of each; the first is no target."""
+    ids = [50256, *gpt2_encoding().encode_ordinary("naïve café 日本語, 🙂!"), 50256]
+    tokens = torch.tensor([ids])
+    config = GPTConfig(block_size=len(ids), n_layer=1, n_head=1, n_embd=8)
+    torch.manual_seed(0)
+    model = GPT(config)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, 2] = -100
+    loss = F.cross_entropy(model(inputs).logits[0].detach(), targets[0], reduction="sum").item()
+    text = [gpt2_encoding().decode_single_token_bytes(i) for i in [*ids[1:3], *ids[4:-1]]]
+    batches = [Batch(inputs, targets)]
+    metrics = evaluate_loss(model, batches, config.vocab_size, torch.float32, DistInfo())
+    assert metrics["val_bpb"] == pytest.approx(loss / math.log(2) / len(b"".join(text)), rel=1e-5)
 
 
 def test_learning_rate_follows_the_flags():

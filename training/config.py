@@ -16,10 +16,10 @@ from training.trackers import TrackerName
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
-    *("log_every", "max_lr", "grad_clip", "loss_chunks", "gpus", "nodes", "mfu"),
+    *("log_every", "max_lr", "grad_clip", "loss_chunks", "gpus", "nodes", "mfu", "max_minutes"),
 )
 NOT_SAVED = (  # flags that name a run, or plan one: not its settings
-    *("config", "resume", "plan", "preflight", "run_name"),
+    *("config", "resume", "plan", "preflight", "run_name", "max_minutes"),
     *("gpus", "nodes", "gpu", "mfu"),
 )
 MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens, in steps of 524,288
@@ -80,6 +80,9 @@ class TrainConfig:
 
     max_steps: int = 19_073
     """Optimizer steps in all."""
+    max_minutes: float | None = None
+    """Instead of --max-steps: as many as fit. The first steps are timed; a resume keeps the
+    number."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon, which learns more per token. Muon has the blocks' matrices, AdamW the
     rest."""
@@ -128,7 +131,7 @@ class TrainConfig:
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 = at the end only. One is saved at the end in any case."""
     keep_checkpoints: int = 0
-    """Keep this many checkpoints, the newest; 0 = all."""
+    """Keep the newest ones, this many, and the best validated; 0 = all."""
     step_timeout: float = 20.0
     """Minutes that a process waits for the others in a collective before it ends; 0 = as long as it
     takes."""
@@ -190,7 +193,7 @@ class TrainConfig:
         for flag in ("beta1", "beta2", "momentum"):
             if (value := getattr(self, flag)) is not None and value >= 1:
                 yield f"--{flag} {value} is not below 1"
-        if self.warmup >= self.max_steps > 0:
+        if self.warmup >= self.max_steps > 0 and self.max_minutes is None:
             yield (
                 f"--warmup-steps {self.warmup} is not shorter than --max-steps {self.max_steps}: "
                 f"use --warmup-steps {self.default_warmup}"
@@ -203,6 +206,8 @@ class TrainConfig:
         own_size = self.size != "gpt2" or self.n_layer or self.n_head or self.n_embd
         if self.init_from is not None and own_size:
             yield "leave out --size, --n-layer, --n-head and --n-embd: --init-from has its own"
+        if self.max_minutes is not None and self.resume not in (None, "auto"):
+            yield "leave out --max-minutes: a run that is resumed has its --max-steps"
         if self.cpu_offload and not self.is_sharded:
             yield "--cpu-offload goes with --parallel fsdp or hsdp"
         if self.mfu > 1:

@@ -4,7 +4,10 @@ The figures follow from shapes and data sheets, of a CPU from the speed of a mat
 """
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -13,7 +16,7 @@ from corpus.shards import TokenShards, open_shards
 from model import GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import format_duration
-from runtime.device import DTYPES, cpu_flops, device_name, memory_gib, select_dtype
+from runtime.device import DTYPES, cpu_flops, device_name, memory_gib, select_dtype, synchronize
 from runtime.distributed import DistInfo, all_reduce_max, is_main, print0, read_dist_env
 from runtime.gpus import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
 from training.config import TrainConfig
@@ -32,6 +35,8 @@ SAVED: dict[ActivationCheckpointing, tuple[int, int]] = {
     "full": (4, 0),  # the block's input
 }
 # Fitted to peaks of torch's allocator (docs/memory.md), which lie 1 to 14 % below the plan.
+TIMED_SECONDS = 2.0
+OF_ALL_STEPS = ("tokens", "FLOPs", "passes", "time")  # rows of a plan
 HEAD_BYTES = 10  # per weight of the LM head: its gradient, from the head and from the embedding
 ENDS_BYTES = 12  # per channel and token: embedding, last LayerNorm
 
@@ -184,7 +189,8 @@ def describe_plan(
     state = memory.state / 2**30
     activations = memory.per_token * split.micro_batch_size * block_size / 2**30
     saves = math.ceil(config.max_steps / (config.checkpoint_every or config.max_steps))
-    on_disk = min(saves, (config.keep_checkpoints or saves) + 1)  # one goes when the next is there
+    # The best is kept, and one goes when the next is there.
+    on_disk = min(saves, (config.keep_checkpoints or saves) + 2)
     checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
     rows = {
         "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
@@ -205,8 +211,38 @@ def describe_plan(
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; it has {device.memory_gib:.0f}"
     rows |= describe_time(config, model_config, device, dist_info)
+    if config.max_minutes is not None:  # the steps are not known yet
+        rows = {name: row for name, row in rows.items() if name not in OF_ALL_STEPS}
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def max_steps_within(
+    seconds: float, step_seconds: float, others: Sequence[tuple[int, float]]
+) -> int:
+    """How many optimizer steps fit into a time, at least one.
+
+    `others` are evaluations and saves, before the first step and after the last, too: steps between
+    two, and seconds of each.
+    """
+
+    def needed(steps: int) -> float:
+        return steps * step_seconds + sum((1 - -steps // every) * each for every, each in others)
+
+    return max(1, bisect_right(range(int(seconds / step_seconds) + 1), seconds, key=needed) - 1)
+
+
+def seconds_of(work: Callable[[], object], dist_info: DistInfo) -> float:
+    """How long a call takes, once it is compiled; every process must call this."""
+    calls = 1
+    for _ in range(3):  # to compile; to see how long it takes; to measure
+        begun = perf_counter()
+        for _ in range(calls):
+            work()
+        synchronize(dist_info.device)
+        seconds = (perf_counter() - begun) / calls
+        calls = all_reduce_max(int(min(20, 1 + TIMED_SECONDS / seconds)))
+    return seconds
 
 
 def describe_time(
@@ -226,4 +262,6 @@ def describe_time(
     time = f"about {format_duration(seconds / dist_info.world_size)}, at {config.mfu:.0%} MFU"
     if dist_info.device.type == "cpu":  # it may be half, or twice
         time += ": the eta of a run's first steps says it better"
+    if seconds / dist_info.world_size > 86400:
+        time += "; --max-minutes ends it sooner"
     return {"time": time}

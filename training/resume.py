@@ -50,6 +50,8 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         defaults = replace(defaults, block_size=own)
     config = parse_flags(TrainConfig, args, defaults)
     if checkpoint is not None:
+        if config.max_minutes is not None:  # the run has found its steps
+            config = replace(config, max_steps=defaults.max_steps)
         _warn_of_jump(checkpoint, defaults, config)
         if given.config:
             meant = parse_flags(TrainConfig, args, read_recipe(Path(given.config)))

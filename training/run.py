@@ -9,8 +9,7 @@ import torch
 
 from corpus.shards import TokenShards, unigram_loss
 from formats.checkpoint import Checkpoint, CheckpointWriter
-from formats.load import RUN_CONFIG_NAME
-from formats.metrics import describe_best
+from formats.load import RUN_CONFIG_NAME, describe_best
 from hellaswag import Example, examples_or_none
 from model import GPTConfig
 from runtime import distributed
@@ -110,8 +109,9 @@ class Run:
         if reason is None:
             if is_main():
                 if best := describe_best(self.folder):
-                    loss = unigram_loss(self.train_shards, self.val_shards, self.config.val_tokens)
-                    best += f"a model of token frequencies alone has val_loss {loss:.4f}\n"
+                    splits = (self.train_shards, self.val_shards)
+                    loss, bits = unigram_loss(*splits, self.config.val_tokens)
+                    best += f"a model of token frequencies alone has {loss:.4f}, {bits:.4f}\n"
                 print0(f"{best}done: {self.folder}")
             return
         if reason == "failure":  # the process that met it says what it was

@@ -6,19 +6,20 @@
 import json
 import math
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from time import perf_counter
 from typing import Any, Self
 
 import torch
 
 from formats.metrics import METRICS_NAME
-from runtime.cli import format_count, format_duration
+from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import describe_environment, device_name, peak_memory_gib, synchronize
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import append_atomically
@@ -27,6 +28,7 @@ from training.config import TrainConfig
 from training.folder import describe_run
 from training.trackers import Trackers
 
+SPIKE, SPIKE_STEPS = 10, 100  # so many standard deviations, of so many losses before
 ETA_STEPS = 50  # recent ones, that the time left is estimated from
 
 
@@ -46,6 +48,10 @@ class RunLog:
     dist_info: DistInfo
     dtype: torch.dtype
     """Of matrix products."""
+
+    def __post_init__(self) -> None:
+        self._last_step = self.start_step
+        self._losses = deque[float](maxlen=SPIKE_STEPS)
 
     def __enter__(self) -> Self:
         self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
@@ -86,6 +92,11 @@ class RunLog:
             self._paused_seconds += seconds
             self._pause_share = self._paused_seconds / sum(self._step_seconds)
 
+    def next_text(self) -> str:
+        """The command that prints the text of the step after the last logged one."""
+        step = ("--step", self._last_step + 1)
+        return shell_line("python", "read_step.py", self.run_dir, *step)
+
     def step(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
         """Log a step, which the device has finished; `step` updates are done by now."""
         now = perf_counter()
@@ -107,6 +118,12 @@ class RunLog:
             "peak_memory_gib": peak_memory_gib(self.dist_info.device),
         }
         self.record(**record)
+        before = self._losses
+        if len(before) == SPIKE_STEPS and loss > fmean(before) + SPIKE * pstdev(before):
+            print0(f"warning: step {step}: a spike in the loss, see {self.next_text()}")
+            before.clear()
+        before.append(loss)
+        self._last_step = step
         if step % self.config.log_every == 0 or step == self.config.max_steps:
             steps_left, recent = self.config.max_steps - step, self._step_seconds[-ETA_STEPS:]
             eta_seconds = steps_left * fmean(recent) * (1 + self._pause_share) if recent else None

@@ -1,0 +1,71 @@
+"""The texts that a training step saw: `python read_step.py runs/NAME --step 12345`.
+
+The order of the data is a pure function of the step, so any step can be read back: that of a spike
+in the loss, say. With `--model`, each text has its loss by that model, the highest first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
+
+import torch
+
+from corpus.shards import TokenArray, open_shards
+from dataloader import ShardedDataLoader, to_batch
+from formats.load import RUN_CONFIG_NAME, load_model
+from formats.metrics import METRICS_NAME, logged_values
+from runtime.cli import POSITIONAL, bad_numbers, parse_flags, run_command
+from runtime.device import select_device
+from runtime.distributed import DistInfo
+from tokenizer import gpt2_encoding
+from training.config import read_recipe
+
+
+@dataclass(frozen=True)
+class ReadStepConfig:
+    """Print the texts that a training step saw, each with its shard and the token it begins at."""
+
+    runs: tuple[Path, ...] = field(metadata=POSITIONAL)
+    """Run folders, such as runs/my-run."""
+    step: int
+    """The step, as the log counts them: 1 is the first."""
+    model: str | None = None
+    """Give each text its loss by this model: a run, RUN@best, a checkpoint, gpt2, …"""
+
+    def __post_init__(self) -> None:
+        if problems := bad_numbers(self, ("step",)):
+            raise ValueError("; ".join(problems))
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print each run's texts of the step: in its order or, with a model, the highest loss first."""
+    config, device = parse_flags(ReadStepConfig), select_device("auto")
+    model = load_model(config.model, device) if config.model else None
+    for run_dir in config.runs:
+        texts = list[tuple[float, str]]()
+        for shard, offset, tokens in read_step(run_dir, config.step):
+            loss, title = 0.0, f"--- {shard}, token {offset:,}"
+            if model is not None:
+                loss = float(model(*to_batch(tokens[None], device)).loss)
+                title += f", loss {loss:.4f}"
+            texts.append((loss, f"{title}\n{gpt2_encoding().decode(tokens.tolist())}\n"))
+        print(*(text for _, text in sorted(texts, key=lambda each: -each[0])), sep="\n")
+
+
+def read_step(run_dir: Path, step: int) -> Iterator[tuple[Path, int, TokenArray]]:
+    """The windows of a step of a run: shard, offset and (T + 1,) uint16 tokens of each."""
+    run = read_recipe(run_dir / RUN_CONFIG_NAME)
+    shards, T = open_shards(run.data_dir, "train"), run.block_size
+    if shards.fingerprint not in logged_values(run_dir / METRICS_NAME, "data_fingerprint"):
+        raise ValueError(f"{run.data_dir} has changed since {run_dir} was trained on it")
+    order = (run.seed, run.shuffle, 1 << 16, DistInfo())
+    batches = ShardedDataLoader(shards, T, run.total_batch_size // T, 1, *order)
+    for window in batches.window_indices(step - 1, micro_step=0).tolist():
+        yield *shards.locate(window * T), shards.read(window * T, T + 1)
+
+
+if __name__ == "__main__":
+    run_command(main)
