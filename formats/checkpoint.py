@@ -395,8 +395,8 @@ def load_checkpoint(
         if built != state.optimizers:
             raise ValueError(
                 f"{path} was trained by {' and '.join(state.optimizers)}, and this run builds "
-                f"{' and '.join(built)}: use the same --optimizer, or start a new run, without "
-                f"--size, --n-layer, --n-head and --n-embd, by {shell_line('--init-from', path)}"
+                f"{' and '.join(built)}: use the same --optimizer, or start a new run by "
+                f"{shell_line('--init-from', path)}"
             )
         copy_state(read_tensors(path / MODEL_NAME), model, path)
         warn_of_other_code(path, state)

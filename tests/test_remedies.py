@@ -30,6 +30,7 @@ from runtime.device import prepare_compiler
 NEW = f"{shlex.join(TINY_RUN[len(TINY_MODEL) :])} --micro-batch-size=2 --max-steps=2 --val-every=0"
 NEW += " --data-dir=shards --out-dir='my runs' --run-name=b"
 MODEL = "--n-layer=1 --n-head=2 --n-embd=8 --block-size=64"
+OTHER_SIZE = "--n-layer=3 --n-head=1 --n-embd=12"
 TRAIN = f"python train_gpt2.py {NEW} {MODEL}"
 INIT = f"python train_gpt2.py {NEW} --init-from='my runs/a'"
 LONG = f"{TRAIN} --data-dir=changed --block-size=500 --total-batch-size=1000"
@@ -73,7 +74,8 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
     (f"{TRAIN} --data-dir=changed --preflight", "else delete changed and run python fineweb.py",
      "rm -r changed", f"{TOKENIZE} --source=a.txt --data-dir=changed",
      f"{TRAIN} --data-dir=changed --preflight"),
-    (f"{INIT} {MODEL}", "leave out --size, --n-layer, --n-head and --n-embd", INIT),
+    (f"{INIT} {OTHER_SIZE}", "give --n-layer=1 --n-head=2 --n-embd=8",
+     f"{INIT} {OTHER_SIZE} --n-layer=1 --n-head=2 --n-embd=8"),
     (f"{INIT} --block-size=65", "give --block-size 64 or less", f"{INIT} --block-size 64"),
     (f"{TRAIN} --device={OTHER}", "not available here; available: ", f"{TRAIN} --device=cpu"),
     (f"{TRAIN} --cpu-offload --plan", "goes with --parallel fsdp or hsdp",
@@ -121,8 +123,8 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      f"{TRAIN} --seed=5 --run-name=b"),
     (f"{RESUME} --optimizer=muon", "use the same --optimizer", RESUME),
     (f"{RESUME} --optimizer=muon",
-     f"a new run, without --size, --n-layer, --n-head and --n-embd, by --init-from '{STEP_8}'",
-     f"python train_gpt2.py {NEW} --init-from '{STEP_8}' --optimizer=muon"),
+     f"a new run by --init-from '{STEP_8}'",
+     f"{TRAIN} --init-from '{STEP_8}' --optimizer=muon"),
     (f"{RESUME} --max-lr=1e38 --max-steps=12", "with --resume 'my runs/a' and a lower --max-lr",
      f"{RESUME} --max-lr=1e-4"),
     (f"{RESUME} --max-lr=1e38 --max-steps=12",

@@ -1,15 +1,17 @@
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from conftest import fake_checkpoint
+from conftest import ROOT, TINY_RUN, fake_checkpoint
 
 from formats.huggingface import save_pretrained
 from model import GPT, GPTConfig
+from runtime.cli import as_flags, flag_of
 from runtime.files import write_json
-from training.config import TrainConfig
+from train_gpt2 import main
+from training.config import NOT_SAVED, TrainConfig
 from training.resume import check_resume_compatible, parse_config, run_model_config
 
 # --- what is resumed ----------------------------------------------------------------------------
@@ -82,6 +84,71 @@ def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
         check("b", n_layer=3, total_batch_size=2048, shuffle=False)
     with pytest.raises(ValueError, match="init_from None -> gpt2"):  # or it would be noted
         check("a", init_from="gpt2")
+
+
+OTHER_VALUES = {  # of every flag, than those of `tiny_flags`
+    **{"size": "gpt2-medium", "n_layer": 3, "n_head": 4, "n_embd": 96, "block_size": 8},
+    **{"init_from": "gpt2-medium", "total_batch_size": 512, "seed": 5, "shuffle": False},
+    **{"optimizer": "muon", "val_tokens": 512, "max_steps": 9, "max_lr": 0.1, "min_lr": 1e-9},
+    **{"warmup_steps": 1, "lr_schedule": "wsd", "weight_decay": 0.3, "beta1": 0.5, "beta2": 0.5},
+    **{"momentum": 0.5, "grad_clip": 0.5, "val_every": 3, "hellaswag_every": 3, "sample_every": 3},
+    **{"sample_prompt": "a", "checkpoint_every": 3, "keep_checkpoints": 3, "log_every": 3},
+    **{"logger": ["tensorboard"], "hellaswag_data": "a.jsonl", "micro_batch_size": 2},
+    **{"loss_chunks": 3, "activation_checkpointing": "full", "parallel": "fsdp"},
+    **{"reshard_after_forward": False, "cpu_offload": True, "device": "cuda", "dtype": "bfloat16"},
+    **{"deterministic": True, "compile": True, "step_timeout": 3.0, "out_dir": "other"},
+}
+TOGETHER = {"cpu_offload": ["--parallel=fsdp"]}
+
+
+def flags_by_what_a_resume_does():
+    """The fields in the table of docs/reliability.md, by the first word of what is said there."""
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    table = text.partition("## What a resume does with each flag")[2].partition("##")[0]
+    rows = re.findall(r"^\| (`--.*?`) \| (\w+)", table, re.MULTILINE)
+    split = [(flag.strip("`-"), does) for flags, does in rows for flag in flags.split(", ")]
+    return {flag.replace("-", "_"): does for flag, does in split}
+
+
+@pytest.fixture(scope="module")
+def resumable(tiny_data, tmp_path_factory):
+    """Runs that began with new weights and with those of another."""
+    runs = tmp_path_factory.mktemp("runs")
+    flags = [*TINY_RUN, f"--data-dir={tiny_data}", f"--out-dir={runs}", "--max-steps=4"]
+    main([*flags, "--run-name=new"])
+    flags = [flag for flag in flags if not flag.startswith("--n-")]
+    main([*flags, "--run-name=tuned", f"--init-from={runs}/new", "--block-size=16"])
+    return runs
+
+
+@pytest.mark.parametrize("run", ["new", "tuned"])
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainConfig)])
+def test_resume_does_with_each_flag_what_the_table_says(resumable, run, name):
+    does = flags_by_what_a_resume_does().get(name)
+    if does is None and name in GPTConfig.__dataclass_fields__:
+        return  # a setting of an edited model: any other is refused
+    assert does, f"say in docs/reliability.md what a resume does with {flag_of(name)}, and why"
+    if does == "of":
+        assert name in NOT_SAVED
+        return
+    if name == "data_dir":
+        return  # test_main_refuses_other_data_too_little_data_and_a_run_that_is_there
+    value = OTHER_VALUES[name]
+    resume = [f"--resume={resumable}/{run}", "--max-steps=8", *TOGETHER.get(name, ())]
+    resume += as_flags({name: value})
+    if does == "refuses":
+        said = "this run builds Muon and AdamW" if name == "optimizer" else f"{name} .*-> {value}"
+        saved = (resumable / run / "config.json").read_text()
+        with pytest.raises(ValueError, match=said):
+            main(resume)
+        assert (resumable / run / "config.json").read_text() == saved
+        return
+    assert does == "takes"
+    config, checkpoint = parse_config(resume)
+    fingerprints = checkpoint.state.data_fingerprint, checkpoint.state.val_fingerprint
+    model_config = run_model_config(config, checkpoint)
+    check_resume_compatible(checkpoint, config, model_config, *fingerprints)
+    assert config.saved()[name] == value != checkpoint.state.train_config[name]
 
 
 # --- flags and saved settings -------------------------------------------------------------------
@@ -173,6 +240,22 @@ def test_init_from_takes_the_models_context_unless_another_is_given(tmp_path):
     config, _ = parse_config([*init, "--block-size=128"])
     with pytest.raises(ValueError, match="128 is beyond this model's 48: give --block-size 48 or"):
         run_model_config(config, None)
+    # Equal sizes are accepted, of a recipe or of flags.
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8}
+    write_json(recipe, {**sizes, "max_steps": 60})
+    config, _ = parse_config([f"--config={recipe}", *init, "--n-layer=1"])
+    assert run_model_config(config, None) == own
+    write_json(recipe, {**sizes, "n_embd": 16})
+    for flags, other in (
+        ([f"--config={recipe}"], "n_embd 8 -> 16"),
+        (["--size=gpt2-medium"], "n_layer 1 -> 24, n_head 2 -> 16, n_embd 8 -> 1024"),
+    ):
+        config, _ = parse_config([*flags, *init])
+        refusal = f"model is not of the size of the flags or of --config ({other}): give --n-la"
+        with pytest.raises(ValueError, match=re.escape(refusal)) as refused:
+            run_model_config(config, None)
+        remedy = shlex.split(str(refused.value).partition(": give ")[2])
+        assert run_model_config(parse_config([*flags, *init, *remedy])[0], None) == own
     # It is not read where a checkpoint is resumed.
     fake_checkpoint(tmp_path / "run", 5, block_size=512)
     flags = [f"--resume={tmp_path}/run", f"--init-from={tmp_path}/gone"]

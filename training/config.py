@@ -203,9 +203,6 @@ class TrainConfig:
         name = self.run_name
         if name is not None and not (is_plain_name(name) and name.isprintable()):
             yield f"--run-name {name!r} must be a plain folder name"
-        own_size = self.size != "gpt2" or self.n_layer or self.n_head or self.n_embd
-        if self.init_from is not None and own_size:
-            yield "leave out --size, --n-layer, --n-head and --n-embd: --init-from has its own"
         if self.max_minutes is not None and self.resume not in (None, "auto"):
             yield "leave out --max-minutes: a run that is resumed has its --max-steps"
         if self.cpu_offload and not self.is_sharded:

@@ -17,12 +17,13 @@ from formats.load import (
 )
 from lr_schedule import learning_rate
 from model import GPT2_SIZES, GPTConfig
-from runtime.cli import parse_flags, shell_line
+from runtime.cli import as_flags, parse_flags, shell_line
 from runtime.distributed import print0
 from training.config import TrainConfig, config_from_settings, read_recipe
 
 RATE_JUMP = 1.1  # a rate that is higher by this factor than the step before has jumped
-KEPT_SETTINGS = ("total_batch_size", "seed", "shuffle", "init_from")  # to the end of a run
+# A resume refuses other values of these and of the model's; docs/reliability.md has all flags.
+KEPT_SETTINGS = ("size", "init_from", "total_batch_size", "seed", "shuffle", "val_tokens")
 
 
 def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
@@ -141,11 +142,15 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
 def run_model_config(config: TrainConfig, resumed: Checkpoint | None) -> GPTConfig:
     """The model's configuration as the flags give it or, with `--init-from`, its model has it.
 
-    That has its own dimensions. Of other fields that are flags, those count that were given.
+    That has its own dimensions, and other --size or --n-… are refused, there or by the resume. Of
+    other fields that are flags, those count that were given.
     """
     flags = config.model_config()
     if config.init_from is None:
         return flags
+    sizes = {n: v for n in GPT2_SIZES["gpt2"] if (v := getattr(config, n)) is not None}
+    if config.size != TrainConfig.size:
+        sizes = GPT2_SIZES[config.size] | sizes
     settings = TrainConfig().saved() | (resumed.state.train_config if resumed else {})
     if resumed is not None:  # --init-from may be gone by now
         own = GPTConfig(**resumed.state.model_config)
@@ -156,9 +161,15 @@ def run_model_config(config: TrainConfig, resumed: Checkpoint | None) -> GPTConf
                 f"--block-size {flags.block_size} is beyond this model's {own.block_size}: "
                 f"give --block-size {own.block_size} or less"
             )
+        if other := differences(asdict(own), sizes):
+            remedy = as_flags({name: getattr(own, name) for name in GPT2_SIZES["gpt2"]})
+            raise ValueError(
+                f"--init-from {config.init_from} is not of the size of the flags or of --config "
+                f"({', '.join(other)}): give {shell_line(*remedy)}"
+            )
     given = {
         name: value
         for name, value in asdict(flags).items()
         if name in settings and name not in GPT2_SIZES["gpt2"] and value != settings[name]
     }
-    return replace(own, **given | {"block_size": flags.block_size})
+    return replace(own, **given | sizes | {"block_size": flags.block_size})
