@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from runtime.threads import usable_cores
 
@@ -47,6 +47,8 @@ OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run
 @dataclass(frozen=True)
 class FineWebConfig:
     """Turn text into shards of GPT-2 tokens, the first of them for validation."""
+
+    OTHER_NAMES: ClassVar = {"FILE": "--source"}
 
     source: tuple[str, ...] = ("fineweb-edu",)
     """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `stdlib`, the running Python's

@@ -47,7 +47,7 @@ def parse_flags(
 
     `--help` prints each flag with its default and the first sentence of its docstring, in the
     groups of the class's `HELP_GROUPS` (titles by their first field), and exits. `default` has the
-    values of flags that are not given. `OTHER_NAMES` of the class has other programs' flags.
+    values of flags that are not given. `OTHER_NAMES` of it has other programs' flags, or FILE.
 
     Raises:
         ValueError: a flag is unknown or its value is refused; the message is one line.
@@ -120,8 +120,10 @@ def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
         meant = getattr(config_class, "OTHER_NAMES", {}).get(flag) or "".join(similar)
         hint = f": did you mean {meant}?" if meant else ""
         problems.append(f"there is no flag {flag}{hint}")
-    switch = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
-    return "; ".join(problems) or f"{unknown[0]!r} belongs to no flag{switch}"
+    hint = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
+    if meant := getattr(config_class, "OTHER_NAMES", {}).get("FILE"):
+        hint = f": give {meant} {shell_line(*unknown)}"
+    return "; ".join(problems) or f"{unknown[0]!r} belongs to no flag{hint}"
 
 
 def _new_parser(config_class: type[Any], default: object | None) -> argparse.ArgumentParser:

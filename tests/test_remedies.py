@@ -157,6 +157,8 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      f"{TOKENIZE} --source=b.txt --data-dir=changed"),
     (f"{TOKENIZE} --source=a.txt --data-dir=shards", "choose another --data-dir",
      f"{TOKENIZE} --source=a.txt --data-dir=new"),
+    (f"{TOKENIZE} a.txt 'my texts'", "give --source a.txt 'my texts' (--help",
+     f"{TOKENIZE} --source a.txt 'my texts'"),
     (f"{TOKENIZE} --source=windows.txt", "use iconv -f cp1252 -t utf-8 FILE > NEW_FILE",
      "iconv -f cp1252 -t utf-8 windows.txt > new.txt", f"{TOKENIZE} --source=new.txt"),
     (f"{TOKENIZE} --source=utf-16.txt", "use iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
