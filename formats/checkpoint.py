@@ -180,9 +180,9 @@ class CheckpointWriter:
             saved = _write_checkpoint(checkpoints_dir, state, self._copies)
             self._on_saved(state.step, saved)
             older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < saved.name]
-            spared = older[: self._keep - 1] if self._keep else older
-            for checkpoint in {*older} - {*spared, best_checkpoint(checkpoints_dir.parent)}:
-                _delete(checkpoint)
+            for checkpoint in older[self._keep - 1 :] if self._keep else ():
+                if checkpoint != best_checkpoint(checkpoints_dir.parent):
+                    _delete(checkpoint)
         except OSError as error:
             self.error = None if saved else error  # an old one that stays costs only its space
             print0(f"warning: {error}")
