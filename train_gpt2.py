@@ -284,40 +284,6 @@ def raise_unless_overflow(
     print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
 
-def fit_max_minutes(run: Run, trainer: Trainer) -> Run:
-    """The run with as many steps as `--max-minutes` leaves time for.
-
-    Optimizer steps are timed, and a part of each evaluation; samples are not counted. The trainer
-    cannot be used any more.
-    """
-    config, begun = run.config, perf_counter()
-    few = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
-    few_tokens = run.dist_info.world_size * run.micro_batch_size * run.model_config.block_size
-    few_tokens *= TIMED_BATCHES
-    part = replace(run, hellaswag=few, config=replace(config, val_tokens=few_tokens))
-    val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
-    evaluations = (
-        (config.val_every, validate, max(1, val_tokens / few_tokens)),
-        (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(few))),
-    )
-    with trainer.batches:
-        step = partial(train_step, run, trainer, learning_rate(config, 0))
-        step_seconds = seconds_of(step, run.dist_info)
-        with eval_mode(trainer.raw_model):
-            others = [
-                (every, parts * seconds_of(partial(measure, part, trainer), run.dist_info))
-                for every, measure, parts in evaluations
-                if every
-            ]
-    save_seconds = CHECKPOINT_BYTES_PER_PARAMETER * run.model_config.n_params / 1e9  # 1 GB/s
-    others.append((config.checkpoint_every or sys.maxsize, save_seconds))
-    left = 60 * cast(float, config.max_minutes) - (perf_counter() - begun)
-    steps = -distributed.all_reduce_max(-max_steps_within(left, step_seconds, others))
-    print0(f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each")
-    run.log.config = replace(config, max_steps=steps, max_minutes=None)
-    return replace(run, config=run.log.config)
-
-
 # --- evaluation -------------------------------------------------------------------------------
 
 
@@ -447,6 +413,43 @@ def save(run: Run, trainer: Trainer, step: int) -> None:
             code_logits=checkpoint.code_logits(model.config),
         )
         run.writer.save(state, model, optimizers)
+
+
+# --- a time budget ----------------------------------------------------------------------------
+
+
+def fit_max_minutes(run: Run, trainer: Trainer) -> Run:
+    """The run with as many steps as `--max-minutes` leaves time for.
+
+    Optimizer steps are timed, and a part of each evaluation; samples are not counted. The trainer
+    cannot be used any more.
+    """
+    config, begun = run.config, perf_counter()
+    few = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
+    few_tokens = run.dist_info.world_size * run.micro_batch_size * run.model_config.block_size
+    few_tokens *= TIMED_BATCHES
+    part = replace(run, hellaswag=few, config=replace(config, val_tokens=few_tokens))
+    val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
+    evaluations = (
+        (config.val_every, validate, max(1, val_tokens / few_tokens)),
+        (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(few))),
+    )
+    with trainer.batches:
+        step = partial(train_step, run, trainer, learning_rate(config, 0))
+        step_seconds = seconds_of(step, run.dist_info)
+        with eval_mode(trainer.raw_model):
+            others = [
+                (every, parts * seconds_of(partial(measure, part, trainer), run.dist_info))
+                for every, measure, parts in evaluations
+                if every
+            ]
+    save_seconds = CHECKPOINT_BYTES_PER_PARAMETER * run.model_config.n_params / 1e9  # 1 GB/s
+    others.append((config.checkpoint_every or sys.maxsize, save_seconds))
+    left = 60 * cast(float, config.max_minutes) - (perf_counter() - begun)
+    steps = -distributed.all_reduce_max(-max_steps_within(left, step_seconds, others))
+    print0(f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each")
+    run.log.config = replace(config, max_steps=steps, max_minutes=None)
+    return replace(run, config=run.log.config)
 
 
 if __name__ == "__main__":

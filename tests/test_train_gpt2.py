@@ -103,7 +103,8 @@ def test_main_learns_validates_and_saves(tiny_flags, tiny_data, tmp_path, capsys
     counts = 1 + np.bincount(np.concatenate(train), minlength=50257)
     unigram = np.log(counts.sum()) - np.log(counts[val[:256]]).mean()  # of --val-tokens
     bits = 256 * unigram / math.log(2) / len(gpt2_encoding().decode_bytes(val[:256].tolist()))
-    assert lines[-2] == f"a model of token frequencies alone has {unigram:.4f}, {bits:.4f}"
+    frequencies = f"val_loss {unigram:.4f}, {bits:.4f} bits per byte"
+    assert lines[-2] == f"a model of token frequencies alone has {frequencies}"
     assert lines[-1] == f"done: {run_dir}"
     for path in paths:
         verify_checkpoint(path)

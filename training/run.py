@@ -111,7 +111,8 @@ class Run:
                 if best := describe_best(self.folder):
                     splits = (self.train_shards, self.val_shards)
                     loss, bits = unigram_loss(*splits, self.config.val_tokens)
-                    best += f"a model of token frequencies alone has {loss:.4f}, {bits:.4f}\n"
+                    frequencies = f"val_loss {loss:.4f}, {bits:.4f} bits per byte"
+                    best += f"a model of token frequencies alone has {frequencies}\n"
                 print0(f"{best}done: {self.folder}")
             return
         if reason == "failure":  # the process that met it says what it was
