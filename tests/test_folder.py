@@ -60,7 +60,7 @@ def test_lock_run_folder_refuses_a_folder_that_has_anything_of_another_run(tmp_p
 def test_lock_run_folder_takes_a_run_that_was_killed_in_its_first_save(tmp_path):
     other, run_dir = fake_checkpoint(tmp_path / "other", 3), tmp_path / "a"
     command = {"checkpoint": other, "resume": str(other.path)}
-    append_records(run_dir, {"resumed_from": 3})
+    append_records(run_dir, {"resumed_from": 2})  # the other run has gone on
     (run_dir / "config.json").write_text("{}")
     (run_dir / "checkpoints" / ".step_00000003.tmp").mkdir(parents=True)
     assert no_checkpoint_hint(run_dir).endswith("begin again with the command that began it")

@@ -10,7 +10,7 @@ from filelock import Timeout
 
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
 from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, latest_checkpoint, no_checkpoint_hint
-from formats.metrics import METRICS_NAME, last_saved_step
+from formats.metrics import METRICS_NAME, last_saved_step, logged_values
 from runtime import distributed
 from runtime.cli import RunStopped, shell_line
 from runtime.device import compile_error, is_out_of_memory
@@ -73,7 +73,7 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
     holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
     step, complete = last_saved_step(run_dir / METRICS_NAME), complete_checkpoints(checkpoints)
     is_resumed = config.resume is not None and (resumed is None or is_own(resumed, run_dir))
-    if resumed is not None and not complete and step == resumed.state.step:
+    if resumed and step and not (complete or logged_values(run_dir / METRICS_NAME, "saved_step")):
         is_resumed = True  # the same command, which was killed in its first save
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
