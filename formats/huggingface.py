@@ -313,7 +313,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """A model's folder, from the hub if need be; refused if its weights have to be converted."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    if any(folder.glob("[!.]*config.json")) and not _weight_files(folder):
+    if any(folder.glob("[!.]*onfig.json")) and not _weight_files(folder):
         raise FileNotFoundError(
             f"{source} lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: load "
             f"it with transformers, call save_pretrained('converted'), and give that folder"

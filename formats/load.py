@@ -175,4 +175,4 @@ def model_config_of(source: str | Path) -> GPTConfig:
 def is_hugging_face(source: str | Path) -> bool:
     """Whether a model is in Hugging Face's format; a run's own `config.json` is something else."""
     path = Path(source)
-    return not is_local(source) or (any(path.glob("[!.]*config.json")) and not is_run(path))
+    return not is_local(source) or (any(path.glob("[!.]*onfig.json")) and not is_run(path))

@@ -213,7 +213,7 @@ def prepare_compiler(device: torch.device) -> str | None:
         from torch._inductor.codecache import get_lock_dir
 
         locks = Path(get_lock_dir())
-        for path in locks.parent.glob("*/*.so"):  # torn ones lack their first bytes, written last
+        for path in locks.parent.glob("[!.]*/[!.]*.so"):  # torn ones lack their first bytes
             with contextlib.suppress(Timeout), FileLock(locks / f"{Path(path.stem).stem}.lock", 0):
                 if path.exists() and not np.fromfile(path, np.uint8, count=1).any():
                     path.unlink()

@@ -21,7 +21,7 @@ from formats.huggingface import (
     save_pretrained,
     to_hf_state_dict,
 )
-from formats.load import load_model
+from formats.load import is_hugging_face, load_model
 from model import GPT, MLP, GPTConfig
 from runtime.files import read_json, write_json
 from tokenizer import gpt2_encoding
@@ -389,6 +389,14 @@ def test_load_pretrained_downloads_once_then_needs_no_network(commands, exported
     assert again.code == 2
     assert again.stderr.count("\n") == 1
     assert "'gpt2-medium' is not a folder, and the Hugging Face hub did not give" in again.stderr
+
+
+def test_a_folder_that_has_nothing_but_a_configuration_is_hugging_faces(tmp_path):
+    (tmp_path / "._config.json").touch()
+    assert not is_hugging_face(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"lacks model\.safetensors"):
+        load_model(tmp_path)
 
 
 def test_load_pretrained_takes_parts_and_revisions_from_the_hub(commands, tmp_path):

@@ -42,7 +42,7 @@ SAMPLE = "python sample.py --device=cpu --num-samples=1 --max-new-tokens=2"
 TOKENIZE = "python fineweb.py --workers=1 --shard-size=500"
 OTHER = "mps" if sys.platform != "darwin" else "cuda"  # a device that is not there
 STEP_4, STEP_8 = (f"my runs/a/checkpoints/step_0000000{step}" for step in (4, 8))
-OVERFIT_4 = "my runs/overfit/checkpoints/step_00000004"
+OVERFIT_BEST = "my runs/overfit@best"
 BEGIN_B, BEGIN_BEGUN = (
     f"python train_gpt2.py --config 'my runs/{name}/config.json' --resume auto --out-dir 'my runs' "
     f"--run-name {name}"
@@ -136,8 +136,8 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
     (f"{TRAIN_ON} --resume='{STEP_4}' --run-name=b --max-lr=1e38",
      "go on with --resume 'my runs/b' and a lower --max-lr\n",
      "python train_gpt2.py --resume 'my runs/b' --max-lr 1e-4"),
-    (f"{TRAIN_ON} --resume='my runs/overfit'", f"sample and export with --model '{OVERFIT_4}'",
-     f"{SAMPLE} --model '{OVERFIT_4}'", f"python export.py --model '{OVERFIT_4}' --out=new"),
+    (f"{TRAIN_ON} --resume='my runs/overfit'", f"use step_00000004, --model '{OVERFIT_BEST}'",
+     f"{SAMPLE} --model '{OVERFIT_BEST}'", f"python export.py --model '{OVERFIT_BEST}' --out=new"),
     (f"{SAMPLE} --model='my runs/begun'", f"begin again with {BEGIN_BEGUN}",
      BEGIN_BEGUN, f"{SAMPLE} --model='my runs/begun'"),
     (f"{SAMPLE} --model='my runs/none'", "the runs in my runs are a, ",
