@@ -203,6 +203,7 @@ class ShardWriter:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._kept = len(manifest.shards)
         self._splits = manifest.part.index == 0 and not manifest.shards
         self._buffer = np.empty((2 if self._splits else 1) * manifest.shard_size, SHARD_DTYPE)
         self._filled = 0
@@ -231,7 +232,8 @@ class ShardWriter:
     def _write_buffer(self) -> None:
         size = self.manifest.shard_size
         tokens = self._buffer[: self._filled]
-        self._save()  # first: shards without a manifest, or of an outdated one, would be refused
+        if len(self.manifest.shards) == self._kept:  # shards of no or another manifest are refused
+            self._save()
         if self._splits:
             if self._filled == 2 * size:
                 val, tokens = np.split(tokens, [size])

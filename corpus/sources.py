@@ -33,7 +33,7 @@ NO_UTF8 = "invalid UTF-8; if it is text of Windows, use iconv -f cp1252 -t utf-8
 NO_TEXT = {  # by a pattern of a file's first bytes
     b"%PDF": "a PDF; use pdftotext FILE NEW_FILE.txt",
     b"PK\3\4": "a zip file; use pandoc -t plain -o NEW_FILE.txt FILE (.docx, .odt) or unzip FILE",
-    b"\x1f\x8b": "a gzip file; use gunzip FILE",
+    b"\x1f\x8b": "a gzip file; use gunzip < FILE > NEW_FILE.txt",
     b"\xff\xfe|\xfe\xff|[^\0]*\0": "UTF-16 or binary; use iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
 }
 JSON_ARRAY = "a JSON array, not JSON lines; convert it by jq -c '.[]' FILE > NEW_FILE.jsonl"

@@ -313,6 +313,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """A model's folder, from the hub if need be; refused if its weights have to be converted."""
     folder = Path(source) if is_local(source) else _download(str(source))
+    # Any configuration, config.json or another's; `[!.]` takes a first letter.
     if any(folder.glob("[!.]*onfig.json")) and not _weight_files(folder):
         raise FileNotFoundError(
             f"{source} lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: load "

@@ -71,8 +71,10 @@ def find_checkpoint(path: Path) -> Path:
 
     With `@best` after it, the run's one of the lowest validation loss.
     """
-    find = best_checkpoint if path.name.endswith(BEST) else latest_checkpoint
-    path = path.with_name(path.name.removesuffix(BEST))
+    name = str(path)
+    find, path = latest_checkpoint, Path(name.removesuffix(BEST))
+    if name.endswith(BEST):
+        find = best_checkpoint
     if not path.exists() and (RUNS / path).is_dir():
         path = RUNS / path
     if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():

@@ -304,6 +304,9 @@ def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
             assert warning.endswith("above it: use step_00000004, --model runs/r@best")
     assert describe_best(run_dir) == "best val_loss 3.0000 at step 4\n"  # 0.04 is chance
     assert isinstance(load_model("r@best"), GPT)
+    monkeypatch.chdir(run_dir)
+    assert find_checkpoint(Path()) == Path("checkpoints/step_00000007")
+    monkeypatch.chdir(tmp_path)
     append_records(run_dir, {"step": 7, "val_loss": 2.5, "val_bpb": 1.25})
     assert find_checkpoint(Path("r@best")) == folder / "step_00000007"
     assert describe_best(run_dir) == "best val_loss 2.5000 at step 7, 1.2500 bits per byte\n"

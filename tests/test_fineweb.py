@@ -450,7 +450,7 @@ def test_read_parquet_names_the_bad_row(tmp_path, column, message):
         ("text".encode("utf-16-le"), "UTF-16 or binary; use iconv -f utf-16 "),
         (b"%PDF-1.4 text", "a PDF; use pdftotext FILE NEW_FILE.txt"),
         (b"PK\3\4text", r"a zip file; use pandoc .* FILE \(\.docx, \.odt\) or unzip FILE"),
-        (gzip.compress(b"text"), "a gzip file; use gunzip FILE"),
+        (gzip.compress(b"text"), "a gzip file; use gunzip < FILE > NEW_FILE.txt"),
     ],
     ids=["Windows", "UTF-16", "big-endian", "no-mark", "PDF", "zip", "gzip"],
 )

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from time import perf_counter
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from formats.metrics import METRICS_NAME
@@ -119,7 +120,7 @@ class RunLog:
         }
         self.record(**record)
         before = self._losses
-        if len(before) == SPIKE_STEPS and loss > fmean(before) + SPIKE * pstdev(before):
+        if len(before) == SPIKE_STEPS and loss > np.mean(before) + SPIKE * np.std(before):
             print0(f"warning: step {step}: a spike in the loss, see {self.next_text()}")
             before.clear()
         before.append(loss)
