@@ -35,7 +35,7 @@ SAVED: dict[ActivationCheckpointing, tuple[int, int]] = {
     "full": (4, 0),  # the block's input
 }
 # Fitted to peaks of torch's allocator (docs/memory.md), which lie 1 to 14 % below the plan.
-TIMED_SECONDS = 2.0
+TIMED_SECONDS = 5.0
 OF_ALL_STEPS = ("tokens", "FLOPs", "passes", "time")  # rows of a plan
 HEAD_BYTES = 10  # per weight of the LM head: its gradient, from the head and from the embedding
 ENDS_BYTES = 12  # per channel and token: embedding, last LayerNorm
@@ -241,7 +241,7 @@ def seconds_of(work: Callable[[], object], dist_info: DistInfo) -> float:
             work()
         synchronize(dist_info.device)
         seconds = (perf_counter() - begun) / calls
-        calls = all_reduce_max(int(min(20, 1 + TIMED_SECONDS / seconds)))
+        calls = all_reduce_max(int(min(100, 1 + TIMED_SECONDS / seconds)))
     return seconds
 
 
