@@ -277,9 +277,18 @@ class TokenShards:
     def __init__(self, paths: list[Path], fingerprint: str) -> None:
         self.paths = paths
         self.fingerprint = fingerprint
-        self.lengths = [len(_map_shard(path)) for path in paths]
+        # Headers are read here, once: NumPy parses them, which two threads of Python 3.11 cannot do
+        # at the same time (cpython#106905), and the loader's thread maps the shards.
+        headers = [(len(tokens), tokens.offset) for tokens in map(_map_shard, paths)]
+        self.lengths = [length for length, _ in headers]
         self.offsets = np.cumsum([0, *self.lengths])
-        self._map = lru_cache(MAPPED_SHARDS)(_map_shard)
+
+        @lru_cache(MAPPED_SHARDS)
+        def map_tokens(shard: int) -> TokenArray:
+            length, offset = headers[shard]
+            return np.memmap(paths[shard], SHARD_DTYPE, "r", offset, shape=(length,))
+
+        self._map = map_tokens
 
     @property
     def total_tokens(self) -> int:
@@ -298,7 +307,7 @@ class TokenShards:
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while filled < count:
             begin = start + filled - int(self.offsets[shard])
-            piece = self._map(self.paths[shard])[begin : begin + count - filled]
+            piece = self._map(shard)[begin : begin + count - filled]
             tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
             shard += 1
@@ -379,7 +388,7 @@ def _find_shards(folder: Path, split: Split) -> list[Path]:
     return []
 
 
-def _map_shard(path: Path) -> TokenArray:
+def _map_shard(path: Path) -> np.memmap:
     if path.suffix == ".bin":
         return _map_bin(path)
     try:
@@ -397,7 +406,7 @@ def _map_shard(path: Path) -> TokenArray:
     return array
 
 
-def _map_bin(path: Path) -> TokenArray:
+def _map_bin(path: Path) -> np.memmap:
     """Map the tokens of llm.c, which follow a header, or of nanoGPT, which have none."""
     size, offset = path.stat().st_size, 0
     with path.open("rb") as file:

@@ -1,6 +1,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_run
@@ -45,7 +46,7 @@ def test_read_step_prints_the_windows_that_the_step_trained_on(
     assert [text for _, text in printed] == [text.strip("\n") for text in texts]
     for title, text in printed:
         shard, offset = title.split(", token ")
-        tokens = read_step.open_shards(tiny_data, "train")._map(tiny_data / shard)
+        tokens = np.load(tiny_data / shard)
         start = int(offset.replace(",", ""))
         assert decode(tokens[start : start + 33].tolist()).startswith(text[:20])
 
