@@ -2,10 +2,11 @@
 
 The training tokens are cut into N windows: window i is tokens [i·T, i·T + T + 1), the last one
 of which is the next window's first, so that every token but the first is a target once. An epoch
-is a permutation of the N windows that depends on the seed and the epoch only. With G windows in a
-global batch, step s takes positions [s·G, (s+1)·G) of the order, split over micro-steps and ranks.
-So a step sees the same windows on any number of processes, and the loader's whole state is the
-step.
+is a permutation of the N windows, and from the second on all of them begin some tokens later, so
+that a text passed over again is cut elsewhere; both depend on the seed and the epoch only. With G
+windows in a global batch, step s takes positions [s·G, (s+1)·G) of the order, split over
+micro-steps and ranks. So a step sees the same windows on any number of processes, and the loader's
+whole state is the step.
 """
 
 import hashlib
@@ -57,6 +58,12 @@ def permute(positions: IndexArray, size: int, seed: int, epoch: int) -> IndexArr
     return result.astype(np.int64)
 
 
+def epoch_offset(epoch: int, block_size: int, seed: int) -> int:
+    """How much later the windows of an epoch begin: 0 in the first, and T epochs all differ."""
+    first, own = permute(np.array([0, epoch % block_size]), block_size, seed, epoch=-1)
+    return int(own - first) % block_size
+
+
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
@@ -92,7 +99,7 @@ class ShardedDataLoader:
     grad_accum_steps: int
     seed: int
     shuffle: bool
-    """False takes the windows in sequence."""
+    """False takes the windows in sequence, all epochs from the first token."""
     vocab_size: int
     """Ids must be below this."""
     dist_info: DistInfo
@@ -131,27 +138,27 @@ class ShardedDataLoader:
         self._upcoming = self._thread.submit(next, self._micro_batches)
         return to_batch(tokens, self.dist_info.device)
 
-    def window_indices(self, step: int, micro_step: int) -> IndexArray:
-        """The windows of one micro-batch of this process: (B,) int64."""
+    def window_starts(self, step: int, micro_step: int) -> IndexArray:
+        """The first tokens of one micro-batch of this process: (B,) int64."""
         earlier = micro_step * self.dist_info.world_size + self.dist_info.rank  # in this step
         first = step * self.windows_per_step + earlier * self.micro_batch_size
         positions = first + np.arange(self.micro_batch_size, dtype=np.int64)
         epochs, positions = np.divmod(positions, self.windows_per_epoch)
         if not self.shuffle:
-            return positions
-        windows = np.empty_like(positions)
-        for epoch in np.unique(epochs):  # a step may cross from one epoch into the next
+            return positions * self.block_size
+        starts = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():  # a step may cross from one epoch into the next
             chosen = epochs == epoch
-            windows[chosen] = permute(
-                positions[chosen], self.windows_per_epoch, self.seed, int(epoch)
-            )
-        return windows
+            windows = permute(positions[chosen], self.windows_per_epoch, self.seed, epoch)
+            offset = epoch_offset(epoch, self.block_size, self.seed)
+            starts[chosen] = windows * self.block_size + offset
+        return np.minimum(starts, self.shards.total_tokens - self.block_size - 1)  # the last fits
 
     def _read_micro_batches(self, step: int) -> Iterator[TokenArray]:
         while True:
             for micro_step in range(self.grad_accum_steps):
-                windows = self.window_indices(step, micro_step)
-                yield read_windows(self.shards, windows, self.block_size, self.vocab_size)
+                starts = self.window_starts(step, micro_step)
+                yield read_windows(self.shards, starts, self.block_size, self.vocab_size)
             step += 1
 
 
@@ -174,7 +181,7 @@ def validation_batches(
     firsts = range(0, windows, micro_batch_size)
     for first, counts in rank_batches(firsts, dist_info, before_batch, "validating"):
         indices = np.minimum(first + np.arange(micro_batch_size), windows - 1)
-        tokens = read_windows(shards, indices, block_size, vocab_size)
+        tokens = read_windows(shards, indices * block_size, block_size, vocab_size)
         batch = to_batch(tokens, dist_info.device)
         counted = windows - first if counts else 0
         filler = torch.arange(micro_batch_size, device=dist_info.device) >= counted
@@ -182,12 +189,12 @@ def validation_batches(
 
 
 def read_windows(
-    shards: TokenShards, windows: IndexArray, block_size: int, vocab_size: int
+    shards: TokenShards, starts: IndexArray, block_size: int, vocab_size: int
 ) -> TokenArray:
     """Read windows into one (B, T + 1) uint16 array, refusing ids >= `vocab_size`."""
-    tokens = np.empty((len(windows), block_size + 1), np.uint16)
-    for row, window in enumerate(windows.tolist()):
-        tokens[row] = shards.read(window * block_size, block_size + 1)
+    tokens = np.empty((len(starts), block_size + 1), np.uint16)
+    for row, start in enumerate(starts.tolist()):
+        tokens[row] = shards.read(start, block_size + 1)
     if (largest := int(tokens.max())) >= vocab_size:
         raise ValueError(
             f"{shards.paths[0].parent} has a token id {largest}, not below {vocab_size}: these are "

@@ -63,8 +63,8 @@ def read_step(run_dir: Path, step: int) -> Iterator[tuple[Path, int, TokenArray]
         raise ValueError(f"{run.data_dir} has changed since {run_dir} was trained on it")
     order = (run.seed, run.shuffle, 1 << 16, DistInfo())
     batches = ShardedDataLoader(shards, T, run.total_batch_size // T, 1, *order)
-    for window in batches.window_indices(step - 1, micro_step=0).tolist():
-        yield *shards.locate(window * T), shards.read(window * T, T + 1)
+    for start in batches.window_starts(step - 1, micro_step=0).tolist():
+        yield *shards.locate(start), shards.read(start, T + 1)
 
 
 if __name__ == "__main__":

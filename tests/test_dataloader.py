@@ -11,6 +11,7 @@ from corpus.shards import open_shards
 from dataloader import (
     ShardedDataLoader,
     count_windows,
+    epoch_offset,
     permute,
     to_batch,
     validation_batches,
@@ -84,14 +85,33 @@ def test_loader_targets_are_inputs_one_token_ahead_across_shard_edges(data_dir):
 def test_loader_step_across_an_epoch_edge_repeats_nothing(data_dir):
     batches = loader(data_dir)  # 8 windows a step, 124 an epoch: step 15 crosses
     seen = [
-        window
+        start
         for step in range(31)  # 248 windows: two epochs
         for micro_step in range(2)
-        for window in batches.window_indices(step, micro_step).tolist()
+        for start in batches.window_starts(step, micro_step).tolist()
     ]
-    assert sorted(seen[:124]) == list(range(124))
-    assert sorted(seen[124:]) == list(range(124))
-    assert seen[:124] != seen[124:]
+    offset = epoch_offset(1, T, seed=1)
+    assert sorted(seen[:124]) == list(range(0, 124 * T, T))
+    assert sorted(seen[124:]) == list(range(offset, 124 * T + offset, T))
+    assert offset > 0
+    assert seen[:124] != [start - offset for start in seen[124:]]
+
+
+def test_loader_reads_the_last_window_of_a_later_epoch_where_it_fits(data_dir):
+    # 111 windows of 9 tokens, which fill the split: one step takes them all.
+    batches = loader(data_dir, block_size=9, micro_batch_size=111, grad_accum_steps=1)
+    offset = epoch_offset(1, 9, seed=1)
+    first, second = (sorted(batches.window_starts(step, 0).tolist()) for step in (0, 1))
+    assert first == list(range(0, 991, 9))
+    assert offset > 0
+    assert second == [*range(offset, 990, 9), 990]  # the last one is tokens [990, 1000)
+
+
+def test_epochs_all_begin_elsewhere_and_the_first_at_the_beginning():
+    offsets = [epoch_offset(epoch, T, seed=3) for epoch in range(T)]
+    assert offsets[0] == 0
+    assert sorted(offsets) == list(range(T))
+    assert [epoch_offset(epoch, T, seed=4) for epoch in range(T)] != offsets
 
 
 @pytest.mark.parametrize(
@@ -102,7 +122,7 @@ def test_loader_step_has_the_same_windows_however_it_is_split(
     data_dir, world_size, micro_batch_size, grad_accum_steps
 ):
     step = 15  # crosses from the first epoch into the second
-    whole = loader(data_dir, micro_batch_size=8, grad_accum_steps=1).window_indices(step, 0)
+    whole = loader(data_dir, micro_batch_size=8, grad_accum_steps=1).window_starts(step, 0)
     shares = [
         loader(
             data_dir,
@@ -110,7 +130,7 @@ def test_loader_step_has_the_same_windows_however_it_is_split(
             world_size=world_size,
             micro_batch_size=micro_batch_size,
             grad_accum_steps=grad_accum_steps,
-        ).window_indices(step, micro_step)
+        ).window_starts(step, micro_step)
         for rank in range(world_size)
         for micro_step in range(grad_accum_steps)
     ]
@@ -129,7 +149,7 @@ def test_loader_starts_where_another_would_be(data_dir, start_step):
 
 
 def test_loader_seed_changes_the_order(data_dir):
-    orders = [loader(data_dir, seed=seed).window_indices(0, 0).tolist() for seed in (1, 2)]
+    orders = [loader(data_dir, seed=seed).window_starts(0, 0).tolist() for seed in (1, 2)]
     assert orders[0] != orders[1]
 
 
