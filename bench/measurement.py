@@ -11,7 +11,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,7 +24,7 @@ from runtime.threads import usable_cores
 import torch
 
 from bench.config import DIMENSIONS, ROOT, BenchConfig
-from runtime.device import device_name, synchronize
+from runtime.device import device_name
 from runtime.files import read_json, write_json
 
 PACKAGES = ("torch", "transformers", "numpy", "tiktoken", "gigatoken")
@@ -69,15 +68,6 @@ def format_results(results: Results, failures: Mapping[str, str]) -> str:
         shown = [f"{m:,.4g} {unit} ({m / (first[unit] or 1):.2f}x)" for unit, m in medians.items()]
         lines.append(f"{label:<24} | {', '.join(shown)}")
     return "\n".join([*lines, *(f"{label:<24} | {why}" for label, why in failures.items())])
-
-
-def seconds_of(work: Callable[[], object], device: torch.device | None = None) -> float:
-    """The time that `work` takes, including what it started on `device`."""
-    start = time.perf_counter()
-    work()
-    if device is not None:
-        synchronize(device)
-    return time.perf_counter() - start
 
 
 def run_python(*args: str | Path, **environment: str) -> None:
