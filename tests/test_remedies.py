@@ -104,7 +104,7 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
     ("python train_gpt2.py --resume=auto --max-steps=9 --out-dir='my runs'",
      "needs the --run-name: the runs in my runs are a, ",
      "python train_gpt2.py --resume=auto --max-steps=9 --out-dir='my runs' --run-name a"),
-    (f"{TRAIN} --resume=auto --run-name=aa", "(there is a)",
+    (f"{TRAIN} --resume=auto --run-name=aa", "so it begins; the runs in my runs are a, ",
      f"{TRAIN} --resume=auto --run-name=a --max-steps=9"),
     (f"{TRAIN} --run-name=a", "give another --run-name, or go on with it by --resume 'my runs/a'",
      f"{TRAIN} --run-name=b", "python train_gpt2.py --resume 'my runs/a' --max-steps=9"),
