@@ -54,7 +54,6 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
     (f"{TRAIN} --max-stps=1", "did you mean --max-steps?", f"{TRAIN} --max-steps=1"),
     (f"{TRAIN} --max-stps=1", "(--help lists the flags)", "python train_gpt2.py --help"),
     (f"{TRAIN} --compile false", "give --NAME or --no-NAME", f"{TRAIN} --no-compile"),
-    (f"{TRAIN} --n-embd=9", "use n_embd 8 ", f"{TRAIN} --n-embd 8"),
     (f"{TRAIN} --warmup-steps=2", "use --warmup-steps 0 ", f"{TRAIN} --warmup-steps 0"),
     (f"{TRAIN} --config=none", "give one of recipes/ or a run's config.json",
      f"{TRAIN} --config='my runs/a/config.json'"),

@@ -141,13 +141,10 @@ def split_batch(
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
     total, unit = config.total_batch_size, block_size * dist_info.world_size * (fixed or 1)
     if total % unit:
-        factors = f"block size {block_size} x world size {dist_info.world_size}"
-        if fixed:
-            factors = f"micro-batch size {fixed} x {factors}"
         nearest = [count * unit for count in (total // unit, total // unit + 1) if count]
         raise ValueError(
-            f"--total-batch-size {total} is not a multiple of {factors} = {unit} tokens: "
-            f"use {' or '.join(map(str, nearest))}"
+            f"--total-batch-size {total} is not a multiple of {unit} tokens, one micro-batch of "
+            f"each process: use {' or '.join(map(str, nearest))}"
         )
     sequences = total // (block_size * dist_info.world_size)  # of a process's step
     micro_batch_size = fixed or max(n for n in range(1, limit + 1) if sequences % n == 0)
