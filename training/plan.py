@@ -4,8 +4,7 @@ The figures follow from shapes and data sheets, of a CPU from the speed of a mat
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
@@ -212,21 +211,6 @@ def describe_plan(
         rows = {name: row for name, row in rows.items() if name not in OF_ALL_STEPS}
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
-def max_steps_within(
-    seconds: float, step_seconds: float, others: Sequence[tuple[int, float]]
-) -> int:
-    """How many optimizer steps fit into a time, at least one.
-
-    `others` are evaluations and saves, before the first step and after the last, too: steps between
-    two, and seconds of each.
-    """
-
-    def needed(steps: int) -> float:
-        return steps * step_seconds + sum((1 - -steps // every) * each for every, each in others)
-
-    return max(1, bisect_right(range(int(seconds / step_seconds) + 1), seconds, key=needed) - 1)
 
 
 def seconds_of(work: Callable[[], object], dist_info: DistInfo) -> float:
