@@ -81,12 +81,8 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
         try:
             verify_checkpoint(path)
         except ValueError as error:
-            run_dir = path.absolute().parent.parent
-            flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
-            raise ValueError(
-                f"{error}: give an earlier checkpoint, or go back to the one before it by "
-                f"{shell_line(*flags)}"
-            ) from None
+            remedy = "give an earlier checkpoint, or --resume auto and --run-name, which goes back"
+            raise ValueError(f"{error}: {remedy}") from None
         return path
     if run_name is None:
         raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
