@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import sqlite3
 import struct
 import sys
 import time
@@ -179,12 +180,20 @@ def wandb_rows(path):
             yield {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items}
 
 
+def trackio_values(run_dir):
+    with sqlite3.connect(run_dir.parent / "hf" / "trackio" / "gpt2.db") as database:
+        query = "SELECT run_id, run_name, step, metrics FROM metrics ORDER BY id"
+        rows = database.execute(query).fetchall()
+    assert len({(run_id, name) for run_id, name, *_ in rows}) == 1
+    return [(step, *item) for *_, step, row in rows for item in json.loads(row).items()]
+
+
 SESSIONS = f"""
 import os, sys
 from pathlib import Path
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 for name in [*os.environ]:
-    if name.startswith("WANDB_"): del os.environ[name]
+    if name.startswith(("WANDB_", "TRACKIO_")): del os.environ[name]
 os.environ |= ENVIRONMENT
 from training import trackers
 trackers.WANDB_SECONDS = 600  # on a machine that is slow, or busy
@@ -209,7 +218,7 @@ def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
         done = commands.run(script)
         assert done.code == 0, done
         assert "warning: --logger" not in done.stdout
-    values = {"tensorboard": tensorboard_values, "wandb": wandb_values}
+    values = {"tensorboard": tensorboard_values, "wandb": wandb_values, "trackio": trackio_values}
     shown, expected = by_step(values[tracker](run_dir)), by_step(measured(run_dir))
     assert {key: shown[key] for key in expected} == pytest.approx(expected, rel=1e-6)
     texts = {(step, "sample_text") for step in (0, 4, 8)}

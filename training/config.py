@@ -138,7 +138,7 @@ class TrainConfig:
     log_every: int = 1
     """Steps between lines on the console. metrics.jsonl has every step."""
     logger: tuple[TrackerName, ...] = ()
-    """Trackers: tensorboard, wandb. They get metrics and samples."""
+    """Trackers: tensorboard, wandb, trackio. They get metrics and samples."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
     """Compute again instead of saving: none, selective or full. For the backward pass: nothing, all

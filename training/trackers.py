@@ -1,4 +1,4 @@
-"""Trackers: a run's metrics and samples in TensorBoard or Weights & Biases.
+"""Trackers: a run's metrics and samples in TensorBoard, Weights & Biases or Trackio.
 
 Rank 0 calls them; their libraries have threads and processes of their own, so that a call does not
 wait for a disk or a network. A tracker that fails costs one warning, and gets nothing more.
@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple
 from runtime.distributed import print0
 from runtime.files import read_json, write_json
 
-TrackerName = Literal["tensorboard", "wandb"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 Values = Mapping[str, float | str]
 PROJECT = "gpt2"  # where the environment names none
-PACKAGES = ("tensorboard", "wandb")  # of the trackers of these names
+PACKAGES = ("tensorboard", "wandb", "trackio")  # of the trackers of these names
 WANDB_SECONDS = 60  # that a run waits at its end for W&B
 
 
@@ -79,11 +79,25 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
     run.define_metric("*", step_metric="step")
 
     def log(step: int, values: Values) -> None:
-        shown: dict[str, object] = {"step": step, **values}
-        for name, value in values.items():
-            if isinstance(value, str):
-                shown[name] = wandb.Html(f"<pre>{html.escape(value)}</pre>")
-        run.log(shown)
+        shown = _with_texts(values, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"))
+        run.log({"step": step} | shown)
+
+    return Tracker(log, run.finish)
+
+
+def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
+    """Trackio; a resumed run goes on under its folder's name."""
+    import trackio
+
+    run: Any = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        name=run_dir.name,
+        config=dict(settings),
+        resume="allow" if start_step else "never",
+    )
+
+    def log(step: int, values: Values) -> None:
+        run.log(_with_texts(values, lambda text: trackio.Markdown(_fenced(text))), step=step)
 
     return Tracker(log, run.finish)
 
@@ -93,7 +107,13 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
 TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": start_tensorboard,
     "wandb": start_wandb,
+    "trackio": start_trackio,
 }
+
+
+def _with_texts(values: Values, text: Callable[[str], object]) -> dict[str, object]:
+    """Values of a step, with texts as a library's own objects."""
+    return {name: text(v) if isinstance(v, str) else v for name, v in values.items()}
 
 
 def _fenced(text: str) -> str:
