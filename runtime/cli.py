@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, replace
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
+RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
 POSITIONAL = {"positional": True}  # metadata of a field of one value or more, without --NAME
 HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # of whole numbers
@@ -61,7 +63,10 @@ def parse_flags(
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
         return replace(cast(Any, default), **values) if default else config_class(**values)
     except ValueError as error:
-        raise ValueError(f"{error} (--help lists the flags)") from None
+        if os.environ.get("RANK", "0") == "0":  # one line under torchrun, too
+            raise ValueError(f"{error} (--help lists the flags)") from None
+    time.sleep(RANK_0_SECONDS)
+    raise SystemExit(2)
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
