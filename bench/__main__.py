@@ -3,6 +3,7 @@
     python -m bench                         # the ladder: from float32 to the product's defaults
     python -m bench --peer transformers     # the defaults against Hugging Face's GPT-2, tuned
     python -m bench --peer eager            # the defaults against a plain, uncompiled trainer
+    python -m bench --peer switches         # the defaults against themselves with one change
     python -m bench --component sample      # another part: sampling, or hellaswag
     python -m bench --gpu                   # what a GPU can tell, in an hour at the most
 

@@ -21,8 +21,9 @@ class BenchConfig:
 
     gpu: bool = False
     """Run a list of commands, each with a time limit: what this machine's GPUs can tell."""
-    peer: Literal["transformers", "eager"] | None = None
-    """Compare the product's defaults with this trainer, instead of the ladder."""
+    peer: Literal["transformers", "eager", "switches"] | None = None
+    """Compare the product's defaults with this trainer, instead of the ladder; switches: with
+    themselves, one of them changed."""
     component: Literal["hellaswag", "sample"] | None = None
     """Measure this part of the product, instead of the ladder."""
 
@@ -39,7 +40,7 @@ class BenchConfig:
 
     micro_batch_size: int | None = None
     """Sequences per micro-batch; by default 16 on a GPU (as in published figures) and 4 elsewhere.
-    In the ladder, the product takes what it would choose."""
+    In the ladder and the switches, the product takes what it would choose."""
     steps: int | None = None
     """Timed steps per run, after one untimed step; by default 20 on a GPU, else 4."""
     rounds: int = 3

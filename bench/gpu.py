@@ -42,6 +42,7 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[tuple[float, list[s
     return [
         (6, ["-m", "pytest", "-qrfE", "--tb=short", "--show-capture=no", "tests/test_cuda.py"]),
         (5, [*bench, "--peer=transformers"]),
+        (12, [*bench, "--peer=switches"]),
         (9, bench),  # the ladder
         (4, [*train, f"--run-name={run.name}", "--max-steps=40"]),
         (3, ["train_gpt2.py", f"--resume={run}", "--max-steps=60"]),

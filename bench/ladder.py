@@ -1,8 +1,8 @@
-"""Training speed: the ladder and peers, each a command that trains in a fresh process.
+"""Training speed: the ladder, peers and switches, each a command that trains in a fresh process.
 
 The commands are `train_gpt2.py`, and the plain trainer of `bench.plain` with some optimizations.
 The ladder adds one optimization at a time, up to the product's defaults; a peer is one trainer
-next to the product.
+next to the product; a switch changes one of the product's defaults.
 """
 
 import shutil
@@ -28,6 +28,14 @@ PEERS = {  # a plain trainer; and Hugging Face's model, as its users would tune 
     "eager": EAGER,
     "transformers": (*EAGER, "compile", "fused AdamW", HUGGING_FACE),
 }
+SWITCHES = {  # one change to the product's defaults; some are the default of a device
+    "not compiled": "--no-compile",
+    "float32": "--dtype=float32",
+    "logits in one chunk": "--loss-chunks=1",
+    "logits in 4 chunks": "--loss-chunks=4",
+    "selective recomputation": "--activation-checkpointing=selective",
+    "deterministic": "--deterministic",
+}
 MICRO_BATCHES = 4  # of a step with accumulation, at least
 TRAINING = {  # a constant rate; nothing but training
     **{"max_lr": 3e-4, "min_lr": 3e-4, "warmup_steps": 0, "checkpoint_every": 0},
@@ -48,6 +56,12 @@ def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
         }
     # The product takes the micro-batch that it would choose.
     auto = () if config.micro_batch_size else ("--micro-batch-size=auto",)
+    if config.peer == "switches":
+        changes = {PRODUCT: (), **{name: (flag,) for name, flag in SWITCHES.items()}}
+        return {
+            name: partial(train, TRAIN_GPT2, tokens, *auto, *change)
+            for name, change in changes.items()
+        }
     tokens = max(tokens, MICRO_BATCHES * one)
     measures: dict[str, Measure] = {"float32": partial(train, (*PLAIN, ""), one)}
     for count, name in enumerate(available, 1):

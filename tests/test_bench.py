@@ -141,7 +141,7 @@ def test_hugging_face_peer_has_our_loss():
     assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in theirs.modules())
 
 
-@pytest.mark.parametrize("peer", [None, *PEERS])
+@pytest.mark.parametrize("peer", [None, *PEERS, "switches"])
 def test_training_measures_are_commands_of_the_trainers(peer, tiny_data, tmp_path, monkeypatch):
     """Every flag of each is one of train_gpt2.py."""
     for name, value in NO_COMPILER.items():
@@ -151,8 +151,9 @@ def test_training_measures_are_commands_of_the_trainers(peer, tiny_data, tmp_pat
     measures = training_measures(replace(tiny_bench(tiny_data), peer=peer), tmp_path)
     available = available_optimizations(CPU)
     assert not {"TF32", "compile"} & {*available}
-    rungs = ["float32", *available, ACCUMULATION, PRODUCT]
-    assert list(measures) == ([peer, PRODUCT] if peer else rungs)
+    switches = [PRODUCT, *ladder.SWITCHES]
+    expected = {None: ["float32", *available, ACCUMULATION, PRODUCT], "switches": switches}
+    assert list(measures) == expected.get(peer, [peer, PRODUCT])
     for name, measure in measures.items():
         with pytest.raises(FileNotFoundError):  # nothing ran
             measure()
