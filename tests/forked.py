@@ -43,6 +43,8 @@ def start(script, args, cwd, environment):
         import traceback
         traceback.print_exc()
     finally:
+        from multiprocessing import util
+        util._run_finalizers()  # as at an ordinary exit: Python 3.14 warns of tqdm's semaphore
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
