@@ -205,11 +205,11 @@ def prepare_compiler(device: torch.device) -> str | None:
     """Set torch.compile up for training; returns why it cannot work here, None if it can."""
     if device.type == "mps":
         return "torch.compile does not support MPS well yet"
-    # Compiled code is cached from run to run; that of our own autograd functions only with this.
-    functorch_config.autograd_cache_allow_custom_autograd_functions = True
-    if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
-        functorch_config.ban_recompute_materialized_backward = False
-    try:  # a compiler may be missing or broken
+    try:  # a compiler may be missing or broken, and torch's inner names may change
+        # Compiled code is cached for the next run; our own autograd functions' only with this.
+        functorch_config.autograd_cache_allow_custom_autograd_functions = True
+        if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
+            functorch_config.ban_recompute_materialized_backward = False
         from torch._inductor.codecache import get_lock_dir
 
         locks = Path(get_lock_dir())
@@ -244,8 +244,10 @@ def device_name(device: torch.device) -> str:
 
 
 def describe_environment(device: torch.device, dtype: torch.dtype, count: int) -> str:
-    """How many of which device, the dtype of matrix products, versions of torch and Python."""
+    """How many of which device, the dtype of matrix products, versions of what computes."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if device.type == "cuda":
+        versions += f", cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
     return f"{count} x {device_name(device)}, {str(dtype).removeprefix('torch.')}, {versions}"
 
 

@@ -1,0 +1,24 @@
+"""What libraries read when torch is loaded: threads, memory. Scripts import this before torch.
+
+libgomp's waiting threads spin, which costs nothing alone but slows down all that shares the cores:
+on 2 cores next to two busy loops the 124M model trained at 267 to 291 tokens per second, with a
+spin count of 1000 at 403 to 419, and alone at 800 to 820 with either.
+"""
+
+import os
+import sys
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: under `torchrun`, its share of the machine's."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+if "OMP_WAIT_POLICY" not in os.environ:  # which a spin count would override
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+if "LOCAL_WORLD_SIZE" in os.environ:  # else every rank starts up to 32 processes to compile
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, usable_cores())))
+if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    # A micro-batch is planned for nine tenths of a GPU: memory must not be lost between segments.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
