@@ -16,7 +16,6 @@ import itertools
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -106,7 +105,6 @@ def assign_rank(config: FineWebConfig) -> FineWebConfig:
 
 def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) -> str:
     """Make or resume a data set, or a part of it, and return what to print."""
-    start = time.perf_counter()
     part = Part(config.part or 0, config.parts or 1)
     with folder_lock(folder, part):
         found = shards.find_manifests(folder, config.max_tokens)
@@ -123,7 +121,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
         if found and found[0].part == WHOLE and found[0].has(config.max_tokens):
             shards.check_same_dataset(folder, found[0], expected)
             shards.verify_shards(folder, found[0].shards[part.index :: part.count])
-            return summary(folder, found[0], found[0], time.perf_counter() - start)
+            return summary(folder, found[0], found[0])
         for each in found:
             shards.check_same_dataset(folder, each, expected.of_part(each.part.index, part.count))
         earlier = Manifest.load(folder, part.manifest_name)
@@ -136,7 +134,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
             full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
             manifest = replace(manifest, shards=full, complete=False, max_tokens=config.max_tokens)
             manifest = write_shards(source, manifest, folder, config.workers)
-    line = summary(folder, manifest, earlier, time.perf_counter() - start)
+    line = summary(folder, manifest, earlier)
     if part == WHOLE:
         return line
     left = shards.join_parts(folder, expected, part.count)
@@ -238,18 +236,15 @@ def describe_size(folder: Path, tokens: int, is_loaded: bool) -> str:
     return f"{line}, {load}" if is_loaded else line
 
 
-def summary(folder: Path, manifest: Manifest, earlier: Manifest | None, seconds: float) -> str:
-    """The last line: what the folder, or a part, holds, and what this run did."""
-    tokens, part = manifest.tokens, manifest.part
+def summary(folder: Path, manifest: Manifest, earlier: Manifest | None) -> str:
+    """The last line: what the folder, or a part, holds."""
+    part = manifest.part
     what = str(folder) if part == WHOLE else f"{folder}, part {part.index} of {part.count}"
-    speed = f"{(tokens - (earlier.tokens if earlier else 0)) / seconds:,.0f} tokens/s"
-    if manifest == earlier:
-        speed = "finished earlier, and unchanged"
     documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
     if manifest.skipped:
         documents += f" ({manifest.skipped:,} empty left out)"
-    count = len(manifest.shards)
-    return f"{what}: {documents}, {tokens:,} tokens, {count} shards; {seconds:.1f} s, {speed}"
+    line = f"{what}: {documents}, {manifest.tokens:,} tokens, {len(manifest.shards)} shards"
+    return f"{line}; finished earlier, and unchanged" if manifest == earlier else line
 
 
 def propose_training(folder: Path, manifest: Manifest) -> str:

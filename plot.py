@@ -73,14 +73,11 @@ def plot_run(run_dir: Path) -> list[Path]:
 
 
 def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
-    """Draw the losses of several runs into one PNG: of validation if every run has some."""
-    runs = [read_run(run_dir) for run_dir in run_dirs]
-    kind, lines = "validation", [Series.of(records, "val_loss") for records in runs]
+    """Draw the validation losses of several runs into one file."""
+    lines = [Series.of(read_run(run_dir), "val_loss") for run_dir in run_dirs]
     if not all(len(line.values) for line in lines):
-        kind, lines = "training", [Series.of(records, "train_loss").smoothed() for records in runs]
-    if not all(len(line.values) for line in lines):
-        raise ValueError("some runs have no training loss yet, others no validation loss: wait")
-    axes = new_axes(f"{len(lines)} runs", f"{kind} loss (nats per token)")
+        raise ValueError("--compare draws validation losses, and a run has none: use --report")
+    axes = new_axes(f"{len(lines)} runs", "validation loss (nats per token)")
     for run_dir, line in zip(run_dirs, lines, strict=True):
         # The number first: matplotlib leaves labels that begin with "_" out of the legend.
         _plot_line(axes, line, f"{line.values[-1]:.3f} {run_dir.resolve().name}")

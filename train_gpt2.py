@@ -38,13 +38,7 @@ from runtime.distributed import DistInfo, print0
 from sample import generate_tokens
 from tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
 from training.checks import run_preflight
-from training.plan import (
-    CHECKPOINT_BYTES_PER_PARAMETER,
-    loss_chunks,
-    max_steps_within,
-    print_plan,
-    seconds_of,
-)
+from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, loss_chunks, print_plan, seconds_of
 from training.resume import parse_config, run_model_config
 from training.run import Run, open_run
 
@@ -451,8 +445,11 @@ def fit_max_minutes(run: Run, trainer: Trainer) -> Run:
             ]
     save_seconds = CHECKPOINT_BYTES_PER_PARAMETER * run.model_config.n_params / 1e9  # 1 GB/s
     others.append((config.checkpoint_every or sys.maxsize, save_seconds))
+    # Each comes one or two times more than its share of the steps: at the start, and at the end.
     left = 60 * cast(float, config.max_minutes) - (perf_counter() - begun)
-    steps = -distributed.all_reduce_max(-max_steps_within(left, step_seconds, others))
+    left -= sum(1.5 * seconds for _, seconds in others)
+    seconds_per_step = step_seconds + sum(seconds / every for every, seconds in others)
+    steps = -distributed.all_reduce_max(-max(1, int(left / seconds_per_step)))
     print0(f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each")
     run.log.config = replace(config, max_steps=steps, max_minutes=None)
     return replace(run, config=run.log.config)

@@ -4,7 +4,7 @@
     python -m bench --peer transformers     # the defaults against Hugging Face's GPT-2, tuned
     python -m bench --peer eager            # the defaults against a plain, uncompiled trainer
     python -m bench --peer switches         # the defaults against themselves with one change
-    python -m bench --component sample      # one other part: data, hellaswag, sample, tokenize
+    python -m bench --component sample      # another part: sampling, or hellaswag
     python -m bench --gpu                   # what a GPU can tell, in an hour at the most
 
 What is compared runs in turn (A B A B …), because machines drift, and medians are compared; a
@@ -46,7 +46,7 @@ def measure(config: BenchConfig, scratch: Path) -> None:
     print(f"{measurement.device_label(config.torch_device)}: {config.model_config()}", flush=True)
     if config.component:
         name = f"component_{config.component}"
-        measures = COMPONENTS[config.component](config, scratch)
+        measures = COMPONENTS[config.component](config)
     else:
         name = f"peer_{config.peer}" if config.peer else "ladder"
         measures = training_measures(config, scratch)

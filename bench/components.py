@@ -1,77 +1,30 @@
 """What `python -m bench --component …` measures: parts of the product other than training.
 
-Each part but the loader is compared with the ordinary way of doing the same thing.
+Each is compared with the ordinary way of doing the same thing.
 """
 
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from bench.config import ROOT, BenchConfig
-from bench.measurement import Measure, run_python, seconds_of
-from corpus.shards import open_shards
-from dataloader import ShardedDataLoader
+from bench.measurement import Measure
 from hellaswag import Example, evaluate_hellaswag, load_examples
 from model import GPT
-from runtime.device import autocast, select_dtype
-from runtime.distributed import DistInfo
+from runtime.device import autocast, select_dtype, synchronize
 from sample import generate_tokens
 from tokenizer import END_OF_TEXT
 
-LOADER_BATCHES = 2000  # of one run of the loader
 SAMPLE_COUNT, SAMPLE_TOKENS = 4, 256
 SEED = 1337
 
 
-def data_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
-    """The loader alone: to training's rate, it says how much of a step reading could take."""
-    assert config.data_dir is not None
-    shards = open_shards(config.data_dir, "train")
-
-    def load() -> dict[str, float]:
-        with ShardedDataLoader(
-            shards,
-            block_size=config.block_size,
-            micro_batch_size=config.sequences,
-            grad_accum_steps=1,
-            seed=SEED,
-            shuffle=True,
-            vocab_size=config.model_config().vocab_size,
-            dist_info=DistInfo(config.torch_device),
-        ) as loader:
-            seconds = seconds_of(lambda: [next(loader) for _ in range(LOADER_BATCHES)])
-        return {"tokens/s": LOADER_BATCHES * config.micro_batch_tokens / seconds}
-
-    return {"the loader alone": load}
-
-
-def tokenize_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
-    """The nanoGPT family's way and `fineweb.py`: whole processes on the same text."""
-    assert config.text is not None
-    text, out = config.text.absolute(), scratch / "tokens"
-
-    def run(*command: str | Path) -> dict[str, float]:
-        seconds = seconds_of(lambda: run_python(*command, text))
-        shards = [np.load(path, mmap_mode="r") for path in out.glob("[!.]*.npy")]
-        tokens = sum(shard.size for shard in shards)
-        shutil.rmtree(out)
-        return {"s": seconds, "tokens": tokens}
-
-    return {
-        "multiprocess tiktoken": partial(run, "-m", "bench.tiktoken_pool", out),
-        "fineweb.py": partial(run, "fineweb.py", "--data-dir", out, "--source"),
-    }
-
-
-def hellaswag_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
+def hellaswag_measures(config: BenchConfig) -> dict[str, Measure]:
     """One example at a time, and the batched scorer; how many predictions equal the latter's."""
     model, dtype = new_model(config), select_dtype("auto", config.torch_device)
     examples = load_examples(ROOT / "assets/hellaswag_sample.jsonl")
@@ -120,7 +73,7 @@ def score_one_at_a_time(model: GPT, examples: Sequence[Example], dtype: torch.dt
     return torch.stack(predictions)
 
 
-def sample_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
+def sample_measures(config: BenchConfig) -> dict[str, Measure]:
     """`generate_tokens` without its cache of keys and values, and with it."""
     model, device = new_model(config), config.torch_device
     prompt = torch.full((SAMPLE_COUNT, 1), END_OF_TEXT, device=device)
@@ -129,8 +82,10 @@ def sample_measures(config: BenchConfig, _: Path) -> dict[str, Measure]:
     sample(2)  # the device's first operations are slow
 
     def rate(use_cache: bool) -> dict[str, float]:
-        seconds = seconds_of(partial(sample, SAMPLE_TOKENS, use_cache=use_cache), device)
-        return {"tokens/s": SAMPLE_COUNT * SAMPLE_TOKENS / seconds}
+        start = perf_counter()
+        sample(SAMPLE_TOKENS, use_cache=use_cache)
+        synchronize(device)
+        return {"tokens/s": SAMPLE_COUNT * SAMPLE_TOKENS / (perf_counter() - start)}
 
     return {"without a cache": partial(rate, False), "with the KV cache": partial(rate, True)}
 
@@ -143,8 +98,6 @@ def new_model(config: BenchConfig) -> GPT:
 
 
 COMPONENTS = {
-    "data": data_measures,
     "hellaswag": hellaswag_measures,
     "sample": sample_measures,
-    "tokenize": tokenize_measures,
 }

@@ -27,7 +27,7 @@ class BenchConfig:
     peer: Literal["transformers", "eager", "switches"] | None = None
     """Compare the product's defaults with this trainer, instead of the ladder; switches: with
     themselves, one of them changed."""
-    component: Literal["data", "hellaswag", "sample", "tokenize"] | None = None
+    component: Literal["hellaswag", "sample"] | None = None
     """Measure this part of the product, instead of the ladder."""
 
     size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
@@ -53,17 +53,12 @@ class BenchConfig:
     """Device to measure."""
     data_dir: Path | None = None
     """Folder of token shards to train on; by default Python's standard library, tokenized."""
-    text: Path | None = None
-    """A .parquet or .jsonl file for --component tokenize; of millions of tokens, or the start of
-    the processes counts most."""
     out_dir: Path = Path("bench/results")
     """Where the results go. Another model or batch than the default has a file of its own."""
 
     def __post_init__(self) -> None:
         if self.gpu + bool(self.peer) + bool(self.component) > 1:
             raise ValueError("--gpu, --peer and --component are three measurements: give one")
-        if self.component == "tokenize" and self.text is None:
-            raise ValueError("--component tokenize needs a .parquet or .jsonl file: --text FILE")
         above_zero = ("micro_batch_size", "steps", "rounds")
         if problems := bad_numbers(self, above_zero):
             raise ValueError("; ".join(problems))

@@ -53,7 +53,6 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[tuple[float, list[s
         (2, ["sample.py", *evaluated]),
         (2, [*bench, "--component=sample"]),
         (2, [*bench, "--component=hellaswag"]),
-        (1, [*bench, "--component=data"]),
         (4, [*bench, "--peer=eager"]),
     ]
 

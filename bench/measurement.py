@@ -11,7 +11,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -23,9 +22,10 @@ from typing import Any
 from runtime.environment import usable_cores
 
 import torch
+from torch.backends import cudnn
 
 from bench.config import DIMENSIONS, ROOT, BenchConfig
-from runtime.device import device_name, synchronize
+from runtime.device import device_name
 from runtime.files import read_json, write_json
 
 PACKAGES = ("torch", "transformers", "numpy", "tiktoken", "gigatoken")
@@ -69,15 +69,6 @@ def format_results(results: Results, failures: Mapping[str, str]) -> str:
         shown = [f"{m:,.4g} {unit} ({m / (first[unit] or 1):.2f}x)" for unit, m in medians.items()]
         lines.append(f"{label:<24} | {', '.join(shown)}")
     return "\n".join([*lines, *(f"{label:<24} | {why}" for label, why in failures.items())])
-
-
-def seconds_of(work: Callable[[], object], device: torch.device | None = None) -> float:
-    """The time that `work` takes, including what it started on `device`."""
-    start = time.perf_counter()
-    work()
-    if device is not None:
-        synchronize(device)
-    return time.perf_counter() - start
 
 
 def run_python(*args: str | Path, **environment: str) -> None:
@@ -140,6 +131,8 @@ def store_results(
 def provenance() -> dict[str, Any]:
     """The date, the commit and the versions of a measurement."""
     versions = {package: version(package) for package in PACKAGES if find_spec(package)}
+    if torch.cuda.is_available():
+        versions["cudnn"] = str(cudnn.version())  # type: ignore[no-untyped-call]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": subprocess.getoutput("git describe --always --exclude=* --dirty"),  # noqa: S605, S607 - a fixed command

@@ -5,7 +5,6 @@ import ctypes
 import functools
 import math
 import os
-import platform
 import re
 import shutil
 import sys
@@ -241,14 +240,6 @@ def cpu_flops(dtype: torch.dtype) -> float:
 def device_name(device: torch.device) -> str:
     """The name of the GPU's kind, else the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def describe_environment(device: torch.device, dtype: torch.dtype, count: int) -> str:
-    """How many of which device, the dtype of matrix products, versions of what computes."""
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    if device.type == "cuda":
-        versions += f", cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
-    return f"{count} x {device_name(device)}, {str(dtype).removeprefix('torch.')}, {versions}"
 
 
 def synchronize(device: torch.device) -> None:

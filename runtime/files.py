@@ -85,11 +85,6 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
-def is_plain_name(name: object) -> bool:
-    """Whether a name from a file can only mean an entry of the file's own folder."""
-    return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
-
-
 @contextmanager
 def lock_folder(path: Path, file_name: str) -> Iterator[None]:
     """Make a folder, and keep other processes out of it for the length of the body.

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import pytest
@@ -18,33 +17,18 @@ def config(tiny_data):
     return parse_flags(BenchConfig, [*flags, f"--data-dir={tiny_data}"])
 
 
-def test_hellaswag_compares_rates_and_predictions(config, tmp_path, monkeypatch):
+def test_hellaswag_compares_rates_and_predictions(config, monkeypatch):
     # In bfloat16 it depends on the CPU's kernels whether close endings change places.
     monkeypatch.setattr(components, "select_dtype", lambda *_: torch.float32)
     shorter = replace(config, block_size=32)  # some examples do not fit
     assert {example.fits(32) for example in load_examples(HELLASWAG)} == {True, False}
-    measures = COMPONENTS["hellaswag"](shorter, tmp_path)
+    measures = COMPONENTS["hellaswag"](shorter)
     for measure in measures.values():
         values = measure()
         assert values["share of equal predictions"] == 1.0
         assert values["examples/s"] > 0
 
 
-def test_sample_compares_with_and_without_the_cache(config, tmp_path):
-    plain, cached = COMPONENTS["sample"](config, tmp_path).values()
+def test_sample_compares_with_and_without_the_cache(config):
+    plain, cached = COMPONENTS["sample"](config).values()
     assert plain().keys() == cached().keys() == {"tokens/s"}
-
-
-def test_data_measures_the_loader_alone(config, tmp_path):
-    (load,) = COMPONENTS["data"](config, tmp_path).values()
-    for _ in range(2):  # the loader is read in each round
-        assert load()["tokens/s"] > 0
-
-
-def test_tokenize_counts_the_same_tokens_as_tiktoken(config, tmp_path):
-    text = tmp_path / "text.jsonl"
-    rows = [{"text": f"Document {i}, about nothing.\n"} for i in range(300)] + [{"text": ""}]
-    text.write_text("\n".join(json.dumps(row) for row in rows))
-    measures = COMPONENTS["tokenize"](replace(config, text=text), tmp_path)
-    # " Document", " i", ",", " about", " nothing", ".", "\n" and the end of text: 8 each.
-    assert [measure()["tokens"] for measure in measures.values()] == [2400, 2400]

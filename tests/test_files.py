@@ -3,18 +3,14 @@ import os
 import re
 from contextlib import contextmanager
 from io import FileIO
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from filelock import Timeout
-from hypothesis import given
-from hypothesis import strategies as st
 
 from runtime.files import (
     append_atomically,
     atomic_write,
-    is_plain_name,
     lock_folder,
     read_json,
     redact_secrets,
@@ -42,15 +38,6 @@ def test_read_json_of_something_else_names_the_file(tmp_path, content):
     (tmp_path / "broken.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"broken\.json is not valid JSON"):
         read_json(tmp_path / "broken.json")
-
-
-@given(st.text())
-def test_is_plain_name_means_an_entry_of_the_folder_itself(name):
-    if is_plain_name(name):
-        assert Path(os.path.normpath(f"/folder/{name}")).parent == Path("/folder")
-    assert all(map(is_plain_name, ["a", "a.npy", ".a", "..a", "a b", "é"]))
-    paths = ["", ".", "..", "/", "/a", "a/", "a/b", "../a", "./a"]
-    assert not any(map(is_plain_name, [*paths, None, 3, []]))
 
 
 @posix_only

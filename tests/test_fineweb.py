@@ -77,7 +77,7 @@ def test_main_gives_the_same_bytes_however_it_encodes(make, tmp_path, hide):
 def test_main_splits_a_small_corpus_into_both_splits(make, tmp_path):
     source = tmp_path / "small.txt"
     source.write_text("one two three four five six seven eight nine ten")
-    assert "data/small: 1 document, 11 tokens, 2 shards; " in make("--source", source)
+    assert "data/small: 1 document, 11 tokens, 2 shards\n" in make("--source", source)
     val, train = (open_shards(Path("data/small"), split) for split in ("val", "train"))
     assert (val.total_tokens, train.total_tokens) == (2, 9)
 

@@ -1,5 +1,4 @@
 import itertools
-import math
 import re
 from dataclasses import asdict, replace
 
@@ -32,7 +31,6 @@ from training.config import TrainConfig
 from training.plan import (
     describe_plan,
     find_device,
-    max_steps_within,
     plan_memory,
     split_batch,
 )
@@ -284,19 +282,6 @@ def test_plan_and_first_screen_say_how_often_the_run_passes_over_its_data(
     if steps == 1:
         main([*flags, "--run-name=a"])
         assert expected in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("seconds", [0, 10, 60, 61.9, 3600])
-@pytest.mark.parametrize("others", [[], [(10, 1.0), (25, 3.0)], [(10**9, 2.0)]])
-def test_max_steps_within_is_the_most_whose_parts_fit(seconds, others):
-    def needed(steps):
-        return steps * 0.5 + sum(
-            seconds_each * (1 + math.ceil(steps / every)) for every, seconds_each in others
-        )
-
-    steps = max_steps_within(seconds, 0.5, others)
-    assert needed(steps) <= seconds or steps == 1
-    assert needed(steps + 1) > seconds
 
 
 def test_plan_of_a_time_has_no_number_of_steps_and_that_of_a_long_run_names_the_flag():

@@ -54,12 +54,11 @@ def test_plot_run_of_another_folder_says_what_is_missing(tmp_path):
         plot_run(tmp_path)
 
 
-@pytest.mark.parametrize("val_every", [5, 0])
-def test_plot_comparison_draws_every_run_however_short(tmp_path, val_every):
+def test_plot_comparison_draws_every_run_however_short(tmp_path):
     """The third run stopped at a loss far above the others' end."""
     lengths = {"long": 400, "a-third-of-it": 130, "_stopped-at-once": 1}
     runs = [
-        write_run(tmp_path / name, steps, val_every, loss_at_end=3 + number / 2)
+        write_run(tmp_path / name, steps, val_every=5, loss_at_end=3 + number / 2)
         for number, (name, steps) in enumerate(lengths.items())
     ]
     plot_comparison(runs, tmp_path / "three.png")
@@ -70,7 +69,7 @@ def test_plot_comparison_draws_every_run_however_short(tmp_path, val_every):
 
 
 def test_plot_command_draws_several_runs_and_prints_where(commands, tmp_path):
-    runs = [write_run(tmp_path / name, steps=10) for name in "ab"]
+    runs = [write_run(tmp_path / name, steps=10, val_every=5) for name in "ab"]
     no_screen = {"MPLBACKEND": "TkAgg"}  # must not matter: there may be no screen
     done = commands.run("plot", *runs, "--compare", tmp_path / "ab.png", **no_screen)
     assert (done.code, done.stderr) == (0, "")
@@ -97,5 +96,5 @@ def test_plot_command_writes_a_report_instead_of_figures(commands, tmp_path):
 )
 def test_plot_command_refuses_in_one_line(commands, tmp_path, args, message):
     if args and args[0].startswith("--compare"):
-        args = [write_run(tmp_path / "run", steps=2), *args]
+        args = [write_run(tmp_path / "run", steps=2, val_every=1), *args]
     assert_refused(commands.run("plot", *args), message)

@@ -10,7 +10,7 @@ from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import as_flags, bad_numbers, parse_flags
 from runtime.device import DeviceName, DtypeName
-from runtime.files import is_plain_name, read_json
+from runtime.files import read_json
 from runtime.gpus import GPUS
 from training.trackers import TrackerName
 
@@ -200,9 +200,10 @@ class TrainConfig:
             )
         if self.val_every and 0 < self.val_tokens < self.block_size:
             yield f"--val-tokens {self.val_tokens} is below --block-size {self.block_size}"
-        name = self.run_name
-        if name is not None and not (is_plain_name(name) and name.isprintable()):
-            yield f"--run-name {name!r} must be a plain folder name"
+        if (name := self.run_name) is not None:
+            is_plain = Path(name).name == name and name not in ("", "..")
+            if not (is_plain and name.isprintable()):
+                yield f"--run-name {name!r} must be a plain folder name"
         if self.max_minutes is not None and self.resume not in (None, "auto"):
             yield "leave out --max-minutes: a run that is resumed has its --max-steps"
         if self.cpu_offload and not self.is_sharded:

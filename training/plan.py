@@ -4,13 +4,14 @@ The figures follow from shapes and data sheets, of a CPU from the speed of a mat
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch.backends import cudnn
 
 from corpus.shards import TokenShards, open_shards
 from model import GPTConfig
@@ -35,10 +36,11 @@ SAVED: dict[ActivationCheckpointing, tuple[int, int]] = {
     "full": (4, 0),  # the block's input
 }
 # Fitted to peaks of torch's allocator (docs/memory.md), which lie 1 to 14 % below the plan.
-TIMED_SECONDS = 5.0
-OF_ALL_STEPS = ("tokens", "FLOPs", "passes", "time")  # rows of a plan
 HEAD_BYTES = 10  # per weight of the LM head: its gradient, from the head and from the embedding
 ENDS_BYTES = 12  # per channel and token: embedding, last LayerNorm
+TIMED_SECONDS = 5.0
+OF_ALL_STEPS = ("tokens", "FLOPs", "passes", "time")  # rows of a plan
+HOPPERS_CUDNN = 91500  # 9.15; with an older one, torch takes FlashAttention-2 there
 
 
 class Device(NamedTuple):
@@ -69,6 +71,10 @@ class Memory(NamedTuple):
     state: float  # parameters, gradients and moments
     per_token: float  # of a micro-batch: activations and logits
 
+    def total(self, tokens: int) -> float:
+        """With a micro-batch of so many tokens."""
+        return self.state + self.per_token * tokens
+
 
 def plan_memory(
     config: TrainConfig, model_config: GPTConfig, dtype: torch.dtype, dist_info: DistInfo
@@ -92,7 +98,7 @@ def plan_memory(
     if dist_info.device.type == "cpu":
         whole += CHECKPOINT_BYTES_PER_PARAMETER * n_params  # while it is written
 
-    if config.compile and not config.is_sharded:  # two chunks' logits, or their gradients
+    if config.compile:  # two chunks' logits, or their gradients
         logits = size * values * 2 / chunks
     else:  # copies in float32, too
         logits = (12 if chunks == 1 else 20 / chunks) * values
@@ -104,6 +110,26 @@ def plan_memory(
         (0 if config.cpu_offload else sharded / shards[config.parallel]) + whole,
         (saved[mode] * model_config.n_layer + ENDS_BYTES) * width + logits,
     )
+
+
+def warn_of_gpu(needed_bytes: float, dist_info: DistInfo) -> None:
+    """Say what is wrong with this process's GPU for a run that takes so much memory."""
+    device = dist_info.device
+    if device.type != "cuda":
+        return
+    free, needed = torch.cuda.mem_get_info(device)[0] / 2**30, needed_bytes / 2**30
+    if free < needed:
+        print(
+            f"warning: GPU {device.index} has {free:.1f} GiB free, and the run takes about "
+            f"{needed:.1f}: end what else runs there (nvidia-smi), or give --micro-batch-size",
+            file=sys.stderr,
+        )
+    is_hopper = torch.version.cuda and torch.cuda.get_device_capability(device) == (9, 0)
+    if is_hopper and 0 < (found := cudnn.version() or 0) < HOPPERS_CUDNN:  # type: ignore[no-untyped-call]
+        print0(
+            f"warning: attention is slow with cuDNN {found}, below {HOPPERS_CUDNN}: install torch "
+            f"for CUDA 13, and take another cuDNN off LD_LIBRARY_PATH"
+        )
 
 
 def loss_chunks(config: TrainConfig, device_type: str) -> int:
@@ -141,13 +167,10 @@ def split_batch(
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
     total, unit = config.total_batch_size, block_size * dist_info.world_size * (fixed or 1)
     if total % unit:
-        factors = f"block size {block_size} x world size {dist_info.world_size}"
-        if fixed:
-            factors = f"micro-batch size {fixed} x {factors}"
         nearest = [count * unit for count in (total // unit, total // unit + 1) if count]
         raise ValueError(
-            f"--total-batch-size {total} is not a multiple of {factors} = {unit} tokens: "
-            f"use {' or '.join(map(str, nearest))}"
+            f"--total-batch-size {total} is not a multiple of {unit} tokens, one micro-batch of "
+            f"each process: use {' or '.join(map(str, nearest))}"
         )
     sequences = total // (block_size * dist_info.world_size)  # of a process's step
     micro_batch_size = fixed or max(n for n in range(1, limit + 1) if sequences % n == 0)
@@ -215,21 +238,6 @@ def describe_plan(
         rows = {name: row for name, row in rows.items() if name not in OF_ALL_STEPS}
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
-def max_steps_within(
-    seconds: float, step_seconds: float, others: Sequence[tuple[int, float]]
-) -> int:
-    """How many optimizer steps fit into a time, at least one.
-
-    `others` are evaluations and saves, before the first step and after the last, too: steps between
-    two, and seconds of each.
-    """
-
-    def needed(steps: int) -> float:
-        return steps * step_seconds + sum((1 - -steps // every) * each for every, each in others)
-
-    return max(1, bisect_right(range(int(seconds / step_seconds) + 1), seconds, key=needed) - 1)
 
 
 def seconds_of(work: Callable[[], object], dist_info: DistInfo) -> float:

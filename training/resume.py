@@ -3,11 +3,10 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import Checkpoint, complete_checkpoints, read_state, verify_checkpoint
+from formats.checkpoint import Checkpoint, read_state, verify_checkpoint
 from formats.load import (
     find_checkpoint,
     latest_valid_checkpoint,
@@ -66,21 +65,12 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
 
 def _warn_of_jump(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
     """Say so if the resumed run lifts the learning rate in one step."""
-
-    def before(step: int) -> float:
-        return max(learning_rate(saved, max(step - 1, 0)), learning_rate(saved, step))
-
-    def jumps(step: int) -> bool:
-        return learning_rate(config, step) > RATE_JUMP * before(step)
-
     step = checkpoint.state.step
-    if jumps(step):
-        others = complete_checkpoints(checkpoint.path.parent)
-        smooth = (shell_line("--resume", p) for p in others if not jumps(int(p.name[5:])))
-        remedy = next((f"{resume} with another --run-name" for resume in smooth), "a new run")
+    before = max(learning_rate(saved, max(step - 1, 0)), learning_rate(saved, step))
+    if (rate := learning_rate(config, step)) > RATE_JUMP * before:
         print0(
-            f"warning: the learning rate jumps at step {step} from {before(step):.2g} to "
-            f"{learning_rate(config, step):.2g}; the way to a smooth curve is {remedy}"
+            f"warning: the learning rate jumps at step {step} from {before:.2g} to {rate:.2g}; the "
+            f"way to a smooth curve is a new run or, with wsd, a checkpoint from before its decay"
         )
 
 
@@ -91,19 +81,13 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
         try:
             verify_checkpoint(path)
         except ValueError as error:
-            run_dir = path.absolute().parent.parent
-            flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
-            raise ValueError(
-                f"{error}: give an earlier checkpoint, or go back to the one before it by "
-                f"{shell_line(*flags)}"
-            ) from None
+            remedy = "give an earlier checkpoint, or --resume auto and --run-name, which goes back"
+            raise ValueError(f"{error}: {remedy}") from None
         return path
     if run_name is None:
         raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
-    names = run_names(out_dir)
-    if run_name not in names:
-        near = ", ".join(get_close_matches(run_name, names)) or "nothing like it"
-        print0(f"no run {run_name} in {out_dir}, so it begins (there is {near})")
+    if run_name not in run_names(out_dir):
+        print0(f"no run {run_name} yet, so it begins; {list_runs(out_dir)}")
     return latest_valid_checkpoint(out_dir / run_name)
 
 

@@ -20,7 +20,7 @@ from runtime.gpus import flops_per_token
 from training.checks import check_ranks_agree
 from training.config import TrainConfig
 from training.folder import explain_failures, is_own, lock_run_folder, resume_hint
-from training.plan import describe_plan, find_device, split_batch
+from training.plan import describe_plan, find_device, plan_memory, split_batch, warn_of_gpu
 from training.resume import run_model_config
 from training.run_log import RunLog, warn_of_write_error
 from training.stopping import StopRequest
@@ -142,6 +142,8 @@ def open_run(
     stop = StopRequest(dist_info)
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, model_config, device, dist_info)
+        memory = plan_memory(config, model_config, device.dtype, dist_info)
+        warn_of_gpu(memory.total(split.micro_batch_size * model_config.block_size), dist_info)
         if is_main():  # it measures the CPU, once
             print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
         hellaswag = list[Example]()

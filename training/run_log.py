@@ -5,6 +5,7 @@
 
 import json
 import math
+import platform
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,11 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch.backends import cudnn
 
 from formats.metrics import METRICS_NAME
 from runtime.cli import format_count, format_duration, shell_line
-from runtime.device import describe_environment, device_name, peak_memory_gib, synchronize
+from runtime.device import device_name, peak_memory_gib, synchronize
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import append_atomically
 from runtime.gpus import mfu, peak_flops
@@ -76,9 +78,12 @@ class RunLog:
         print0(describe_run(self.run_dir))
         if self.config.resume is not None:
             self.record(resumed_from=self.start_step)
-        environment = describe_environment(
-            self.dist_info.device, self.dtype, self.dist_info.world_size
-        )
+        device = f"{self.dist_info.world_size} x {device_name(self.dist_info.device)}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        if self.dist_info.device.type == "cuda":
+            versions += f", cuDNN {cudnn.version()}"  # type: ignore[no-untyped-call]
+        environment = f"{device}, {dtype}, {versions}"
         self.record(environment=environment, data_fingerprint=data_fingerprint)
 
     @contextmanager
