@@ -19,6 +19,7 @@ import torch
 import torch._functorch.config as functorch_config
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.compiler import set_stance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -240,6 +241,13 @@ def cpu_flops(dtype: torch.dtype) -> float:
 def device_name(device: torch.device) -> str:
     """The name of the GPU's kind, else the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def cudnn_version() -> int:
+    """Such as 91500 for 9.15; 0 without cuDNN, or with one that torch refuses."""
+    with contextlib.suppress(RuntimeError):
+        return cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return 0
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,13 +11,20 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch.backends import cudnn
 
 from corpus.shards import TokenShards, open_shards
 from model import GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import format_duration
-from runtime.device import DTYPES, cpu_flops, device_name, memory_gib, select_dtype, synchronize
+from runtime.device import (
+    DTYPES,
+    cpu_flops,
+    cudnn_version,
+    device_name,
+    memory_gib,
+    select_dtype,
+    synchronize,
+)
 from runtime.distributed import DistInfo, all_reduce_max, is_main, print0, read_dist_env
 from runtime.gpus import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
 from training.config import TrainConfig
@@ -125,7 +132,7 @@ def warn_of_gpu(needed_bytes: float, dist_info: DistInfo) -> None:
             file=sys.stderr,
         )
     is_hopper = torch.version.cuda and torch.cuda.get_device_capability(device) == (9, 0)
-    if is_hopper and 0 < (found := cudnn.version() or 0) < HOPPERS_CUDNN:  # type: ignore[no-untyped-call]
+    if is_hopper and 0 < (found := cudnn_version()) < HOPPERS_CUDNN:
         print0(
             f"warning: attention is slow with cuDNN {found}, below {HOPPERS_CUDNN}: install torch "
             f"for CUDA 13, and take another cuDNN off LD_LIBRARY_PATH"
