@@ -196,5 +196,5 @@ def can_compile(dist_info: DistInfo) -> bool:
     if problem := prepare_compiler(dist_info.device):
         print0(f"warning: not compiled, training will be slower: {problem}")
         return False
-    print0("compiling: the first validation and the first step take longer, up to a minute")
+    print0("compiling: the first validation and the first step take longer, a minute or two")
     return True
