@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from runtime.environment import usable_cores
+from runtime.threads import usable_cores
 
 import filelock
 import numpy as np

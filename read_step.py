@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import runtime.environment  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import runtime.environment  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 from torch import Tensor

@@ -16,7 +16,7 @@ from functools import partial
 from time import perf_counter
 from typing import cast
 
-import runtime.environment  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import torch
 from torch import nn

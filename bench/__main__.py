@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import runtime.environment  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 from bench import measurement
 from bench.components import COMPONENTS

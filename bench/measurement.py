@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runtime.environment import usable_cores
+from runtime.threads import usable_cores
 
 import torch
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-import runtime.environment  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 import numpy as np
 import torch

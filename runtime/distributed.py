@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from runtime.environment import usable_cores
+from runtime.threads import usable_cores
 
 import torch
 import torch.distributed as dist

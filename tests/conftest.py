@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as runtime/environment.py sets it
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as runtime/threads.py sets it
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of who starts them
     # A test that kills a compiling process can leave a torn library in the cache.
     compiled = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)

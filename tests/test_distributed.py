@@ -1,4 +1,4 @@
-from runtime.environment import usable_cores
+from runtime.threads import usable_cores
 
 import pytest
 from conftest import check_on_ranks

@@ -85,7 +85,7 @@ def test_pyproject_lists_every_module_and_every_requirement():
 def test_module_imports_go_down_and_it_says_what_it_is_for(module):
     tree = parse(module)
     assert upward_imports(tree, module) == []
-    if module != "runtime.environment":  # it sets what torch reads when it is loaded
+    if module != "runtime.threads":  # it sets what torch reads when it is loaded
         assert work_at_import(tree) == []
     assert ast.get_docstring(tree)
 
