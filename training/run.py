@@ -1,10 +1,12 @@
 """A run: what is worked out once before it trains, and what its folder and signals need."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import gc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import Iterator
+import Sequence
 import torch
 
 from corpus.shards import TokenShards, unigram_loss
@@ -84,7 +86,10 @@ class Run:
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
         with self.stop, self.log, self.writer:  # the writer, which logs, ends first
             self.log.start(self.train_shards.fingerprint)
-            yield
+            try:
+                yield
+            finally:
+                gc.unfreeze()  # what `train` has frozen
 
     def finish(self, step: int) -> None:
         """Say how the run has ended; mark one that is to be resumed by `PREEMPTED`.
