@@ -1,12 +1,11 @@
 """A run: what is worked out once before it trains, and what its folder and signals need."""
 
-from collections.abc import gc
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import Iterator
-import Sequence
 import torch
 
 from corpus.shards import TokenShards, unigram_loss
