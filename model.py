@@ -214,6 +214,7 @@ class GPT(nn.Module):
         self.transformer = Transformer(config)
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
+        self.head_loss = lm_head_loss  # compiled by itself where each block is
 
     def hidden_states(
         self,
@@ -267,5 +268,5 @@ class GPT(nn.Module):
         loss = training_loss if self.training else cross_entropy
         hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         return ModelOutput(
-            None, lm_head_loss(hidden, weight, targets, vocab_size, self.loss_chunks, loss)
+            None, self.head_loss(hidden, weight, targets, vocab_size, self.loss_chunks, loss)
         )

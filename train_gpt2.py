@@ -6,6 +6,7 @@
 Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
 """
 
+import gc
 import math
 import sys
 from collections import Counter
@@ -142,6 +143,7 @@ def compile_and_wrap(model: GPT, run: Run) -> nn.Module:
         if run.compiles:
             for block in model.transformer.h:
                 block.compile(dynamic=False)
+            model.head_loss = torch.compile(model.head_loss, dynamic=False)
         return model
     trained = cast(nn.Module, torch.compile(model, dynamic=False)) if run.compiles else model
     if run.dist_info.world_size == 1:
@@ -150,6 +152,7 @@ def compile_and_wrap(model: GPT, run: Run) -> nn.Module:
     return DistributedDataParallel(
         trained,
         device_ids=[device.index] if device.type == "cuda" else None,
+        bucket_cap_mb=128,  # compiled, each bucket's end cuts the graph; by default it is 25
         gradient_as_bucket_view=True,
         broadcast_buffers=False,  # `train_step` does it, once
     )
@@ -219,6 +222,9 @@ def train(run: Run, trainer: Trainer) -> None:
             lr = learning_rate(run.config, step)
             loss, grad_norm = train_step(run, trainer, lr)
             run.log.step(step + 1, lr=lr, loss=loss, grad_norm=grad_norm)
+            if step == run.start_step:
+                gc.collect()  # later, all that was compiled would be gone through again,
+                gc.freeze()  # for half a second on one rank, while the others wait
 
 
 def train_step(run: Run, trainer: Trainer, lr: float) -> tuple[float, float]:

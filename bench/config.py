@@ -8,10 +8,13 @@ import torch
 
 from model import GPTConfig
 from runtime.cli import bad_numbers
-from runtime.device import DeviceName, select_device
+from runtime.device import DeviceName, device_name, memory_gib, select_device
+from runtime.gpus import flops_per_token, peak_flops
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+STEP_SECONDS = 2  # of a step, where the default's batch would take longer
+SLOW_SHARE, SLOW_PEAK = 0.3, 65e12  # of a GPU's peak, which is reached at least; if it is not known
 DIMENSIONS = ("size", "n_layer", "n_head", "n_embd", "block_size")
 
 
@@ -39,8 +42,8 @@ class BenchConfig:
     """Context length in tokens."""
 
     micro_batch_size: int | None = None
-    """Sequences per micro-batch; by default 16 on a GPU (as in published figures) and 4 elsewhere.
-    In the ladder and the switches, the product takes what it would choose."""
+    """Sequences per micro-batch; by default 16 on a GPU (as in published figures), fewer below 64
+    GiB, and 4 elsewhere. In the ladder and the switches, the product takes what it would choose."""
     steps: int | None = None
     """Timed steps per run, after one untimed step; by default 20 on a GPU, else 4."""
     rounds: int = 3
@@ -77,7 +80,9 @@ class BenchConfig:
     @property
     def sequences(self) -> int:
         """Sequences per micro-batch."""
-        return self.micro_batch_size or (16 if self.torch_device.type == "cuda" else 4)
+        memory = memory_gib(self.torch_device) if self.torch_device.type == "cuda" else 16
+        # The ladder's first runs, of 124M, save all attention scores: 2 to 3 GiB per sequence.
+        return self.micro_batch_size or power_of_two(min(16, (memory or 0) / 4))
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -86,7 +91,15 @@ class BenchConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens per step: a micro-batch; on a GPU as many as make up the default's 524,288."""
-        on_gpu = self.torch_device.type == "cuda"
-        wanted = TrainConfig.total_batch_size if on_gpu else self.micro_batch_tokens
-        return max(1, wanted // self.micro_batch_tokens) * self.micro_batch_tokens
+        """Tokens per step: a micro-batch; on a GPU the default's, or what takes two seconds."""
+        if self.torch_device.type != "cuda":
+            return self.micro_batch_tokens
+        flops = SLOW_SHARE * (peak_flops(device_name(self.torch_device)) or SLOW_PEAK)
+        within = STEP_SECONDS * flops / flops_per_token(self.model_config())
+        wanted = min(TrainConfig.total_batch_size, within)
+        return power_of_two(wanted / self.micro_batch_tokens) * self.micro_batch_tokens
+
+
+def power_of_two(most: float) -> int:
+    """The largest power of two up to `most`; 1 below that."""
+    return 1 << max(0, int(most).bit_length() - 1)

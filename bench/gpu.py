@@ -31,6 +31,7 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[tuple[float, list[s
     bench += as_flags({"micro_batch_size": config.micro_batch_size, "steps": config.steps or STEPS})
     settings = given | {"total_batch_size": config.step_tokens, "out_dir": scratch}
     settings |= {"val_every": 20, "val_tokens": 65_536, "hellaswag_every": 0, "sample_every": 0}
+    settings |= {"checkpoint_every": 20}  # what follows needs one, should the time be up
     train = ["train_gpt2.py", *as_flags(settings)]
     run = scratch / "trained"
     context = 64 * config.block_size
@@ -47,7 +48,7 @@ def gpu_commands(config: BenchConfig, scratch: Path) -> list[tuple[float, list[s
         (4, [*train, f"--run-name={run.name}", "--max-steps=40"]),
         (3, ["train_gpt2.py", f"--resume={run}", "--max-steps=60"]),
         *([on_all] if torch.cuda.device_count() > 1 else ()),
-        (3, [*train, *long, "--run-name=long", "--max-steps=3"]),
+        (4, [*train, *long, "--run-name=long", "--max-steps=2"]),
         (2, ["hellaswag.py", *evaluated, "--data=assets/hellaswag_sample.jsonl"]),
         (2, ["sample.py", *evaluated]),
         (2, [*bench, "--component=sample"]),

@@ -24,7 +24,7 @@ from runtime.threads import usable_cores
 import torch
 
 from bench.config import DIMENSIONS, ROOT, BenchConfig
-from runtime.device import device_name
+from runtime.device import cudnn_version, device_name
 from runtime.files import read_json, write_json
 
 PACKAGES = ("torch", "transformers", "numpy", "tiktoken", "gigatoken")
@@ -130,6 +130,8 @@ def store_results(
 def provenance() -> dict[str, Any]:
     """The date, the commit and the versions of a measurement."""
     versions = {package: version(package) for package in PACKAGES if find_spec(package)}
+    if torch.cuda.is_available():
+        versions["cudnn"] = str(cudnn_version())
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": subprocess.getoutput("git describe --always --exclude=* --dirty"),  # noqa: S605, S607 - a fixed command

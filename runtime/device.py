@@ -19,6 +19,7 @@ import torch
 import torch._functorch.config as functorch_config
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.compiler import set_stance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -204,11 +205,11 @@ def prepare_compiler(device: torch.device) -> str | None:
     """Set torch.compile up for training; returns why it cannot work here, None if it can."""
     if device.type == "mps":
         return "torch.compile does not support MPS well yet"
-    # Compiled code is cached from run to run; that of our own autograd functions only with this.
-    functorch_config.autograd_cache_allow_custom_autograd_functions = True
-    if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
-        functorch_config.ban_recompute_materialized_backward = False
-    try:  # a compiler may be missing or broken
+    try:  # a compiler may be missing or broken, and torch's inner names may change
+        # Compiled code is cached for the next run; our own autograd functions' only with this.
+        functorch_config.autograd_cache_allow_custom_autograd_functions = True
+        if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
+            functorch_config.ban_recompute_materialized_backward = False
         from torch._inductor.codecache import get_lock_dir
 
         locks = Path(get_lock_dir())
@@ -240,6 +241,13 @@ def cpu_flops(dtype: torch.dtype) -> float:
 def device_name(device: torch.device) -> str:
     """The name of the GPU's kind, else the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def cudnn_version() -> int:
+    """Such as 91500 for 9.15; 0 without cuDNN, or with one that torch refuses."""
+    with contextlib.suppress(RuntimeError):
+        return cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return 0
 
 
 def synchronize(device: torch.device) -> None:

@@ -19,8 +19,9 @@ class Gpu(NamedTuple):
 # sheets; where these quote the sparse rate, half of it.
 GPUS = {
     "B200": Gpu(r"\bB200$", 178, 2250e12),
+    "GH200": Gpu(r"\bGH200\b", 94, 989e12),
     "H200-NVL": Gpu(r"\bH200 NVL$", 139, 835e12),
-    "H200": Gpu(r"\bG?H200\b", 139, 989e12),
+    "H200": Gpu(r"\bH200\b", 139, 989e12),
     "H100-PCIe": Gpu(r"\bH100 PCIe$", 79, 756e12),
     "H100-NVL": Gpu(r"\bH100 NVL$", 93, 835e12),
     "H100": Gpu(r"\bH100 .*HBM3$", 79, 989e12),
@@ -28,12 +29,23 @@ GPUS = {
     "A100": Gpu(r"\bA100\b", 79, 312e12),
     "A10": Gpu(r"\bA10$", 22, 125e12),
     "A10G": Gpu(r"\bA10G$", 22, 70e12),
+    "A40": Gpu(r"\bA40$", 44, 150e12),
     "L4": Gpu(r"\bL4$", 22, 121e12),
+    "L40": Gpu(r"\bL40$", 44, 181e12),
     "L40S": Gpu(r"\bL40S$", 44, 362e12),
     "T4": Gpu(r"\bT4$", 14, 65e12),
     "A6000": Gpu(r"\bRTX A6000$", 47, 155e12),
+    "PRO6000": Gpu(r"\bRTX PRO 6000 Blackwell Workstation Edition$", 94, 504e12),
+    "5090": Gpu(r"\bRTX 5090$", 31, 210e12),
+    "5080": Gpu(r"\bRTX 5080$", 15, 113e12),
+    "5070": Gpu(r"\bRTX 5070$", 11, 62e12),
     "4090": Gpu(r"\bRTX 4090$", 23, 165e12),
+    "4080": Gpu(r"\bRTX 4080$", 15, 97e12),
+    "4070": Gpu(r"\bRTX 4070$", 11, 58e12),
+    "4060Ti": Gpu(r"\bRTX 4060 Ti$", 7, 44e12),  # or 16 GB, by the same name
     "3090": Gpu(r"\bRTX 3090$", 23, 71e12),
+    "3080": Gpu(r"\bRTX 3080$", 9, 60e12),
+    "3060": Gpu(r"\bRTX 3060$", 11, 25e12),
     "V100": Gpu(r"\bV100-SXM2-", 15, 125e12),
 }
 BEFORE_AMPERE = ("T4", "V100")  # no bfloat16, and float32 matrices without TF32

@@ -17,3 +17,7 @@ def usable_cores() -> int:
     """CPU cores that this process may use: under `torchrun`, its share of the machine's."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+if "LOCAL_WORLD_SIZE" in os.environ:  # else every rank starts up to 32 processes to compile
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, usable_cores())))

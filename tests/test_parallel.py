@@ -139,7 +139,9 @@ def test_turn_of_the_loop_has_one_collective_besides_the_gradients(
 
 
 RANK_CHECK = f"""
+from functools import partial
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor.debug import CommDebugMode
 sys.path.append({str(ROOT / "tests")!r})
 from conftest import tiny_run
@@ -191,6 +193,24 @@ def check(dist_info):
     norm = clipped_norm(model, 1e9)
     assert torch.equal(norm, all_reduce_sum(norm.clone()) / 4)
 """
+
+
+GRAPHS_CHECK = """
+def check(dist_info):
+    counter = CompileCounter()
+    torch.compile = partial(torch.compile, backend=counter)
+    raw, model = build(dist_info, parallel="fsdp", compile=True)
+    idx = torch.zeros(1, 16, dtype=torch.int64)
+    model(idx, idx).loss.backward()
+    assert counter.frame_count == 3, counter.frame_count
+"""
+
+
+@needs_compiler
+def test_fsdp_compiles_both_blocks_and_the_loss(commands, tmp_path, tiny_data):
+    source = RANK_CHECK + GRAPHS_CHECK
+    source = source.replace("DATA", str(tiny_data)).replace("FOLDER", str(tmp_path))
+    check_on_ranks(commands, source, tmp_path, 2)
 
 
 @pytest.mark.parametrize(("check", "ranks"), [(ZERO_CHECK, 2), (HYBRID_CHECK, 4)])

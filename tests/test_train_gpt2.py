@@ -1,4 +1,5 @@
 import ast
+import gc
 import json
 import math
 import os
@@ -157,6 +158,19 @@ def test_write_samples_continues_the_prompt(tiny_flags, tiny_data, tmp_path, pro
     texts = [ast.literal_eval(line.split(" | sample: ")[1]) for line in samples]
     assert len(texts) == 8
     assert all(text.startswith(begins) for text in texts)
+
+
+def test_garbage_is_frozen_from_the_first_step_to_the_end(tiny_flags, monkeypatch):
+    frozen, step = [], train_gpt2.train_step
+
+    def counted(*args):
+        frozen.append(gc.get_freeze_count() > 0)
+        return step(*args)
+
+    monkeypatch.setattr(train_gpt2, "train_step", counted)
+    main([*tiny_flags, "--max-steps=3"])
+    assert frozen == [False, True, True]
+    assert gc.get_freeze_count() == 0
 
 
 def test_main_two_ranks_equal_one(commands, tiny_flags, tmp_path):

@@ -4,6 +4,7 @@ The figures follow from shapes and data sheets, of a CPU from the speed of a mat
 """
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
@@ -15,7 +16,15 @@ from corpus.shards import TokenShards, open_shards
 from model import GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import format_duration
-from runtime.device import DTYPES, cpu_flops, device_name, memory_gib, select_dtype, synchronize
+from runtime.device import (
+    DTYPES,
+    cpu_flops,
+    cudnn_version,
+    device_name,
+    memory_gib,
+    select_dtype,
+    synchronize,
+)
 from runtime.distributed import DistInfo, all_reduce_max, is_main, print0, read_dist_env
 from runtime.gpus import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
 from training.config import TrainConfig
@@ -34,10 +43,11 @@ SAVED: dict[ActivationCheckpointing, tuple[int, int]] = {
     "full": (4, 0),  # the block's input
 }
 # Fitted to peaks of torch's allocator (docs/memory.md), which lie 1 to 14 % below the plan.
-TIMED_SECONDS = 5.0
-OF_ALL_STEPS = ("tokens", "FLOPs", "passes", "time")  # rows of a plan
 HEAD_BYTES = 10  # per weight of the LM head: its gradient, from the head and from the embedding
 ENDS_BYTES = 12  # per channel and token: embedding, last LayerNorm
+TIMED_SECONDS = 5.0
+OF_ALL_STEPS = ("tokens", "FLOPs", "passes", "time")  # rows of a plan
+HOPPERS_CUDNN = 91500  # 9.15; with an older one, torch takes FlashAttention-2 there
 
 
 class Device(NamedTuple):
@@ -68,6 +78,10 @@ class Memory(NamedTuple):
     state: float  # parameters, gradients and moments
     per_token: float  # of a micro-batch: activations and logits
 
+    def total(self, tokens: int) -> float:
+        """With a micro-batch of so many tokens."""
+        return self.state + self.per_token * tokens
+
 
 def plan_memory(
     config: TrainConfig, model_config: GPTConfig, dtype: torch.dtype, dist_info: DistInfo
@@ -91,7 +105,7 @@ def plan_memory(
     if dist_info.device.type == "cpu":
         whole += CHECKPOINT_BYTES_PER_PARAMETER * n_params  # while it is written
 
-    if config.compile and not config.is_sharded:  # two chunks' logits, or their gradients
+    if config.compile:  # two chunks' logits, or their gradients
         logits = size * values * 2 / chunks
     else:  # copies in float32, too
         logits = (12 if chunks == 1 else 20 / chunks) * values
@@ -103,6 +117,26 @@ def plan_memory(
         (0 if config.cpu_offload else sharded / shards[config.parallel]) + whole,
         (saved[mode] * model_config.n_layer + ENDS_BYTES) * width + logits,
     )
+
+
+def warn_of_gpu(needed_bytes: float, dist_info: DistInfo) -> None:
+    """Say what is wrong with this process's GPU for a run that takes so much memory."""
+    device = dist_info.device
+    if device.type != "cuda":
+        return
+    free, needed = torch.cuda.mem_get_info(device)[0] / 2**30, needed_bytes / 2**30
+    if free < needed:
+        print(
+            f"warning: GPU {device.index} has {free:.1f} GiB free, and the run takes about "
+            f"{needed:.1f}: end what else runs there (nvidia-smi), or give --micro-batch-size",
+            file=sys.stderr,
+        )
+    is_hopper = torch.version.cuda and torch.cuda.get_device_capability(device) == (9, 0)
+    if is_hopper and 0 < (found := cudnn_version()) < HOPPERS_CUDNN:
+        print0(
+            f"warning: attention is slow with cuDNN {found}, below {HOPPERS_CUDNN}: install torch "
+            f"for CUDA 13, and take another cuDNN off LD_LIBRARY_PATH"
+        )
 
 
 def loss_chunks(config: TrainConfig, device_type: str) -> int:

@@ -1,5 +1,6 @@
 """A run: what is worked out once before it trains, and what its folder and signals need."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from runtime.gpus import flops_per_token
 from training.checks import check_ranks_agree
 from training.config import TrainConfig
 from training.folder import explain_failures, is_own, lock_run_folder, resume_hint
-from training.plan import describe_plan, find_device, split_batch
+from training.plan import describe_plan, find_device, plan_memory, split_batch, warn_of_gpu
 from training.resume import run_model_config
 from training.run_log import RunLog, warn_of_write_error
 from training.stopping import StopRequest
@@ -84,7 +85,10 @@ class Run:
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
         with self.stop, self.log, self.writer:  # the writer, which logs, ends first
             self.log.start(self.train_shards.fingerprint)
-            yield
+            try:
+                yield
+            finally:
+                gc.unfreeze()  # what `train` has frozen
 
     def finish(self, step: int) -> None:
         """Say how the run has ended; mark one that is to be resumed by `PREEMPTED`.
@@ -142,6 +146,8 @@ def open_run(
     stop = StopRequest(dist_info)
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, model_config, device, dist_info)
+        memory = plan_memory(config, model_config, device.dtype, dist_info)
+        warn_of_gpu(memory.total(split.micro_batch_size * model_config.block_size), dist_info)
         if is_main():  # it measures the CPU, once
             print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
         hellaswag = list[Example]()
@@ -194,5 +200,5 @@ def can_compile(dist_info: DistInfo) -> bool:
     if problem := prepare_compiler(dist_info.device):
         print0(f"warning: not compiled, training will be slower: {problem}")
         return False
-    print0("compiling: the first validation and the first step take longer, up to a minute")
+    print0("compiling: the first validation and the first step take longer, a minute or two")
     return True
