@@ -73,7 +73,8 @@ class Muon(torch.optim.Optimizer):
         matrices, end = self._orthogonalize_all(matrices), 0
         for parameter, group in updated:
             start, end = end, end + group["parts"]
-            update = distribute_like(torch.cat(matrices[start:end]), parameter)
+            whole = torch.cat(matrices[start:end]) if group["parts"] > 1 else matrices[start]
+            update = distribute_like(whole, parameter)
             # (rows, columns) with orthonormal rows or columns: their squares add up to the less.
             rows, columns = matrices[start].shape
             rms = max(rows, columns) ** -0.5
