@@ -71,12 +71,11 @@ MEASURED = ROW.findall("""
 | `--no-compile` | 1 | 65,536 | 30.45 | 31.2 |
 | `--no-compile --loss-chunks 4` | 1 | 65,536 | 37.7 | 38.8 |
 | `--no-compile --activation-checkpointing full` | 1 | 65,536 | 12.41 | 13.2 |
-| `--parallel fsdp` | 2 | 32,768 | 15.13 | 16.0 |
-| `--parallel fsdp --no-reshard-after-forward` | 2 | 32,768 | 15.29 | 16.0 |
-| `--parallel fsdp --activation-checkpointing full` | 2 | 32,768 | 6.66 | 7.0 |
-| `--parallel fsdp --cpu-offload` | 2 | 8,192 | 4.29 | 4.4 |
-| `--size gpt2-xl --parallel fsdp` | 2 | 4,096 | 26.00 | 29.3 |
-| `--size gpt2-xl --parallel fsdp --activation-checkpointing full` | 8 | 4,096 | 10.59 | 11.2 |
+| `--parallel fsdp` | 2 | 32,768 | 12.4 | 13.1 |
+| `--parallel fsdp --no-reshard-after-forward` | 2 | 32,768 | 12.6 | 13.1 |
+| `--parallel fsdp --activation-checkpointing full` | 2 | 32,768 | 3.97 | 4.2 |
+| `--parallel fsdp --cpu-offload` | 2 | 8,192 | 3.78 | 3.8 |
+| `--size gpt2-xl --parallel fsdp` | 2 | 4,096 | 26.1 | 29.3 |
 """)
 
 

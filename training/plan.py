@@ -44,6 +44,7 @@ SAVED: dict[ActivationCheckpointing, tuple[int, int]] = {
 }
 # Fitted to peaks of torch's allocator (docs/memory.md), which lie 1 to 14 % below the plan.
 HEAD_BYTES = 10  # per weight of the LM head: its gradient, from the head and from the embedding
+REDUCED_BYTES = 6  # per weight of the LM head, while its gradient is reduced to shards
 ENDS_BYTES = 12  # per channel and token: embedding, last LayerNorm
 TIMED_SECONDS = 5.0
 OF_ALL_STEPS = ("tokens", "FLOPs", "passes", "time")  # rows of a plan
@@ -99,7 +100,8 @@ def plan_memory(
         sharded -= 4 * 12 * model_config.n_layer * width**2
     # Every process has besides: copies of the weights in the dtype of matrix products and, when
     # these are done, the gradients of a micro-batch, until they are added to the ones before.
-    whole = 4 * n_params + HEAD_BYTES * values * width
+    head_bytes = HEAD_BYTES + (REDUCED_BYTES if config.is_sharded else 0)
+    whole = 4 * n_params + head_bytes * values * width
     if dist_info.world_size > 1 and not config.is_sharded:  # DDP's buckets, and what waits for them
         whole += 8 * n_params
     if dist_info.device.type == "cpu":
