@@ -211,10 +211,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.loss_chunks = loss_chunks
+        self.head_loss = lm_head_loss  # compiled by itself where each block is
         self.transformer = Transformer(config)
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
-        self.head_loss = lm_head_loss  # compiled by itself where each block is
 
     def hidden_states(
         self,

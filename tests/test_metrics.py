@@ -17,10 +17,14 @@ PEAKS = {  # the driver's names, and the dense bfloat16 peak
     **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312e12),
     **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
     **{"NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12, "NVIDIA A10G": 70e12, "Tesla T4": 65e12},
+    **{"NVIDIA L40": 181e12, "NVIDIA A40": 150e12, "NVIDIA GeForce RTX 5090": 210e12},
+    **{"NVIDIA GeForce RTX 3060": 25e12, "NVIDIA GeForce RTX 4060 Ti": 44e12},
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 504e12,
     # Unknown ones, never a guess.
     **dict.fromkeys(("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti")),
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
     **dict.fromkeys(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A100X")),
-    **dict.fromkeys(("NVIDIA L40", "NVIDIA GB200", "AMD Instinct MI300X", "")),
+    **dict.fromkeys(("NVIDIA GeForce RTX 4070 Ti", "NVIDIA GB200", "AMD Instinct MI300X", "")),
     **{"Tesla V100-SXM2-32GB": 125e12, "Tesla V100-PCIE-16GB": None},
 }
 
