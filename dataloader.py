@@ -58,12 +58,6 @@ def permute(positions: IndexArray, size: int, seed: int, epoch: int) -> IndexArr
     return result.astype(np.int64)
 
 
-def epoch_offset(epoch: int, block_size: int, seed: int) -> int:
-    """How much later the windows of an epoch begin: 0 in the first, and T epochs all differ."""
-    first, own = permute(np.array([0, epoch % block_size]), block_size, seed, epoch=-1)
-    return int(own - first) % block_size
-
-
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
@@ -77,6 +71,12 @@ def _feistel(
         mixed ^= mixed >> np.uint64(32)
         left, right = right, left ^ (mixed & mask)
     return (left << shift) | right
+
+
+def epoch_offset(epoch: int, block_size: int, seed: int) -> int:
+    """How much later the windows of an epoch begin: 0 in the first, and T epochs all differ."""
+    first, own = permute(np.array([0, epoch % block_size]), block_size, seed, epoch=-1)
+    return int(own - first) % block_size
 
 
 @dataclass

@@ -47,7 +47,7 @@ class GPTConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+            raise ValueError(f"n_embd {self.n_embd} must be a multiple of n_head {self.n_head}")
 
     @property
     def residual_std(self) -> float:

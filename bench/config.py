@@ -14,7 +14,8 @@ from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP_SECONDS = 2  # of a step, where the default's batch would take longer
-SLOW_SHARE, SLOW_PEAK = 0.3, 65e12  # of a GPU's peak, which is reached at least; if it is not known
+LEAST_MFU = 0.3  # that a GPU reaches
+UNKNOWN_PEAK = 65e12  # FLOP/s, where the GPU's is not known: a T4's
 DIMENSIONS = ("size", "n_layer", "n_head", "n_embd", "block_size")
 
 
@@ -80,9 +81,11 @@ class BenchConfig:
     @property
     def sequences(self) -> int:
         """Sequences per micro-batch."""
-        memory = memory_gib(self.torch_device) if self.torch_device.type == "cuda" else 16
+        if self.torch_device.type != "cuda":
+            return self.micro_batch_size or 4
         # The ladder's first runs, of 124M, save all attention scores: 2 to 3 GiB per sequence.
-        return self.micro_batch_size or power_of_two(min(16, (memory or 0) / 4))
+        fitting = (memory_gib(self.torch_device) or 0) / 4
+        return self.micro_batch_size or power_of_two(min(16, fitting))
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -94,7 +97,7 @@ class BenchConfig:
         """Tokens per step: a micro-batch; on a GPU the default's, or what takes two seconds."""
         if self.torch_device.type != "cuda":
             return self.micro_batch_tokens
-        flops = SLOW_SHARE * (peak_flops(device_name(self.torch_device)) or SLOW_PEAK)
+        flops = LEAST_MFU * (peak_flops(device_name(self.torch_device)) or UNKNOWN_PEAK)
         within = STEP_SECONDS * flops / flops_per_token(self.model_config())
         wanted = min(TrainConfig.total_batch_size, within)
         return power_of_two(wanted / self.micro_batch_tokens) * self.micro_batch_tokens

@@ -351,14 +351,16 @@ def code_logits(model_config: GPTConfig) -> list[float]:
     Empty if an edited model cannot be so small.
     """
     size = {"block_size": 8, "vocab_size": 50, "n_layer": 2, "n_embd": 8 * model_config.n_head}
-    with suppress(Exception), torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
-        model = GPT(replace(model_config, **size)).eval()
-        for name, tensor in model_state(model).items():
-            if tensor.is_floating_point():
-                numbers = torch.arange(tensor.numel()).view_as(tensor) ** 2
-                tensor.copy_((numbers + crc32(name.encode())) % 101 / 101 - 0.5)
-        logits = model(7 * torch.arange(16).view(2, 8) % 50).logits
-        return [float(logit) for logit in logits[:, -1, :4].flatten()]
+    for dtype in (torch.float64, torch.float32):  # an edit may take float32 only
+        with suppress(Exception), torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
+            model = GPT(replace(model_config, **size)).to(dtype).eval()
+            for name, tensor in model_state(model).items():
+                if tensor.is_floating_point():
+                    numbers = torch.arange(tensor.numel()).view_as(tensor) ** 2
+                    tensor.copy_((numbers + crc32(name.encode())) % 101 / 101 - 0.5)
+            logits = model(7 * torch.arange(16).view(2, 8) % 50).logits[:, -1, :4].flatten()
+            if is_finite(logits):
+                return [float(logit) for logit in logits]
     return []
 
 

@@ -210,6 +210,7 @@ def test_a_checkpoint_has_what_its_code_computes(patched, tiny_data, patches, is
 ACTIVATIONS = {  # what an edit makes of the MLP's activation, and whether it can be told
     "relu": ("F.relu(self.c_fc(x))", True),
     "exact GELU": ("F.gelu(self.c_fc(x))", True),
+    "for float32": ("F.relu(self.c_fc(x.float()))", True),
     "for one width": ("F.relu(self.c_fc(x.view(-1, 32)).view(*x.shape[:2], -1))", False),
 }
 

@@ -259,7 +259,7 @@ def test_load_pretrained_of_a_pickle_says_how_to_convert_it(tmp_path):
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx is True"),
         ("n_positions", 16, r"wpe.weight is \(8, 8\), expected \(16, 8\)"),
         ("n_layer", None, "n_layer must be an integer of at least 1, not None"),
-        ("n_head", 3, "n_embd 8 is not a multiple of n_head 3"),
+        ("n_head", 3, "n_embd 8 must be a multiple of n_head 3"),
         ("n_layer", 1, "transformer.h.1.attn.c_attn.bias is .*, expected none"),
     ],
 )

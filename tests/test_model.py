@@ -253,7 +253,7 @@ def test_gpt_compiled_and_chunked_equals_eager_in_loss_and_gradients():
     [
         ({"block_size": 0}, "block_size must be an integer of at least 1, not 0"),
         ({"n_layer": -1}, "n_layer must be an integer of at least 1, not -1"),
-        ({"n_embd": 100}, "n_embd 100 is not a multiple of n_head 12"),
+        ({"n_embd": 100}, "n_embd 100 must be a multiple of n_head 12"),
     ],
 )
 def test_config_refuses_dimensions_that_cannot_be_and_names_a_width_that_would_do(
