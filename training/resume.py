@@ -81,8 +81,10 @@ def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | 
         try:
             verify_checkpoint(path)
         except ValueError as error:
-            remedy = "give an earlier checkpoint, or --resume auto and --run-name, which goes back"
-            raise ValueError(f"{error}: {remedy}") from None
+            run_dir = path.absolute().parent.parent
+            place = ("--run-name", run_dir.name, "--out-dir", run_dir.parent)
+            goes_back = shell_line("--resume", "auto", *place)
+            raise ValueError(f"{error}: give an earlier checkpoint, or {goes_back}") from None
         return path
     if run_name is None:
         raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
