@@ -59,48 +59,49 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; all ranks must call this."""
-        updated = [
-            (parameter, group)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
+        alike = defaultdict(list)  # of one shape, with the same settings: updated together
+        for group in self.param_groups:
+            settings = (group["lr"], group["weight_decay"], group["momentum"], group["parts"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike[parameter.shape, *settings].append(parameter)
+        updates = [self._next_updates(same, key[3]) for key, same in alike.items()]
+        matrices = [  # (n * parts, rows / parts, columns)
+            full_tensor(update).view(-1, rows // parts, columns)
+            for update, ((rows, columns), *_, parts) in zip(updates, alike, strict=True)
         ]
-        matrices = [
-            matrix
-            for parameter, group in updated
-            for matrix in self._next_update(parameter, group["momentum"]).chunk(group["parts"])
-        ]
-        matrices, end = self._orthogonalize_all(matrices), 0
-        for parameter, group in updated:
-            start, end = end, end + group["parts"]
-            whole = torch.cat(matrices[start:end]) if group["parts"] > 1 else matrices[start]
-            update = distribute_like(whole, parameter)
+        results = self._orthogonalize_all(matrices)
+        for (key, same), update, result in zip(alike.items(), updates, results, strict=True):
+            _, lr, weight_decay, *_ = key
             # (rows, columns) with orthonormal rows or columns: their squares add up to the less.
-            rows, columns = matrices[start].shape
-            rms = max(rows, columns) ** -0.5
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-group["lr"] * UPDATE_RMS / rms)
+            rms = max(result.shape[1:]) ** -0.5
+            own = distribute_like(result.reshape(update.shape), update).to(same[0].dtype)
+            torch._foreach_mul_(same, 1 - lr * weight_decay)
+            torch._foreach_add_(same, own.unbind(), alpha=-lr * UPDATE_RMS / rms)
 
-    def _next_update(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Nesterov's update before it is orthogonalised, whole: (rows, columns)."""
-        gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        return full_tensor(gradient.lerp(average, momentum).to(self.dtype))
+    def _next_updates(self, parameters: list[Tensor], momentum: float) -> Tensor:
+        """Nesterov's updates before they are orthogonalised: (n, rows, columns), or its shard."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        averages = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(averages, gradients, 1 - momentum)
+        updates = torch._foreach_mul(gradients, 1 - momentum)
+        torch._foreach_add_(updates, averages, alpha=momentum)
+        return torch.stack(updates).to(self.dtype)
 
-    def _orthogonalize_all(self, matrices: list[Tensor]) -> list[Tensor]:
-        """Orthogonalise (rows, columns) matrices, those of one shape together."""
-        wide = [m.mT if is_tall(m) else m for m in matrices]  # rows <= columns
-        by_shape = defaultdict(list)  # the indices of the matrices
-        for index, matrix in enumerate(wide):
-            by_shape[matrix.shape].append(index)
+    def _orthogonalize_all(self, stacks: list[Tensor]) -> list[Tensor]:
+        """Orthogonalise stacks, (n, rows, columns) each; matrices of one shape together."""
+        wide = [s.mT if is_tall(s) else s for s in stacks]  # rows <= columns
+        by_shape = defaultdict(list)  # the indices of the stacks
+        for index, stack in enumerate(wide):
+            by_shape[stack.shape[1:]].append(index)
         for same in by_shape.values():
-            results = self._share(torch.stack([wide[index] for index in same]))
-            for index, result in zip(same, results, strict=True):
-                wide[index] = result
-        return [w.mT if is_tall(m) else w for m, w in zip(matrices, wide, strict=True)]
+            results = self._share(torch.cat([wide[index] for index in same]))
+            for index in same:
+                wide[index], results = results.tensor_split([len(wide[index])])
+        return [w.mT if is_tall(s) else w for s, w in zip(stacks, wide, strict=True)]
 
     def _share(self, matrices: Tensor) -> Tensor:
         """Orthogonalise (n, rows, columns), each rank its share; every rank gets all."""
@@ -117,8 +118,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def is_tall(matrix: Tensor) -> bool:
-    """Whether a matrix has more rows than columns."""
-    return matrix.size(0) > matrix.size(1)
+    """Whether matrices, (…, rows, columns), have more rows than columns."""
+    return matrix.size(-2) > matrix.size(-1)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

@@ -133,6 +133,41 @@ def test_ranks_share_the_matrices(commands, tmp_path, dtype, tolerance):
     check_on_ranks(commands, source, tmp_path)
 
 
+GATHERS_CHECK = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from optimizers import Muon
+
+def check(dist_info):
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    shapes = [(9, 16)] * 6 + [(16, 4)] * 6  # 9 rows over two ranks: five and four
+    weights, gradients = ([torch.randn(shape) for shape in shapes] for _ in range(2))
+    results = []
+    for place in (torch.clone, lambda w: distribute_tensor(w, mesh, [Shard(0)])):
+        parameters = [torch.nn.Parameter(place(w)) for w in weights]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = place(gradient)
+        groups = [{"params": [p], "lr": 0.1} for p in parameters]
+        settings = dict(weight_decay=0.1, momentum=0.95, dtype=torch.float32, compile=False)
+        info = dist_info if results else DistInfo()
+        with CommDebugMode() as communication:
+            Muon(groups, dist_info=info, **settings).step()
+        results.append(parameters)
+    gathered = {str(name): n for name, n in communication.get_comm_counts().items()}
+    # Of each shape the updates, and what the other rank has orthogonalised.
+    assert gathered == {"c10d_functional.all_gather_into_tensor": 2, "c10d._allgather_base_": 2}
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other.full_tensor(), rtol=0, atol=1e-6)
+"""
+
+
+def test_sharded_matrices_of_one_shape_are_gathered_together(commands, tmp_path):
+    check_on_ranks(commands, GATHERS_CHECK, tmp_path)
+
+
 def test_build_optimizers_gives_muon_the_blocks_matrices(tiny_data, tmp_path):
     with torch.device("meta"):
         model = GPT(GPTConfig())
