@@ -213,6 +213,44 @@ def test_fsdp_compiles_both_blocks_and_the_loss(commands, tmp_path, tiny_data):
     check_on_ranks(commands, source, tmp_path, 2)
 
 
+RECOMPUTE_CHECK = """
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.parallel import DistributedDataParallel
+from model import GPT, GPTConfig
+from ops import checkpoint_activations
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+def backward_products(mode):
+    counts = []
+
+    def count(graph, inputs):
+        counts.append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    model = GPT(GPTConfig(block_size=8, vocab_size=128, n_layer=2, n_head=2, n_embd=16))
+    checkpoint_activations(model.transformer.h, mode)
+    backend = aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=count)
+    compiled = torch.compile(model, backend=backend)
+    trained = DistributedDataParallel(compiled, bucket_cap_mb=128)
+    ids = torch.randint(128, (2, 8))
+    trained(ids, ids).loss.backward()
+    return sum(counts)
+
+def check(dist_info):
+    none, selective, full = map(backward_products, ("none", "selective", "full"))
+    assert none == selective < full, (none, selective, full)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="recomputes all: docs/memory.md")
+def test_selective_checkpointing_repeats_no_matrix_product_in_compiled_ddp(commands, tmp_path):
+    check_on_ranks(commands, RECOMPUTE_CHECK, tmp_path)
+
+
 @pytest.mark.parametrize(("check", "ranks"), [(ZERO_CHECK, 2), (HYBRID_CHECK, 4)])
 def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, tiny_data, check, ranks):
     machines_of_two = {"LOCAL_WORLD_SIZE": "2"}
