@@ -161,9 +161,9 @@ def compile_and_wrap(model: GPT, run: Run) -> nn.Module:
 def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
 
-    With `--optimizer muon`, the blocks' matrices are Muon's. Matrices decay; biases and LayerNorm
-    gains, which have one dimension, do not. A group's `lr_scale`, 1 by default, multiplies the
-    learning rate.
+    With `--optimizer muon`, the blocks' matrices are Muon's. Matrices decay, those outside the
+    blocks by `--embedding-decay`; biases and LayerNorm gains, which have one dimension, do not. A
+    group's `lr_scale`, 1 by default, multiplies the learning rate.
     """
     config, parameters = run.config, dict(model.named_parameters())
     optimizers: list[torch.optim.Optimizer] = []
@@ -179,10 +179,12 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
             compile=run.compiles and run.dist_info.device.type == "cuda",  # no faster on a CPU
         )
         optimizers.append(muon)
-    matrices = [p for p in parameters.values() if p.dim() >= 2]
+    matrices = {name: p for name, p in parameters.items() if p.dim() >= 2}
+    embeddings = [matrices.pop(name) for name in list(matrices) if ".h." not in name]
     others = [p for p in parameters.values() if p.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": list(matrices.values()), "weight_decay": config.weight_decay},
+        {"params": embeddings, "weight_decay": config.embeddings_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.adam_beta2)

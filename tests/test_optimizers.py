@@ -182,7 +182,8 @@ def test_build_optimizers_gives_muon_the_blocks_matrices(tiny_data, tmp_path):
     others = {names[p] for group in adamw.param_groups for p in group["params"]}
     assert matrices.keys() | others == set(names.values())
     assert not matrices.keys() & others
-    decayed, undecayed = adamw.param_groups
+    blocks, decayed, undecayed = adamw.param_groups
+    assert not blocks["params"]
     assert {names[p] for p in decayed["params"]} == {
         "transformer.wte.weight",
         "transformer.wpe.weight",

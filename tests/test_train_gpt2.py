@@ -452,13 +452,30 @@ def test_build_optimizers_decays_matrices_only(tiny_data, tmp_path):
         model = GPT(GPTConfig())
     with tiny_run(tiny_data, tmp_path, beta1=0.8) as run:
         (optimizer,) = build_optimizers(model, run)
-    decayed, others = optimizer.param_groups
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert (len(decayed["params"]), len(others["params"])) == (50, 98)
-    assert sum(p.numel() for p in decayed["params"]) == 124_354_560
-    assert sum(p.numel() for p in others["params"]) == 121_344
-    assert decayed["betas"] == (0.8, 0.95)
-    assert decayed["fused"]
+    groups = optimizer.param_groups  # the blocks' matrices, embeddings, biases and gains
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+    assert [len(group["params"]) for group in groups] == [48, 2, 98]
+    sizes = [sum(p.numel() for p in group["params"]) for group in groups]
+    assert sizes == [84_934_656, 39_419_904, 121_344]
+    assert groups[0]["betas"] == (0.8, 0.95)
+    assert groups[0]["fused"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_embeddings_have_a_decay_of_their_own(tiny_data, tmp_path, optimizer):
+    model = GPT(TINY)
+    with tiny_run(tiny_data, tmp_path, optimizer=optimizer, embedding_decay=3.0) as run:
+        optimizers = build_optimizers(model, run)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decays = {
+        names[p]: group["weight_decay"]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    embeddings = {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert {name for name, decay in decays.items() if decay == 3.0} == embeddings
+    assert set(decays.values()) == {3.0, 0.1, 0.0}
 
 
 def test_check_every_parameter_once_names_those_that_are_missing_or_twice():

@@ -96,6 +96,8 @@ class TrainConfig:
     """cosine (half of one), or wsd: stable, linear decay. Both begin with the warm-up."""
     weight_decay: float = 0.1
     """Decay of matrices; biases and LayerNorms have none."""
+    embedding_decay: float | None = None
+    """Decay of the embeddings; by default --weight-decay."""
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float | None = None
@@ -234,6 +236,11 @@ class TrainConfig:
     def warmup(self) -> int:
         """Steps of warm-up: as given, else the default."""
         return self.default_warmup if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def embeddings_decay(self) -> float:
+        """Decay of the matrices outside the blocks: as given, else that of the others."""
+        return self.weight_decay if self.embedding_decay is None else self.embedding_decay
 
     @property
     def adam_beta2(self) -> float:
