@@ -1,14 +1,19 @@
-"""What a recipe is worth: two recipes trained on the same tokens in the same order, and compared.
+"""What a recipe for GPT-2 124M learns, measured on small models of its proportions: hours, no GPU.
 
-    python -m bench.recipes --data-dir data/wikipedia     # train the pair of the figure
-    python -m bench.recipes                               # only draw the figure
+    python -m bench.recipes --source wikipedia_en_sample.parquet    # train what is missing
+    python -m bench.recipes                                         # only the table and the figure
 
-A run is `train_gpt2.py --config recipes/…` with another model, rate and length. Results go to
-`bench/results/recipes/runs.json` as they come, so the same command goes on after an interrupt. The
-file also has runs of the reference with another beta2.
+A run is complete: all of its recipe's steps, to the last of its schedule. Runs of one seed have the
+same initial weights and the same tokens in the same order, so that their losses compare in pairs.
+Results go to `bench/results/recipes/proxy.jsonl` as they come, one line each, so the same command
+goes on after an interrupt. `--recipe mine.json` adds a recipe of one's own, for 124M.
 """
 
+import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,113 +21,204 @@ from typing import Any
 import numpy as np
 
 from bench.config import ROOT
-from bench.measurement import provenance, run_python
-from corpus.shards import open_shards
-from formats.metrics import METRICS_NAME, read_metrics
-from plot import BLUE, GREY, RED, new_axes, save_figure
+from bench.measurement import device_label, provenance, run_python
+from bench.proxy import first_merges, vocab_size
+from corpus.sources import file_source, local_files
+from formats.metrics import METRICS_NAME, logged_values, read_metrics
+from plot import BLUE, GREY, new_axes, save_figure
 from runtime.cli import as_flags, parse_flags, run_command
-from runtime.device import DeviceName
-from runtime.files import read_json, write_json
+from runtime.device import select_device
+from training.config import TrainConfig, read_recipe
 
-RECIPES = {  # a file in recipes/, and the last rate's share of the first
-    "reference": ("gpt2-124m", 0.1),
-    "fast": ("gpt2-124m-fast", 0.0),
+VAL_TOKENS, VAL_SPLIT = 524_288, 600_000  # of a validation, and set aside for it
+LONG_STEPS = 19_073  # of the published recipe at 124M, in batches of 524,288 tokens
+POINTS = 64  # of a run's curve
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A model of 6 layers and a context of 256, and the published recipe's length for it."""
+
+    width: int
+    batch: int
+    steps: int
+
+    @property
+    def factor(self) -> float:
+        """Of rates: a narrower model takes larger ones."""
+        return math.sqrt(768 / self.width)
+
+
+SCALES = {"S29": Scale(64, 8192, 1056), "S117": Scale(64, 16384, 2112)}  # tokens per parameter
+SCALES["M29"] = Scale(128, 16384, 2112)
+
+LONG, SHORT = "gpt2-124m", "gpt2-124m-fast"  # in recipes/
+RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and what differs
+    "published": (LONG, {}),
+    "adamw 0.0018": (LONG, {"max_lr": 0.0018, "min_lr": 0.00018}),
+    "adamw 0.0054": (LONG, {"max_lr": 0.0054, "min_lr": 0.00054}),
+    "anchor": (LONG, {"max_lr": 0.0018, "min_lr": 0.0, "lr_schedule": "wsd", "max_steps": 11_444}),
+    "fast": (SHORT, {"max_steps": 6_676}),
 }
-SCALES = {  # a model and its batch
-    "w64": {"n_layer": 2, "n_embd": 64, "block_size": 128, "total_batch_size": 2048},
-    "w128": {"n_layer": 2, "n_embd": 128, "block_size": 128, "total_batch_size": 2048},
-    "w256": {"n_layer": 4, "n_embd": 256, "block_size": 128, "total_batch_size": 2048},
-}
-RUNS = ("w64_3840_reference_0.004", "w64_3840_fast_0.008")  # by scale, steps, recipe and rate
-EVALUATIONS = 16  # validations of a run after the first step
-Curve = Sequence[tuple[float, float]]  # a run's validations: step, loss
 
 
 @dataclass(frozen=True)
 class RecipesConfig:
-    """Train the recipes on the same tokens in the same order, and compare their losses."""
+    """Train recipes on the same tokens in the same order, and compare their last losses."""
 
-    data_dir: Path | None = None
-    """Folder of token shards; 8M tokens of English text or more. Without it nothing is trained."""
-    device: DeviceName = "auto"
-    """Device to train on."""
+    source: tuple[str, ...] = ()
+    """Texts, as fineweb.py takes them: 9M tokens or more in S29. Without them nothing is
+    trained."""
+    scale: str = "S29"
+    """S29, S117 or M29: a small or a middle model, and tokens per parameter of its blocks."""
+    seeds: int = 2
+    """Runs of each recipe, with the seeds 1, 2, …"""
+    recipe: tuple[str, ...] = ()
+    """More recipes, besides those of `RECIPES`: their files."""
+    jobs: int = 2
+    """Runs at a time, of one thread each."""
     out_dir: Path = Path("runs/recipes")
-    """Where the run folders go."""
+    """Where shards and run folders go."""
     results_dir: Path = Path("bench/results/recipes")
     """Where the results and the figure go."""
 
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise ValueError(f"--scale {self.scale} is not {', '.join(SCALES)}")
+
 
 def main() -> None:
-    """Train what is not trained yet, then draw the figure of both."""
+    """Train what is not trained yet, then print and draw the results."""
     config = parse_flags(RecipesConfig)
-    path = config.results_dir / "runs.json"
-    results = read_json(path) if path.exists() else {"runs": {}}
-    if config.data_dir is not None:
-        shards = open_shards(config.data_dir, "train")
-        data = {"train_tokens": shards.total_tokens, "fingerprint": shards.fingerprint}
-        if results.setdefault("data", data) != data:
-            raise ValueError(f"{path} is of other data than {config.data_dir}: use --results-dir")
-        for name in RUNS:
-            if name not in results["runs"]:
-                results["runs"][name] = run = train(name, config)
-                write_json(path, results)
-                print(f"{name}: {run['curve'][-1][1]:.4f}", flush=True)
-    print(draw_summary(results["runs"], config.results_dir / "summary.png"))
-
-
-def train(name: str, config: RecipesConfig) -> dict[str, Any]:
-    """Train one run in a process of its own; returns its settings, versions and losses."""
-    scale, count, recipe, rate = name.split("_")
-    file_name, last_share = RECIPES[recipe]
-    steps, max_lr = int(count), float(rate)
-    settings = SCALES[scale] | {
-        **{"n_head": SCALES[scale]["n_embd"] // 64, "max_lr": max_lr},
-        **{"min_lr": max_lr * last_share, "max_steps": steps, "warmup_steps": steps // 10},
+    path = config.results_dir / "proxy.jsonl"
+    recipes = {
+        label: (ROOT / f"recipes/{file}.json", own) for label, (file, own) in RECIPES.items()
     }
-    others = {
-        **{"config": ROOT / f"recipes/{file_name}.json", "device": config.device, "resume": "auto"},
-        **{"data_dir": Path(config.data_dir or "").absolute(), "run_name": name},
-        **{"out_dir": config.out_dir.absolute(), "hellaswag_every": 0, "sample_every": 0},
-        **{"val_every": steps // EVALUATIONS, "checkpoint_every": 0},
-        **{"val_tokens": 32 * settings["total_batch_size"]},
-    }
-    run_python("train_gpt2.py", *as_flags(settings | others))
-    records = read_metrics(config.out_dir / name / METRICS_NAME)
-    curve = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
-    return settings | provenance() | {"curve": curve}
+    recipes |= {Path(file).stem: (Path(file), {}) for file in config.recipe}
+    if config.source:
+        done = {(run["scale"], run["recipe"], run["seed"]) for run in read_runs(path)}
+        missing = [
+            (label, seed)
+            for seed in range(1, config.seeds + 1)
+            for label in recipes
+            if (config.scale, label, seed) not in done
+        ]
+        data_dir = tokenize(config)
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+        def train_one(run: tuple[str, int]) -> None:
+            label, seed = run
+            file, own = recipes[label]
+            settings = scaled(read_recipe(file), own, SCALES[config.scale]) | {"seed": seed}
+            record = {"scale": config.scale, "recipe": label, "seed": seed}
+            record |= train(f"{config.scale}_{label}_{seed}", settings, data_dir, config)
+            with path.open("a", encoding="utf-8") as file_of_all:
+                file_of_all.write(json.dumps(record) + "\n")
+            print(f"{config.scale} {label}, seed {seed}: {record['val_loss']:.4f}", flush=True)
+
+        with ThreadPoolExecutor(config.jobs) as pool:
+            list(pool.map(train_one, missing))
+    runs = [run for run in read_runs(path) if run["scale"] == config.scale]
+    print(format_table(runs))
+    print(draw_curves(runs, config.results_dir / f"{config.scale}.png"))
 
 
-def reached_after(reference: Curve, fast: Curve) -> float | None:
-    """The share of the steps after which the fast recipe stays where the reference ends.
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """The results so far."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
-    Between two validations its loss is taken to fall in a straight line. None: never.
+
+def tokenize(config: RecipesConfig) -> Path:
+    """The texts' shards with the scale's vocabulary, the first tokens for validation."""
+    size = vocab_size(SCALES[config.scale].width)
+    folder = config.out_dir.absolute() / f"tokens_{size}"
+    if not (folder / "train_000001.npy").exists():
+        encoding = first_merges(size)
+        texts = [
+            document.text for document in file_source(local_files(config.source)).documents(None)
+        ]
+        ids = [
+            id for document in encoding.encode_ordinary_batch(texts) for id in (size - 1, *document)
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "val_000000.npy", np.array(ids[:VAL_SPLIT], np.uint16))
+        np.save(folder / "train_000001.npy", np.array(ids[VAL_SPLIT:], np.uint16))
+    return folder
+
+
+def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+    """A recipe's settings for 124M, for a small model.
+
+    Steps keep their share of `LONG_STEPS`. Rates grow by `Scale.factor`, and weight decay so that
+    rate times decay times steps is 124M's. AdamW's beta2 averages over as many tokens.
     """
-    end = reference[-1][1]
-    last = max(place for place, (_, loss) in enumerate(fast) if loss > end)
-    if last == len(fast) - 1:
-        return None
-    (step, loss), (next_step, next_loss) = fast[last : last + 2]
-    return float(np.interp(-end, (-loss, -next_loss), (step, next_step))) / fast[-1][0]
+    settings = {**recipe.saved(), **own}
+    steps = scale.steps / LONG_STEPS
+    for name, factor in (
+        *((name, steps) for name in ("max_steps", "warmup_steps")),
+        *((name, scale.factor) for name in ("max_lr", "min_lr")),
+        *((name, 1 / steps / scale.factor) for name in ("weight_decay", "embedding_decay")),
+    ):
+        if settings[name]:
+            kind = round if name.endswith("steps") else float
+            settings[name] = kind(settings[name] * factor)
+    beta2 = 0.95 ** (scale.batch / 524_288)
+    small: dict[str, Any] = {"size": "gpt2", "n_layer": 6, "n_head": scale.width // 64}
+    small |= {"block_size": 256, "total_batch_size": scale.batch, "val_tokens": VAL_TOKENS}
+    return {**settings, **small, "beta2": beta2, "val_every": settings["max_steps"]}
 
 
-def draw_summary(runs: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Draw the losses of the two `RUNS`, and where the second reaches the first one's end."""
-    if missing := [name for name in RUNS if name not in runs]:
-        raise ValueError(f"no result of {' and '.join(missing)}: give --data-dir")
-    reference, fast = (runs[name]["curve"] for name in RUNS)
-    scale, steps, *_ = RUNS[0].split("_")
-    sizes = SCALES[scale]
-    batch, end = sizes["total_batch_size"], reference[-1][1]
-    parameters = 12 * sizes["n_layer"] * sizes["n_embd"] ** 2  # of the blocks' matrices
-    title = f"{scale}, {int(steps) * batch / parameters:.2g} tokens per parameter"
-    axes = new_axes(title, "validation loss (nats per token)")
-    for name, curve, colour in (("reference", reference, GREY), ("fast", fast, BLUE)):
-        at, values = np.transpose(curve[1:])
-        axes.plot(at * batch, values, color=colour, label=f"{name} {values[-1]:.3f}")
-    axes.axhline(end, color=GREY, linewidth=0.8, linestyle=":")
-    if (share := reached_after(reference, fast)) is not None:
-        label = f"after {share:.0%} of the tokens"
-        axes.plot(share * int(steps) * batch, end, "o", color=RED, label=label)
+def train(
+    name: str, settings: Mapping[str, Any], data_dir: Path, config: RecipesConfig
+) -> dict[str, Any]:
+    """Train one run in a process of its own; returns its settings, machine and losses."""
+    places: dict[str, Any] = {
+        **{"data_dir": data_dir, "out_dir": config.out_dir.absolute(), "resume": "auto"},
+        **{"run_name": name.replace(" ", "-"), "device": "cpu", "log_every": 100},
+        **{"hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0},
+    }
+    width = str(SCALES[config.scale].width)
+    flags = as_flags(dict(settings) | places)
+    run_python("-m", "bench.proxy", width, *flags, OMP_NUM_THREADS="1")
+    path = config.out_dir / places["run_name"] / METRICS_NAME
+    records = read_metrics(path)
+    losses = np.array([r["train_loss"] for r in records if "train_loss" in r])
+    means = [float(part.mean()) for part in np.array_split(losses, min(POINTS, len(losses)))]
+    return {
+        "settings": {n: v for n, v in settings.items() if v != TrainConfig().saved()[n]},
+        "machine": device_label(select_device("cpu")),
+        "environment": logged_values(path, "environment")[-1],
+        **provenance(),
+        "val_loss": [r["val_loss"] for r in records if "val_loss" in r][-1],
+        "curve": [round(mean, 4) for mean in means],  # training loss, in equal parts of the run
+    }
+
+
+def format_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A line per recipe: the mean of its last losses, and of their differences to `published`."""
+    losses = {(run["recipe"], run["seed"]): run["val_loss"] for run in runs}
+    lines = ["recipe | seeds | validation loss | to published, in pairs"]
+    for label in dict.fromkeys(run["recipe"] for run in runs):
+        own = {seed: loss for (recipe, seed), loss in losses.items() if recipe == label}
+        pairs = [own[s] - losses["published", s] for s in own if ("published", s) in losses]
+        difference = f"{statistics.mean(pairs):+.4f}" if pairs else "-"
+        lines.append(f"{label} | {len(own)} | {statistics.mean(own.values()):.4f} | {difference}")
+    return "\n".join(lines)
+
+
+def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw the first seed's training losses of all recipes over tokens."""
+    axes = new_axes(path.stem, "training loss (nats per token)")
+    colours = {"published": GREY, "fast": BLUE}
+    for run in runs:
+        if run["seed"] != runs[0]["seed"]:
+            continue
+        settings, losses = run["settings"], run["curve"]
+        tokens = settings["max_steps"] * settings["total_batch_size"]
+        ends = np.arange(1, len(losses) + 1) / len(losses) * tokens
+        label, first = f"{run['recipe']} {run['val_loss']:.3f}", len(losses) // 8
+        axes.plot(ends[first:], losses[first:], color=colours.get(run["recipe"]), label=label)
     return save_figure(axes, path)
 
 

@@ -1,95 +1,79 @@
-import re
+import json
 import sys
 
-import numpy as np
 import pytest
 from conftest import ROOT
 from forked import fork_trainers
 
 from bench import recipes
-from bench.recipes import RUNS, reached_after
-from runtime.files import read_json
+from bench.proxy import first_merges, vocab_size
+from bench.recipes import LONG_STEPS, RECIPES, SCALES, Scale, scaled
+from tokenizer import VOCAB_SIZE, gpt2_encoding
+from training.config import read_recipe
+
+TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 60
 
 
-def test_command_trains_what_is_missing_and_draws_both(
-    commands, tiny_data, tmp_path, monkeypatch, capsys
-):
-    names = ["tiny_16_reference_0.01", "tiny_16_fast_0.01"]
-    monkeypatch.setattr(recipes, "RUNS", names)
-    sizes = {"n_layer": 1, "n_embd": 64, "block_size": 8, "total_batch_size": 32}
-    monkeypatch.setitem(recipes.SCALES, "tiny", sizes)
+def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(recipes.SCALES, "S29", Scale(64, 256, 8))
+    monkeypatch.setattr(recipes, "VAL_TOKENS", 256)
+    monkeypatch.setattr(recipes, "VAL_SPLIT", 300)
+    known = {label: RECIPES[label] for label in ("published", "fast")}
+    monkeypatch.setattr(recipes, "RECIPES", known)
     fork_trainers(monkeypatch, commands, recipes)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "mine.json").write_text((ROOT / "recipes/gpt2-124m.json").read_text())
+    path = tmp_path / "results/proxy.jsonl"
 
     def call(*flags):
-        places = [f"--out-dir={tmp_path}/runs", f"--results-dir={tmp_path}/results"]
-        monkeypatch.setattr(sys, "argv", ["recipes.py", "--device=cpu", *places, *flags])
+        places = [f"--out-dir={tmp_path}/runs", f"--results-dir={tmp_path}/results", "--jobs=1"]
+        monkeypatch.setattr(sys, "argv", ["recipes.py", *places, *flags])
         recipes.main()
-        return capsys.readouterr().out
+        runs = [json.loads(line) for line in path.read_text().splitlines()]
+        return capsys.readouterr().out, {(run["recipe"], run["seed"]): run for run in runs}
 
-    data, path = f"--data-dir={tiny_data}", tmp_path / "results/runs.json"
-    with pytest.raises(ValueError, match=f"no result of {' and '.join(names)}: give --data-dir"):
-        call()
-    monkeypatch.setattr(recipes, "RUNS", names[:1] * 2)
-    call(data)
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")  # as on another machine
-    monkeypatch.setattr(recipes, "RUNS", names)
-    assert str(tmp_path / "results/summary.png") in call(data)
-    assert not (tmp_path / "runs" / names[0]).exists()  # it was trained before
-    runs = read_json(path)["runs"]
-    assert list(runs) == names
-    reference, fast = (record["curve"] for record in runs.values())
-    assert reference[0] == fast[0]  # the same initial weights
-    assert reference[-1][1] != fast[-1][1]
-    assert [point[0] for point in fast] == list(range(17))
-    assert all(record["versions"]["torch"] for record in runs.values())
-    (tmp_path / "other").mkdir()
-    np.save(tmp_path / "other/train_000001.npy", np.arange(9000, dtype=np.uint16))
-    with pytest.raises(ValueError, match="is of other data than"):
-        call(f"--data-dir={tmp_path}/other")
-
-
-def best_by_row(runs):
-    """Both recipes' best curves, by width and steps that both have, as the table is sorted."""
-    curves = {}
-    for name, run in runs.items():
-        scale, steps, recipe, *_ = name.split("_")
-        of = curves.setdefault((int(scale[1:]), int(steps)), {"reference": [], "fast": []})
-        of[recipe].append(run["curve"])
-    return [
-        [min(each, key=lambda curve: curve[-1][1]) for each in curves[row].values()]
-        for row in sorted(curves)
-        if all(curves[row].values())
+    source = f"--source={tmp_path}/text.txt"
+    call(source, "--seeds=1")
+    (tmp_path / "runs/S29_fast_1").rename(tmp_path / "elsewhere")  # as on another machine
+    shown, runs = call(source, "--seeds=2", f"--recipe={tmp_path}/mine.json")
+    assert not (tmp_path / "runs/S29_fast_1").exists()  # it was trained before
+    assert [*runs] == [
+        *(("published", 1), ("fast", 1), ("mine", 1)),
+        *(("published", 2), ("fast", 2), ("mine", 2)),
     ]
+    losses = {key: run["val_loss"] for key, run in runs.items()}
+    assert losses["mine", 1] == losses["published", 1] != losses["fast", 1]
+    assert [len(run["curve"]) for run in runs.values()] == [8, 3, 8] * 2
+    pairs = [losses["fast", seed] - losses["published", seed] for seed in (1, 2)]
+    assert f"fast | 2 | {(losses['fast', 1] + losses['fast', 2]) / 2:.4f}" in shown
+    assert f"| {sum(pairs) / 2:+.4f}" in shown
+    assert call()[0] == shown[shown.index("recipe |") :]  # trains nothing
+    assert (tmp_path / "results/S29.png").stat().st_size > 10_000
 
 
-def test_committed_results_are_what_the_document_says():
-    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| \d+, . layers .* \| ([\d.]+) .* \| ([\d.]+) \| ([\d.]+) \|$", text, re.M
-    )
-    results = read_json(ROOT / "bench/results/recipes/runs.json")
-    for row, (reference, fast) in zip(rows, best_by_row(results["runs"]), strict=True):
-        losses = [reference[-1][1], fast[-1][1]]
-        assert list(map(float, row[:2])) == pytest.approx(losses, abs=6e-4)
-        assert float(row[2]) == pytest.approx(reached_after(reference, fast), abs=0.006)
-    assert {*RUNS} <= results["runs"].keys()
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("label", RECIPES)
+def test_small_model_has_the_proportions_of_124m(label, scale):
+    file, own = RECIPES[label]
+    recipe, small = read_recipe(ROOT / f"recipes/{file}.json"), SCALES[scale]
+    settings = scaled(recipe, own, small)
+    large = recipe.saved() | own
+    share = large["max_steps"] / LONG_STEPS
+    assert settings["max_steps"] == round(share * small.steps)
+
+    def decayed(values):  # the part of the weights, over a run at the peak rate
+        return values["max_lr"] * values["weight_decay"] * values["max_steps"]
+
+    assert decayed(settings) == pytest.approx(decayed(large), rel=0.002)
+    embeddings = vocab_size(small.width) / (12 * 6 * small.width)  # per parameter of the blocks
+    assert embeddings == pytest.approx(50_257 / (12 * 12 * 768), rel=0.03)
 
 
-def curve(*losses):
-    """A validation every 10 steps."""
-    return [(10 * place, loss) for place, loss in enumerate(losses)]
-
-
-@pytest.mark.parametrize(
-    ("end", "losses", "share"),
-    [
-        (5.0, (10.0, 6.0, 5.0, 4.0, 3.0), 0.5),
-        (4.25, (10.0, 6.0, 5.0, 4.0, 3.0), (20 + 7.5) / 40),  # between two validations
-        (3.0, (10.0, 6.0, 5.0, 4.0, 3.0), 1.0),
-        (2.9, (10.0, 6.0, 5.0, 4.0, 3.0), None),
-        (5.0, (10.0, 4.0, 6.0, 4.0, 3.0), (20 + 5) / 40),  # it must stay there
-    ],
-)
-def test_share_of_the_steps_worked_by_hand(end, losses, share):
-    reached = reached_after(curve(10.0, end), curve(*losses))
-    assert reached == (share if share is None else pytest.approx(share))
+def test_first_merges_are_an_exact_smaller_bpe():
+    gpt2, few = gpt2_encoding(), first_merges(2048)
+    assert first_merges(VOCAB_SIZE).encode_ordinary(TEXT) == gpt2.encode_ordinary(TEXT)
+    ids = few.encode_ordinary(TEXT)
+    assert few.decode(ids) == TEXT
+    assert max(ids) < 2047
+    assert few.encode_ordinary(" the") == gpt2.encode_ordinary(" the")  # an early merge
+    assert len(ids) > len(gpt2.encode_ordinary(TEXT))

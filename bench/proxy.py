@@ -1,0 +1,53 @@
+"""`train_gpt2.py` for models of 124M's proportions that one CPU core trains: see `bench.recipes`.
+
+    python -m bench.proxy WIDTH --flags-of-train_gpt2
+
+The vocabulary is GPT-2's first merges, 32 ids per unit of width, so that the embeddings' share of
+the parameters is 124M's. The initial values' deviation, 0.02 at width 768, grows with the root of
+768 / width.
+"""
+
+import math
+import sys
+
+import tiktoken
+from torch import Tensor, nn
+
+from model import GPT2_SIZES
+from runtime.cli import run_command
+from tokenizer import WORD_PATTERN, gpt2_encoding
+from train_gpt2 import main
+
+
+def vocab_size(width: int) -> int:
+    """Token ids of a model: the bytes, the first merges, and last `<|endoftext|>`."""
+    return 32 * width
+
+
+def first_merges(n_vocab: int) -> tiktoken.Encoding:
+    """GPT-2's tokenizer with its first merges only: an exact, smaller byte-level BPE."""
+    gpt2 = gpt2_encoding()
+    ranks = {token: gpt2.encode_single_token(token) for token in gpt2.token_byte_values()}
+    return tiktoken.Encoding(
+        f"gpt2-{n_vocab}",
+        pat_str=WORD_PATTERN,
+        mergeable_ranks={token: id for token, id in ranks.items() if id < n_vocab - 1},
+        special_tokens={"<|endoftext|>": n_vocab - 1},
+    )
+
+
+def train_proxy() -> None:
+    """Change what is no flag, and train."""
+    width, *flags = sys.argv[1:]
+    GPT2_SIZES["gpt2"]["vocab_size"] = vocab_size(int(width))
+    normal, factor = nn.init.normal_, math.sqrt(768 / int(width))
+
+    def scaled_normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, **_: object) -> Tensor:
+        return normal(tensor, mean, std * factor)
+
+    nn.init.normal_ = scaled_normal  # type: ignore[assignment]
+    main([*flags, f"--n-embd={width}"])
+
+
+if __name__ == "__main__":
+    run_command(train_proxy)
