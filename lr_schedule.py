@@ -11,9 +11,8 @@ takes that name.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
-
-DECAY_SHARE = 0.2  # of all steps, which decay last in `wsd_lr`
 
 
 def cosine_lr(
@@ -31,24 +30,36 @@ def cosine_lr(
     return min_lr + 0.5 * (max_lr - min_lr) * (1.0 + math.cos(math.pi * progress))
 
 
-def wsd_lr(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
+def wsd_lr(
+    step: int,
+    *,
+    max_lr: float,
+    min_lr: float,
+    warmup_steps: int,
+    max_steps: int,
+    decay_share: float = 0.2,
+) -> float:
     """Warm-up, stable, decay: linear up, constant `max_lr`, linear down.
 
-    Where warm-up takes longer, the decay begins later than `DECAY_SHARE` says.
+    The decay takes the last `decay_share` of all steps, or what the warm-up leaves of them.
     Source: MiniCPM (Hu et al. 2024), section 4; the trapezoid of Hägele et al. 2024.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
     if step >= max_steps:
         return min_lr
-    decay_start = max(warmup_steps, max_steps - round(DECAY_SHARE * max_steps))
+    decay_start = max(warmup_steps, max_steps - round(decay_share * max_steps))
     if step < decay_start:
         return max_lr
     remaining = (max_steps - step) / (max_steps - decay_start)
     return min_lr + (max_lr - min_lr) * remaining
 
 
-SCHEDULES: Mapping[str, Callable[..., float]] = {"cosine": cosine_lr, "wsd": wsd_lr}
+SCHEDULES: Mapping[str, Callable[..., float]] = {
+    "cosine": cosine_lr,
+    "wsd": wsd_lr,
+    "wsd-long": partial(wsd_lr, decay_share=0.6),
+}
 
 
 def learning_rate(config: Any, step: int) -> float:  # noqa: ANN401 - a TrainConfig

@@ -39,6 +39,12 @@ def test_wsd_lr_worked_by_hand(warmup_steps, expected):
     assert [wsd_lr(step, **run) for step in range(12)] == pytest.approx(expected)
 
 
+def test_long_decay_takes_the_last_sixty_percent():
+    run = {"max_lr": 10.0, "min_lr": 1.0, "warmup_steps": 2, "max_steps": 15}
+    rates = [SCHEDULES["wsd-long"](step, **run) for step in range(16)]
+    assert rates == pytest.approx([5.0, *[10.0] * 6, *range(9, 0, -1)])
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(
     max_lr=st.floats(1e-6, 1.0),

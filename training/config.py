@@ -93,7 +93,8 @@ class TrainConfig:
     warmup_steps: int | None = None
     """Steps of linear warm-up; by default 715 or a tenth of the run, whichever is less."""
     lr_schedule: str = "cosine"
-    """cosine (half of one), or wsd: stable, linear decay. Both begin with the warm-up."""
+    """cosine (half of one), wsd (constant, then linear over the last 20 %) or wsd-long (60 %). All
+    begin with the warm-up."""
     weight_decay: float = 0.1
     """Decay of matrices; biases and LayerNorms have none."""
     embedding_decay: float | None = None
