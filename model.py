@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ops import causal_attention, cross_entropy, lm_head_loss, lm_logits, training_loss
+from ops import (
+    causal_attention,
+    cross_entropy,
+    lm_head_loss,
+    lm_logits,
+    residual_stream,
+    training_loss,
+)
 
 GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
@@ -238,7 +245,8 @@ class GPT(nn.Module):
         past = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(past, past + idx.size(1), device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)
+        x = residual_stream(x)  # (B, T, C)
         for block in self.transformer.h:
             x = block(x, mask, cache)
         if cache is not None:

@@ -162,8 +162,8 @@ def build_sharded(
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(dist_info.device.type, shape, mesh_dim_names=names)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    # The residual stream stays float32: a block's inputs are not cast, only its products are. A
-    # LayerNorm takes gathered gains of another dtype under a GPU's autocast, not under a CPU's.
+    # A block's inputs stay as they are: `ops.residual_stream` chooses their dtype. A LayerNorm
+    # takes gathered gains of another dtype under a GPU's autocast, not under a CPU's.
     mixed_precision = MixedPrecisionPolicy(
         param_dtype=dtype if dist_info.device.type == "cuda" else torch.float32,
         reduce_dtype=torch.float32,

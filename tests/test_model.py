@@ -164,6 +164,19 @@ def test_hidden_states_packs_sequences_by_mask_and_positions():
     assert (packed - torch.cat(apart, dim=1)).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("products", "residual"),
+    [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")],
+)
+def test_residual_stream_is_bfloat16_under_its_autocast_only(products, residual):
+    model, seen = tiny(), []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda _, inputs, x: seen.extend((inputs[0].dtype, x.dtype)))
+    with torch.autocast("cpu", getattr(torch, products), enabled=products != "float32"):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert seen == [getattr(torch, residual)] * 2 * len(model.transformer.h)
+
+
 def test_gpt_loss_is_float32_with_bfloat16_autocast_or_weights():
     model = tiny()
     tokens = random_ids(2, BLOCK_SIZE + 1)

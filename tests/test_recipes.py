@@ -48,12 +48,14 @@ def both_recipes(name):
 @pytest.mark.parametrize("name", SIZES)
 def test_fast_recipe_changes_how_it_learns_and_nothing_else(name):
     reference, fast = both_recipes(name)
-    learning = {"optimizer", "max_lr", "min_lr", "lr_schedule"}
+    learning = {"optimizer", "max_lr", "min_lr", "warmup_steps", "lr_schedule"}
     same = {field: getattr(reference, field) for field in learning}
     assert replace(fast, **same) == reference
     small, small_fast = both_recipes("124m")
     # One rule for all sizes: a multiple of GPT-3's rate for the size.
     assert fast.max_lr / reference.max_lr == pytest.approx(small_fast.max_lr / small.max_lr)
+    tokens = [c.warmup * c.total_batch_size for c in (fast, small_fast)]
+    assert tokens[0] == tokens[1]
     assert fast.min_lr / fast.max_lr == pytest.approx(small_fast.min_lr / small_fast.max_lr)
 
 

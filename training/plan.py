@@ -33,14 +33,14 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
 MEMORY_SHARE = {"cuda": 0.9, "mps": 0.8, "cpu": 0.8}  # of a device, what a plan counts on
 MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
 LEAST_PARAMETERS = 1e8  # that keep a GPU busy; a smaller model reaches a share that is not known
-# What a block saves of a token for its backward pass, per channel: bytes of float32, and values in
-# the dtype of matrix products. none: two residual inputs; two normalised copies, q, k, v,
-# attention's output, and the hidden layer before and after GELU. selective: the block's input; q,
-# k, v, attention's output, two projections, and the hidden layer before GELU.
+# What a block saves of a token for its backward pass, per channel: values of the residual stream,
+# and others, in the dtype of matrix products. none: two residual inputs; two normalised copies, q,
+# k, v, attention's output, and the hidden layer before and after GELU. selective: the block's
+# input; q, k, v, attention's output, two projections, and the hidden layer before GELU.
 SAVED: dict[ActivationCheckpointing, tuple[int, int]] = {
-    "none": (8, 2 + 4 + 8),
-    "selective": (4, 4 + 2 + 4),
-    "full": (4, 0),  # the block's input
+    "none": (2, 2 + 4 + 8),
+    "selective": (1, 4 + 2 + 4),
+    "full": (1, 0),  # the block's input
 }
 # Fitted to peaks of torch's allocator (docs/memory.md), which lie 1 to 14 % below the plan.
 HEAD_BYTES = 10  # per weight of the LM head: its gradient, from the head and from the embedding
@@ -111,8 +111,10 @@ def plan_memory(
         logits = size * values * 2 / chunks
     else:  # copies in float32, too
         logits = (12 if chunks == 1 else 20 / chunks) * values
-    saved = {mode: float32 + count * size for mode, (float32, count) in SAVED.items()}
     mode = config.activation_checkpointing
+    is_bfloat16 = dtype == torch.bfloat16 and (config.compile or mode != "none")
+    residual = 2 if is_bfloat16 else 4  # bytes of a value; LayerNorm, not compiled, saves float32
+    saved = {mode: n * residual + count * size for mode, (n, count) in SAVED.items()}
     if mode != "none":  # a block that is computed again has all of its activations
         logits = max(logits, saved["none"] * width)
     return Memory(
