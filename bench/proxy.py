@@ -9,11 +9,12 @@ the parameters is 124M's. The initial values' deviation, 0.02 at width 768, grow
 
 import math
 import sys
+from typing import Any
 
 import tiktoken
-from torch import Tensor, nn
+import torch
 
-from model import GPT2_SIZES
+from model import GPT, GPT2_SIZES
 from runtime.cli import run_command
 from tokenizer import WORD_PATTERN, gpt2_encoding
 from train_gpt2 import main
@@ -40,12 +41,16 @@ def train_proxy() -> None:
     """Change what is no flag, and train."""
     width, *flags = sys.argv[1:]
     GPT2_SIZES["gpt2"]["vocab_size"] = vocab_size(int(width))
-    normal, factor = nn.init.normal_, math.sqrt(768 / int(width))
+    construct = GPT.__init__
 
-    def scaled_normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, **_: object) -> Tensor:
-        return normal(tensor, mean, std * factor)
+    @torch.no_grad()
+    def construct_scaled(self: GPT, *args: Any) -> None:  # noqa: ANN401 - the constructor's
+        construct(self, *args)
+        for parameter in self.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(math.sqrt(768 / int(width)))
 
-    nn.init.normal_ = scaled_normal  # type: ignore[assignment]
+    GPT.__init__ = construct_scaled  # type: ignore[assignment, method-assign]
     main([*flags, f"--n-embd={width}"])
 
 

@@ -11,6 +11,7 @@ goes on after an interrupt. `--recipe mine.json` adds a recipe of one's own, for
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +59,11 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and
     "adamw 0.0018": (LONG, {"max_lr": 0.0018, "min_lr": 0.00018}),
     "adamw 0.0054": (LONG, {"max_lr": 0.0054, "min_lr": 0.00054}),
     "anchor": (LONG, {"max_lr": 0.0018, "min_lr": 0.0, "lr_schedule": "wsd", "max_steps": 11_444}),
-    "fast": (SHORT, {"max_steps": 6_676}),
+    "fast": (SHORT, {"max_steps": 6_676}),  # 0.35 of the published recipe's tokens
+    "fast, as it was": (
+        SHORT,
+        {"max_steps": 6_676, "max_lr": 0.0018, "warmup_steps": 715, "lr_schedule": "wsd"},
+    ),
 }
 
 
@@ -175,7 +180,7 @@ def train(
     """Train one run in a process of its own; returns its settings, machine and losses."""
     places: dict[str, Any] = {
         **{"data_dir": data_dir, "out_dir": config.out_dir.absolute(), "resume": "auto"},
-        **{"run_name": name.replace(" ", "-"), "device": "cpu", "log_every": 100},
+        **{"run_name": re.sub(r"\W+", "-", name), "device": "cpu", "log_every": 100},
         **{"hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0},
     }
     width = str(SCALES[config.scale].width)

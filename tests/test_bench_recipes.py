@@ -1,4 +1,5 @@
 import json
+import math
 import sys
 
 import pytest
@@ -44,6 +45,8 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
     losses = {key: run["val_loss"] for key, run in runs.items()}
     assert losses["mine", 1] == losses["published", 1] != losses["fast", 1]
     assert [len(run["curve"]) for run in runs.values()] == [8, 3, 8] * 2
+    first = runs["published", 1]["curve"][0]
+    assert first == pytest.approx(math.log(2048), abs=0.5)  # of its vocabulary, well begun
     pairs = [losses["fast", seed] - losses["published", seed] for seed in (1, 2)]
     assert f"fast | 2 | {(losses['fast', 1] + losses['fast', 2]) / 2:.4f}" in shown
     assert f"| {sum(pairs) / 2:+.4f}" in shown
