@@ -39,6 +39,7 @@ from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents, gpt
 BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
 RECIPES = Path(__file__).parent / "recipes"
 LEAST_TOKENS = 2_570  # a tenth, which is validation, holds a window of the smallest recipe
+DECAYED = 6  # rate x decay x steps, of the embeddings, which learn a small text by heart first
 MOST_PASSES = 5  # of a proposed run over the training split; ten spoil a small text
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
@@ -266,15 +267,17 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     max_tokens = MOST_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
     recipes = dict[int, Path]()  # by the tokens of their runs
     for path in sorted(RECIPES.glob("gpt2-[0-9]*.json"), reverse=True):  # of two, -fast is later
-        recipe = read_json(path)
-        recipes[recipe["max_steps"] * recipe["total_batch_size"]] = path
+        settings = read_json(path)
+        recipes[settings["max_steps"] * settings["total_batch_size"]] = path
     path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
     shorter = list[str]()
     if max_tokens < min(recipes):
         batch = max(256, 2 ** round(math.log2(0.58 * max_tokens**0.571)))  # a sequence at least
         steps = max_tokens // batch
         shorter = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
-        if (every := max(1, steps // 5)) < read_recipe(path).val_every:
+        recipe = read_recipe(path)
+        shorter += ["--embedding-decay", f"{DECAYED / (recipe.max_lr * steps):.2g}"]
+        if (every := max(1, steps // 5)) < recipe.val_every:
             names = ("--val-every", "--sample-every", "--checkpoint-every")
             shorter += [each for name in names for each in (name, str(every))]
     config = parse_flags(TrainConfig, shorter, read_recipe(path))

@@ -24,6 +24,7 @@ import numpy as np
 from bench.config import ROOT
 from bench.measurement import device_label, provenance, run_python
 from bench.proxy import first_merges, vocab_size
+from corpus.shards import open_shards
 from corpus.sources import file_source, local_files
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from plot import BLUE, GREY, new_axes, save_figure
@@ -109,6 +110,7 @@ def main() -> None:
             if (config.scale, label, seed) not in done
         ]
         data_dir = tokenize(config)
+        check_data(data_dir, path, config)
         path.parent.mkdir(parents=True, exist_ok=True)
 
         def train_one(run: tuple[str, int]) -> None:
@@ -137,19 +139,27 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 def tokenize(config: RecipesConfig) -> Path:
     """The texts' shards with the scale's vocabulary, the first tokens for validation."""
     size = vocab_size(SCALES[config.scale].width)
+    source = file_source(local_files(config.source))
+    documents = first_merges(size).encode_ordinary_batch([d.text for d in source.documents(None)])
+    ids = np.array([id for document in documents for id in (size - 1, *document)], np.uint16)
     folder = config.out_dir.absolute() / f"tokens_{size}"
-    if not (folder / "train_000001.npy").exists():
-        encoding = first_merges(size)
-        texts = [
-            document.text for document in file_source(local_files(config.source)).documents(None)
-        ]
-        ids = [
-            id for document in encoding.encode_ordinary_batch(texts) for id in (size - 1, *document)
-        ]
-        folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / "val_000000.npy", np.array(ids[:VAL_SPLIT], np.uint16))
-        np.save(folder / "train_000001.npy", np.array(ids[VAL_SPLIT:], np.uint16))
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / "val_000000.npy", ids[:VAL_SPLIT])
+    np.save(folder / "train_000001.npy", ids[VAL_SPLIT:])
     return folder
+
+
+def check_data(data_dir: Path, results: Path, config: RecipesConfig) -> None:
+    """Refuse too few tokens, and tokens of another text than earlier runs had."""
+    shards, scale = open_shards(data_dir, "train"), SCALES[config.scale]
+    if shards.total_tokens <= scale.steps * scale.batch:
+        raise ValueError(
+            f"--source has {shards.total_tokens:,} tokens to train on, and --scale {config.scale} "
+            f"takes {scale.steps * scale.batch:,}: give more text"
+        )
+    earlier = {run["data"] for run in read_runs(results) if run["scale"] == config.scale}
+    if earlier - {shards.fingerprint}:
+        raise ValueError(f"{results} is of other text than --source: give another --results-dir")
 
 
 def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
@@ -194,6 +204,7 @@ def train(
         "settings": {n: v for n, v in settings.items() if v != TrainConfig().saved()[n]},
         "machine": device_label(select_device("cpu")),
         "environment": logged_values(path, "environment")[-1],
+        "data": logged_values(path, "data_fingerprint")[-1],
         **provenance(),
         "val_loss": [r["val_loss"] for r in records if "val_loss" in r][-1],
         "curve": [round(mean, 4) for mean in means],  # training loss, in equal parts of the run

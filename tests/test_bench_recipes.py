@@ -12,7 +12,7 @@ from bench.recipes import LONG_STEPS, RECIPES, SCALES, Scale, scaled
 from tokenizer import VOCAB_SIZE, gpt2_encoding
 from training.config import read_recipe
 
-TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 60
+TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 90
 
 
 def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypatch, capsys):
@@ -52,6 +52,14 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
     assert f"| {sum(pairs) / 2:+.4f}" in shown
     assert call()[0] == shown[shown.index("recipe |") :]  # trains nothing
     assert (tmp_path / "results/S29.png").stat().st_size > 10_000
+    (tmp_path / "text.txt").write_text(TEXT + "other", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"proxy.jsonl is of other text than --source: give"):
+        call(source)
+    (tmp_path / "text.txt").write_text(TEXT[:900], encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"has \d+ tokens to train on, and --scale S29 takes 2,048"
+    ):
+        call(source)
 
 
 @pytest.mark.parametrize("scale", SCALES)
