@@ -196,7 +196,7 @@ def residual_stream(x: Tensor) -> Tensor:
     overflow.
     """
     kind = x.device.type
-    is_enabled = torch.is_autocast_enabled(kind)
+    is_enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return x.bfloat16() if is_enabled and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
 
 
