@@ -27,7 +27,7 @@ from bench.proxy import first_merges, vocab_size
 from corpus.shards import open_shards
 from corpus.sources import file_source, local_files
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
-from plot import BLUE, GREY, new_axes, save_figure
+from plot import BLUE, GREY, RED, new_axes, save_figure
 from runtime.cli import as_flags, parse_flags, run_command
 from runtime.device import select_device
 from training.config import TrainConfig, read_recipe
@@ -66,6 +66,7 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and
         {"max_steps": 6_676, "max_lr": 0.0018, "warmup_steps": 715, "lr_schedule": "wsd"},
     ),
 }
+COLOURS = {"published": GREY, "fast": BLUE, "fast, as it was": RED}
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def main() -> None:
             list(pool.map(train_one, missing))
     runs = [run for run in read_runs(path) if run["scale"] == config.scale]
     print(format_table(runs))
-    print(draw_curves(runs, config.results_dir / f"{config.scale}.png"))
+    named = [run for run in runs if run["recipe"] in recipes and run["seed"] == 1]
+    print(draw_curves(named, config.results_dir / f"{config.scale}.png"))
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
@@ -224,17 +226,15 @@ def format_table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the first seed's training losses of all recipes over tokens."""
-    axes = new_axes(path.stem, "training loss (nats per token)")
-    colours = {"published": GREY, "fast": BLUE}
+    """Draw training losses over tokens, without the first eighth; the label has the last loss."""
+    axes = new_axes(f"{path.stem}: complete runs", "training loss (nats per token)")
     for run in runs:
-        if run["seed"] != runs[0]["seed"]:
-            continue
-        settings, losses = run["settings"], run["curve"]
+        settings, losses = run["settings"], run["curve"][len(run["curve"]) // 8 :]
         tokens = settings["max_steps"] * settings["total_batch_size"]
-        ends = np.arange(1, len(losses) + 1) / len(losses) * tokens
-        label, first = f"{run['recipe']} {run['val_loss']:.3f}", len(losses) // 8
-        axes.plot(ends[first:], losses[first:], color=colours.get(run["recipe"]), label=label)
+        places = np.linspace(tokens / 8, tokens, len(losses))
+        colour = COLOURS.get(run["recipe"])
+        label = f"{run['recipe']}: validation {run['val_loss']:.3f}"
+        axes.plot(places, losses, color=colour, label=label)
     return save_figure(axes, path)
 
 

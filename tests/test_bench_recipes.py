@@ -88,3 +88,24 @@ def test_first_merges_are_an_exact_smaller_bpe():
     assert max(ids) < 2047
     assert few.encode_ordinary(" the") == gpt2.encode_ordinary(" the")  # an early merge
     assert len(ids) > len(gpt2.encode_ordinary(TEXT))
+
+
+def test_committed_results_are_what_the_documents_say():
+    lines = (ROOT / "bench/results/recipes/proxy.jsonl").read_text().splitlines()
+    losses = {(run["recipe"], run["seed"]): run["val_loss"] for run in map(json.loads, lines)}
+    document = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    for label, start in (
+        ("published", "`gpt2-124m`, the published one"),
+        ("fast", "`gpt2-124m-fast` "),
+        ("fast, as it was", "as it was: "),
+        ("fast, all of the candidate", "`gpt2-124m-fast`; "),
+    ):
+        (row,) = (line for line in document.splitlines() if line.startswith(f"| {start}"))
+        given = row.strip("| ").split(" | ")[2:]
+        found = [losses[label, seed] for seed in (1, 2) if (label, seed) in losses]
+        assert [float(loss) for loss in given if loss] == pytest.approx(found, abs=6e-4)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    fast, published = losses["fast", 1], losses["published", 1]
+    assert f"ended at {fast:.3f} after 0.35 of the tokens, at {published:.3f} by" in " ".join(
+        readme.split()
+    )

@@ -61,22 +61,16 @@ DOCUMENTED = ROW.findall((ROOT / "docs" / "memory.md").read_text())
 MEASURED = ROW.findall("""
 | none | 1 | 8,192 | 5.17 | 5.2 |
 | `--activation-checkpointing selective` | 1 | 65,536 | 15.50 | 17.2 |
-| `--loss-chunks 4` | 1 | 65,536 | 26.19 | 26.6 |
-| `--optimizer muon` | 1 | 65,536 | 24.40 | 24.7 |
+| `--optimizer muon` | 1 | 65,536 | 22.10 | 22.5 |
 | `--dtype float32` | 1 | 32,768 | 21.97 | 22.5 |
 | `--dtype float16` | 1 | 16,384 | 8.07 | 8.3 |
-| `--size gpt2-large` | 1 | 16,384 | 39.70 | 40.9 |
-| `--size gpt2-xl --activation-checkpointing full` | 1 | 8,192 | 30.46 | 32.7 |
-| `--block-size 32768 --activation-checkpointing full` | 1 | 32,768 | 4.84 | 5.4 |
-| `--no-compile` | 1 | 65,536 | 30.45 | 31.2 |
-| `--no-compile --loss-chunks 4` | 1 | 65,536 | 37.7 | 38.8 |
-| `--no-compile --activation-checkpointing full` | 1 | 65,536 | 12.41 | 13.2 |
-| `--parallel fsdp` | 2 | 32,768 | 12.4 | 13.1 |
-| `--parallel fsdp --no-reshard-after-forward` | 2 | 32,768 | 12.6 | 13.1 |
-| `--parallel fsdp --activation-checkpointing full` | 2 | 32,768 | 3.97 | 4.2 |
-| `--parallel fsdp --cpu-offload` | 2 | 8,192 | 3.78 | 3.8 |
-| `--size gpt2-xl --parallel fsdp` | 2 | 4,096 | 26.1 | 29.3 |
-| `--size gpt2-xl --parallel fsdp --activation-checkpointing full` | 8 | 4,096 | 10.7 | 11.4 |
+| `--no-compile` | 1 | 65,536 | 30.10 | 31.2 |
+| `--no-compile --loss-chunks 4` | 1 | 65,536 | 36.6 | 38.8 |
+| `--no-compile --activation-checkpointing full` | 1 | 65,536 | 11.00 | 12.0 |
+| `--parallel fsdp` | 2 | 32,768 | 11.9 | 12.2 |
+| `--parallel fsdp --no-reshard-after-forward` | 2 | 32,768 | 12.0 | 12.2 |
+| `--parallel fsdp --activation-checkpointing full` | 2 | 32,768 | 3.41 | 3.7 |
+| `--parallel fsdp --cpu-offload` | 2 | 8,192 | 3.64 | 3.7 |
 """)
 
 
