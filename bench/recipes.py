@@ -6,9 +6,11 @@
 A run is complete: all of its recipe's steps, to the last of its schedule. Runs of one seed have the
 same initial weights and the same tokens in the same order, so that their losses compare in pairs.
 Results go to `bench/results/recipes/proxy.jsonl` as they come, one line each, so the same command
-goes on after an interrupt. `--recipe mine.json` adds a recipe of one's own, for 124M.
+goes on after an interrupt. `--recipe mine.json` adds a recipe of one's own, for 124M; after an
+edit of the code, give another `--results-dir`, for only settings are compared.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -103,26 +105,24 @@ def main() -> None:
     }
     recipes |= {Path(file).stem: (Path(file), {}) for file in config.recipe}
     if config.source:
-        done = {(run["scale"], run["recipe"], run["seed"]) for run in read_runs(path)}
-        missing = [
-            (label, seed)
-            for seed in range(1, config.seeds + 1)
-            for label in recipes
-            if (config.scale, label, seed) not in done
-        ]
         data_dir = tokenize(config)
         check_data(data_dir, path, config)
         path.parent.mkdir(parents=True, exist_ok=True)
+        done = [(run["recipe"], run["settings"]) for run in read_runs(path)]
+        wanted = [
+            (label, scaled(read_recipe(file), own, SCALES[config.scale], seed))
+            for seed in range(1, config.seeds + 1)
+            for label, (file, own) in recipes.items()
+        ]
+        missing = [run for run in wanted if run not in done]  # or its recipe is another now
 
-        def train_one(run: tuple[str, int]) -> None:
-            label, seed = run
-            file, own = recipes[label]
-            settings = scaled(read_recipe(file), own, SCALES[config.scale]) | {"seed": seed}
-            record = {"scale": config.scale, "recipe": label, "seed": seed}
-            record |= train(f"{config.scale}_{label}_{seed}", settings, data_dir, config)
-            with path.open("a", encoding="utf-8") as file_of_all:
-                file_of_all.write(json.dumps(record) + "\n")
-            print(f"{config.scale} {label}, seed {seed}: {record['val_loss']:.4f}", flush=True)
+        def train_one(run: tuple[str, dict[str, Any]]) -> None:
+            label, settings = run
+            record = {"scale": config.scale, "recipe": label, "seed": settings["seed"]}
+            record |= train(label, settings, data_dir, config)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            print(f"{label}, seed {settings['seed']}: {record['val_loss']:.4f}", flush=True)
 
         with ThreadPoolExecutor(config.jobs) as pool:
             list(pool.map(train_one, missing))
@@ -133,9 +133,10 @@ def main() -> None:
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
-    """The results so far."""
+    """The results so far, of each recipe and seed the last."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    runs = [json.loads(line) for line in lines]
+    return [*{(run["scale"], run["recipe"], run["seed"]): run for run in runs}.values()]
 
 
 def tokenize(config: RecipesConfig) -> Path:
@@ -164,8 +165,8 @@ def check_data(data_dir: Path, results: Path, config: RecipesConfig) -> None:
         raise ValueError(f"{results} is of other text than --source: give another --results-dir")
 
 
-def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
-    """A recipe's settings for 124M, for a small model.
+def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale, seed: int) -> dict[str, Any]:
+    """A recipe's settings for 124M, for a small model: those that are not the defaults.
 
     Steps keep their share of `LONG_STEPS`. Rates grow by `Scale.factor`, and weight decay so that
     rate times decay times steps is 124M's. AdamW's beta2 averages over as many tokens.
@@ -183,27 +184,31 @@ def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale) -> dict[st
     beta2 = 0.95 ** (scale.batch / 524_288)
     small: dict[str, Any] = {"size": "gpt2", "n_layer": 6, "n_head": scale.width // 64}
     small |= {"block_size": 256, "total_batch_size": scale.batch, "val_tokens": VAL_TOKENS}
-    return {**settings, **small, "beta2": beta2, "val_every": settings["max_steps"]}
+    settings |= {**small, "seed": seed, "beta2": beta2, "val_every": settings["max_steps"]}
+    defaults = TrainConfig().saved()
+    return {name: value for name, value in settings.items() if value != defaults[name]}
 
 
 def train(
-    name: str, settings: Mapping[str, Any], data_dir: Path, config: RecipesConfig
+    label: str, settings: dict[str, Any], data_dir: Path, config: RecipesConfig
 ) -> dict[str, Any]:
     """Train one run in a process of its own; returns its settings, machine and losses."""
+    own = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+    name = re.sub(r"\W+", "-", f"{config.scale} {label} {own}")
     places: dict[str, Any] = {
         **{"data_dir": data_dir, "out_dir": config.out_dir.absolute(), "resume": "auto"},
-        **{"run_name": re.sub(r"\W+", "-", name), "device": "cpu", "log_every": 100},
+        **{"run_name": name, "device": "cpu", "log_every": 100},
         **{"hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0},
     }
     width = str(SCALES[config.scale].width)
-    flags = as_flags(dict(settings) | places)
+    flags = as_flags(settings | places)
     run_python("-m", "bench.proxy", width, *flags, OMP_NUM_THREADS="1")
-    path = config.out_dir / places["run_name"] / METRICS_NAME
+    path = config.out_dir / name / METRICS_NAME
     records = read_metrics(path)
     losses = np.array([r["train_loss"] for r in records if "train_loss" in r])
     means = [float(part.mean()) for part in np.array_split(losses, min(POINTS, len(losses)))]
     return {
-        "settings": {n: v for n, v in settings.items() if v != TrainConfig().saved()[n]},
+        "settings": settings,
         "machine": device_label(select_device("cpu")),
         "environment": logged_values(path, "environment")[-1],
         "data": logged_values(path, "data_fingerprint")[-1],

@@ -35,9 +35,10 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
 
     source = f"--source={tmp_path}/text.txt"
     call(source, "--seeds=1")
-    (tmp_path / "runs/S29_fast_1").rename(tmp_path / "elsewhere")  # as on another machine
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")  # as on another machine
     shown, runs = call(source, "--seeds=2", f"--recipe={tmp_path}/mine.json")
-    assert not (tmp_path / "runs/S29_fast_1").exists()  # it was trained before
+    trained = [*(tmp_path / "runs").glob("*/metrics.jsonl")]
+    assert len(trained) == 4  # two of six before
     assert [*runs] == [
         *(("published", 1), ("fast", 1), ("mine", 1)),
         *(("published", 2), ("fast", 2), ("mine", 2)),
@@ -51,6 +52,11 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
     assert f"fast | 2 | {(losses['fast', 1] + losses['fast', 2]) / 2:.4f}" in shown
     assert f"| {sum(pairs) / 2:+.4f}" in shown
     assert call()[0] == shown[shown.index("recipe |") :]  # trains nothing
+    mine = read_recipe(tmp_path / "mine.json").saved() | {"max_lr": 0.003}
+    (tmp_path / "mine.json").write_text(json.dumps(mine))
+    _, again = call(source, "--seeds=1", f"--recipe={tmp_path}/mine.json")
+    assert again["mine", 1]["val_loss"] != losses["mine", 1]  # edited, so trained again
+    assert again | {("mine", 1): 0} == runs | {("mine", 1): 0}
     assert (tmp_path / "results/S29.png").stat().st_size > 10_000
     (tmp_path / "text.txt").write_text(TEXT + "other", encoding="utf-8")
     with pytest.raises(ValueError, match=r"proxy.jsonl is of other text than --source: give"):
@@ -67,7 +73,7 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
 def test_small_model_has_the_proportions_of_124m(label, scale):
     file, own = RECIPES[label]
     recipe, small = read_recipe(ROOT / f"recipes/{file}.json"), SCALES[scale]
-    settings = scaled(recipe, own, small)
+    settings = scaled(recipe, own, small, seed=1)
     large = recipe.saved() | own
     share = large["max_steps"] / LONG_STEPS
     assert settings["max_steps"] == round(share * small.steps)
