@@ -270,17 +270,17 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
         settings = read_json(path)
         recipes[settings["max_steps"] * settings["total_batch_size"]] = path
     path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
+    recipe = read_recipe(path)
     shorter = list[str]()
     if max_tokens < min(recipes):
         batch = max(256, 2 ** round(math.log2(0.58 * max_tokens**0.571)))  # a sequence at least
         steps = max_tokens // batch
         shorter = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
-        recipe = read_recipe(path)
         shorter += ["--embedding-decay", f"{DECAYED / (recipe.max_lr * steps):.2g}"]
         if (every := max(1, steps // 5)) < recipe.val_every:
             names = ("--val-every", "--sample-every", "--checkpoint-every")
             shorter += [each for name in names for each in (name, str(every))]
-    config = parse_flags(TrainConfig, shorter, read_recipe(path))
+    config = parse_flags(TrainConfig, shorter, recipe)
 
     launcher, world_size = ["python"], torch.cuda.device_count() or 1
     gpu_tokens = MAX_MICRO_BATCH_TOKENS["cuda"]

@@ -192,11 +192,10 @@ def _only_in_training(
 def residual_stream(x: Tensor) -> Tensor:
     """The embeddings' sum as the blocks read it and add to it: under bfloat16 autocast, bfloat16.
 
-    In half of the bytes, every LayerNorm and addition takes half of the time. float16 would
-    overflow.
+    So LayerNorms and additions move half of the bytes. float16's range would be too small.
     """
     kind = x.device.type
-    is_enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    is_enabled = kind != "meta" and torch.is_autocast_enabled(kind)  # `meta` has no autocast
     return x.bfloat16() if is_enabled and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
 
 

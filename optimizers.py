@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
                     alike[parameter.shape, *settings].append(parameter)
         updates = [self._next_updates(same, key[3]) for key, same in alike.items()]
         matrices = [  # (n * parts, rows / parts, columns)
-            full_tensor(update).view(-1, rows // parts, columns)
+            full_tensor(update).reshape(-1, rows // parts, columns)
             for update, ((rows, columns), *_, parts) in zip(updates, alike, strict=True)
         ]
         results = self._orthogonalize_all(matrices)
@@ -87,9 +87,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         averages = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
-        updates = torch._foreach_mul(gradients, 1 - momentum)
-        torch._foreach_add_(updates, averages, alpha=momentum)
-        return torch.stack(updates).to(self.dtype)
+        return torch.stack(gradients).lerp_(torch.stack(averages), momentum).to(self.dtype)
 
     def _orthogonalize_all(self, stacks: list[Tensor]) -> list[Tensor]:
         """Orthogonalise stacks, (n, rows, columns) each; matrices of one shape together."""

@@ -184,7 +184,7 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     others = [p for p in parameters.values() if p.dim() < 2]
     groups = [
         {"params": list(matrices.values()), "weight_decay": config.weight_decay},
-        {"params": embeddings, "weight_decay": config.embeddings_decay},
+        {"params": embeddings, "weight_decay": config.embedding_weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.adam_beta2)

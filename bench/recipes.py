@@ -127,6 +127,8 @@ def main() -> None:
         with ThreadPoolExecutor(config.jobs) as pool:
             list(pool.map(train_one, missing))
     runs = [run for run in read_runs(path) if run["scale"] == config.scale]
+    if not runs:
+        raise ValueError(f"{path} has no run of --scale {config.scale}: give --source")
     print(format_table(runs))
     named = [run for run in runs if run["recipe"] in recipes and run["seed"] == 1]
     print(draw_curves(named, config.results_dir / f"{config.scale}.png"))

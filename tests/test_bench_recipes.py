@@ -33,6 +33,8 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
         runs = [json.loads(line) for line in path.read_text().splitlines()]
         return capsys.readouterr().out, {(run["recipe"], run["seed"]): run for run in runs}
 
+    with pytest.raises(ValueError, match=r"proxy.jsonl has no run of --scale S29: give --source"):
+        call()
     source = f"--source={tmp_path}/text.txt"
     call(source, "--seeds=1")
     (tmp_path / "runs").rename(tmp_path / "elsewhere")  # as on another machine

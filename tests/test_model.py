@@ -172,10 +172,12 @@ def test_residual_stream_is_bfloat16_under_its_autocast_only(products, residual)
     model, seen = tiny(), []
     for block in model.transformer.h:
         block.register_forward_hook(lambda _, inputs, x: seen.extend((inputs[0].dtype, x.dtype)))
+    idx = torch.zeros(1, 8, dtype=torch.int64)
     with torch.autocast("cpu", getattr(torch, products), enabled=products != "float32"):
-        model(torch.zeros(1, 8, dtype=torch.int64))
-    assert seen == [getattr(torch, residual)] * 2 * len(model.transformer.h)
-    assert model.to("meta")(torch.zeros(1, 8, dtype=torch.int64, device="meta")).logits.is_meta
+        model(idx)
+        assert seen == [getattr(torch, residual)] * 2 * len(model.transformer.h)
+        torch.compile(model, backend="eager", fullgraph=True)(idx)  # the choice breaks no graph
+    assert model.to("meta")(idx.to("meta")).logits.is_meta
 
 
 def test_gpt_loss_is_float32_with_bfloat16_autocast_or_weights():

@@ -239,7 +239,7 @@ class TrainConfig:
         return self.default_warmup if self.warmup_steps is None else self.warmup_steps
 
     @property
-    def embeddings_decay(self) -> float:
+    def embedding_weight_decay(self) -> float:
         """Decay of the matrices outside the blocks: as given, else that of the others."""
         return self.weight_decay if self.embedding_decay is None else self.embedding_decay
 
