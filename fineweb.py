@@ -277,6 +277,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
         steps = max_tokens // batch
         shorter = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
         shorter += ["--embedding-decay", f"{DECAYED / (recipe.max_lr * steps):.2g}"]
+        shorter += ["--spelling-share", "0.3"]  # the rare words' gradients are few
         if (every := max(1, steps // 5)) < recipe.val_every:
             names = ("--val-every", "--sample-every", "--checkpoint-every")
             shorter += [each for name in names for each in (name, str(every))]

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.distributed import DistInfo, distribute_like, full_tensor
+from tokenizer import spelling_parts
 
 UPDATE_RMS = 0.2  # of AdamW's updates (Liu et al. 2025, Muon is Scalable, section 2.2)
 
@@ -113,6 +114,38 @@ class Muon(torch.optim.Optimizer):
         results = result.new_empty((world_size * share, *result.shape[1:]))
         dist.all_gather_into_tensor(results, result)
         return results[:n]
+
+
+class SharedSpelling:
+    """A hook before an optimizer's step: tokens that are spelled alike learn from each other.
+
+    A rare token's embedding has few gradients of its own. To each token's gradient this adds those
+    of all tokens that share parts of its spelling, `tokenizer.spelling_parts`. The model stays
+    GPT-2's, and nothing is to be saved. It is computed on the CPU, in the same order each time.
+
+    Args:
+        embedding: (V, C), with a row for each id.
+        strength: times which the others' gradients are added.
+    """
+
+    def __init__(self, embedding: nn.Parameter, strength: float) -> None:
+        self.embedding, self.strength = embedding, strength
+        pairs, weights = (torch.from_numpy(array) for array in spelling_parts(len(embedding)))
+        if not len(weights):
+            raise ValueError(f"--spelling-share: the {len(embedding)} ids are not GPT-2's")
+        size = (len(embedding), int(pairs[1].max()) + 1)
+        parts = torch.sparse_coo_tensor(pairs, weights, size, check_invariants=True)
+        self.parts = parts.coalesce()  # (V, parts)
+        self.members = parts.t().coalesce()  # (parts, V)
+
+    @torch.no_grad()
+    def __call__(self, *_: object) -> None:
+        """Change the gradient, if there is one; all ranks must call this."""
+        gradient = self.embedding.grad
+        if gradient is not None:
+            shared = self.parts @ (self.members @ full_tensor(gradient).cpu())
+            shared = shared.to(gradient.device)
+            gradient.add_(distribute_like(shared, gradient), alpha=self.strength)
 
 
 def is_tall(matrix: Tensor) -> bool:

@@ -14,7 +14,14 @@ MARK = "<!-- export.py writes this card again, unless this line is taken out -->
 # No others: a setting may be a path of the user's machine.
 SETTINGS = (
     *("max_steps", "total_batch_size", "block_size", "optimizer", "max_lr", "min_lr"),
-    *("warmup_steps", "lr_schedule", "weight_decay", "embedding_decay", "grad_clip"),
+    *(
+        "warmup_steps",
+        "lr_schedule",
+        "weight_decay",
+        "embedding_decay",
+        "spelling_share",
+        "grad_clip",
+    ),
     *("shuffle", "seed", "dtype"),
 )
 USE = """## Use

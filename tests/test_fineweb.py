@@ -617,23 +617,16 @@ def test_max_tokens_of_the_hub_downloads_no_further_file(hub, tmp_path):
     assert contents(tmp_path / "data/n-10BT") == contents(tmp_path / "data/whole")
 
 
-EVERY = "--val-every {0} --sample-every {0} --checkpoint-every {0}"
+SMALL = "--total-batch-size {} --max-steps {} --embedding-decay {} --spelling-share 0.3"
+EVERY = " --val-every {0} --sample-every {0} --checkpoint-every {0}"
 
 
 @pytest.mark.parametrize(
     ("tokens", "recipe", "flags"),
     [
-        (
-            1_000,
-            "3m",
-            f"--total-batch-size 256 --max-steps 19 --embedding-decay 39 {EVERY.format(3)}",
-        ),
-        (
-            25_600,
-            "3m",
-            f"--total-batch-size 512 --max-steps 250 --embedding-decay 3 {EVERY.format(50)}",
-        ),
-        (3_000_000, "3m", "--total-batch-size 8192 --max-steps 1831 --embedding-decay 0.41"),
+        (1_000, "3m", SMALL.format(256, 19, 39) + EVERY.format(3)),
+        (25_600, "3m", SMALL.format(512, 250, 3) + EVERY.format(50)),
+        (3_000_000, "3m", SMALL.format(8192, 1831, 0.41)),
         (7_000_000, "3m", ""),
         (1_900_000_000, "82m", ""),
         (2_000_000_000, "124m-fast", ""),

@@ -6,8 +6,9 @@ import torch
 from conftest import TINY_RUN, check_on_ranks, needs_compiler, series, tiny_run
 
 from model import GPT, GPTConfig
-from optimizers import Muon, orthogonalize
+from optimizers import Muon, SharedSpelling, orthogonalize
 from runtime.distributed import DistInfo
+from tokenizer import VOCAB_SIZE, gpt2_encoding
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig
 
@@ -200,6 +201,25 @@ def test_adamw_next_to_muon_remembers_as_many_tokens_at_every_batch(optimizer, b
     config = TrainConfig(optimizer=optimizer, total_batch_size=batch)
     assert config.adam_beta2 == pytest.approx(beta2)
     assert replace(config, beta2=0.9).adam_beta2 == 0.9  # what is given is what counts
+
+
+def test_words_that_are_spelled_alike_learn_from_each_other():
+    rare, common, plural, other = map(
+        gpt2_encoding().encode_single_token, ("House", " house", " houses", " tree")
+    )
+    embedding = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, 2))
+    optimizer = torch.optim.SGD([embedding], lr=1.0)
+    optimizer.register_step_pre_hook(SharedSpelling(embedding, 0.5))
+    optimizer.step()  # without a gradient
+    embedding.grad = torch.zeros_like(embedding)
+    embedding.grad[common] = torch.tensor([-8.0, 4.0])
+    optimizer.step()
+    assert embedding[common].tolist() == pytest.approx([12.0, -6.0])  # its own, and half of it
+    assert embedding[rare].tolist() == pytest.approx([4.0, -2.0])
+    assert 0 < embedding[plural][0] < 1
+    assert not embedding[other].any()
+    with pytest.raises(ValueError, match=r"--spelling-share: the 100 ids are not GPT-2's"):
+        SharedSpelling(torch.nn.Parameter(torch.zeros(100, 2)), 0.5)
 
 
 @pytest.fixture(scope="module")

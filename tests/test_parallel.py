@@ -10,6 +10,7 @@ from train_gpt2 import main
 
 CPU = torch.device("cpu")
 STEPS = ["--max-steps=20", "--lr-schedule=wsd", "--max-lr=1e-3", "--min-lr=1e-3"]
+STEPS += ["--spelling-share=0.5"]  # of the whole gradient, which a rank has not
 EVALUATED = ["--block-size=64", "--hellaswag-every=10", f"--hellaswag-data={HELLASWAG}"]
 EVALUATED += ["--sample-every=20", "--val-every=10", "--checkpoint-every=10"]
 ONLY_STEPS = ["--val-every=0", "--hellaswag-every=0", "--sample-every=0", "--max-steps=4"]

@@ -89,7 +89,7 @@ OTHER_VALUES = {  # of every flag, than those of `tiny_flags`
     **{"init_from": "gpt2-medium", "total_batch_size": 512, "seed": 5, "shuffle": False},
     **{"optimizer": "muon", "val_tokens": 512, "max_steps": 9, "max_lr": 0.1, "min_lr": 1e-9},
     **{"warmup_steps": 1, "lr_schedule": "wsd", "weight_decay": 0.3, "embedding_decay": 1.0},
-    **{"beta1": 0.5, "beta2": 0.5},
+    **{"spelling_share": 0.5, "beta1": 0.5, "beta2": 0.5},
     **{"momentum": 0.5, "grad_clip": 0.5, "val_every": 3, "hellaswag_every": 3, "sample_every": 3},
     **{"sample_prompt": "a", "checkpoint_every": 3, "keep_checkpoints": 3, "log_every": 3},
     **{"logger": ["tensorboard"], "hellaswag_data": "a.jsonl", "micro_batch_size": 2},

@@ -18,6 +18,7 @@ from tokenizer import (
     VOCAB_SIZE,
     encode_documents,
     gpt2_encoding,
+    spelling_parts,
     token_bytes,
 )
 
@@ -63,6 +64,27 @@ def test_token_bytes_are_the_bytes_of_a_text():
     assert token_bytes(50304)[ids].sum() == len(text.encode())
     assert (token_bytes(50304)[50256:] == 0).all()
     assert not token_bytes(100).any()
+
+
+def test_spelling_parts_are_shared_by_the_forms_of_a_word():
+    pairs, weights = spelling_parts(VOCAB_SIZE + 47)
+    parts = dict[int, dict[int, float]]()
+    for id, part, weight in zip(*pairs.tolist(), weights.tolist(), strict=True):
+        parts.setdefault(id, {})[part] = weight
+    assert len(weights) == sum(map(len, parts.values()))  # each once
+
+    def alike(first, second):
+        first, second = (parts[gpt2_encoding().encode_single_token(t)] for t in (first, second))
+        return sum(weight * second.get(part, 0.0) for part, weight in first.items())
+
+    assert alike(" house", "House") == pytest.approx(1.0)
+    assert alike(" houses", " house") == pytest.approx(2 * 0.49 / (4 + 4 * 0.49))  # hou-, hous-
+    assert alike(" running", " walking") == pytest.approx(2 * 0.49 / (4 + 4 * 0.49))  # -ng, -ing
+    assert alike(" house", " tree") == 0
+    for other in ("1984", "!", " 3", "\n"):
+        assert gpt2_encoding().encode_single_token(other) not in parts
+    assert max(parts) < END_OF_TEXT
+    assert spelling_parts(2048)[0].shape == (2, 0)
 
 
 def test_gpt2_encoding_of_a_changed_file_is_refused(tmp_path, monkeypatch):

@@ -99,6 +99,9 @@ class TrainConfig:
     """Decay of matrices; biases and LayerNorms have none."""
     embedding_decay: float | None = None
     """Decay of the embeddings; by default --weight-decay."""
+    spelling_share: float = 0.0
+    """Add to the gradient of a token's embedding, times this, those of tokens that are spelled
+    alike; for small texts."""
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float | None = None
