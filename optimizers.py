@@ -116,36 +116,29 @@ class Muon(torch.optim.Optimizer):
         return results[:n]
 
 
-class SharedSpelling:
+def share_by_spelling(embedding: nn.Parameter, strength: float) -> Callable[..., None]:
     """A hook before an optimizer's step: tokens that are spelled alike learn from each other.
 
-    A rare token's embedding has few gradients of its own. To each token's gradient this adds those
-    of all tokens that share parts of its spelling, `tokenizer.spelling_parts`. The model stays
-    GPT-2's, and nothing is to be saved. It is computed on the CPU, in the same order each time.
-
-    Args:
-        embedding: (V, C), with a row for each id.
-        strength: times which the others' gradients are added.
+    A rare token's embedding has few gradients of its own. To each token's gradient the hook adds,
+    times `strength`, those of all tokens that share parts of its spelling. The model stays GPT-2's,
+    and nothing is to be saved. All ranks must call it; the CPU computes it, in the same order each
+    time. `embedding` is (V, C), with a row for each id of GPT-2's.
     """
-
-    def __init__(self, embedding: nn.Parameter, strength: float) -> None:
-        self.embedding, self.strength = embedding, strength
-        pairs, weights = (torch.from_numpy(array) for array in spelling_parts(len(embedding)))
-        if not len(weights):
-            raise ValueError(f"--spelling-share: the {len(embedding)} ids are not GPT-2's")
-        size = (len(embedding), int(pairs[1].max()) + 1)
-        parts = torch.sparse_coo_tensor(pairs, weights, size, check_invariants=True)
-        self.parts = parts.coalesce()  # (V, parts)
-        self.members = parts.t().coalesce()  # (parts, V)
+    pairs, weights = map(torch.from_numpy, spelling_parts(len(embedding)))
+    if not len(weights):
+        raise ValueError(f"--spelling-share: the {len(embedding)} ids are not GPT-2's")
+    size = (len(embedding), int(pairs[1].max()) + 1)
+    parts = torch.sparse_coo_tensor(pairs, weights, size, check_invariants=True).coalesce()
+    members = parts.t().coalesce()  # (parts, V)
 
     @torch.no_grad()
-    def __call__(self, *_: object) -> None:
-        """Change the gradient, if there is one; all ranks must call this."""
-        gradient = self.embedding.grad
-        if gradient is not None:
-            shared = self.parts @ (self.members @ full_tensor(gradient).cpu())
-            shared = shared.to(gradient.device)
-            gradient.add_(distribute_like(shared, gradient), alpha=self.strength)
+    def add_gradients(*_: object) -> None:
+        if (gradient := embedding.grad) is not None:
+            shared = parts @ (members @ full_tensor(gradient).cpu())  # (V, C)
+            shared = distribute_like(shared.to(gradient.device), gradient)
+            gradient.add_(shared, alpha=strength)
+
+    return add_gradients
 
 
 def is_tall(matrix: Tensor) -> bool:

@@ -101,24 +101,22 @@ def token_bytes(vocab_size: int) -> npt.NDArray[np.int64]:
 def spelling_parts(vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """What words are spelled with: the word in small letters, its first 3 and 4, its last 2 and 3.
 
-    For ids of letters only, with or without a space before; `vocab_size` as in `token_bytes`.
+    Of ids that are letters, with or without a space before; `vocab_size` as in `token_bytes`.
 
     Returns:
-        (2, n) each part's id of a token and number among the parts, and (n,) its weight: 2 of the
-        word, 0.7 of the others, divided so that the squares of a token's add up to 1.
+        (2, n) an id and the number of one of its parts, and (n,) the part's weight: 2 for the word,
+        0.7 for the others, divided so that the squares of an id's add up to 1.
     """
     numbers = dict[str, int]()
     pairs, weights = list[tuple[int, int]](), list[float]()
     for token, id in _read_ranks().items() if vocab_size >= VOCAB_SIZE else ():
         word = token.decode(errors="replace").strip().lower()
-        if not word.isalpha():
-            continue
-        parts = {word: 2.0}
-        parts |= {f"{word[:n]}-": 0.7 for n in (3, 4) if n < len(word)}
-        parts |= {f"-{word[-n:]}": 0.7 for n in (2, 3) if n < len(word)}
-        pairs += [(id, numbers.setdefault(part, len(numbers))) for part in parts]
-        norm = math.hypot(*parts.values())
-        weights += [weight / norm for weight in parts.values()]
+        if word.isalpha():
+            starts = [f"{word[:n]}-" for n in (3, 4) if n < len(word)]
+            ends = [f"-{word[-n:]}" for n in (2, 3) if n < len(word)]
+            parts = {word: 2.0} | dict.fromkeys(starts + ends, 0.7)
+            pairs += [(id, numbers.setdefault(part, len(numbers))) for part in parts]
+            weights += [weight / math.hypot(*parts.values()) for weight in parts.values()]
     return np.array(pairs, np.int64).reshape(-1, 2).T, np.array(weights, np.float32)
 
 

@@ -30,7 +30,7 @@ from hellaswag import evaluate_hellaswag
 from lr_schedule import learning_rate
 from model import GPT
 from ops import IGNORE_INDEX, checkpoint_activations
-from optimizers import Muon, SharedSpelling
+from optimizers import Muon, share_by_spelling
 from runtime import distributed
 from runtime.cli import run_command
 from runtime.device import autocast, eval_mode, make_deterministic, tune_malloc
@@ -190,8 +190,8 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     betas = (config.beta1, config.adam_beta2)
     optimizers.append(AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=True))
     if config.spelling_share:
-        hook = SharedSpelling(model.get_parameter("transformer.wte.weight"), config.spelling_share)
-        optimizers[-1].register_step_pre_hook(hook)
+        wte = model.get_parameter("transformer.wte.weight")
+        optimizers[-1].register_step_pre_hook(share_by_spelling(wte, config.spelling_share))
     check_every_parameter_once(model, optimizers)
     return optimizers
 

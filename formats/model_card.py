@@ -14,15 +14,8 @@ MARK = "<!-- export.py writes this card again, unless this line is taken out -->
 # No others: a setting may be a path of the user's machine.
 SETTINGS = (
     *("max_steps", "total_batch_size", "block_size", "optimizer", "max_lr", "min_lr"),
-    *(
-        "warmup_steps",
-        "lr_schedule",
-        "weight_decay",
-        "embedding_decay",
-        "spelling_share",
-        "grad_clip",
-    ),
-    *("shuffle", "seed", "dtype"),
+    *("warmup_steps", "lr_schedule", "weight_decay", "embedding_decay", "grad_clip"),
+    *("spelling_share", "shuffle", "seed", "dtype"),
 )
 USE = """## Use
 

@@ -6,7 +6,7 @@ import torch
 from conftest import TINY_RUN, check_on_ranks, needs_compiler, series, tiny_run
 
 from model import GPT, GPTConfig
-from optimizers import Muon, SharedSpelling, orthogonalize
+from optimizers import Muon, orthogonalize, share_by_spelling
 from runtime.distributed import DistInfo
 from tokenizer import VOCAB_SIZE, gpt2_encoding
 from train_gpt2 import build_optimizers, main
@@ -209,7 +209,7 @@ def test_words_that_are_spelled_alike_learn_from_each_other():
     )
     embedding = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, 2))
     optimizer = torch.optim.SGD([embedding], lr=1.0)
-    optimizer.register_step_pre_hook(SharedSpelling(embedding, 0.5))
+    optimizer.register_step_pre_hook(share_by_spelling(embedding, 0.5))
     optimizer.step()  # without a gradient
     embedding.grad = torch.zeros_like(embedding)
     embedding.grad[common] = torch.tensor([-8.0, 4.0])
@@ -219,7 +219,7 @@ def test_words_that_are_spelled_alike_learn_from_each_other():
     assert 0 < embedding[plural][0] < 1
     assert not embedding[other].any()
     with pytest.raises(ValueError, match=r"--spelling-share: the 100 ids are not GPT-2's"):
-        SharedSpelling(torch.nn.Parameter(torch.zeros(100, 2)), 0.5)
+        share_by_spelling(torch.nn.Parameter(torch.zeros(100, 2)), 0.5)
 
 
 @pytest.fixture(scope="module")
