@@ -69,7 +69,7 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and
         {"max_steps": 6_676, "max_lr": 0.0018, "warmup_steps": 715, "lr_schedule": "wsd"},
     ),
 }
-COLOURS = {"published": GREY, "fast": BLUE, "fast, as it was": RED}
+COLOURS = {"published": GREY, "adamw 0.0018": RED, "fast": BLUE}  # of the figure
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def main() -> None:
     recipes = {
         label: (ROOT / f"recipes/{file}.json", own) for label, (file, own) in RECIPES.items()
     }
-    recipes |= {Path(file).stem: (Path(file), {}) for file in config.recipe}
+    own = {Path(file).stem: (Path(file), dict[str, Any]()) for file in config.recipe}
+    recipes |= own
     if config.source:
         data_dir = tokenize(config)
         check_data(data_dir, path, config)
@@ -131,8 +132,8 @@ def main() -> None:
     if not runs:
         raise ValueError(f"{path} has no run of --scale {config.scale}: give --source")
     print(format_table(runs))
-    named = [run for run in runs if run["recipe"] in recipes and run["seed"] == 1]
-    print(draw_curves(named, config.results_dir / f"{config.scale}.png"))
+    drawn = [run for run in runs if run["recipe"] in {*COLOURS, *own} and run["seed"] == 1]
+    print(draw_curves(drawn, config.results_dir / f"{config.scale}.png"))
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
