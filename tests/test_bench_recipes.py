@@ -124,3 +124,8 @@ def test_committed_results_are_what_the_documents_say():
     text = document[document.index("Tried with the fast recipe") : document.index("**Earlier runs")]
     given = sorted(map(float, re.findall(r"\b4\.\d{3}\b", text)))[1:]  # the first is the recipe's
     assert given == pytest.approx(sorted(tried.values()), abs=6e-4)
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    fast, published = ([losses[label, seed] for seed in (1, 2)] for label in ("fast", "published"))
+    assert f"ended at {fast[0]:.3f} after 0.35 of the tokens, at {published[0]:.3f} by" in readme
+    assert f"with a second seed at {fast[1]:.3f} and {published[1]:.3f}" in readme
+    assert f"three times the rate ended at {losses['adamw 0.0018', 1]:.3f}" in readme
