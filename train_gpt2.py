@@ -189,10 +189,10 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     ]
     betas = (config.beta1, config.adam_beta2)
     optimizers.append(AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=True))
-    if config.spelling_share:
-        wte = model.get_parameter("transformer.wte.weight")
-        optimizers[-1].register_step_pre_hook(share_by_spelling(wte, config.spelling_share))
     check_every_parameter_once(model, optimizers)
+    if config.spelling_share:  # the first optimizer's step comes before all updates
+        wte = model.get_parameter("transformer.wte.weight")
+        optimizers[0].register_step_pre_hook(share_by_spelling(wte, config.spelling_share))
     return optimizers
 
 

@@ -228,6 +228,7 @@ def muon_flags(tiny_data, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("runs")
     flags = [f"--data-dir={tiny_data}", f"--out-dir={out_dir}", *TINY_RUN]
     flags += ["--optimizer=muon", "--lr-schedule=wsd", "--max-lr=2e-2", "--min-lr=2e-2"]
+    flags += ["--spelling-share=0.3"]
     main([*flags, "--run-name=whole"])
     return flags, out_dir
 

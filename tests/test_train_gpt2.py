@@ -478,6 +478,19 @@ def test_embeddings_have_a_decay_of_their_own(tiny_data, tmp_path, optimizer):
     assert set(decays.values()) == {3.0, 0.1, 0.0}
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_spelling_is_shared_before_any_update(tiny_data, tmp_path, optimizer):
+    model = GPT(GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=16))
+    with tiny_run(tiny_data, tmp_path, optimizer=optimizer, spelling_share=0.5) as run:
+        first, *_ = build_optimizers(model, run)
+    gradient = model.transformer.wte.weight.grad = torch.zeros_like(model.transformer.wte.weight)
+    upper, lower = map(gpt2_encoding().encode_single_token, ("House", " house"))
+    gradient[lower] = 1.0
+    first.step()
+    assert (gradient[lower] == 1.5).all()
+    assert (gradient[upper] == 0.5).all()
+
+
 def test_check_every_parameter_once_names_those_that_are_missing_or_twice():
     model = GPT(TINY)
     first, *_, last = model.parameters()
