@@ -99,22 +99,23 @@ def token_bytes(vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def spelling_parts(vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """What words are spelled with: the word in small letters, its first 3 and 4, its last 2 and 3.
+    """What a word is spelled with: its letters, first 3 and 4, last 2 and 3; a space, a capital.
 
-    Of ids that are letters, with or without a space before; `vocab_size` as in `token_bytes`.
+    Of ids that are letters; `vocab_size` as in `token_bytes`.
 
     Returns:
-        (2, n) an id and the number of one of its parts, and (n,) the part's weight: 2 for the word,
-        0.7 for the others, divided so that the squares of an id's add up to 1.
+        (2, n) an id and the number of one of its parts, and (n,) its weight: 2 of the letters, 0.7
+        of the ends, 0.3 of the last two, divided so that the squares of an id's add up to 1.
     """
     numbers = dict[str, int]()
     pairs, weights = list[tuple[int, int]](), list[float]()
     for token, id in _read_ranks().items() if vocab_size >= VOCAB_SIZE else ():
-        word = token.decode(errors="replace").strip().lower()
-        if word.isalpha():
+        text = token.decode(errors="replace")
+        if (word := text.strip().lower()).isalpha():
             starts = [f"{word[:n]}-" for n in (3, 4) if n < len(word)]
             ends = [f"-{word[-n:]}" for n in (2, 3) if n < len(word)]
-            parts = {word: 2.0} | dict.fromkeys(starts + ends, 0.7)
+            forms = [f"space {text[0] == ' '}", f"capital {text.strip()[0].isupper()}"]
+            parts = {word: 2.0} | dict.fromkeys(starts + ends, 0.7) | dict.fromkeys(forms, 0.3)
             pairs += [(id, numbers.setdefault(part, len(numbers))) for part in parts]
             weights += [weight / math.hypot(*parts.values()) for weight in parts.values()]
     return np.array(pairs, np.int64).reshape(-1, 2).T, np.array(weights, np.float32)

@@ -205,7 +205,7 @@ def test_adamw_next_to_muon_remembers_as_many_tokens_at_every_batch(optimizer, b
 
 def test_words_that_are_spelled_alike_learn_from_each_other():
     rare, common, plural, other = map(
-        gpt2_encoding().encode_single_token, ("House", " house", " houses", " tree")
+        gpt2_encoding().encode_single_token, ("House", " house", " houses", "Tree")
     )
     embedding = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, 2))
     optimizer = torch.optim.SGD([embedding], lr=1.0)
@@ -215,7 +215,7 @@ def test_words_that_are_spelled_alike_learn_from_each_other():
     embedding.grad[common] = torch.tensor([-8.0, 4.0])
     optimizer.step()
     assert embedding[common].tolist() == pytest.approx([12.0, -6.0])  # its own, and half of it
-    assert embedding[rare].tolist() == pytest.approx([4.0, -2.0])
+    assert embedding[rare].tolist() == pytest.approx([4.0, -2.0], rel=0.05)  # a capital, no space
     assert 0 < embedding[plural][0] < 1
     assert not embedding[other].any()
     with pytest.raises(ValueError, match=r"--spelling-share: the 100 ids are not GPT-2's"):

@@ -100,8 +100,7 @@ class TrainConfig:
     embedding_decay: float | None = None
     """Decay of the embeddings; by default --weight-decay."""
     spelling_share: float = 0.0
-    """Add to the gradient of a token's embedding, times this, those of tokens that are spelled
-    alike; for small texts."""
+    """Add to a token's embedding's gradient, times this, those of tokens spelled alike."""
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float | None = None
