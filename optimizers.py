@@ -1,4 +1,4 @@
-"""Muon: momentum whose update of every matrix is orthogonalised (Jordan et al. 2024).
+"""Muon (Jordan et al. 2024), and gradients shared by tokens that are spelled alike.
 
 An update of Adam or SGD changes a matrix mostly in a few directions. Muon gives all directions the
 same length: it replaces the update U S V^T by about U V^T. For matrices of hidden layers only;
@@ -126,7 +126,7 @@ def share_by_spelling(embedding: nn.Parameter, strength: float) -> Callable[...,
     """
     pairs, weights = map(torch.from_numpy, spelling_parts(len(embedding)))
     if not len(weights):
-        raise ValueError(f"--spelling-share: the {len(embedding)} ids are not GPT-2's")
+        raise ValueError(f"leave out --spelling-share: the {len(embedding)} ids are not GPT-2's")
     size = (len(embedding), int(pairs[1].max()) + 1)
     parts = torch.sparse_coo_tensor(pairs, weights, size, check_invariants=True).coalesce()
     members = parts.t().coalesce()  # (parts, V)
