@@ -42,7 +42,7 @@ MOST_PASSES = 2  # over the text: a second teaches about as much (Muennighoff et
 
 @dataclass(frozen=True)
 class Scale:
-    """A model of 6 layers and a context of 256, and the published recipe's length for it."""
+    """A model of 6 layers and a context of 256; the published recipe's batch and steps for it."""
 
     width: int
     batch: int
@@ -58,15 +58,22 @@ SCALES = {"S29": Scale(64, 8192, 1056), "S117": Scale(64, 16384, 2112)}  # token
 SCALES["M29"] = Scale(128, 16384, 2112)
 
 LONG, SHORT = "gpt2-124m", "gpt2-124m-fast"  # in recipes/
+WHOLE = {"total_batch_size": 524_288, "weight_decay": 0.1}
+HALF = {"total_batch_size": 262_144, "weight_decay": 0.05}  # twice the steps, the same in all
 RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and what differs
     "published": (LONG, {}),
     "adamw 0.0018": (LONG, {"max_lr": 0.0018, "min_lr": 0.00018}),
     "adamw 0.0054": (LONG, {"max_lr": 0.0054, "min_lr": 0.00054}),
+    "adamw 0.0018, half the batch": (
+        LONG,
+        {"max_lr": 0.0018, "min_lr": 0.00018, **HALF, "max_steps": 38_146, "warmup_steps": 1_430},
+    ),
     "anchor": (LONG, {"max_lr": 0.0018, "min_lr": 0.0, "lr_schedule": "wsd", "max_steps": 11_444}),
-    "fast": (SHORT, {"max_steps": 6_676}),  # 0.35 of the published recipe's tokens
+    "fast": (SHORT, {"max_steps": 13_352}),  # 0.35 of the published recipe's tokens
+    "fast, whole batch": (SHORT, {"max_steps": 6_676, "warmup_steps": 100, **WHOLE}),
     "fast, as it was": (
         SHORT,
-        {"max_steps": 6_676, "max_lr": 0.0018, "warmup_steps": 715, "lr_schedule": "wsd"},
+        {"max_steps": 6_676, "warmup_steps": 715, **WHOLE, "max_lr": 0.0018, "lr_schedule": "wsd"},
     ),
 }
 COLOURS = {"published": GREY, "adamw 0.0018": RED, "fast": BLUE}  # of the figure
@@ -172,10 +179,12 @@ def check_data(data_dir: Path, results: Path, config: RecipesConfig) -> None:
 def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale, seed: int) -> dict[str, Any]:
     """A recipe's settings for 124M, for a small model: those that are not the defaults.
 
-    Steps keep their share of `LONG_STEPS`. Rates grow by `Scale.factor`, and weight decay so that
-    rate times decay times steps is 124M's. AdamW's beta2 averages over as many tokens.
+    The batch keeps its share of 524,288 tokens, steps theirs of `LONG_STEPS`. Rates grow by
+    `Scale.factor`, and weight decay so that rate times decay times steps is 124M's. AdamW's beta2
+    averages over as many tokens.
     """
     settings = {**recipe.saved(), **own}
+    batch = scale.batch * settings["total_batch_size"] // 524_288
     steps = scale.steps / LONG_STEPS
     for name, factor in (
         *((name, steps) for name in ("max_steps", "warmup_steps")),
@@ -185,10 +194,12 @@ def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale, seed: int)
         if settings[name]:
             kind = round if name.endswith("steps") else float
             settings[name] = kind(settings[name] * factor)
-    beta2 = 0.95 ** (scale.batch / 524_288)
+    beta2 = 0.95 ** (batch / 524_288)
     small: dict[str, Any] = {"size": "gpt2", "n_layer": 6, "n_head": scale.width // 64}
-    small |= {"block_size": 256, "total_batch_size": scale.batch, "val_tokens": VAL_TOKENS}
+    small |= {"block_size": 256, "total_batch_size": batch, "val_tokens": VAL_TOKENS}
     settings |= {**small, "seed": seed, "beta2": beta2, "val_every": settings["max_steps"]}
+    for name in ("hellaswag_every", "sample_every", "checkpoint_every"):
+        del settings[name]  # never: `train`
     defaults = TrainConfig().saved()
     return {name: value for name, value in settings.items() if value != defaults[name]}
 

@@ -13,11 +13,11 @@ from bench.recipes import LONG_STEPS, RECIPES, SCALES, Scale, scaled
 from tokenizer import VOCAB_SIZE, gpt2_encoding
 from training.config import read_recipe
 
-TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 90
+TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 180
 
 
 def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(recipes.SCALES, "S29", Scale(64, 256, 8))
+    monkeypatch.setitem(recipes.SCALES, "S29", Scale(64, 512, 8))
     monkeypatch.setattr(recipes, "VAL_TOKENS", 256)
     monkeypatch.setattr(recipes, "VAL_SPLIT", 300)
     known = {label: RECIPES[label] for label in ("published", "fast")}
@@ -48,7 +48,7 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
     ]
     losses = {key: run["val_loss"] for key, run in runs.items()}
     assert losses["mine", 1] == losses["published", 1] != losses["fast", 1]
-    assert [len(run["curve"]) for run in runs.values()] == [8, 3, 8] * 2
+    assert [len(run["curve"]) for run in runs.values()] == [8, 6, 8] * 2
     first = runs["published", 1]["curve"][0]
     assert first == pytest.approx(math.log(2048), abs=0.5)  # of its vocabulary, well begun
     pairs = [losses["fast", seed] - losses["published", seed] for seed in (1, 2)]
@@ -64,9 +64,9 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
     (tmp_path / "text.txt").write_text(TEXT + "other", encoding="utf-8")
     with pytest.raises(ValueError, match=r"proxy.jsonl is of other text than --source: give"):
         call(source)
-    (tmp_path / "text.txt").write_text(TEXT[:1900], encoding="utf-8")
+    (tmp_path / "text.txt").write_text(TEXT[:3800], encoding="utf-8")
     with pytest.raises(
-        ValueError, match=r"has \d+ tokens to train on, and --scale S29 takes 2,048, in 2 passes"
+        ValueError, match=r"has [\d,]+ tokens to train on, and --scale S29 takes 4,096, in 2 passes"
     ):
         call(source)
 
@@ -80,6 +80,7 @@ def test_small_model_has_the_proportions_of_124m(label, scale):
     large = recipe.saved() | own
     share = large["max_steps"] / LONG_STEPS
     assert settings["max_steps"] == round(share * small.steps)
+    assert settings["total_batch_size"] / small.batch == large["total_batch_size"] / 524_288
 
     def decayed(values):  # the part of the weights, over a run at the peak rate
         return values["max_lr"] * values["weight_decay"] * values["max_steps"]
@@ -101,33 +102,43 @@ def test_first_merges_are_an_exact_smaller_bpe():
 
 def test_committed_results_are_what_the_documents_say():
     lines = (ROOT / "bench/results/recipes/proxy.jsonl").read_text().splitlines()
-    everything = [json.loads(line) for line in lines]
-    runs, others = ([r for r in everything if r["scale"] == scale] for scale in ("S29", "S117"))
-    losses = {(run["recipe"], run["seed"]): run["val_loss"] for run in runs}
+    runs = [json.loads(line) for line in lines]
+    losses = {(run["scale"], run["recipe"], run["seed"]): run["val_loss"] for run in runs}
     document = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+
+    def given(start):
+        (row,) = (line for line in document.splitlines() if line.startswith(f"| {start}"))
+        return [float(loss) for loss in re.findall(r"\b\d\.\d{3}\b", row)]
+
     for label, start in (
-        ("published", "`gpt2-124m`, the published one"),
+        ("published", "`gpt2-124m`, the published one | 1"),
         ("adamw 0.0018", "AdamW, three times its rate |"),
+        ("adamw 0.0018, half the batch", "the same, half the batch"),
         ("adamw 0.0054", "AdamW, nine times"),
         ("anchor", "AdamW, three times its rate, `wsd`"),
-        ("fast", "`gpt2-124m-fast` |"),
-        ("fast, 0.65 of the tokens", "`gpt2-124m-fast`, longer"),
+        ("fast", "`gpt2-124m-fast` | 0.35"),
+        ("fast, whole batch", "the same, whole batch |"),
+        ("fast, whole batch, 0.65 of the tokens", "the same, whole batch, longer"),
         ("fast, as it was", "as it was: "),
     ):
-        (row,) = (line for line in document.splitlines() if line.startswith(f"| {start}"))
-        given = row.strip("| ").split(" | ")[2:]
-        found = [losses[label, seed] for seed in (1, 2) if (label, seed) in losses]
-        assert [float(loss) for loss in given if loss] == pytest.approx(found, abs=6e-4)
-    tried = {label: loss for (label, _), loss in losses.items() if label.startswith("fast, ")}
-    for label in ("as it was", "as it was, bfloat16 residual stream", "0.65 of the tokens"):
-        del tried[f"fast, {label}"]
-    assert min(tried.values()) > losses["fast", 1]
-    text = document[document.index("Tried with the fast recipe") : document.index("**Earlier runs")]
-    given = sorted(map(float, re.findall(r"\b4\.\d{3}\b", text)))[1:]  # the first is the recipe's
-    assert given == pytest.approx(sorted(tried.values()), abs=6e-4)
-    (long,) = (run["val_loss"] for run in others if run["recipe"] == "published")
-    (fast,) = (run["val_loss"] for run in others if run["recipe"] == "fast")
-    assert f"the published recipe {long:.3f}" in " ".join(document.split())
-    assert f"with 0.35 of the tokens {fast:.3f}" in " ".join(document.split())
+        found = [losses["S29", label, seed] for seed in (1, 2, 3) if ("S29", label, seed) in losses]
+        assert given(start) == pytest.approx(found, abs=6e-4)
+    text = " ".join(document.split())
+    for scale in ("S117", "M29"):
+        long, fast = (losses[scale, label, 1] for label in ("published", "fast"))
+        assert f"published {long:.3f}, fast {fast:.3f}" in text[text.index(f"{scale}, w") :]
+    assert f"the whole batch {losses['S117', 'fast, whole batch', 1]:.3f}." in text
+    tried = {
+        label: loss
+        for (scale, label, _), loss in losses.items()
+        if scale == "S29" and label.startswith("fast, ")
+        if not re.search(r"as it was|0.65 of the tokens|whole batch$", label)
+    }
+    whole = losses["S29", "fast, whole batch", 1]
+    assert all(loss > whole for label, loss in tried.items() if "whole batch" in label)
+    text = document[document.index("Tried with the fast recipe") : document.index("## Small texts")]
+    numbers = sorted(map(float, re.findall(r"\b4\.\d{3}\b", text)))
+    assert numbers == pytest.approx(sorted([*tried.values(), whole]), abs=6e-4)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    fast, long = losses["S117", "fast", 1], losses["S117", "published", 1]
     assert f"ended at {fast:.3f} after 0.35 of the tokens, at {long:.3f} by" in readme
