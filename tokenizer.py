@@ -99,25 +99,25 @@ def token_bytes(vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def spelling_parts(vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """What a word is spelled with: its letters, first 3 and 4, last 2 and 3; a space, a capital.
+    """What tokens have in common: letters, beginnings, ends; a space, a capital; length, frequency.
 
-    Of ids that are letters; `vocab_size` as in `token_bytes`.
+    Merges are in the order of frequency, so that is an id's power of two. See `token_bytes`.
 
     Returns:
-        (2, n) an id and the number of one of its parts, and (n,) its weight: 2 of the letters, 0.7
-        of the ends, 0.3 of the last two, divided so that the squares of an id's add up to 1.
+        (2, n) ids and their parts' numbers, and (n,) weights; the squares of an id's add up to 1.
     """
     numbers = dict[str, int]()
     pairs, weights = list[tuple[int, int]](), list[float]()
     for token, id in _read_ranks().items() if vocab_size >= VOCAB_SIZE else ():
         text = token.decode(errors="replace")
-        if (word := text.strip().lower()).isalpha():
-            starts = [f"{word[:n]}-" for n in (3, 4) if n < len(word)]
-            ends = [f"-{word[-n:]}" for n in (2, 3) if n < len(word)]
-            forms = [f"space {text[0] == ' '}", f"capital {text.strip()[0].isupper()}"]
-            parts = {word: 2.0} | dict.fromkeys(starts + ends, 0.7) | dict.fromkeys(forms, 0.3)
-            pairs += [(id, numbers.setdefault(part, len(numbers))) for part in parts]
-            weights += [weight / math.hypot(*parts.values()) for weight in parts.values()]
+        word = text.strip().lower() or text
+        starts = [f"{word[:n]} " for n in (3, 4) if n < len(word)]
+        ends = [f" {word[-n:]}" for n in (2, 3) if n < len(word)]
+        forms = (" " in text, text != text.lower(), len(word), word[0], word[-1], id.bit_length())
+        parts = {word: 2.0} | dict.fromkeys(starts + ends, 0.7)
+        parts |= {f"form {n} {form}": 0.3 for n, form in enumerate(forms)}
+        pairs += [(id, numbers.setdefault(part, len(numbers))) for part in parts]
+        weights += [weight / math.hypot(*parts.values()) for weight in parts.values()]
     return np.array(pairs, np.int64).reshape(-1, 2).T, np.array(weights, np.float32)
 
 
