@@ -52,7 +52,7 @@ def test_training_equals_a_plain_loop_with_the_model_of_transformers(commands, t
         *(f"--init-from={tmp_path}/initial", f"--data-dir={tiny_data}", "--no-shuffle"),
         *(f"--max-steps={STEPS}", f"--warmup-steps={WARMUP_STEPS}", "--micro-batch-size=1"),
         *(f"--total-batch-size={MICRO_STEPS * CONTEXT}", f"--max-lr={MAX_LR}"),
-        *(f"--min-lr={MIN_LR}", f"--weight-decay={DECAY}", f"--grad-clip={CLIP}"),
+        *(f"--min-lr={MIN_LR}", f"--weight-decay={DECAY}", f"--grad-clip={CLIP}", "--beta2=0.95"),
         *("--device=cpu", "--dtype=float32", "--no-compile"),
         *("--val-every=0", "--hellaswag-every=0", "--sample-every=0"),
         *(f"--out-dir={tmp_path}", "--run-name=run"),

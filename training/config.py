@@ -104,8 +104,8 @@ class TrainConfig:
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float | None = None
-    """AdamW's decay of the second moment; by default 0.95. With muon by default as slow, in tokens,
-    as 0.95 is at 524,288 tokens a step."""
+    """AdamW's decay of the second moment; by default 0.95 at 524,288 tokens a step or more, and as
+    slow, in tokens, at fewer."""
     momentum: float = 0.95
     """Muon's momentum."""
     grad_clip: float = 1.0
@@ -247,16 +247,13 @@ class TrainConfig:
 
     @property
     def adam_beta2(self) -> float:
-        """AdamW's beta2: as given, else the default.
+        """AdamW's beta2: as given, else averaging over the tokens of 0.95 at 524,288 per step.
 
-        Muon leaves AdamW the embedding, a row of which has a gradient only where its token occurs:
-        its second moment then averages over as many tokens as 0.95 does at 524,288 per step
-        (Marek et al. 2025).
+        A row of the embedding has a gradient only where its token occurs (Marek et al. 2025).
         """
         if self.beta2 is not None:
             return self.beta2
-        slower = self.optimizer == "muon" and self.total_batch_size < 524_288
-        return 0.95 ** (self.total_batch_size / 524_288) if slower else 0.95
+        return 0.95 ** min(1.0, self.total_batch_size / 524_288)
 
     def model_config(self) -> GPTConfig:
         """The size with its overrides, and every other field that both classes have."""
