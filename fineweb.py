@@ -284,7 +284,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     config = parse_flags(TrainConfig, shorter, recipe)
 
     launcher, world_size = ["python"], torch.cuda.device_count() or 1
-    gpu_tokens = MAX_MICRO_BATCH_TOKENS["cuda"]
+    gpu_tokens = MAX_MICRO_BATCH_TOKENS["cuda"] // 2  # half of a micro-batch still fills a GPU
     while world_size > 1 and config.total_batch_size % (world_size * gpu_tokens):
         world_size -= 1
     if world_size > 1:
