@@ -59,7 +59,7 @@ SCALES["M29"] = Scale(128, 16384, 2112)
 
 LONG, SHORT = "gpt2-124m", "gpt2-124m-fast"  # in recipes/
 WHOLE = {"total_batch_size": 524_288, "weight_decay": 0.1}
-HALF = {"total_batch_size": 262_144, "weight_decay": 0.05}  # twice the steps, the same in all
+HALF = {"total_batch_size": 262_144, "weight_decay": 0.05}  # of twice the steps: as much in all
 RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and what differs
     "published": (LONG, {}),
     "adamw 0.0018": (LONG, {"max_lr": 0.0018, "min_lr": 0.00018}),
