@@ -58,7 +58,7 @@ SCALES = {"S29": Scale(64, 8192, 1056), "S117": Scale(64, 16384, 2112)}  # token
 SCALES["M29"] = Scale(128, 16384, 2112)
 
 LONG, SHORT = "gpt2-124m", "gpt2-124m-fast"  # in recipes/
-HALF = {"total_batch_size": 262_144, "max_steps": 38_146, "weight_decay": 0.05}  # as much in all
+HALF = {"total_batch_size": 262_144, "max_steps": 38_146, "weight_decay": 0.05}  # decays as much
 RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and what differs
     "published": (LONG, {}),
     "adamw 0.0018": (LONG, {"max_lr": 0.0018, "min_lr": 0.00018}),

@@ -144,6 +144,8 @@ def test_committed_results_are_what_the_documents_say():
     text = document[document.index("Tried with the fast recipe") : document.index("## Small texts")]
     numbers = sorted(map(float, re.findall(r"\b[34]\.\d{3}\b", text)))
     assert numbers == pytest.approx(sorted([*tried.values(), min(worse), max(worse)]), abs=6e-4)
+    for scale, label in (("S29", "fast, half the decay"), ("M29", "fast"), ("S117", "fast")):
+        assert max(found(scale, label)) < min(found(scale, "published"))
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     fast, long = losses["S117", "fast", 1], losses["S117", "published", 1]
     assert f"ended at {fast:.3f} after 0.35 of the tokens, at {long:.3f} by" in readme
