@@ -284,10 +284,11 @@ def print_error(message: str) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    try:
-        sys.stdout.flush()
-    except OSError:  # a full disk or a closed pipe; Python would complain at exit once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a full disk or a closed pipe; Python would complain at exit once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     distributed = sys.modules.get("torch.distributed")
     if code == 130 or (distributed is not None and distributed.is_initialized()):
         os._exit(code)  # an exit in order waits for the compiler's threads; gloo's can abort it

@@ -293,7 +293,10 @@ def test_run_command_shows_a_programming_error_in_full(tmp_path):
 @pytest.mark.parametrize("body", ["raise ValueError('bad')", "print('x'); raise ValueError('bad')"])
 def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(body, tmp_path):
     with open("/dev/full", "w") as full:
-        assert end(run_script(tmp_path, body, stdout=full, stderr=full))[0] == 2
+        for unbuffered in ("", "1"):
+            outputs = {"stdout": full, "stderr": full, "PYTHONUNBUFFERED": unbuffered}
+            script = run_script(tmp_path, body, **outputs)
+            assert end(script)[0] == 2
 
 
 @pytest.mark.skipif(os.name != "posix", reason="closes descriptors")
