@@ -75,7 +75,7 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and
         {"max_steps": 6_676, "warmup_steps": 100, "total_batch_size": 524_288},
     ),
 }
-COLOURS = {"published": GREY, "adamw 0.0018": RED, "fast": BLUE}  # of the figure
+COLOURS = {"published": GREY, "adamw 0.0018, half the batch": RED, "fast": BLUE}  # of the figure
 
 
 @dataclass(frozen=True)

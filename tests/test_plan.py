@@ -210,6 +210,12 @@ def test_the_time_of_a_small_model_on_a_gpu_is_not_known():
     assert plan_rows(small, gpus=1)["time"].startswith("not known for this model on this device")
 
 
+def test_a_plan_says_what_its_recipe_was_shown_to_do():
+    path = ROOT / "recipes/gpt2-124m-fast.json"
+    assert "Not measured at this size." in plan_rows(gpus=8, config=path)["recipe"]
+    assert "recipe" not in plan_rows(gpus=8)
+
+
 def test_describe_plan_of_the_reproduction_on_a_cpu():
     config, dist_info = TrainConfig(dtype="float32"), DistInfo(CPU, world_size=8)
     text = described(config, GPT2, dist_info)

@@ -26,6 +26,7 @@ from runtime.device import (
     synchronize,
 )
 from runtime.distributed import DistInfo, all_reduce_max, is_main, print0, read_dist_env
+from runtime.files import read_json
 from runtime.gpus import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
 from training.config import TrainConfig
 
@@ -194,8 +195,7 @@ def split_batch(
 def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
     """Print on rank 0 what a run would take: on this machine or, with `--gpus`, on those."""
     if config.gpus:
-        per_node = config.gpus // config.nodes
-        dist_info = DistInfo(torch.device("cuda"), 0, 0, config.gpus, per_node)
+        dist_info = DistInfo(torch.device("cuda"), 0, 0, config.gpus, config.gpus // config.nodes)
     else:
         dist_info = read_dist_env(config.device)
     device, train_shards = find_device(config, dist_info), None
@@ -245,6 +245,8 @@ def describe_plan(
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; it has {device.memory_gib:.0f}"
     rows |= describe_time(config, model_config, device, dist_info)
+    if config.config is not None and (about := read_json(config.config).get("about")):
+        rows["recipe"] = about
     if config.max_minutes is not None:  # the steps are not known yet
         rows = {name: row for name, row in rows.items() if name not in OF_ALL_STEPS}
     width = max(map(len, rows))
