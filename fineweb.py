@@ -40,7 +40,7 @@ BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batc
 RECIPES = Path(__file__).parent / "recipes"
 LEAST_TOKENS = 2_570  # a tenth, which is validation, holds a window of the smallest recipe
 DECAYED = 6  # rate x decay x steps, of the embeddings, which learn a small text by heart first
-MOST_PASSES = 5  # of a proposed run over the training split; ten spoil a small text
+MOST_PASSES = 5  # of a proposed run over the training split; ten spoil some small texts
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
 
@@ -252,7 +252,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     """The training that suits a data set and this machine, as a command, and how long it takes.
 
     It is by the largest recipe that makes few enough passes. The smallest one is shortened for less
-    text, with a batch of 0.58 D^0.571 of its D tokens (Li et al. 2025, Predictable Scale).
+    text, with half the batch that suits one pass over D tokens, 0.58 D^0.571 (Li et al. 2025).
     """
     if manifest.tokens < LEAST_TOKENS:
         few = f"warning: {manifest.tokens:,} tokens are too few to train on"
@@ -273,7 +273,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     recipe = read_recipe(path)
     shorter = list[str]()
     if max_tokens < min(recipes):
-        batch = max(256, 2 ** round(math.log2(0.58 * max_tokens**0.571)))  # a sequence at least
+        batch = max(256, 2 ** round(math.log2(0.29 * max_tokens**0.571)))  # a sequence at least
         steps = max_tokens // batch
         shorter = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
         shorter += ["--embedding-decay", f"{DECAYED / (recipe.max_lr * steps):.2g}"]

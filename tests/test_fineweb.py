@@ -625,8 +625,8 @@ EVERY = " --val-every {0} --sample-every {0} --checkpoint-every {0}"
     ("tokens", "recipe", "flags"),
     [
         (1_000, "3m", SMALL.format(256, 19, 39) + EVERY.format(3)),
-        (25_600, "3m", SMALL.format(512, 250, 3) + EVERY.format(50)),
-        (3_000_000, "3m", SMALL.format(8192, 1831, 0.41)),
+        (25_600, "3m", SMALL.format(256, 500, 1.5)),
+        (3_000_000, "3m", SMALL.format(4096, 3662, 0.2)),
         (7_000_000, "3m", ""),
         (1_900_000_000, "82m", ""),
         (2_000_000_000, "124m-fast", ""),
