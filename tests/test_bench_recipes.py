@@ -145,10 +145,13 @@ def test_committed_results_are_what_the_documents_say():
     assert numbers == pytest.approx(sorted([*tried.values(), min(worse), max(worse)]), abs=6e-4)
     for scale, label in (("S29", "fast, half the decay"), ("M29", "fast"), ("S117", "fast")):
         assert max(found(scale, label)) < min(found(scale, "published"))
+    pairs = zip(found("S29", "fast"), found("S29", "published"), strict=True)
+    assert sum(fast > long for fast, long in pairs) == 2  # of three, as recipes/ says, too
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     labels = ("fast", "published", "adamw 0.0018, half the batch", "fast, 0.55 of the tokens")
     fast, long, adamw, longer = (losses["S117", label, 1] for label in labels)
     assert f"ended at {fast:.3f} after 0.35 of the tokens, at {long:.3f} by" in readme
+    assert longer < adamw < fast
     assert f"lower, at {adamw:.3f} after all; the fast recipe reached {longer:.3f} after" in readme
     assert f"fast reaches {longer:.3f}, AdamW with three times its rate" in text
     assert f"half the batch {adamw:.3f} with all" in text
