@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from runtime.distributed import DistInfo, distribute_like, full_tensor
 from tokenizer import spelling_parts
@@ -92,7 +93,7 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalize_all(self, stacks: list[Tensor]) -> list[Tensor]:
         """Orthogonalise stacks, (n, rows, columns) each; matrices of one shape together."""
-        wide = [s.mT if is_tall(s) else s for s in stacks]  # rows <= columns
+        wide = [s if s.size(1) <= s.size(2) else s.mT for s in stacks]  # rows <= columns
         by_shape = defaultdict(list)  # the indices of the stacks
         for index, stack in enumerate(wide):
             by_shape[stack.shape[1:]].append(index)
@@ -100,7 +101,7 @@ class Muon(torch.optim.Optimizer):
             results = self._share(torch.cat([wide[index] for index in same]))
             for index in same:
                 wide[index], results = results.tensor_split([len(wide[index])])
-        return [w.mT if is_tall(s) else w for s, w in zip(stacks, wide, strict=True)]
+        return [w if w.shape == s.shape else w.mT for s, w in zip(stacks, wide, strict=True)]
 
     def _share(self, matrices: Tensor) -> Tensor:
         """Orthogonalise (n, rows, columns), each rank its share; every rank gets all."""
@@ -121,29 +122,28 @@ def share_by_spelling(embedding: nn.Parameter, strength: float) -> Callable[...,
 
     A rare token's embedding has few gradients of its own. To each token's gradient the hook adds,
     times `strength`, those of all tokens that share parts of its spelling. The model stays GPT-2's,
-    and nothing is to be saved. All ranks must call it; the CPU computes it, in the same order each
-    time. `embedding` is (V, C), with a row for each id of GPT-2's.
+    and nothing is to be saved. All ranks must call it, and compute the same. `embedding` is (V, C),
+    with a row for each id of GPT-2's.
     """
     pairs, weights = map(torch.from_numpy, spelling_parts(len(embedding)))
     if not len(weights):
         raise ValueError(f"leave out --spelling-share: the {len(embedding)} ids are not GPT-2's")
-    size = (len(embedding), int(pairs[1].max()) + 1)
-    parts = torch.sparse_coo_tensor(pairs, weights, size, check_invariants=True).coalesce()
-    members = parts.t().coalesce()  # (parts, V)
+    ids, parts = pairs
+    sums = []  # over each part's ids, then over each id's parts
+    for rows, columns, n in ((parts, ids, int(parts.max()) + 1), (ids, parts, len(embedding))):
+        order = rows.argsort(stable=True)
+        starts = torch.searchsorted(rows[order], torch.arange(n))
+        sums.append([t.to(embedding.device) for t in (columns[order], starts, weights[order])])
 
     @torch.no_grad()
     def add_gradients(*_: object) -> None:
         if (gradient := embedding.grad) is not None:
-            shared = parts @ (members @ full_tensor(gradient).cpu())  # (V, C)
-            shared = distribute_like(shared.to(gradient.device), gradient)
-            gradient.add_(shared, alpha=strength)
+            shared = full_tensor(gradient)  # (V, C)
+            for items, starts, w in sums:  # faster than with sparse matrices
+                shared = F.embedding_bag(items, shared, starts, mode="sum", per_sample_weights=w)
+            gradient.add_(distribute_like(shared, gradient), alpha=strength)
 
     return add_gradients
-
-
-def is_tall(matrix: Tensor) -> bool:
-    """Whether matrices, (…, rows, columns), have more rows than columns."""
-    return matrix.size(-2) > matrix.size(-1)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
