@@ -624,10 +624,10 @@ EVERY = " --val-every {0} --sample-every {0} --checkpoint-every {0}"
 @pytest.mark.parametrize(
     ("tokens", "recipe", "flags"),
     [
-        (1_000, "3m", SMALL.format(256, 19, 39) + EVERY.format(3)),
-        (25_600, "3m", SMALL.format(256, 500, 1.5)),
-        (3_000_000, "3m", SMALL.format(4096, 3662, 0.2)),
-        (7_000_000, "3m", ""),
+        (1_000, "4m", SMALL.format(256, 19, 39) + EVERY.format(3)),
+        (25_600, "4m", SMALL.format(256, 500, 1.5)),
+        (3_000_000, "4m", SMALL.format(4096, 3662, 0.2)),
+        (7_300_000, "4m", ""),
         (1_900_000_000, "82m", ""),
         (2_000_000_000, "124m-fast", ""),
     ],
@@ -669,7 +669,7 @@ def test_main_ends_with_the_next_command(make, tmp_path):
     for part in (1, 0):  # the last that was missing, and one that is found
         line = make(*flags, "--part", part).splitlines()[-2]
         script, recipe = (
-            re.escape(f"{ROOT}/{n}") for n in ("train_gpt2.py", "recipes/gpt2-3m.json")
+            re.escape(f"{ROOT}/{n}") for n in ("train_gpt2.py", "recipes/gpt2-4m.json")
         )
         assert re.fullmatch(rf"next: python {script} --config {recipe} --data-dir d --run-.*", line)
 

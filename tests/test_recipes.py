@@ -26,10 +26,12 @@ def test_small_recipe_follows_the_rules_of_the_ladder(path):
     config = read_recipe(path)
     model, batch = config.model_config(), config.total_batch_size
     assert path.stem == f"gpt2-{model.n_params / 1e6:.0f}m"
-    assert (model.n_embd // model.n_head, model.n_layer) == (64, max(4, model.n_embd // 64))
+    assert model.n_embd // model.n_head == 64
+    least_layers = 8 if model.n_embd == 64 else 4  # where they take little time
+    assert model.n_layer == max(least_layers, model.n_embd // 64)
     assert config.max_steps == 10 * model.n_params // batch
     assert batch.bit_count() == 1
-    assert 0.7 < batch / (0.58 * (10 * model.n_params) ** 0.571) < 1.4
+    assert 0.68 < batch / (0.58 * (10 * model.n_params) ** 0.571) < 1.4
     assert config.max_lr == round(0.008 * (64 / model.n_embd) ** 0.5, 4)
     assert config.warmup == min(715, config.max_steps // 10)
     assert replace(config, max_steps=3).warmup == 0
