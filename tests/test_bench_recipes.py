@@ -161,7 +161,7 @@ def test_the_document_has_the_committed_losses_of_small_texts():
     runs = json.loads((ROOT / "bench/results/recipes/spelling.json").read_text())["runs"]
     ends = {f"{losses[-1][1]:.3f}" for losses in runs.values()}
     document = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    start = document.index("| `--spelling-share`, batch by the rule")
+    start = document.index("| layers, `--spelling-share`, batch by rule")
     part = document[start : document.index("**Another offset")]
     assert ends >= set(re.findall(r"\b[3-7]\.\d{3}\b", part))
     for token, character in re.findall(r"(\d\.\d{3}) \((\d\.\d{3})\)", part):
