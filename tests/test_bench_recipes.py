@@ -155,6 +155,8 @@ def test_committed_results_are_what_the_documents_say():
     assert f"lower, at {adamw:.3f} after all; the fast recipe reached {longer:.3f} after" in readme
     assert f"fast reaches {longer:.3f}, AdamW with three times its rate" in text
     assert f"half the batch {adamw:.3f} with all" in text
+    tuned = losses["M29", "adamw 0.0018, half the batch", 1]
+    assert f"AdamW with half the batch {tuned:.3f}." in text
 
 
 def test_the_document_has_the_committed_losses_of_small_texts():
