@@ -109,7 +109,7 @@ def spelling_parts(vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[
     numbers = dict[str, int]()
     pairs, weights = list[tuple[int, int]](), list[float]()
     for token, id in _read_ranks().items() if vocab_size >= VOCAB_SIZE else ():
-        text = token.decode(errors="replace")
+        text = token.decode(errors="surrogateescape")
         word = text.strip().lower() or text
         starts = [f"{word[:n]} " for n in (3, 4) if n < len(word)]
         ends = [f" {word[-n:]}" for n in (2, 3) if n < len(word)]

@@ -85,6 +85,8 @@ def test_spelling_parts_are_shared_by_the_forms_of_a_word():
     assert alike("House", " simple") == pytest.approx(0.09 / squares)  # -e
     assert alike("House", "Water") == pytest.approx(4 * 0.09 / squares)  # all but the letters
     assert alike("1984", "1985") == pytest.approx((0.49 + 5 * 0.09) / (squares - 0.49))  # 198-
+    # Bytes of another script's letters; as "\N{REPLACEMENT CHARACTER}" they would all be one word.
+    assert alike(b"\x82", b"\xe3") < 0.1
     assert spelling_parts(2048)[0].shape == (2, 0)
 
 
