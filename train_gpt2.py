@@ -9,7 +9,6 @@ Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073
 import gc
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,7 +36,7 @@ from runtime.device import autocast, eval_mode, make_deterministic, tune_malloc
 from runtime.distributed import DistInfo, print0
 from sample import generate_tokens
 from tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
-from training.checks import run_preflight
+from training.checks import check_gradients, check_optimizers, run_preflight
 from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, loss_chunks, print_plan, seconds_of
 from training.resume import parse_config, run_model_config
 from training.run import Run, open_run
@@ -189,24 +188,11 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     ]
     betas = (config.beta1, config.adam_beta2)
     optimizers.append(AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=True))
-    check_every_parameter_once(model, optimizers)
+    check_optimizers(model, optimizers, config.max_lr)
     if config.spelling_share:  # the first optimizer's step comes before all updates
         wte = model.get_parameter("transformer.wte.weight")
         optimizers[0].register_step_pre_hook(share_by_spelling(wte, config.spelling_share))
     return optimizers
-
-
-def check_every_parameter_once(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Refuse optimizers that together lack a parameter, or hold one twice."""
-    held = Counter(
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    )
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    wrong = [f"{name} ({held[p]} times)" for name, p in trained.items() if held[p] != 1]
-    if wrong:
-        raise ValueError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -252,6 +238,7 @@ def train_step(run: Run, trainer: Trainer, lr: float) -> tuple[float, float]:
             _, loss = model(inputs, targets)
         scaler.scale(loss / run.grad_accum_steps).backward()
         loss_sum += loss.detach() / run.grad_accum_steps
+    check_gradients(trainer.raw_model)
     for optimizer in trainer.optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.grad_clip)
@@ -414,7 +401,7 @@ def save(run: Run, trainer: Trainer, step: int) -> None:
             rng_states=checkpoint.rng_states(),
             grad_scaler=trainer.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in optimizers],
-            optimizer_values=checkpoint.optimizer_values(model, optimizers),
+            optimizer_values=checkpoint.optimizer_state(model, optimizers, tensors=False),
             code_logits=checkpoint.code_logits(model.config),
         )
         run.writer.save(state, model, optimizers)

@@ -79,7 +79,7 @@ class RunState:
     optimizers: list[str]
     """The optimizers' class names."""
     optimizer_values: dict[str, Any]
-    """Optimizer state that is not a tensor, named as the tensors are: see `optimizer_values`."""
+    """Optimizer state that is not a tensor, in values that JSON has: see `optimizer_state`."""
     code_logits: list[float] = field(default_factory=list)
     """What the code computed, see `code_logits`; older checkpoints do not say."""
 
@@ -133,7 +133,7 @@ class CheckpointWriter:
         self.wait()
         tensors = {
             MODEL_NAME: model_state(model),
-            OPTIMIZER_NAME: optimizer_tensors(model, optimizers),
+            OPTIMIZER_NAME: optimizer_state(model, optimizers, tensors=True),
         }
         if self._checkpoints_dir is None:
             for tensor in (tensor for named in tensors.values() for tensor in named.values()):
@@ -249,25 +249,17 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def optimizer_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """The tensors of the optimizers' state by name, as `exp_avg.transformer.wte.weight`."""
-    state = _optimizer_state(model, optimizers)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def optimizer_values(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """What else is in the optimizers' state, by name; values that JSON has."""
-    state = _optimizer_state(model, optimizers)
-    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-
-
-def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def optimizer_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], *, tensors: bool
+) -> dict[str, Any]:
+    """The tensors of the optimizers' state, as `exp_avg.transformer.wte.weight`; or all else."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         f"{key}.{names[parameter]}": value
         for optimizer in optimizers
         for parameter, own in optimizer.state.items()
         for key, value in own.items()
+        if isinstance(value, Tensor) == tensors
     }
 
 
@@ -276,7 +268,7 @@ def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | N
 
     Every process must call this, and gets the same name.
     """
-    state = model_state(model) | optimizer_tensors(model, optimizers)
+    state = model_state(model) | optimizer_state(model, optimizers, tensors=True)
     local = {
         name: tensor.to_local() if hasattr(tensor, "to_local") else tensor
         for name, tensor in state.items()
@@ -410,7 +402,7 @@ def load_checkpoint(
 def _load_optimizers(
     values: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Set the optimizers' state to what `_optimizer_state` returned."""
+    """Set the optimizers' state to what `optimizer_state` returned."""
     by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
     for flat_name, value in values.items():
         key, _, name = flat_name.partition(".")
@@ -422,7 +414,6 @@ def _load_optimizers(
         own["state"] = {
             index: {key: _placed(value, p) for key, value in by_parameter[names[p]].items()}
             for index, p in enumerate(updated)
-            if names[p] in by_parameter  # not one that never had a gradient
         }
         optimizer.load_state_dict(own)
 

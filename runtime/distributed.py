@@ -106,12 +106,11 @@ def setup_distributed(
         torch.set_num_threads(given if given > 1 else usable_cores())
     timeout = timedelta(minutes=timeout_minutes or LONGEST_TIMEOUT)
     try:
-        if device.type == "cuda" and cpu_offload:
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-        elif device.type == "cuda":
+        if device.type == "cuda" and not cpu_offload:
             dist.init_process_group("nccl", timeout=timeout, device_id=device)
         else:
-            dist.init_process_group("gloo", timeout=timeout)
+            backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, timeout=timeout)
         yield dist_info
         # Not after an error: others may wait in a collective, and torchrun ends them.
         gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit

@@ -10,7 +10,7 @@ from formats.checkpoint import (
     CheckpointWriter,
     RunState,
     load_checkpoint,
-    optimizer_values,
+    optimizer_state,
     read_state,
     rng_states,
 )
@@ -62,7 +62,7 @@ def run_state(step, model, optimizers):
         grad_scaler={},
         val_fingerprint="def",
         optimizers=[type(optimizer).__name__ for optimizer in optimizers],
-        optimizer_values=optimizer_values(model, optimizers),
+        optimizer_values=optimizer_state(model, optimizers, tensors=False),
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import HELLASWAG, ROOT, needs_compiler, series, tiny_run
 from torch.nn import functional as F
+from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
@@ -27,12 +28,12 @@ from tokenizer import gpt2_encoding
 from train_gpt2 import (
     build,
     build_optimizers,
-    check_every_parameter_once,
     evaluate_loss,
     main,
     raise_unless_overflow,
     train_step,
 )
+from training.checks import check_optimizers
 from training.config import TrainConfig
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -491,17 +492,40 @@ def test_spelling_is_shared_before_any_update(tiny_data, tmp_path, optimizer):
     assert gradient[upper].tolist() == pytest.approx([0.5] * 16, rel=0.05)
 
 
-def test_check_every_parameter_once_names_those_that_are_missing_or_twice():
+def test_check_optimizers_names_parameters_that_are_missing_or_twice():
     model = GPT(TINY)
     first, *_, last = model.parameters()
     rest = [p for p in model.parameters() if p is not last]
-    optimizers = [torch.optim.SGD(rest), torch.optim.SGD([first])]
+    optimizers = [SGD(rest, lr=0.0), SGD([first], lr=0.0)]
     message = r"once: transformer\.wte\.weight \(2 times\), transformer\.ln_f\.bias \(0 times\)$"
     with pytest.raises(ValueError, match=message):
-        check_every_parameter_once(model, optimizers)
-    check_every_parameter_once(model, [torch.optim.SGD(rest), torch.optim.SGD([last])])
+        check_optimizers(model, optimizers, max_lr=0.1)
+    check_optimizers(model, [SGD(rest, lr=0.0), SGD([last], lr=0.1)], max_lr=0.1)
     last.requires_grad_(False)  # nothing trains it
-    check_every_parameter_once(model, [torch.optim.SGD(rest)])
+    check_optimizers(model, [SGD(rest, lr=0.0)], max_lr=0.1)
+
+
+def test_check_optimizers_refuses_a_rate_that_the_schedule_would_overwrite():
+    model = GPT(TINY)
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "lr": 0.3}, {"params": rest}]
+    with pytest.raises(ValueError, match=r"overwrite lr=0\.3: give lr=config\.max_lr, and a group"):
+        check_optimizers(model, [SGD(groups, lr=0.1)], max_lr=0.1)
+
+
+def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_path):
+    with tiny_run(tiny_data, tmp_path) as run:
+        trainer = build(run)
+        head = trainer.raw_model.lm_head
+        head.bias = torch.nn.Parameter(torch.zeros(head.out_features))  # no product uses it
+        with (
+            trainer.batches,
+            pytest.raises(ValueError, match=r"reaches lm_head\.bias:"),
+        ):
+            train_step(run, trainer, 1e-3)
+        head.bias.requires_grad_(False)
+        with trainer.batches:
+            train_step(run, trainer, 1e-3)
 
 
 def test_build_refuses_optimizers_that_lack_a_parameter(tiny_data, tmp_path, monkeypatch):

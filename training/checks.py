@@ -1,13 +1,16 @@
-"""What is checked before a run starts: that all ranks agree and, with `--preflight`, the rest."""
+"""What is checked: before a run starts, that all ranks agree; that every parameter trains."""
 
 import platform
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from corpus.shards import Manifest, TokenShards, open_shards, verify_shards
 from dataloader import count_windows
@@ -138,3 +141,30 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None, model_config: GP
             if free < needed:
                 raise ValueError(f"{found}: give an --out-dir with more room")
     return found
+
+
+def check_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], max_lr: float
+) -> None:
+    """Refuse optimizers that lack a parameter, hold one twice, or have a rate of their own."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = Counter(p for group in groups for p in group["params"])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wrong = [f"{name} ({held[p]} times)" for name, p in trained.items() if held[p] != 1]
+    if wrong:
+        raise ValueError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
+    if rates := {float(group["lr"]) for group in groups} - {0.0, max_lr}:
+        raise ValueError(
+            f"the schedule would overwrite lr={min(rates):g}: give lr=config.max_lr, and a group's "
+            "own rate as its lr_scale, times that"
+        )
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Refuse a parameter that no gradient has reached: it would stay as it is, in silence."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if unused := [name for name, p in trained.items() if p.grad is None]:
+        raise ValueError(
+            f"no gradient reaches {', '.join(unused)}: use it in the model, or freeze it by "
+            "requires_grad_(False); what only the loss function uses needs --loss-chunks 1"
+        )
