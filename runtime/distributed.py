@@ -198,8 +198,8 @@ def distribute_like(whole: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = like
-    whole = whole.to(like.device)
-    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    own = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return own.to(like.device)  # the CPU's shards, with `cpu_offload`, had come to the GPU
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

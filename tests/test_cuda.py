@@ -143,10 +143,16 @@ def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
 
 
 @needs_two
-def test_two_gpus_train_as_one(commands, tiny_flags, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "more"),
+    [("adamw", []), ("muon", ["--parallel=fsdp", "--cpu-offload"])],
+    ids=["adamw, DDP", "muon, offloaded"],
+)
+def test_two_gpus_train_as_one(commands, tiny_flags, tmp_path, optimizer, more):
     flags = [*tiny_flags, "--device=cuda", "--micro-batch-size=2", "--no-compile"]
+    flags.append(f"--optimizer={optimizer}")
     one = commands.run("train_gpt2", *flags, "--run-name=one")
-    two = commands.run_ranks(2, "train_gpt2", *flags, "--run-name=two")
+    two = commands.run_ranks(2, "train_gpt2", *flags, *more, "--run-name=two")
     assert (one.code, two.code) == (0, 0), one.stderr + two.stderr
     first, second = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/two")
     assert first.keys() == second.keys()
