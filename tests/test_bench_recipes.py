@@ -165,7 +165,7 @@ def test_the_document_has_the_committed_losses_of_small_texts():
     document = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     start = document.index("| layers, `--spelling-share`, batch by rule")
     part = document[start : document.index("**Another offset")]
-    assert ends >= set(re.findall(r"\b[3-7]\.\d{3}\b", part))
+    assert ends >= set(re.findall(r"\b[2-7]\.\d{3}\b", part))
     for token, character in re.findall(r"(\d\.\d{3}) \((\d\.\d{3})\)", part):
         # nanoGPT's split has 36,059 tokens to validate on, which are 111,540 characters.
         assert float(token) * 36_059 / 111_540 == pytest.approx(float(character), abs=6e-4)
