@@ -315,8 +315,7 @@ def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
     texts = gather_text("\n".join(lines))
     with raise_on_all_ranks():
         for rank, text in enumerate(texts):
-            pairs = itertools.zip_longest(text.split("\n"), texts[0].split("\n"))
-            for own, main in pairs:
+            for own, main in itertools.zip_longest(text.split("\n"), texts[0].split("\n")):
                 if own != main:
                     raise ValueError(
                         f"{what} differ: rank {rank} has {own or 'nothing'}, "

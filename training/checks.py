@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from corpus.shards import Manifest, TokenShards, open_shards, verify_shards
 from dataloader import count_windows
@@ -143,15 +144,12 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None, model_config: GP
     return found
 
 
-def check_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], max_lr: float
-) -> None:
+def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], max_lr: float) -> None:
     """Refuse optimizers that lack a parameter, hold one twice, or have a rate of their own."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = Counter(p for group in groups for p in group["params"])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    wrong = [f"{name} ({held[p]} times)" for name, p in trained.items() if held[p] != 1]
-    if wrong:
+    if wrong := [f"{name} ({held[p]} times)" for name, p in trained.items() if held[p] != 1]:
         raise ValueError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
     if rates := {float(group["lr"]) for group in groups} - {0.0, max_lr}:
         raise ValueError(
@@ -162,8 +160,7 @@ def check_optimizers(
 
 def check_gradients(model: nn.Module) -> None:
     """Refuse a parameter that no gradient has reached: it would stay as it is, in silence."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if unused := [name for name, p in trained.items() if p.grad is None]:
+    if unused := [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]:
         raise ValueError(
             f"no gradient reaches {', '.join(unused)}: use it in the model, or freeze it by "
             "requires_grad_(False); what only the loss function uses needs --loss-chunks 1"
