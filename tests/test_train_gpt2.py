@@ -518,10 +518,7 @@ def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_
         trainer = build(run)
         head = trainer.raw_model.lm_head
         head.bias = torch.nn.Parameter(torch.zeros(head.out_features))  # no product uses it
-        with (
-            trainer.batches,
-            pytest.raises(ValueError, match=r"reaches lm_head\.bias:"),
-        ):
+        with trainer.batches, pytest.raises(ValueError, match=r"reaches lm_head\.bias:"):
             train_step(run, trainer, 1e-3)
         head.bias.requires_grad_(False)
         with trainer.batches:

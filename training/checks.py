@@ -1,4 +1,4 @@
-"""What is checked: before a run starts, that all ranks agree; that every parameter trains."""
+"""What is checked: that all ranks agree, with `--preflight` the rest, and that an edit trains."""
 
 import platform
 import shutil
@@ -162,6 +162,6 @@ def check_gradients(model: nn.Module) -> None:
     """Refuse a parameter that no gradient has reached: it would stay as it is, in silence."""
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]:
         raise ValueError(
-            f"no gradient reaches {', '.join(unused)}: use it in the model, or freeze it by "
-            "requires_grad_(False); what only the loss function uses needs --loss-chunks 1"
+            f"no gradient reaches {', '.join(unused)}: use it in `GPT.hidden_states` (a loss "
+            "function's own get none), or freeze it by requires_grad_(False)"
         )
