@@ -84,7 +84,7 @@ class ShardedDataLoader:
     """An endless iterator over this process's micro-batches, from `start_step` on.
 
     Each optimizer step takes `grad_accum_steps` of them. While one is trained on, a thread reads
-    the next: from a disk that can take as long as a step of several GPUs.
+    the next and copies it to the device: reading can take as long as a step of several GPUs.
 
         with ShardedDataLoader(...) as batches:  # starts and ends the thread
             inputs, targets = next(batches)
@@ -123,7 +123,7 @@ class ShardedDataLoader:
         self._micro_batches = self._read_micro_batches(self.start_step)
 
     def __enter__(self) -> "ShardedDataLoader":
-        self._thread = ThreadPoolExecutor(1, "dataloader")
+        self._thread = ThreadPoolExecutor(1, "dataloader", initializer=self._choose_gpu)
         self._upcoming = self._thread.submit(next, self._micro_batches)
         return self
 
@@ -134,9 +134,13 @@ class ShardedDataLoader:
         return self
 
     def __next__(self) -> Batch:
-        tokens = self._upcoming.result()
+        batch = self._upcoming.result()
         self._upcoming = self._thread.submit(next, self._micro_batches)
-        return to_batch(tokens, self.dist_info.device)
+        return Batch(*(tensor.to(self.dist_info.device) for tensor in batch))
+
+    def _choose_gpu(self) -> None:  # each thread has its own choice
+        if self.dist_info.device.type == "cuda":
+            torch.cuda.set_device(self.dist_info.device)
 
     def window_starts(self, step: int, micro_step: int) -> IndexArray:
         """The first tokens of one micro-batch of this process: (B,) int64."""
@@ -154,11 +158,15 @@ class ShardedDataLoader:
             starts[chosen] = windows * self.block_size + offset
         return np.minimum(starts, self.shards.total_tokens - self.block_size - 1)  # the last fits
 
-    def _read_micro_batches(self, step: int) -> Iterator[TokenArray]:
+    def _read_micro_batches(self, step: int) -> Iterator[Batch]:
+        # MPS crashes if two threads use it (pytorch #197805): `__next__` copies the batch there.
+        device = self.dist_info.device
+        device = torch.device("cpu") if device.type == "mps" else device
         while True:
             for micro_step in range(self.grad_accum_steps):
                 starts = self.window_starts(step, micro_step)
-                yield read_windows(self.shards, starts, self.block_size, self.vocab_size)
+                tokens = read_windows(self.shards, starts, self.block_size, self.vocab_size)
+                yield to_batch(tokens, device)
             step += 1
 
 
