@@ -29,6 +29,7 @@ from sample import generate_tokens
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig
 from training.plan import (
+    Device,
     describe_plan,
     find_device,
     plan_memory,
@@ -59,18 +60,19 @@ def peak_bytes(function, *args):
 ROW = re.compile(r"\| (?:none|`(.*)`) \| (\d+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|")
 DOCUMENTED = ROW.findall((ROOT / "docs" / "memory.md").read_text())
 MEASURED = ROW.findall("""
-| none | 1 | 8,192 | 5.17 | 5.2 |
-| `--activation-checkpointing selective` | 1 | 65,536 | 15.50 | 17.2 |
-| `--optimizer muon` | 1 | 65,536 | 22.10 | 22.5 |
-| `--dtype float32` | 1 | 32,768 | 21.97 | 22.5 |
-| `--dtype float16` | 1 | 16,384 | 8.07 | 8.3 |
-| `--no-compile` | 1 | 65,536 | 30.10 | 31.2 |
-| `--no-compile --loss-chunks 4` | 1 | 65,536 | 36.6 | 38.8 |
-| `--no-compile --activation-checkpointing full` | 1 | 65,536 | 11.00 | 12.0 |
-| `--parallel fsdp` | 2 | 32,768 | 11.9 | 12.2 |
-| `--parallel fsdp --no-reshard-after-forward` | 2 | 32,768 | 12.0 | 12.2 |
-| `--parallel fsdp --activation-checkpointing full` | 2 | 32,768 | 3.41 | 3.7 |
-| `--parallel fsdp --cpu-offload` | 2 | 8,192 | 3.64 | 3.7 |
+| none | 1 | 8,192 | 6.15 | 6.5 |
+| `--loss-chunks 8` | 1 | 65,536 | 22.5 | 22.8 |
+| `--activation-checkpointing selective` | 1 | 65,536 | 19.9 | 21.8 |
+| `--optimizer muon` | 1 | 65,536 | 26.5 | 27.1 |
+| `--dtype float32` | 1 | 32,768 | 32.6 | 33.2 |
+| `--dtype float16` | 1 | 16,384 | 10.5 | 11.0 |
+| `--no-compile` | 1 | 65,536 | 47.8 | 51.1 |
+| `--no-compile --loss-chunks 4` | 1 | 65,536 | 35.5 | 37.3 |
+| `--no-compile --activation-checkpointing full` | 1 | 65,536 | 28.7 | 32.0 |
+| `--parallel fsdp` | 2 | 32,768 | 16.9 | 17.5 |
+| `--parallel fsdp --no-reshard-after-forward` | 2 | 32,768 | 17.0 | 17.5 |
+| `--parallel fsdp --activation-checkpointing full` | 2 | 32,768 | 8.41 | 9.1 |
+| `--parallel fsdp --cpu-offload` | 2 | 8,192 | 4.62 | 5.0 |
 """)
 
 
@@ -79,16 +81,20 @@ def test_planned_memory_is_above_what_a_gpu_allocates_and_near_it(
     flags, world_size, tokens, gib, planned
 ):
     """`gib` is the peak of torch's CUDA allocator in the third step of such a run."""
-    config = parse_flags(TrainConfig, flags.split())
-    dtype = DTYPES.get(config.dtype, torch.bfloat16)
-    memory = plan_memory(config, config.model_config(), dtype, gpus(int(world_size)))
-    total = (memory.state + memory.per_token * int(tokens.replace(",", ""))) / 2**30
+    config, n_tokens = parse_flags(TrainConfig, flags.split()), int(tokens.replace(",", ""))
+    dist_info, model_config = gpus(int(world_size)), config.model_config()
+    device = Device("H100", 4000, DTYPES.get(config.dtype, torch.bfloat16))
+    step = {"micro_batch_size": n_tokens // config.block_size}
+    step["total_batch_size"] = n_tokens * int(world_size)
+    chunks = split_batch(replace(config, **step), model_config, device, dist_info).loss_chunks
+    memory = plan_memory(config, model_config, device.dtype, dist_info, chunks)
+    total = memory.total(n_tokens) / 2**30
     assert 1 < total / float(gib) < 1.15
     assert f"{total:.1f}" == planned
 
 
 def test_the_documented_memory_is_read():
-    assert len(DOCUMENTED) == 13
+    assert len(DOCUMENTED) == 14
 
 
 def test_no_path_takes_twice_the_model(tmp_path, tiny_data):
@@ -164,6 +170,38 @@ def test_split_batch_names_nearest_sizes_that_do_divide(total, micro, world_size
     suggested = [int(size) for size in str(error.value).split("use ")[1].split(" or ")]
     assert all(abs(size - total) < unit for size in suggested)
     assert len([plan(size) for size in suggested]) == (2 if total > unit else 1)
+
+
+@pytest.mark.parametrize(
+    ("gib", "flags", "micro_batch_size", "chunks"),
+    [
+        (139, {}, 128, 4),  # of 32,768 tokens each: 2**31 logits or more need 64-bit indices
+        (79, {}, 128, 4),
+        (39, {}, 64, 2),
+        (22, {}, 32, 1),
+        (79, {"total_batch_size": 1024}, 1, 1),
+        (18, {"micro_batch_size": 32}, 32, 2),  # with one, it does not fit
+        (8, {"compile": False}, 8, 4),
+        (79, {"loss_chunks": 3}, 128, 3),
+        (79, {"block_size": 131_072, "total_batch_size": 131_072}, 1, 4),
+        (79, {"block_size": 2**20, "total_batch_size": 2**20}, 1, 32),
+    ],
+)
+def test_gpu_has_the_largest_micro_batch_that_fits_and_the_fewest_chunks(
+    gib, flags, micro_batch_size, chunks
+):
+    config = TrainConfig(**flags)
+    device = Device("a GPU", gib, torch.bfloat16)
+    split = split_batch(config, config.model_config(), device, gpus())
+    assert (split.micro_batch_size, split.loss_chunks) == (micro_batch_size, chunks)
+
+
+def test_other_devices_have_as_many_chunks_whatever_the_batch():
+    for kind, chunks in (("cpu", 4), ("mps", 8)):
+        for total in (1024, 8192):
+            device, dist_info = Device(kind, 64, torch.float32), DistInfo(torch.device(kind))
+            config = TrainConfig(total_batch_size=total)
+            assert split_batch(config, GPT2, device, dist_info).loss_chunks == chunks
 
 
 def test_ranks_plan_the_batch_of_the_one_with_the_least_memory(commands, tmp_path):

@@ -75,8 +75,8 @@ class TrainConfig:
     micro_batch_size: int | Literal["auto"] = "auto"
     """Sequences that a process takes at once; auto is the most that fit and still bring speed."""
     loss_chunks: int | None = None
-    """Parts in which logits are computed, to save memory; by default 8, on a CPU 4. The results are
-    the same, and so is the time."""
+    """Number of chunks in which logits are computed, to save memory; by default as few as fit on an
+    NVIDIA GPU, 4 on a CPU. The results are the same."""
 
     max_steps: int = 19_073
     """Optimizer steps in all."""

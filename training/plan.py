@@ -32,7 +32,11 @@ from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: parameter and two moments
 MEMORY_SHARE = {"cuda": 0.9, "mps": 0.8, "cpu": 0.8}  # of a device, what a plan counts on
-MAX_MICRO_BATCH_TOKENS = {"cuda": 65536, "mps": 8192, "cpu": 4096}  # more brings no more speed
+MAX_MICRO_BATCH_TOKENS = {"cuda": 131_072, "mps": 8192, "cpu": 4096}  # more are not faster
+MAX_CHUNKS = 8  # more save little memory
+# On GPUs, fewer chunks are faster while one has fewer than 2**31 logits: beyond, a compiled kernel
+# needs 64-bit indices.
+MAX_CHUNK_TOKENS = 32_768
 LEAST_PARAMETERS = 1e8  # that keep a GPU busy; a smaller model reaches a share that is not known
 # What a block saves of a token for its backward pass, per channel: values of the residual stream,
 # and others, in the dtype of matrix products. none: two residual inputs; two normalised copies, q,
@@ -86,15 +90,18 @@ class Memory(NamedTuple):
 
 
 def plan_memory(
-    config: TrainConfig, model_config: GPTConfig, dtype: torch.dtype, dist_info: DistInfo
+    config: TrainConfig,
+    model_config: GPTConfig,
+    dtype: torch.dtype,
+    dist_info: DistInfo,
+    chunks: int,
 ) -> Memory:
-    """So many bytes per parameter, and so many per token of a micro-batch.
+    """Estimate bytes per parameter, and per token of a micro-batch whose loss has `chunks`.
 
     Parameters, gradients and moments are float32, and sharded with `--parallel fsdp` or `hsdp`.
     """
     n_params, width = model_config.n_params, model_config.n_embd
     values, size = model_config.padded_vocab_size, dtype.itemsize
-    chunks = loss_chunks(config, dist_info.device.type)
     shards = {"ddp": 1, "fsdp": dist_info.world_size, "hsdp": dist_info.local_world_size}
     sharded = 16 * n_params
     if config.optimizer == "muon":  # of the blocks' matrices it keeps one moment, not two
@@ -111,7 +118,7 @@ def plan_memory(
     if config.compile:  # two chunks' logits, or their gradients
         logits = size * values * 2 / chunks
     else:  # copies in float32, too
-        logits = (12 if chunks == 1 else 20 / chunks) * values
+        logits = (12 if chunks == 1 else 18 / chunks) * values
     mode = config.activation_checkpointing
     is_bfloat16 = dtype == torch.bfloat16 and (config.compile or mode != "none")
     residual = 2 if is_bfloat16 else 4  # bytes of a value; LayerNorm, not compiled, saves float32
@@ -144,19 +151,15 @@ def warn_of_gpu(needed_bytes: float, dist_info: DistInfo) -> None:
         )
 
 
-def loss_chunks(config: TrainConfig, device_type: str) -> int:
-    """Parts of the LM head's logits: as asked, else as many as cost no time."""
-    return config.loss_chunks or (4 if device_type == "cpu" else 8)
-
-
 # --- batch ------------------------------------------------------------------------------------
 
 
 class BatchSplit(NamedTuple):
     """How a global batch is split over processes and micro-steps."""
 
-    micro_batch_size: int  # sequences that a process takes at once
+    micro_batch_size: int  # sequences of a process in a forward pass
     grad_accum_steps: int  # micro-batches of each process in an optimizer step
+    loss_chunks: int  # parts of a micro-batch for which logits are computed
 
 
 def split_batch(
@@ -164,17 +167,16 @@ def split_batch(
 ) -> BatchSplit:
     """Split the global batch over processes and micro-steps, in the same way on every process.
 
-    With `--micro-batch-size auto`, a process takes at once the most sequences that divide its
-    part, should fit every process's memory, and still bring speed.
+    `--micro-batch-size auto` is the largest one that divides a process's part, fits every process's
+    memory and is faster than a smaller one. Then `--loss-chunks` is the smallest number that fits.
     """
-    block_size = model_config.block_size
-    tokens: float = MAX_MICRO_BATCH_TOKENS[dist_info.device.type]
-    if device.memory_gib is not None:
-        memory = plan_memory(config, model_config, device.dtype, dist_info)
-        usable = MEMORY_SHARE[dist_info.device.type] * device.memory_gib * 2**30
-        free = usable - memory.state
-        tokens = min(tokens, free / memory.per_token)
-    limit = -all_reduce_max(-max(1, int(tokens // block_size)))  # the least of all processes
+    block_size, kind = model_config.block_size, dist_info.device.type
+    usable = MEMORY_SHARE[kind] * (device.memory_gib or math.inf) * 2**30
+    usable = -all_reduce_max(-int(min(usable, 2**62)))  # the least of all processes
+
+    def fits(sequences: int, chunks: int) -> bool:
+        memory = plan_memory(config, model_config, device.dtype, dist_info, chunks)
+        return memory.total(sequences * block_size) <= usable
 
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
     total, unit = config.total_batch_size, block_size * dist_info.world_size * (fixed or 1)
@@ -185,8 +187,17 @@ def split_batch(
             f"each process: use {' or '.join(map(str, nearest))}"
         )
     sequences = total // (block_size * dist_info.world_size)  # of a process's step
-    micro_batch_size = fixed or max(n for n in range(1, limit + 1) if sequences % n == 0)
-    return BatchSplit(micro_batch_size, sequences // micro_batch_size)
+    chunks = config.loss_chunks or (4 if kind == "cpu" else MAX_CHUNKS)
+    limit = max(1, MAX_MICRO_BATCH_TOKENS[kind] // block_size)
+    sizes = (n for n in range(min(limit, sequences), 0, -1) if sequences % n == 0)
+    micro_batch_size = fixed or next((n for n in sizes if fits(n, chunks)), 1)
+    if kind == "cuda" and config.loss_chunks is None:
+        chunks, tokens = 1, micro_batch_size * block_size
+        while tokens > chunks * MAX_CHUNK_TOKENS:
+            chunks *= 2
+        while chunks < MAX_CHUNKS and not fits(micro_batch_size, chunks):
+            chunks *= 2
+    return BatchSplit(micro_batch_size, sequences // micro_batch_size, chunks)
 
 
 # --- what it comes to -------------------------------------------------------------------------
@@ -219,7 +230,7 @@ def describe_plan(
     world_size, block_size = dist_info.world_size, model_config.block_size
     tokens = config.total_batch_size * config.max_steps
     flops = flops_per_token(model_config) * tokens
-    memory = plan_memory(config, model_config, device.dtype, dist_info)
+    memory = plan_memory(config, model_config, device.dtype, dist_info, split.loss_chunks)
     state = memory.state / 2**30
     activations = memory.per_token * split.micro_batch_size * block_size / 2**30
     saves = math.ceil(config.max_steps / (config.checkpoint_every or config.max_steps))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from corpus.shards import TokenShards, unigram_loss
+from corpus.shards import TokenShards
 from formats.checkpoint import Checkpoint, CheckpointWriter
 from formats.load import RUN_CONFIG_NAME, describe_best
 from hellaswag import Example, examples_or_none
@@ -41,8 +41,9 @@ class Run:
     """Of matrix products."""
     compiles: bool
     micro_batch_size: int
-    """Sequences that a rank takes at once."""
+    """Sequences of a rank in a forward pass."""
     grad_accum_steps: int
+    loss_chunks: int
     train_shards: TokenShards
     val_shards: TokenShards
     hellaswag: Sequence[Example]
@@ -112,12 +113,7 @@ class Run:
         distributed.barrier()  # all is written
         if reason is None:
             if is_main():
-                if best := describe_best(self.folder):
-                    splits = (self.train_shards, self.val_shards)
-                    loss, bits = unigram_loss(*splits, self.config.val_tokens)
-                    frequencies = f"val_loss {loss:.4f}, {bits:.4f} bits per byte"
-                    best += f"a model of token frequencies alone has {frequencies}\n"
-                print0(f"{best}done: {self.folder}")
+                print0(f"{describe_best(self.folder)}done: {self.folder}")
             return
         if reason == "failure":  # the process that met it says what it was
             raise error or SystemExit(2)
@@ -146,7 +142,7 @@ def open_run(
     stop = StopRequest(dist_info)
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, model_config, device, dist_info)
-        memory = plan_memory(config, model_config, device.dtype, dist_info)
+        memory = plan_memory(config, model_config, device.dtype, dist_info, split.loss_chunks)
         warn_of_gpu(memory.total(split.micro_batch_size * model_config.block_size), dist_info)
         if is_main():  # it measures the CPU, once
             print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
@@ -168,8 +164,7 @@ def open_run(
             model_config=model_config,
             dtype=device.dtype,
             compiles=config.compile and can_compile(dist_info),
-            micro_batch_size=split.micro_batch_size,
-            grad_accum_steps=split.grad_accum_steps,
+            **split._asdict(),
             train_shards=splits[0],
             val_shards=splits[1],
             hellaswag=hellaswag,
