@@ -1,14 +1,13 @@
-"""Measure training speed: configurations, peers and components, each against the others.
+"""Measure training speed: configurations and other trainers, side by side.
 
     python -m bench                         # the ladder: from float32 to the product's defaults
     python -m bench --peer transformers     # the defaults against Hugging Face's GPT-2, tuned
     python -m bench --peer eager            # the defaults against a plain, uncompiled trainer
-    python -m bench --peer switches         # the defaults against themselves with one change
-    python -m bench --component sample      # another part: sampling, or hellaswag
-    python -m bench --gpu                   # what a GPU can tell, in an hour at the most
+    python -m bench --peer FILE.py          # the defaults against another project's script
+    python -m bench --gpu                   # tests and speed on a GPU, in 12 minutes at most
 
-What is compared runs in turn (A B A B …), because machines drift, and medians are compared; a
-training run is a command in a fresh process. The results go to `bench/results/DEVICE.json` after
+Compared runs alternate (A B A B …), because machines drift, and medians are compared; a training
+run is a command in a fresh process. The results are written to `bench/results/DEVICE.json` after
 each run.
 """
 
@@ -19,10 +18,9 @@ from pathlib import Path
 import runtime.threads  # noqa: F401 - before torch, which reads what it sets
 
 from bench import measurement
-from bench.components import COMPONENTS
 from bench.config import BenchConfig
-from bench.gpu import run_gpu_commands
-from bench.ladder import training_measures
+from bench.gpu import check_gpu
+from bench.ladder import Workspace, training_measures
 from corpus.shards import open_shards
 from runtime.cli import parse_flags, run_command
 
@@ -38,22 +36,19 @@ def main() -> None:
             measurement.run_python("fineweb.py", "--source=stdlib", f"--data-dir={data_dir}")
         open_shards(data_dir, "train")  # refuse a wrong folder before anything is measured
         config = replace(config, data_dir=data_dir.absolute())
-        (run_gpu_commands if config.gpu else measure)(config, scratch)
+        (check_gpu if config.gpu else measure)(config, scratch)
 
 
 def measure(config: BenchConfig, scratch: Path) -> None:
     """Measure one thing, print its table, add it to the device's results."""
     print(f"{measurement.device_label(config.torch_device)}: {config.model_config()}", flush=True)
-    if config.component:
-        name = f"component_{config.component}"
-        measures = COMPONENTS[config.component](config)
-    else:
-        name = f"peer_{config.peer}" if config.peer else "ladder"
-        measures = training_measures(config, scratch)
+    name = f"peer_{Path(config.peer).stem}" if config.peer else "ladder"
+    measures = training_measures(config, Workspace(scratch))
+    path = measurement.results_path(config)
     for measured in measurement.measure_in_turn(measures, config.rounds):
-        measurement.store_results(config, name, *measured)
+        measurement.store_results(path, config, name, *measured)
     print(measurement.format_results(*measured))
-    print(measurement.results_path(config))
+    print(path)
 
 
 if __name__ == "__main__":

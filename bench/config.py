@@ -16,20 +16,22 @@ ROOT = Path(__file__).resolve().parent.parent
 STEP_SECONDS = 2  # of a step, where the default's batch would take longer
 LEAST_MFU = 0.3  # that a GPU reaches
 UNKNOWN_PEAK = 65e12  # FLOP/s, where the GPU's is not known: a T4's
+Part = Literal["environment", "tests", "ladder", "defaults", "muon", "xl", "context"]  # of --gpu
 DIMENSIONS = ("size", "n_layer", "n_head", "n_embd", "block_size")
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure this device: the speed ladder, or what --peer, --component or --gpu names."""
+    """Measure training speed on this device: the ladder, or what --peer or --gpu names."""
 
     gpu: bool = False
-    """Run a list of commands, each with a time limit: what this machine's GPUs can tell."""
-    peer: Literal["transformers", "eager", "switches"] | None = None
-    """Compare the product's defaults with this trainer, instead of the ladder; switches: with
-    themselves, one of them changed."""
-    component: Literal["hellaswag", "sample"] | None = None
-    """Measure this part of the product, instead of the ladder."""
+    """Check this machine's GPU in 12 minutes: tests, ladder, defaults, Muon, XL, long context."""
+    only: Part | None = None
+    """Run only this part of --gpu."""
+    peer: Literal["transformers", "eager"] | Path | None = None
+    """Compare train_gpt2.py's defaults with transformers, eager or the training script at PATH. A
+    script prints its tokens per second, and finds the shards in the folder edu_fineweb10B. With
+    --gpu, it is compared in the part `defaults`."""
 
     size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Model size: 124M, 350M, 774M or 1558M parameters."""
@@ -44,7 +46,7 @@ class BenchConfig:
 
     micro_batch_size: int | None = None
     """Sequences per micro-batch; by default 16 on a GPU (as in published figures), fewer below 64
-    GiB, and 4 elsewhere. In the ladder and the switches, the product takes what it would choose."""
+    GiB, and 4 elsewhere. In the ladder, with --gpu and next to a script, train_gpt2.py chooses."""
     steps: int | None = None
     """Timed steps per run, after one untimed step; by default 20 on a GPU, else 4."""
     rounds: int = 3
@@ -58,8 +60,13 @@ class BenchConfig:
     """Where the results go. Another model or batch than the default has a file of its own."""
 
     def __post_init__(self) -> None:
-        if self.gpu + bool(self.peer) + bool(self.component) > 1:
-            raise ValueError("--gpu, --peer and --component are three measurements: give one")
+        if isinstance(self.peer, Path):
+            if not (self.peer.suffix == ".py" and self.peer.is_file()):
+                raise ValueError(f"--peer {self.peer} is not transformers, eager or a .py file")
+        elif self.gpu and self.peer:
+            raise ValueError(f"--gpu requires a .py file as --peer, not {self.peer}")
+        if self.only and not self.gpu:
+            raise ValueError("--only requires --gpu")
         above_zero = ("micro_batch_size", "steps", "rounds")
         if problems := bad_numbers(self, above_zero):
             raise ValueError("; ".join(problems))

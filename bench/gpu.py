@@ -1,97 +1,117 @@
-"""`python -m bench --gpu`: what this machine's GPUs can tell, in an hour at the most.
+"""`python -m bench --gpu`: test and measure this machine's GPU, in 12 minutes at most.
 
-A list of commands, the most important first, each with a time limit. What they print goes to one
-file as it comes. A command that fails or takes too long is noted, and the next one runs.
+Each part has a time limit, and its results are stored as they come. What fails or takes too long is
+named with the reason, and the next part runs.
 """
 
-import os
-import signal
-import subprocess
-import sys
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from time import monotonic
 
-import torch
+from bench import ladder, measurement
+from bench.config import BenchConfig
+from bench.ladder import Workspace
+from bench.measurement import Measure, Results
+from plot import BLUE, GREY, INK, new_axes
+from runtime.files import atomic_write, read_json
 
-from bench.config import ROOT, BenchConfig
-from bench.measurement import provenance, results_path
-from runtime.cli import as_flags
-
-STEPS = 10  # timed, of each training run
-
-
-def gpu_commands(config: BenchConfig, scratch: Path) -> list[tuple[float, list[str]]]:
-    """The minutes that each command of Python may take, and its arguments.
-
-    Runs are saved in `scratch`.
-    """
-    given = config.shared_settings()
-    bench = ["-m", "bench", *as_flags(given), f"--out-dir={config.out_dir}", "--rounds=1"]
-    bench += as_flags({"micro_batch_size": config.micro_batch_size, "steps": config.steps or STEPS})
-    settings = given | {"total_batch_size": config.step_tokens, "out_dir": scratch}
-    settings |= {"val_every": 20, "val_tokens": 65_536, "hellaswag_every": 0, "sample_every": 0}
-    settings |= {"checkpoint_every": 20}  # what follows needs one, should the time be up
-    train = ["train_gpt2.py", *as_flags(settings)]
-    run = scratch / "trained"
-    context = 64 * config.block_size
-    long = as_flags({"block_size": context, "total_batch_size": context, "micro_batch_size": 1})
-    long += ["--activation-checkpointing=full", "--loss-chunks=8", "--val-every=0"]
-    evaluated = [f"--model={run}", f"--device={config.device}"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=gpu"]
-    on_all = (4, [*torchrun, *train, "--run-name=all", "--max-steps=40"])
-    return [
-        (6, ["-m", "pytest", "-qrfE", "--tb=short", "--show-capture=no", "tests/test_cuda.py"]),
-        (5, [*bench, "--peer=transformers"]),
-        (12, [*bench, "--peer=switches"]),
-        (9, bench),  # the ladder
-        (4, [*train, f"--run-name={run.name}", "--max-steps=40"]),
-        (3, ["train_gpt2.py", f"--resume={run}", "--max-steps=60"]),
-        *([on_all] if torch.cuda.device_count() > 1 else ()),
-        (4, [*train, *long, "--run-name=long", "--max-steps=2"]),
-        (2, ["hellaswag.py", *evaluated, "--data=assets/hellaswag_sample.jsonl"]),
-        (2, ["sample.py", *evaluated]),
-        (2, [*bench, "--component=sample"]),
-        (2, [*bench, "--component=hellaswag"]),
-        (4, [*bench, "--peer=eager"]),
-    ]
+TOTAL_SECONDS = 700  # 20 less than 12 minutes, for tokenizing a text
+PART_SECONDS = {  # time limits, in order
+    **{"environment": 5, "tests": 135, "ladder": 205},
+    **{"defaults": 100, "muon": 80, "xl": 90, "context": 85},
+}
+PEER_SECONDS = 450  # for a peer, on top of the limit of `defaults`
+FEW_STEPS = 4  # timed steps of XL and of the long context
+SEQUENCES = 128  # in a step of XL; the long context is one sequence of as many tokens
+TEST_FILE = "tests/test_cuda.py"
 
 
-def run_gpu_commands(config: BenchConfig, scratch: Path) -> None:
-    """Run the commands, one after the other; print what came of each."""
+def check_gpu(config: BenchConfig, scratch: Path) -> None:
+    """Measure the parts in order, store and draw their results, and print what is missing."""
     if config.device == "auto" and config.torch_device.type != "cuda":
         raise ValueError("--gpu: this machine has no usable GPU; --device cpu only rehearses it")
-    config = replace(config, out_dir=config.out_dir.absolute())
-    path = results_path(config).with_suffix(".log")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    print(f"what the commands print goes to {path}", flush=True)
-    path.write_text(f"{provenance()}\n")
-    for minutes, args in gpu_commands(config, scratch):
-        print(run_limited(minutes, args, path), flush=True)
+    path, end = measurement.results_path(config), monotonic() + TOTAL_SECONDS
+    log = path.with_suffix(".log").absolute()
+    print(measurement.device_label(config.torch_device), measurement.provenance(), flush=True)
+    missing = list[str]()
+    for part in [config.only] if config.only else PART_SECONDS:
+        print(f"--- {part}", flush=True)
+        has_peer = part == "defaults" and config.peer is not None
+        limit = monotonic() + PART_SECONDS[part] + PEER_SECONDS * has_peer
+        work = Workspace(scratch, log, min(limit, end))
+        part_config = config_of(part, config)
+        results, failures = Results(), dict[str, str]()
+        measurement.store_results(path, part_config, part, results, failures)
+        measures = part_measures(part, part_config, work)
+        with suppress(ValueError):  # nothing was measured: `failures` has the reasons
+            for results, failures in measurement.measure_in_turn(measures, rounds=1 + has_peer):
+                measurement.store_results(path, part_config, part, results, failures)
+        missing += [f"not measured: {part}: {label}: {why}" for label, why in failures.items()]
+        if part == "ladder" and results:
+            print(draw_ladder(path), flush=True)
+    print(*missing, log, path, sep="\n")
 
 
-def run_limited(minutes: float, args: list[str], log: Path) -> str:
-    """Run a command, with what it prints added to `log`; returns what came of it, in one line."""
-    start = monotonic()
-    shown = f"python {' '.join(args)}"
-    with log.open("a") as file:
-        print(f"\n$ {shown}", file=file, flush=True)
-        child = subprocess.Popen(
-            [sys.executable, *args],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            process_group=0,  # to end the command's own processes, too
-        )
-        try:
-            code = child.wait(60 * minutes)
-            outcome = f"FAILED ({code})" if code else f"done in {monotonic() - start:.0f} s"
-        except subprocess.TimeoutExpired:
-            outcome = f"STOPPED after {minutes:g} minutes"
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        print(f"--- {outcome}", file=file)
-    return f"{outcome}: {shown}"
+def config_of(part: str, config: BenchConfig) -> BenchConfig:
+    """The configuration with the model and the number of steps of a part."""
+    few = replace(config, steps=config.steps or FEW_STEPS)
+    if part == "xl":
+        return replace(few, size="gpt2-xl")
+    return replace(few, block_size=SEQUENCES * config.block_size) if part == "context" else config
+
+
+def part_measures(part: str, config: BenchConfig, work: Workspace) -> dict[str, Measure]:
+    """Build the measures of a part, by name."""
+    if part == "environment":  # the results of every part have it
+        return {}
+    if part == "tests":
+        return {part: partial(run_tests, work)}
+    if part == "ladder":
+        rows = ladder.ladder_rows(config.torch_device)
+        compile_ahead(config, work, {n: row for n, row in rows.items() if "compile" in row[-1]})
+        return ladder.ladder_measures(config, work, rows)
+    if part == "defaults" and config.peer:
+        return ladder.training_measures(config, work)
+    train = partial(ladder.measure_training, config, work, ladder.TRAIN_GPT2)
+    tokens = {"xl": SEQUENCES * config.block_size, "context": config.block_size}
+    flags = ("--optimizer=muon",) if part == "muon" else ()
+    return {part: partial(train, tokens.get(part, config.step_tokens), ladder.AUTO, *flags)}
+
+
+def compile_ahead(config: BenchConfig, work: Workspace, rows: ladder.Rows) -> None:
+    """Fill the compiler's cache: train each row for two steps, side by side, in half the time."""
+    halfway = work._replace(deadline=(monotonic() + work.deadline) / 2)
+    measures = ladder.ladder_measures(replace(config, steps=1), halfway, rows)
+    with ThreadPoolExecutor() as pool:
+        for measure in measures.values():
+            pool.submit(measure)  # the timed runs report the errors
+
+
+def run_tests(work: Workspace) -> dict[str, float]:
+    """Run the tests for GPUs; returns how many passed and how many were skipped."""
+    args = ("-qrfE", "--tb=short", "--show-capture=no", TEST_FILE)
+    summary = work.run("-m", "pytest", *args).splitlines()[-1]  # 13 passed, 2 skipped in 9.87s
+    return {outcome: float(count) for count, outcome in re.findall(r"(\d+) ([a-z]+)", summary)}
+
+
+def draw_ladder(path: Path) -> Path:
+    """Draw the ladder of a results file as bars, into a PNG file next to it."""
+    file = read_json(path)
+    rows = {row: median(runs["tokens/s"]) for row, runs in file["ladder"]["results"].items()}
+    title = f"GPT-2 training on one {file['device']}, commit {file['ladder']['commit'][:7]}"
+    axes = new_axes(title, "")
+    axes.set_xlabel("tokens per second; each row adds one optimization", color=GREY)
+    axes.grid(visible=False)
+    bars = axes.barh([*rows], [*rows.values()], color=BLUE)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=4, color=INK)
+    axes.margins(x=0.12)  # for the numbers
+    axes.invert_yaxis()
+    figure = path.with_name(f"{path.stem}-ladder.png")
+    with atomic_write(figure) as png:
+        axes.figure.savefig(png, format="png")  # type: ignore[union-attr]
+    return figure

@@ -1,15 +1,19 @@
-"""Training speed: the ladder, peers and switches, each a command that trains in a fresh process.
+"""Training speed: the ladder and peers, each a command that trains in a fresh process.
 
-The commands are `train_gpt2.py`, and the plain trainer of `bench.plain` with some optimizations.
-The ladder adds one optimization at a time, up to the product's defaults; a peer is one trainer
-next to the product; a switch changes one of the product's defaults.
+The commands are `train_gpt2.py`, the plain trainer of `bench.plain` with some optimizations, and
+another project's script. The ladder adds one optimization at a time, up to the product's defaults;
+a peer is one trainer next to the product.
 """
 
-import shutil
+import math
+import re
 import statistics
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,98 +25,134 @@ from runtime.cli import as_flags
 from runtime.device import cpu_flops, device_name, prepare_compiler, select_dtype
 from runtime.gpus import flops_per_token, mfu, peak_flops
 
-PRODUCT, ACCUMULATION = "product defaults", "gradient accumulation"
-TRAIN_GPT2, PLAIN = ("train_gpt2.py",), ("-m", "bench.plain")
+PRODUCT = "product defaults"
+TRAIN_GPT2, AUTO, PLAIN = ("train_gpt2.py",), "--micro-batch-size=auto", ("-m", "bench.plain")
 EAGER = ("TF32", "bfloat16", "flash attention")
 PEERS = {  # a plain trainer; and Hugging Face's model, as its users would tune it
     "eager": EAGER,
     "transformers": (*EAGER, "compile", "fused AdamW", HUGGING_FACE),
 }
-SWITCHES = {  # one change to the product's defaults; some are the default of a device
-    "not compiled": "--no-compile",
-    "float32": "--dtype=float32",
-    "logits in one chunk": "--loss-chunks=1",
-    "logits in 4 chunks": "--loss-chunks=4",
-    "selective recomputation": "--activation-checkpointing=selective",
-    "deterministic": "--deterministic",
-}
-MICRO_BATCHES = 4  # of a step with accumulation, at least
 TRAINING = {  # a constant rate; nothing but training
     **{"max_lr": 3e-4, "min_lr": 3e-4, "warmup_steps": 0, "checkpoint_every": 0},
     **{"val_every": 0, "hellaswag_every": 0, "sample_every": 0},
 }
+PLANNED = re.compile(r"^memory +about ([\d.]+) GiB", re.MULTILINE)  # in the plan of train_gpt2.py
+UNIT, NUMBER = r"tok(?:ens?)?[ _]?(?:/|per)[ _]?s(?:ec(?:ond)?s?)?\b", r"(\d(?:[\d.,]*\d)?)(k?)"
+RATE = re.compile(rf"{UNIT}[^\w\n]*{NUMBER}\b|{NUMBER} ?{UNIT}(?!\s*[:=])", re.IGNORECASE)
+Rows = dict[str, tuple[str, ...]]  # commands of the plain trainer, by name
+UNTIMED_STEPS, SCRIPT_SECONDS = 3, 600.0  # first steps and time limit of another project's script
 
 
-def training_measures(config: BenchConfig, scratch: Path) -> dict[str, Measure]:
-    """What the config compares, by name, with files in `scratch`."""
-    available = available_optimizations(config.torch_device)
-    train = partial(measure_training, config, scratch)
-    one, tokens = config.micro_batch_tokens, config.step_tokens
-    if config.peer in PEERS:
-        on = [name for name in PEERS[config.peer] if name in (*available, HUGGING_FACE)]
-        return {
-            config.peer: partial(train, (*PLAIN, ",".join(on)), tokens),
-            PRODUCT: partial(train, TRAIN_GPT2, tokens),
-        }
-    # The product takes the micro-batch that it would choose.
-    auto = () if config.micro_batch_size else ("--micro-batch-size=auto",)
-    if config.peer == "switches":
-        changes = {PRODUCT: (), **{name: (flag,) for name, flag in SWITCHES.items()}}
-        return {
-            name: partial(train, TRAIN_GPT2, tokens, *auto, *change)
-            for name, change in changes.items()
-        }
-    tokens = max(tokens, MICRO_BATCHES * one)
-    measures: dict[str, Measure] = {"float32": partial(train, (*PLAIN, ""), one)}
-    for count, name in enumerate(available, 1):
-        measures[name] = partial(train, (*PLAIN, ",".join(available[:count])), one)
-    measures[ACCUMULATION] = partial(train, (*PLAIN, ",".join(available)), tokens)
-    return measures | {PRODUCT: partial(train, TRAIN_GPT2, tokens, *auto)}
+class Workspace(NamedTuple):
+    """Folder, log file and time limit of the child processes of a measurement."""
+
+    scratch: Path
+    log: Path | None = None
+    deadline: float = math.inf  # as time.monotonic() counts
+
+    def run(self, *args: str | Path, seconds: float = math.inf, **options: Any) -> str:  # noqa: ANN401 - run_python's
+        """Call `run_python` until the deadline; all runs share one cache of compiled code."""
+        options |= {"log": self.log, "seconds": min(seconds, self.deadline - monotonic())}
+        return run_python(*args, TORCHINDUCTOR_CACHE_DIR=str(self.scratch / "compiled"), **options)
 
 
-def available_optimizations(device: torch.device) -> list[str]:
-    """The plain trainer's optimizations that this device has; prints which it lacks."""
+def training_measures(config: BenchConfig, work: Workspace) -> dict[str, Measure]:
+    """Build the measures that the config compares, by name."""
+    train, tokens = partial(measure_training, config, work), config.step_tokens
+    flags = () if config.micro_batch_size else (AUTO,)
+    measures = dict[str, Measure]()
+    if isinstance(config.peer, Path):
+        measures[config.peer.name] = partial(measure_script, config, work, config.peer.resolve())
+    elif config.peer:
+        rows, flags = ladder_rows(config.torch_device), ()  # both have the same micro-batch
+        on = [name for name in PEERS[config.peer] if name in (*rows, HUGGING_FACE)]
+        measures[config.peer] = partial(train, (*PLAIN, ",".join(on)), tokens)
+    else:
+        measures = ladder_measures(config, work, ladder_rows(config.torch_device))
+    return measures | {PRODUCT: partial(train, TRAIN_GPT2, tokens, *flags)}
+
+
+def ladder_rows(device: torch.device) -> Rows:
+    """Build the plain trainer's command for each row; print which optimizations are missing."""
     lacking = {
         "TF32": device.type != "cuda",
         "bfloat16": select_dtype("auto", device) == torch.float32,
         "compile": prepare_compiler(device),
     }
     print("not on this device:", *(name for name in lacking if lacking[name]), flush=True)
-    return [name for name in OPTIMIZATIONS if not lacking.get(name)]
+    available = [name for name in OPTIMIZATIONS if not lacking.get(name)]
+    names = ["float32", *available]
+    return {name: (*PLAIN, ",".join(available[:count])) for count, name in enumerate(names)}
+
+
+def ladder_measures(config: BenchConfig, work: Workspace, rows: Rows) -> dict[str, Measure]:
+    """Build the measures of the plain trainer's rows; a step is one micro-batch."""
+    train = partial(measure_training, config, work)
+    return {name: partial(train, row, config.micro_batch_tokens) for name, row in rows.items()}
 
 
 def measure_training(
-    config: BenchConfig,
-    scratch: Path,
-    trainer: Sequence[str],
-    tokens: int,
-    *flags: str,
+    config: BenchConfig, work: Workspace, trainer: Sequence[str], tokens: int, *flags: str
 ) -> dict[str, float]:
     """Train once, in a fresh process, with `tokens` in a step and `flags` on top of the usual ones.
 
-    The first step, which compiles, is not timed. `scratch` gets the run, and compiled code, which
-    later runs find.
+    The first step, which compiles, is not timed. The process is killed after the last step: nobody
+    needs its checkpoint.
     """
     device = config.torch_device
     timed_steps = config.steps or (20 if device.type == "cuda" else 4)
     # On a CPU, MFU is the share of the speed of a matrix product in the same dtype.
     is_cpu = device.type == "cpu"
     peak = cpu_flops(select_dtype("auto", device)) if is_cpu else peak_flops(device_name(device))
-    shutil.rmtree(scratch / "runs", ignore_errors=True)
+    out_dir = Path(tempfile.mkdtemp(dir=work.scratch))
     settings = config.shared_settings() | {
-        **{"out_dir": scratch / "runs", "run_name": "run", "max_steps": timed_steps + 1},
+        **{"out_dir": out_dir, "run_name": "run", "max_steps": timed_steps + 1},
         **{"micro_batch_size": config.sequences, "total_batch_size": tokens},
     }
     args = [*trainer, *as_flags(settings | TRAINING), "--no-shuffle", *flags]
-    run_python(*args, TORCHINDUCTOR_CACHE_DIR=str(scratch / "compiled"))
-    records = read_metrics(scratch / "runs" / "run" / "metrics.jsonl")
-    first, *steps = [record for record in records if "train_loss" in record]
-    speed = tokens / (statistics.median(step["step_time_ms"] for step in steps) / 1000)
+    path = out_dir / "run/metrics.jsonl"
+    output = work.run(*args, is_done=lambda _: len(read_steps(path)) > timed_steps)
+    first, *steps = read_steps(path)
+    step_time_ms = statistics.median(step["step_time_ms"] for step in steps)
+    speed, planned = tokens / (step_time_ms / 1000), PLANNED.search(output)
     values = {
         "tokens/s": speed,
         "MFU": mfu(speed, flops_per_token(config.model_config()), peak),
         "peak GiB": steps[-1]["peak_memory_gib"],
+        "planned GiB": float(planned[1]) if planned else None,
         "first step s": first["step_time_ms"] / 1000,
+        "ms per step": step_time_ms,
         f"loss after {len(steps)} steps": steps[-1]["train_loss"],
     }
     return {unit: value for unit, value in values.items() if value is not None}
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Read the records of the training steps so far."""
+    return [r for r in read_metrics(path) if "train_loss" in r] if path.exists() else []
+
+
+def measure_script(config: BenchConfig, work: Workspace, script: Path) -> dict[str, float]:
+    """Run another project's training script; returns the median of the rates that it prints.
+
+    It finds the shards in the folder `edu_fineweb10B`, as build-nanogpt does, and is killed after
+    as many steps as the product's, or at the time limit.
+    """
+    folder, steps = Path(tempfile.mkdtemp(dir=work.scratch)), UNTIMED_STEPS + (config.steps or 20)
+    (folder / "edu_fineweb10B").symlink_to(config.shared_settings()["data_dir"])
+    end = min(work.deadline, monotonic() + SCRIPT_SECONDS)
+
+    def is_done(output: str) -> bool:
+        return len(read_rates(output)) >= steps or monotonic() >= end
+
+    options: dict[str, Any] = {"folder": folder, "is_done": is_done, "PYTHONPATH": ""}
+    rates = read_rates(work.run(script, seconds=SCRIPT_SECONDS, **options))
+    if len(rates) <= UNTIMED_STEPS:
+        raise ValueError(f"printed {len(rates)} rates such as `tok/sec: 1000`, which is too few")
+    return {"tokens/s": statistics.median(rates[UNTIMED_STEPS:])}
+
+
+def read_rates(output: str) -> list[float]:
+    """Read the tokens per second in what a training script printed."""
+    found = ((a or c, b or d) for a, b, c, d in RATE.findall(output))
+    return [float(number.replace(",", "")) * (1000 if kilo else 1) for number, kilo in found]

@@ -5,18 +5,23 @@ The file has the last results of each measurement (`ladder`, `peer_transformers`
 committed: they name no host and no folder.
 """
 
+import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 from runtime.threads import usable_cores
@@ -27,7 +32,8 @@ from bench.config import DIMENSIONS, ROOT, BenchConfig
 from runtime.device import cudnn_version, device_name
 from runtime.files import read_json, write_json
 
-PACKAGES = ("torch", "transformers", "numpy", "tiktoken", "gigatoken")
+PACKAGES = ("triton", "transformers", "numpy", "tiktoken", "gigatoken")
+POLL_SECONDS = 0.1  # between two looks at a child process
 Measure = Callable[[], dict[str, float]]  # what one run measured, by unit
 Results = dict[str, dict[str, list[float]]]  # every run's values, by label and unit
 
@@ -55,7 +61,7 @@ def measure_in_turn(
                 results.setdefault(label, {}).setdefault(unit, []).append(value)
             print(f"run {turn}/{rounds} | {label:<24} | {line}", flush=True)
             yield results, failures
-    if not results:
+    if failures and not results:
         raise ValueError(f"nothing was measured: {line}")
 
 
@@ -70,24 +76,61 @@ def format_results(results: Results, failures: Mapping[str, str]) -> str:
     return "\n".join([*lines, *(f"{label:<24} | {why}" for label, why in failures.items())])
 
 
-def run_python(*args: str | Path, **environment: str) -> None:
-    """Run Python in this repository's folder, in a child process.
+def run_python(
+    *args: str | Path,
+    seconds: float = math.inf,
+    folder: Path = ROOT,
+    log: Path | None = None,
+    is_done: Callable[[str], bool] = lambda _: False,
+    **environment: str,
+) -> str:
+    """Run Python in a child process.
+
+    Args:
+        args: Python's arguments.
+        seconds: time limit; then the child and the processes that it started are killed.
+        folder: working directory.
+        log: file to append the output to.
+        is_done: is called with the output so far; the child is killed when it returns True.
+        environment: variables to set.
+
+    Returns:
+        Standard output and standard error, in the order in which they were printed.
 
     Raises:
-        ValueError: the child failed; the message is the last line of its standard error.
+        ValueError: the child failed, with its last line as the message, or the time was over.
     """
-    child = subprocess.run(
-        [sys.executable, *args],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if child.returncode < 0:
-        raise ValueError(f"ended by signal {-child.returncode}: out of memory?")
-    if child.returncode:
-        raise ValueError(child.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
+    if seconds <= 0:
+        raise ValueError("no time was left")
+    end = monotonic() + seconds
+    with open(log, "ab", 0) if log else tempfile.NamedTemporaryFile(buffering=0) as file:
+        file.write(f"$ python {' '.join(map(str, args))}\n".encode())
+        start = file.tell()
+
+        def output() -> str:
+            return Path(file.name).read_bytes()[start:].decode(errors="replace")
+
+        child = subprocess.Popen(
+            [sys.executable, *args],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
+            stdout=file,
+            stderr=file,
+            process_group=0,
+        )
+        try:
+            while (code := child.poll()) is None and not is_done(output()):
+                if monotonic() >= end:
+                    raise ValueError(f"stopped at its time limit, after {seconds:.0f} s")
+                sleep(POLL_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        if code:
+            last_line = output().strip().rpartition("\n")[2].removeprefix("error: ")
+            raise ValueError(last_line if code > 0 else f"ended by signal {-code}: out of memory?")
+        return output()
 
 
 # --- the file of a device ---------------------------------------------------------------------
@@ -118,10 +161,9 @@ def results_path(config: BenchConfig) -> Path:
 
 
 def store_results(
-    config: BenchConfig, name: str, results: Results, failures: Mapping[str, str]
+    path: Path, config: BenchConfig, name: str, results: Results, failures: Mapping[str, str]
 ) -> None:
-    """Put a measurement into the device's results, in place of its earlier ones."""
-    path = results_path(config)
+    """Replace a measurement in the results file of a device."""
     file = read_json(path) if path.exists() else {"device": device_label(config.torch_device)}
     measured = {"model": asdict(config.model_config()), "not_measured": failures}
     write_json(path, file | {name: provenance() | measured | {"results": results}})
@@ -129,11 +171,13 @@ def store_results(
 
 def provenance() -> dict[str, Any]:
     """The date, the commit and the versions of a measurement."""
-    versions = {package: version(package) for package in PACKAGES if find_spec(package)}
+    # torch's own version includes its build, such as 2.13.0+cu130.
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    versions |= {package: version(package) for package in PACKAGES if find_spec(package)}
     if torch.cuda.is_available():
         versions["cudnn"] = str(cudnn_version())
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": subprocess.getoutput("git describe --always --exclude=* --dirty"),  # noqa: S605, S607 - a fixed command
-        "versions": {"python": platform.python_version()} | versions,
+        "versions": versions,
     }

@@ -7,6 +7,7 @@ of one run, with its own arguments, environment, output and exit code.
 import json
 import os
 import random
+import select
 import socket
 import subprocess
 import sys
@@ -152,6 +153,28 @@ class Commands:
         return Done(next(filter(None, codes), 0), stdout, stderr, peak_bytes, codes)
 
 
+class HangingProgram:
+    """A program that forks, prints `x` twice and hangs; the text of it is `program`."""
+
+    def __init__(self, folder):
+        pipe, self.marker = folder / "pipe", folder / "hangs"
+        os.mkfifo(pipe)
+        self.reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        self.program = (
+            f"import os, time; pipe = open({str(pipe)!r}, 'w'); os.fork(); print('x', flush=True); "
+            f"open({str(self.marker)!r}, 'w').close(); time.sleep(600)"
+        )
+
+    def hangs(self):
+        """Whether it has come so far."""
+        return self.marker.exists()
+
+    def is_over(self):
+        """Whether both processes are gone, who held the pipe open; waits for a minute."""
+        readable, _, _ = select.select([self.reader], [], [], 60)
+        return bool(readable) and os.read(self.reader, 1) == b""
+
+
 def assert_refused(done, *parts):
     """Exit code 2 and one line of error that has each of `parts`."""
     assert done.code == 2, done
@@ -162,14 +185,21 @@ def assert_refused(done, *parts):
 
 
 def fork_trainers(monkeypatch, commands, module):
-    """Let a module's children be forks, which do without the seconds of imports and compiling."""
+    """Let a module's children be forks, which skip the seconds of imports and compiling.
 
-    def run_python(script, *args, **environment):
+    Children that have a folder, as other projects' scripts do, stay what they are.
+    """
+    run_fresh = module.run_python
+
+    def run_python(script, *args, seconds=None, log=None, is_done=None, folder=None, **environment):
+        if folder:
+            return run_fresh(script, *args, seconds=600, folder=folder, is_done=is_done)
         if script == "-m":
             module, *args = args
             script = module.replace(".", "/") + ".py"
         done = commands.run(ROOT / script, *args, **environment | NO_COMPILER)
         if done.code:
             raise ValueError(done.stderr)
+        return done.stdout
 
     monkeypatch.setattr(module, "run_python", run_python)

@@ -5,21 +5,29 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, TINY_MODEL
-from forked import NO_COMPILER, fork_trainers
+from forked import NO_COMPILER, HangingProgram, fork_trainers
 from torch.profiler import profile
 
 import model
 from bench import __main__ as bench_main
-from bench import ladder, plain
+from bench import ladder, measurement, plain
 from bench.config import BenchConfig
 from bench.ladder import (
-    ACCUMULATION,
     PEERS,
     PRODUCT,
-    available_optimizations,
+    UNTIMED_STEPS,
+    Workspace,
+    ladder_rows,
+    read_rates,
     training_measures,
 )
-from bench.measurement import format_results, measure_in_turn, results_path, store_results
+from bench.measurement import (
+    format_results,
+    measure_in_turn,
+    results_path,
+    run_python,
+    store_results,
+)
 from bench.plain import OPTIMIZATIONS, HuggingFaceGPT2
 from formats.metrics import read_metrics
 from model import GPT, GPTConfig
@@ -141,28 +149,159 @@ def test_hugging_face_peer_has_our_loss():
     assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in theirs.modules())
 
 
-@pytest.mark.parametrize("peer", [None, *PEERS, "switches"])
+@pytest.mark.parametrize("peer", [None, *PEERS])
 def test_training_measures_are_commands_of_the_trainers(peer, tiny_data, tmp_path, monkeypatch):
     """Every flag of each is one of train_gpt2.py."""
     for name, value in NO_COMPILER.items():
         monkeypatch.setenv(name, value)
     commands = []
-    monkeypatch.setattr(ladder, "run_python", lambda *args, **env: commands.append((args, env)))
-    measures = training_measures(replace(tiny_bench(tiny_data), peer=peer), tmp_path)
-    available = available_optimizations(CPU)
-    assert not {"TF32", "compile"} & {*available}
-    switches = [PRODUCT, *ladder.SWITCHES]
-    expected = {None: ["float32", *available, ACCUMULATION, PRODUCT], "switches": switches}
-    assert list(measures) == expected.get(peer, [peer, PRODUCT])
-    for name, measure in measures.items():
-        with pytest.raises(FileNotFoundError):  # nothing ran
+    monkeypatch.setattr(ladder, "run_python", lambda *args, **_: str(commands.append(args)))
+    measures = training_measures(replace(tiny_bench(tiny_data), peer=peer), Workspace(tmp_path))
+    rows = ladder_rows(CPU)
+    assert not {"TF32", "compile"} & {*rows}
+    assert list(measures) == ([peer, PRODUCT] if peer else [*rows, PRODUCT])
+    for measure in measures.values():
+        with pytest.raises(ValueError, match="not enough values"):  # the command did not run
             measure()
-        args, _ = commands[-1]
+        args = commands[-1]
         config = parse_flags(TrainConfig, args[3 if args[0] == "-m" else 1 :])
         assert (config.n_embd, config.max_steps, config.val_every) == (32, 3, 0)
-        is_accumulated = name in (ACCUMULATION, PRODUCT) and peer is None
-        assert config.total_batch_size == 4 * 32 * (4 if is_accumulated else 1)
+        assert config.total_batch_size == 4 * 32
     assert all(commands.count(command) == 1 for command in commands)
+
+
+def test_training_run_is_ended_after_its_last_step(tiny_data, tmp_path, monkeypatch):
+    """So that it writes no checkpoint; until then it runs, whatever it prints."""
+
+    def run_python(*args, is_done, **_):
+        config = parse_flags(TrainConfig, args[1:])
+        path = config.out_dir / config.run_name / "metrics.jsonl"
+        ends = [is_done("")]
+        path.parent.mkdir()
+        for step in (1, 2, 3):
+            record = {"step": step, "train_loss": 5.0, "step_time_ms": 64, "peak_memory_gib": 1.5}
+            with path.open("a") as file:
+                print(json.dumps(record), file=file)
+            ends.append(is_done(""))
+        assert ends == [False, False, False, True]
+        return "device      1 x cpu\nmemory      about 2.5 GiB per device: 1.0 weights\n"
+
+    monkeypatch.setattr(ladder, "run_python", run_python)
+    monkeypatch.setattr(ladder, "prepare_compiler", lambda _: "none is looked for")
+    measure = training_measures(tiny_bench(tiny_data), Workspace(tmp_path))[PRODUCT]
+    values = measure()
+    assert (values["planned GiB"], values["peak GiB"]) == (2.5, 1.5)
+    assert values["tokens/s"] == 4 * 4 * 32 / 0.064
+
+
+# --- another project's script -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "rates"),
+    [
+        ("step  10 | loss: 6.1 | dt: 1056.12ms | tok/sec: 496123.45", [496123.45]),
+        ("step 2/20 | loss 6.1, 904.12 ms | 50.1% bf16 MFU | 576,123 tok/s", [576123]),
+        ("iter 7: loss 6.1, tokens per second 1234", [1234]),
+        ("step 10 tokens/s=496.5k", [496500]),
+        ("540K tok/s | tokens_per_sec: 5", [540000, 5]),
+        ("10 tok/s\n20 tok/s\n", [10, 20]),
+        ("loss 6.1, 300 tokens, 5 s", []),
+    ],
+)
+def test_read_rates_knows_how_training_scripts_print_them(line, rates):
+    assert read_rates(line) == rates
+
+
+def script_measure(tiny_data, tmp_path, before="", steps=100, after=""):
+    """Measure a script that prints rates of 1,000.5, 1,001.5, … and then hangs."""
+    script = tmp_path / "theirs.py"
+    printed = "print(f'step {i:4d} | dt: 10.5ms | tok/sec: {1000 + i}.50')"
+    lines = ["from pathlib import Path", before, f"for i in range({steps}): {printed}", after]
+    script.write_text("\n".join([*lines, "import time; time.sleep(600)"]))
+    config = tiny_bench(tiny_data, f"--peer={script}")
+    measures = training_measures(config, Workspace(tmp_path))
+    assert list(measures) == ["theirs.py", PRODUCT]
+    return measures["theirs.py"]
+
+
+def test_script_finds_the_data_and_is_ended_after_enough_steps(tiny_data, tmp_path):
+    seen = tmp_path / "seen"
+    names = "' '.join(sorted(p.name for p in Path('edu_fineweb10B').glob('*.npy')))"
+    measure = script_measure(tiny_data, tmp_path, f"Path({str(seen)!r}).write_text({names})")
+    (rate,) = measure().values()
+    assert rate >= 1000.5 + UNTIMED_STEPS + 0.5  # two steps or more, however late the first look
+    assert seen.read_text() == "train_000001.npy train_000002.npy val_000000.npy"
+
+
+def test_script_that_is_slow_is_measured_by_its_steps_until_the_time_limit(
+    tiny_data, tmp_path, monkeypatch
+):
+    printed = tmp_path / "printed"
+    after = f"Path({str(printed)!r}).touch()"
+    measure = script_measure(tiny_data, tmp_path, steps=UNTIMED_STEPS + 1, after=after)
+    monkeypatch.setattr(ladder, "monotonic", lambda: 1e9 if printed.exists() else 0.0)
+    assert measure() == {"tokens/s": 1000.5 + UNTIMED_STEPS}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("print('hello')", "printed 0 rates such as"), ("raise OSError('no GPU')", "OSError: no GPU")],
+)
+def test_script_without_rates_has_a_reason(text, reason, tiny_data, tmp_path):
+    (tmp_path / "theirs.py").write_text(text)
+    config = tiny_bench(tiny_data, f"--peer={tmp_path}/theirs.py")
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        training_measures(config, Workspace(tmp_path))["theirs.py"]()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peer=nothing.py"], "--peer nothing.py is not transformers, eager or a .py file"),
+        ([f"--peer={ROOT}/README.md"], "README.md is not transformers, eager or a .py file"),
+        (["--gpu", "--peer=eager"], "--gpu requires a .py file as --peer, not eager"),
+        (["--only=xl"], "--only requires --gpu"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_flags(BenchConfig, flags)
+
+
+# --- child processes --------------------------------------------------------------------------
+
+
+def test_run_python_returns_and_logs_all_output(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    text = "import sys; print('out'); print('err', file=sys.stderr); print('end')"
+    assert run_python("-c", text, log=log) == "out\nerr\nend\n"
+    assert log.read_text() == f"earlier\n$ python -c {text}\nout\nerr\nend\n"
+    with pytest.raises(ValueError, match=r"^a reason$"):
+        run_python("-c", "print('out'); raise SystemExit('error: a reason')")
+    with pytest.raises(ValueError, match=r"^ended by signal 9: out of memory"):
+        run_python("-c", "import os; os.kill(os.getpid(), 9)")
+
+
+@pytest.mark.parametrize("ends_by", ["time limit", "output"])
+def test_run_python_ends_a_child_with_its_own_children(ends_by, tmp_path, monkeypatch):
+    hanging = HangingProgram(tmp_path)
+    if ends_by == "time limit":
+        monkeypatch.setattr(measurement, "monotonic", lambda: 9e9 if hanging.hangs() else 0.0)
+        with pytest.raises(ValueError, match=r"^stopped at its time limit, after 600 s$"):
+            run_python("-c", hanging.program, seconds=600)
+    else:
+        is_done = lambda output: output.count("x") == 2  # noqa: E731
+        assert run_python("-c", hanging.program, seconds=600, is_done=is_done) == "x\nx\n"
+    assert hanging.is_over()
+
+
+def test_run_python_starts_nothing_without_time(tmp_path):
+    hanging = HangingProgram(tmp_path)
+    with pytest.raises(ValueError, match=r"^no time was left$"):
+        run_python("-c", hanging.program, seconds=0)
+    assert not hanging.hangs()
 
 
 # --- the command and its results --------------------------------------------------------------
@@ -181,13 +320,16 @@ def test_measure_compares_the_product_with_a_peer(
     assert measured["versions"]["torch"] == torch.__version__
     peer, product = measured["results"]["eager"], measured["results"][PRODUCT]
     assert f"({product['tokens/s'][0] / peer['tokens/s'][0]:.2f}x)" in capsys.readouterr().out
-    records = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")  # the last run's
+    (product_run,) = (path.parent for path in tmp_path.glob("*/run/config.json"))
+    records = read_metrics(product_run / "metrics.jsonl")
     first, *steps = [record for record in records if "train_loss" in record]
     mean_ms = sum(step["step_time_ms"] for step in steps) / 2  # the median of two
+    assert product["ms per step"] == [pytest.approx(mean_ms)]
     assert product["tokens/s"] == [pytest.approx(4 * 32 / mean_ms * 1000)]
     assert product["first step s"] == [first["step_time_ms"] / 1000]
     assert product["loss after 2 steps"] == [steps[-1]["train_loss"]]
-    assert min(*product["peak GiB"], *product["MFU"]) > 0
+    assert min(*product["peak GiB"], *product["planned GiB"], *product["MFU"]) > 0
+    assert "planned GiB" not in peer
     # Published results name no machine and no folder.
     for private in (str(tiny_data), str(ROOT), "/nonexistent", socket.gethostname()):
         assert private in ("localhost", *file["device"].split()) or private not in path.read_text()
@@ -196,7 +338,7 @@ def test_measure_compares_the_product_with_a_peer(
 def test_results_are_replaced_by_name_and_have_a_file_per_model(tmp_path):
     config = BenchConfig(out_dir=tmp_path, device="cpu")
     for name, value in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
-        store_results(config, name, {"x": {"s": [value]}}, {})
+        store_results(results_path(config), config, name, {"x": {"s": [value]}}, {})
     file = json.loads(results_path(config).read_text())
     assert [file[name]["results"]["x"]["s"] for name in "ab"] == [[3.0], [2.0]]
     # README's small bench once drew 2 layers next to 12 in the published chart.
