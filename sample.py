@@ -2,13 +2,12 @@
 
     python sample.py --model runs/NAME --interactive                type a text, see it continued
     echo "Once upon" | python sample.py --model runs/NAME --prompt -
-    python sample.py --model runs/NAME --prompts-file FILE --json   one JSON object a sample
+    python sample.py --model runs/NAME --prompts-file FILE
 
 Without --model it is OpenAI's GPT-2 124M. In Python: `generate(model, text)` and `text_loss`.
 """
 
 import codecs
-import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from formats.load import load_model
 from model import GPT, KVCache
-from ops import lm_logits
 from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding
@@ -45,8 +43,6 @@ class SampleConfig:
     """A text file with a prompt in each line that is not blank, instead of --prompt."""
     interactive: bool = False
     """Type texts, and see each continued as its tokens come."""
-    json: bool = False
-    """Print one line of JSON per sample: prompt, text, index, tokens; these are the new ones."""
     num_samples: int = 4
     """Number of continuations of a prompt."""
     max_new_tokens: int = 100
@@ -70,8 +66,8 @@ class SampleConfig:
             problems.append(f"--top-p must be at most 1, not {self.top_p}")
         if self.prompt and self.prompts_file:
             problems.append("--prompt and --prompts-file are two sources: give one of them")
-        if self.interactive and (self.prompt or self.prompts_file or self.json):
-            problems.append("--interactive goes without --prompt, --prompts-file and --json")
+        if self.interactive and (self.prompt or self.prompts_file):
+            problems.append("--interactive goes without --prompt and --prompts-file")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -98,12 +94,8 @@ def main() -> None:
         ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
         samples = continue_tokens(torch.tensor([ids] * config.num_samples, device=device))
         for index, tokens in enumerate(samples):
-            new = tokens[len(ids) :]
-            text = gpt2_encoding().decode(new)
-            if config.json:
-                print(json.dumps({"prompt": prompt, "text": text, "index": index, "tokens": new}))
-            else:
-                print(f"--- sample {index + 1} of {len(samples)} ---\n{prompt}{text}\n")
+            text = gpt2_encoding().decode(tokens[len(ids) :])
+            print(f"--- sample {index + 1} of {len(samples)} ---\n{prompt}{text}\n")
 
 
 def read_prompts(config: SampleConfig) -> list[str]:
@@ -254,8 +246,7 @@ def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tens
     """
     known = 0 if cache is None else cache.length
     hidden = model.hidden_states(window[:, known:], cache=cache)[:, -1]  # (B, C)
-    with torch.autocast(window.device.type, enabled=False):  # near-equal logits tie in bfloat16
-        return lm_logits(hidden.float(), model.lm_head.weight, model.config.vocab_size)
+    return model.logits(hidden)
 
 
 def sample_token(

@@ -346,16 +346,14 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
     return shards
 
 
-def unigram_loss(
-    train: TokenShards, val: TokenShards, most: int = COUNTED_TOKENS
-) -> tuple[float, float]:
-    """What token frequencies alone reach on validation's first `most`.
+def unigram_loss(train: TokenShards, val: TokenShards) -> tuple[float, float]:
+    """Return the loss of a unigram model on validation tokens: nats per token, bits per byte.
 
-    In nats per token and bits per byte. The frequencies are training's counts, plus one each.
+    The model is the counts of training tokens, with add-one smoothing.
     """
     counts = 1 + np.bincount(train.read(0, COUNTED_TOKENS), minlength=1 << 16)  # of every uint16
     losses = np.log(counts[:VOCAB_SIZE].sum()) - np.log(counts)
-    ids = val.read(0, min(most, COUNTED_TOKENS))
+    ids = val.read(0, COUNTED_TOKENS)
     bits = losses[ids].sum() / math.log(2)
     return float(losses[ids].mean()), float(bits / max(1, token_bytes(len(counts))[ids].sum()))
 

@@ -17,22 +17,10 @@ SETTINGS = (
     *("warmup_steps", "lr_schedule", "weight_decay", "embedding_decay", "grad_clip"),
     *("spelling_share", "shuffle", "seed", "dtype"),
 )
-USE = """## Use
+LIMITS = """## Limits
 
-```python
-import transformers
-
-generate = transformers.pipeline("text-generation", "{name}")  # on the hub: "OWNER/{name}"
-print(generate("The list", max_new_tokens=40)[0]["generated_text"])
-```
-"""
-LIMITS = """## Intended use and limits
-
-This is a base model: it continues a text. It was not trained to follow instructions or to refuse
-anything. It states falsehoods, and repeats the errors and prejudices of its data. It is meant for
-research, teaching and further training. Nothing was measured but what this card lists. The model
-sees at most {block_size:,} tokens of GPT-2's tokenizer. Its owner says under which licence it may
-be used.
+This is a base model: it continues a text and does not follow instructions. It states falsehoods and
+repeats the errors and prejudices of its data. Only the results listed in this card were measured.
 """
 RESULTS = "## Results\n\n| measure | result | how measured |\n|---|---|---|"
 
@@ -69,7 +57,8 @@ def write_model_card(
         *("---", ModelCardData(**front).to_yaml(), "---", MARK, "", f"# {name}", ""),
         f"A GPT-2 of {n_params:,} parameters: {config.n_layer} blocks, {config.n_head} heads, "
         f"width {config.n_embd:,}, context {config.block_size:,} tokens.\n",
-        *(USE.format(name=name), *sections, LIMITS.format(block_size=config.block_size)),
+        *sections,
+        LIMITS,
     ]
     text = "\n".join(lines).encode(errors="replace")  # a name may be no UTF-8
     (folder / CARD_NAME).write_bytes(text)
@@ -78,11 +67,7 @@ def write_model_card(
 def _describe_training(state: RunState, data: str) -> Iterator[str]:
     """The sections on data, which have a name, and settings."""
     settings = state.train_config
-    yield f"## Data\n\n- `{data}`, tokenised with GPT-2's BPE"
-    yield f"- fingerprint of the training tokens: `{state.data_fingerprint}`"
-    yield f"- {state.tokens_seen:,} tokens seen in {state.step:,} steps"
-    if settings.get("init_from") is not None:
-        yield "- training began with the weights of another model"
+    yield f"## Data\n\n{state.tokens_seen:,} tokens of `{data}` in {state.step:,} steps"
     yield "\n## Settings\n\n| setting | value |\n|---|---|"
     chosen = {name: settings[name] for name in SETTINGS if settings.get(name, "auto") != "auto"}
     yield from (f"| `{name}` | {value} |" for name, value in chosen.items())

@@ -1,6 +1,5 @@
 import contextlib
 import io
-import json
 import signal
 import sys
 from functools import partial
@@ -232,21 +231,15 @@ def run_main(monkeypatch, capsys, folder):
     return run
 
 
-def test_main_prints_json_for_each_prompt_of_a_file(run_main, folder, tmp_path):
+def test_main_continues_each_prompt_of_a_file(run_main, folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("Once upon\n\ncafé\n", encoding="utf-8")
-    flags = (f"--prompts-file={tmp_path}/prompts.txt", "--num-samples=2", "--json")
+    printed = run_main(f"--prompts-file={tmp_path}/prompts.txt", "--num-samples=2")
     model = load_pretrained(str(folder))
-    expected_order = [(prompt, index) for prompt in ("Once upon", "café") for index in (0, 1)]
-    lines = run_main(*flags).splitlines()
-    for line, (prompt, index) in zip(lines, expected_order, strict=True):
-        record = json.loads(line)
-        expected = {
-            "prompt": prompt,
-            "text": gpt2_encoding().decode(record["tokens"]),
-            "index": index,
-        }
-        assert record == expected | {"tokens": record["tokens"]}
-        assert prompt + record["text"] == continued(model, prompt, 5)
+    assert printed == "".join(
+        f"--- sample {index} of 2 ---\n{continued(model, prompt, 5)}\n\n"
+        for prompt in ("Once upon", "café")
+        for index in (1, 2)
+    )
 
 
 def test_main_reads_a_prompt_from_a_pipe_as_if_it_were_given(run_main):
@@ -260,7 +253,7 @@ def test_main_reads_a_prompt_from_a_pipe_as_if_it_were_given(run_main):
     [
         (["--prompts-file=blank.txt"], r"blank\.txt has no line with a prompt"),
         (["--prompt=a", "--prompts-file=b"], "--prompt and --prompts-file"),
-        (["--interactive", "--json"], "--interactive goes without"),
+        (["--interactive", "--prompt=a"], "--interactive goes without"),
         (["--num-samples=0", "--top-k=-1", "--top-p=2"], "--num-samples .*--top-k .*--top-p must"),
     ],
 )
