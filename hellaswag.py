@@ -33,7 +33,6 @@ from torch.nn.utils.rnn import pad_sequence
 from formats.hub import explain_hub_errors, fetch_files
 from formats.load import load_model
 from model import GPT
-from ops import lm_logits
 from runtime import distributed
 from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_dtype, to_device
@@ -265,11 +264,8 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
     queries = torch.tensor([T * i + query for i, (_, row) in enumerate(rows) for query in row])
     endings = [torch.tensor(ending) for example in examples for ending in example.endings]
     hidden = hidden.flatten(0, 1)[to_device(queries, device)]  # (N, C): N tokens in all endings
-    # bfloat16 would round losses near 3 to steps of 0.016 and tie the endings.
-    with torch.autocast(device.type, enabled=False):
-        logits = lm_logits(hidden.float(), model.lm_head.weight, model.config.vocab_size)
-        targets = to_device(torch.cat(endings), device)
-        losses = F.cross_entropy(logits, targets, reduction="none")  # (N,)
+    targets = to_device(torch.cat(endings), device)
+    losses = F.cross_entropy(model.logits(hidden), targets, reduction="none")  # (N,)
     by_ending = pad_sequence([*torch.split(losses, [*map(len, endings)])], batch_first=True)
     return by_ending.sum(dim=1).view(-1, N_ENDINGS)
 

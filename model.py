@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ops import (
-    causal_attention,
-    cross_entropy,
-    lm_head_loss,
-    lm_logits,
-    residual_stream,
-    training_loss,
-)
+from ops import causal_attention, gelu, lm_head_loss, lm_logits, residual_stream
 
 GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
@@ -174,7 +167,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(gelu(self.c_fc(x)))
 
 
 class Block(nn.Module):
@@ -253,6 +246,16 @@ class GPT(nn.Module):
             cache.length += idx.size(1)
         return self.transformer.ln_f(x)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Turn `hidden_states`, (..., C), into logits: (..., vocab_size), without the padding.
+
+        They are float32 even under autocast: bfloat16 would round logits and tie them.
+        """
+        kind = "cpu" if hidden.is_meta else hidden.device.type  # `meta` has no autocast
+        with torch.autocast(kind, enabled=False):
+            logits = lm_logits(hidden.float(), self.lm_head.weight.float())
+        return logits[..., : self.config.vocab_size]
+
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> ModelOutput:
@@ -270,11 +273,8 @@ class GPT(nn.Module):
         """
         # Not `self.hidden_states`, which in a sharded model (FSDP2) gathers parameters once more.
         hidden = GPT.hidden_states(self, idx, cache=cache)  # (B, T, C)
-        weight, vocab_size = self.lm_head.weight, self.config.vocab_size
         if targets is None:
-            return ModelOutput(lm_logits(hidden, weight, vocab_size), None)
-        loss = training_loss if self.training else cross_entropy
+            return ModelOutput(self.logits(hidden), None)
         hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
-        return ModelOutput(
-            None, self.head_loss(hidden, weight, targets, vocab_size, self.loss_chunks, loss)
-        )
+        settings = self.config, self.loss_chunks, self.training
+        return ModelOutput(None, self.head_loss(hidden, self.lm_head.weight, targets, *settings))

@@ -15,68 +15,83 @@ from torch.func import grad_and_value
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+ModelConfig = Any  # a GPTConfig; model.py imports this module
 IGNORE_INDEX = -100  # a target with this value does not count towards the loss
 
 # --- loss -------------------------------------------------------------------------------------
 
 
-def training_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """What training minimises: change it here. Validation measures `cross_entropy` in any case.
+def training_loss(logits: Tensor, targets: Tensor, config: ModelConfig) -> Tensor:
+    """Return the loss that training minimizes; validation always measures `cross_entropy`.
+
+    A loss of your own may ignore the padding: its ids are then trained like ids that never occur,
+    and they are never sampled. To leave them out, use `logits[:, :config.vocab_size]`.
 
     Args:
-        logits: (N, vocab_size) float32, of some of the tokens: see `lm_head_loss`.
-        targets: (N,) int64 next tokens; `IGNORE_INDEX` does not count.
+        logits: (N, padded_vocab_size) float32, of some of the tokens: see `lm_head_loss`.
+        targets: (N,) int64 next tokens; `IGNORE_INDEX` is not counted.
+        config: the model's `GPTConfig`, which may have coefficients of the loss.
 
     Returns:
-        A mean over the tokens that count, a float32 scalar.
+        A mean over the counted tokens, a float32 scalar.
     """
-    return cross_entropy(logits, targets)
+    return cross_entropy(logits, targets, config.vocab_size)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of (N, V) float32 logits and (N,) targets, in nats per token."""
-    if logits.is_cuda and torch.compiler.is_compiling():  # as wide as the LM head: one kernel less
-        logits = F.pad(logits, (0, -logits.size(-1) % 128), value=-math.inf)
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return the mean cross-entropy of (N, V) float32 logits and (N,) targets, in nats per token.
+
+    Columns from `vocab_size` on are padding and are left out.
+    """
+    if logits.is_cuda and torch.compiler.is_compiling():
+        # 50,257 columns would make a GPU load two bytes at a time; a CPU is faster with the slice.
+        is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
+        logits = logits.masked_fill(is_padding, -math.inf)
+    else:
+        logits = logits[:, :vocab_size]
     return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
 
 
-def lm_logits(hidden: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-    """The logits of training, validation, HellaSwag and sampling.
+def lm_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits of training, validation, HellaSwag and sampling.
 
     Args:
         hidden: (..., C) the last layer's output.
-        weight: (padded_vocab_size, C) the LM head.
-        vocab_size: rows of `weight` from here on are padding, which makes the product fast.
+        weight: (padded_vocab_size, C) the LM head. Its padding makes the product fast.
 
     Returns:
-        (..., vocab_size), float32.
+        (..., padded_vocab_size), float32.
     """
-    return F.linear(hidden, weight)[..., :vocab_size].float()
-
-
-Loss = Callable[[Tensor, Tensor], Tensor]
+    return F.linear(hidden, weight).float()
 
 
 def lm_head_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int, loss: Loss
+    hidden: Tensor, weight: Tensor, targets: Tensor, config: ModelConfig, chunks: int, train: bool
 ) -> Tensor:
-    """The mean loss of the LM head's logits.
+    """Return the mean loss of the LM head's logits.
 
     With several chunks, only one chunk's logits exist at a time: less memory, the same gradients.
 
     Args:
         hidden: (N, C) the last layer's output.
         weight: (padded_vocab_size, C) the LM head.
-        targets: (N,) int64 next tokens; `IGNORE_INDEX` does not count.
-        vocab_size: rows of `weight` from here on are padding.
-        chunks: parts to cut the N tokens into.
-        loss: `training_loss` or `cross_entropy`: a mean over tokens.
+        targets: (N,) int64 next tokens; `IGNORE_INDEX` is not counted.
+        config: the model's `GPTConfig`.
+        chunks: number of chunks of the N tokens.
+        train: whether the loss is `training_loss` or, for validation, `cross_entropy`.
 
     Returns:
         The loss, a float32 scalar.
     """
+
+    def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = lm_logits(hidden, weight)
+        if train:
+            return training_loss(logits, targets, config)
+        return cross_entropy(logits, targets, config.vocab_size)
+
     if chunks == 1 and not torch.compiler.is_compiling():  # all at once, by plain autograd
-        return loss(lm_logits(hidden, weight, vocab_size), targets)
+        return mean_loss(hidden, weight, targets)
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):  # cast once, not for each chunk
         dtype = torch.get_autocast_dtype(device_type)
@@ -84,7 +99,7 @@ def lm_head_loss(
 
     def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         # The mean's gradient would underflow in float16.
-        return loss(lm_logits(hidden, weight, vocab_size), targets) * len(targets)
+        return mean_loss(hidden, weight, targets) * len(targets)
 
     needs_grad = torch.is_grad_enabled()
     return ChunkedLoss.apply(  # type: ignore[no-untyped-call]
@@ -186,7 +201,35 @@ def _only_in_training(
     return recompute(forward, *inputs) if torch.is_grad_enabled() else forward(*inputs)
 
 
-# --- residual stream --------------------------------------------------------------------------
+# --- compiling --------------------------------------------------------------------------------
+
+
+class CompiledBlocks(nn.Module):
+    """A GPT that runs compiled, block by block, when it is called through this module.
+
+    Called directly, the same GPT runs eagerly, on inputs of any shape.
+    """
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401 - a GPT
+        super().__init__()
+        self.model = model
+        compiled: Any = partial(torch.compile, dynamic=False)
+        blocks = nn.ModuleList(map(compiled, model.transformer.h))
+        # A tuple keeps the blocks from being registered as submodules a second time.
+        self.compiled = blocks, compiled(model.head_loss)
+
+    def forward(self, *inputs: Tensor) -> Any:  # noqa: ANN401 - a ModelOutput
+        """Call the GPT with its blocks and its loss replaced by the compiled ones."""
+        model: Any = self.model
+        eager = model.transformer.h, model.head_loss
+        model.transformer.h, model.head_loss = self.compiled
+        try:
+            return model(*inputs)
+        finally:
+            model.transformer.h, model.head_loss = eager
+
+
+# --- residual stream and activation ------------------------------------------------------------
 
 
 def residual_stream(x: Tensor) -> Tensor:
@@ -197,6 +240,15 @@ def residual_stream(x: Tensor) -> Tensor:
     kind = x.device.type
     is_enabled = kind != "meta" and torch.is_autocast_enabled(kind)  # `meta` has no autocast
     return x.bfloat16() if is_enabled and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Return GPT-2's tanh-approximated GELU (Hendrycks & Gimpel 2016, section 2)."""
+    if x.is_cuda and torch.compiler.is_compiling():
+        # The same function by one exponential: 0.5 (1 + tanh u) is the sigmoid of 2u. A GPU's tanh
+        # takes longer than reading and writing the tensor.
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return F.gelu(x, approximate="tanh")
 
 
 # --- attention --------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         own = torch.arange(rank * share, (rank + 1) * share, device=matrices.device)
         result = self.orthogonalize(matrices[own.clamp(max=n - 1)])
         results = result.new_empty((world_size * share, *result.shape[1:]))
-        dist.all_gather_into_tensor(results, result)
+        dist.all_gather([*results.chunk(world_size)], result)
         return results[:n]
 
 

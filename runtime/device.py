@@ -20,7 +20,6 @@ import torch._functorch.config as functorch_config
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.backends import cudnn
-from torch.compiler import set_stance
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -128,7 +127,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def inference(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Autocast and eval mode for sampling and scoring: float32 logits, other shapes at every turn.
 
-    A sharded model's blocks are compiled for the training shape only: here they run eagerly.
     Products of float32 matrices are only as exact as `dtype` asks; on a CPU this also selects
     oneDNN's, as MKL's take 1.5 to 3 times as long on AMD. Attention goes without cuDNN, which is
     torch's first choice on Hopper GPUs and makes a plan for every new shape.
@@ -138,12 +136,7 @@ def inference(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Ite
     if dtype != torch.float32:
         torch.set_float32_matmul_precision("medium")
     try:
-        with (
-            eval_mode(model),
-            autocast(device, dtype),
-            sdpa_kernel(backends),
-            set_stance("force_eager"),
-        ):
+        with eval_mode(model), autocast(device, dtype), sdpa_kernel(backends):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
@@ -206,8 +199,13 @@ def prepare_compiler(device: torch.device) -> str | None:
     if device.type == "mps":
         return "torch.compile does not support MPS well yet"
     try:  # a compiler may be missing or broken, and torch's inner names may change
+        from torch._dynamo import config as dynamo_config  # importing it takes a second
+
         # Compiled code is cached for the next run; our own autograd functions' only with this.
         functorch_config.autograd_cache_allow_custom_autograd_functions = True
+        dynamo_config.optimize_ddp = False  # it cuts graphs where buckets end; blocks are short
+        # Six lines for each loss of a vocabulary that is large beside the model.
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
         if device.type == "cpu":  # recompute GELU in the backward pass: 3.3 GiB at 124M, not 3.9
             functorch_config.ban_recompute_materialized_backward = False
         from torch._inductor.codecache import get_lock_dir

@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -214,12 +214,13 @@ def reshard(model: nn.Module) -> None:
             cast(Any, module).reshard()
 
 
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+def set_gradient_sync(models: Iterable[nn.Module], enabled: bool) -> None:
     """Choose whether the next backward pass averages gradients or only accumulates them."""
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = enabled
-    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-        cast(Any, model).set_requires_gradient_sync(enabled)
+    for model in models:  # DDP wraps the model that is trained, FSDP2 the raw one
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = enabled
+        elif hasattr(model, "set_requires_gradient_sync"):
+            cast(Any, model).set_requires_gradient_sync(enabled)
 
 
 def sync_buffers(model: nn.Module) -> None:

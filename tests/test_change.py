@@ -84,6 +84,8 @@ def test_another_loss_is_trained_on_in_any_chunks_and_validation_stays_what_it_w
     assert whole[1] > plain[1] + 1e-3
     first = [series(runs / name, "val_loss")[0] for name in ("plain", "whole", "one")]
     assert first == pytest.approx([first[0]] * 3, abs=1e-6)
+    state = json.loads((runs / "one/checkpoints/step_00000008/trainer_state.json").read_text())
+    assert state["model_config"]["z_loss"] == 1e-4  # the loss reads its coefficient from there
 
 
 def test_other_logits_are_those_of_every_use_and_are_not_exported(patched, tiny_data):
@@ -222,7 +224,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
     changed = patched()
     model = changed.folder / "copy/model.py"
     text = model.read_text()
-    edited = text.replace('F.gelu(self.c_fc(x), approximate="tanh")', activation)
+    edited = text.replace("gelu(self.c_fc(x))", activation)
     assert edited != text
     model.write_text(edited)
     with Commands(changed.folder, changed.folder / "copy") as other:
@@ -232,7 +234,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
     run, branch = changed.folder / "runs/a", ["--run-name=b", f"--out-dir={changed.folder}/runs"]
     for script, *more in (
         ("train_gpt2", f"--resume={run}", "--max-steps=6", *branch),
-        ("sample", f"--model={run}", "--max-new-tokens=2", "--json", "--device=cpu"),
+        ("sample", f"--model={run}", "--max-new-tokens=2", "--device=cpu"),
         ("hellaswag", f"--model={run}", f"--data={HELLASWAG}", "--device=cpu"),
         ("export", f"--model={run}", f"--out={changed.folder}/exported"),
     ):
@@ -241,7 +243,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
         said = f"warning: {run}/checkpoints/step_00000005 was trained by other code"
         assert done.stderr.count(said) == told
         if script == "sample":
-            assert all(json.loads(line)["tokens"] for line in done.stdout.splitlines())
+            assert done.stdout.count("--- sample ") == 4
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from formats.huggingface import save_pretrained
 from formats.metrics import read_metrics
 from hellaswag import evaluate_hellaswag, load_examples, score_examples
 from model import GPT, GPTConfig, KVCache
-from ops import IGNORE_INDEX, checkpoint_activations
-from runtime.device import inference, is_out_of_memory
+from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
+from runtime.device import autocast, inference, is_out_of_memory
 from runtime.distributed import DistInfo
 from sample import generate_tokens, next_token_logits, sample_token
 from train_gpt2 import evaluate_loss
@@ -25,6 +26,11 @@ needs_gpu = pytest.mark.skipif(not GPUS, reason="this machine has no CUDA GPU")
 needs_two = pytest.mark.skipif(GPUS < 2, reason="this machine has no two CUDA GPUs")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CONFIG = GPTConfig(block_size=128, n_layer=2, n_head=2, n_embd=64)
+COMPILERS = {
+    "eager": lambda model: model,
+    "one graph": partial(torch.compile, dynamic=False, fullgraph=True),
+    "blocks": CompiledBlocks,
+}
 
 
 @pytest.fixture
@@ -45,17 +51,16 @@ def losses(run_dir):
 
 
 @needs_gpu
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compile_as", COMPILERS.values(), ids=COMPILERS)
 @pytest.mark.parametrize(("chunks", "checkpointing"), [(1, "none"), (4, "selective"), (1, "full")])
-def test_loss_and_gradients_are_those_of_the_cpu(both, compiled, chunks, checkpointing):
+def test_loss_and_gradients_are_those_of_the_cpu(both, compile_as, chunks, checkpointing):
     idx = torch.randint(CONFIG.vocab_size, (4, 64))
     targets = idx.roll(-1, 1).masked_fill(torch.rand(idx.shape) < 0.1, IGNORE_INDEX)
     results = []
     for model, device in zip(both, (CPU, CUDA), strict=True):
         model.loss_chunks = chunks
         checkpoint_activations(model.transformer.h, checkpointing)
-        compiles = compiled and device == CUDA
-        trained = torch.compile(model, dynamic=False, fullgraph=True) if compiles else model
+        trained = compile_as(model) if device == CUDA else model
         loss = trained(idx.to(device), targets.to(device)).loss
         loss.backward()
         gradients = {name: p.grad.cpu() for name, p in model.named_parameters()}
@@ -65,6 +70,40 @@ def test_loss_and_gradients_are_those_of_the_cpu(both, compiled, chunks, checkpo
     for name, gradient in gradients.items():
         error = (their_gradients[name] - gradient).norm() / gradient.norm()
         assert error < 1e-3, name
+
+
+@needs_gpu
+def test_compiled_gradients_in_bfloat16_are_as_close_to_float32_as_eager_ones(both):
+    del both  # it asks for full float32
+    model = GPT(GPTConfig(n_layer=2)).to(CUDA)
+    idx, targets = torch.randint(50257, (2, 4, 1024), device=CUDA)
+    exact = torch.autograd.grad(model(idx, targets).loss, [*model.parameters()])
+    errors = {}
+    for name, compile_as in COMPILERS.items():
+        with autocast(CUDA, torch.bfloat16):
+            loss = compile_as(model)(idx, targets).loss
+        found = torch.autograd.grad(loss, [*model.parameters()])
+        errors[name] = torch.stack(
+            [(g - e).norm() / e.norm() for g, e in zip(found, exact, strict=True)]
+        )
+    for name in ("one graph", "blocks"):
+        assert (errors[name] <= 1.1 * errors["eager"]).all(), errors
+    assert errors["one graph"].min() > 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("compile_as", COMPILERS.values(), ids=COMPILERS)
+def test_padding_of_the_vocabulary_is_in_no_loss_and_has_no_gradient(both, compile_as, chunks):
+    model, twin = both
+    for each in both:
+        each.loss_chunks = chunks
+        each.transformer.wte.weight.data[CONFIG.vocab_size :] = 50.0
+    idx, targets = torch.randint(CONFIG.vocab_size, (2, 4, 64))
+    loss = compile_as(twin)(idx.to(CUDA), targets.to(CUDA)).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(model(idx, targets).loss.item(), abs=1e-4)
+    assert not twin.lm_head.weight.grad[CONFIG.vocab_size :].any()
 
 
 @needs_gpu

@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -146,6 +147,16 @@ def test_compile_error_is_none_of_a_mistake_in_the_model(traced, advice):
         torch.compile(traced, backend="eager", fullgraph=True)(torch.ones(2, 2))
     problem = compile_error(raised.value)
     assert problem is None if advice is None else re.search(advice, problem)
+
+
+def test_prepare_compiler_silences_a_warning_of_every_small_model(recwarn):
+    warnings.simplefilter("always")
+    prepare_compiler.__wrapped__(torch.device("cpu"))
+    # As torch 2.11's torch/_inductor/lowering.py warns.
+    warnings.warn("\nOnline softmax is disabled on the fly since Inductor decides", stacklevel=1)
+    warnings.warn("another one", stacklevel=1)
+    warned = [str(each.message) for each in recwarn if each.category is UserWarning]
+    assert warned == ["another one"]
 
 
 @posix_only

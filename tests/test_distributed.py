@@ -47,7 +47,7 @@ def check(dist_info):
         return default_hooks.allreduce_hook(None, bucket)
     model.register_comm_hook(None, count)
     for micro_step in range(3):
-        set_gradient_sync(model, micro_step == 2)
+        set_gradient_sync([model], micro_step == 2)
         model(torch.full((1, 3), me + 1)).sum().backward()
         assert len(synced) == (micro_step == 2), (micro_step, synced)
         if micro_step < 2:  # not averaged yet: each process has its own

@@ -2,9 +2,11 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from conftest import needs_compiler
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from ops import QUERY_BLOCKS, BlockCausalAttention, cross_entropy, lm_head_loss
+from model import GPT, GPTConfig
+from ops import QUERY_BLOCKS, BlockCausalAttention, CompiledBlocks, lm_head_loss
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,30 @@ def test_block_causal_attention_in_bfloat16_errs_at_most_twice_as_much_as_torchs
     assert ours <= 2 * theirs  # it rounds the scores, which torch's keeps in float32
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_blocks_leave_the_model_itself_eager():
+    model = GPT(GPTConfig(block_size=16, n_layer=3, n_head=2, n_embd=32))
+    idx, targets = torch.randint(50257, (2, 2, 16))
+    names, blocks = [*model.state_dict()], [*model.transformer.h]
+    expected = torch.autograd.grad(model(idx, targets).loss, [*model.parameters()])
+    trained, graphs = CompiledBlocks(model), counters["stats"]
+    graphs.clear()
+    found = torch.autograd.grad(trained(idx, targets).loss, [*model.parameters()])
+    assert graphs["unique_graphs"] == 2  # one of the three blocks, one of the loss
+    for gradient, other in zip(found, expected, strict=True):
+        assert (gradient - other).abs().max() <= 1e-5
+    with torch.no_grad():  # an evaluation's shapes compile nothing
+        for length in range(1, 16):
+            model(idx[:, :length])
+    with pytest.raises(IndexError):
+        trained(idx + 50304, targets)
+    assert graphs["unique_graphs"] == 2
+    assert [*model.state_dict()] == names
+    assert [*model.transformer.h] == blocks
+    assert len({*trained.parameters()}) == len({*model.parameters()})
+
+
 @needs_compiler
 def test_compiled_loss_chunks_wait_for_the_gradient_of_the_one_before():
     """Else a GPU's compiler computes these last, and the logits of all chunks live until then."""
@@ -58,7 +84,7 @@ def test_compiled_loss_chunks_wait_for_the_gradient_of_the_one_before():
     options = {"post_grad_custom_post_pass": graphs.append, "force_disable_caches": True}
     with torch.autocast("cpu", torch.bfloat16), inductor_config.patch(options):
         loss = torch.compile(lm_head_loss, dynamic=False)
-        loss(hidden, weight, torch.randint(V, (N,)), V - 1, chunks, cross_entropy)
+        loss(hidden, weight, torch.randint(V, (N,)), GPTConfig(vocab_size=V - 1), chunks, False)
 
     def is_before(node, later):
         return node in later.all_input_nodes or any(

@@ -284,8 +284,12 @@ def test_remedy_of_a_batch_that_is_too_large(run, monkeypatch):
 
 
 def test_remedy_of_a_compiler_that_fails(run, monkeypatch):
-    def compiled(module, **_):  # fails when it is called
-        return Mock(side_effect=Unsupported("x")) if isinstance(module, Module) else module
+    class Failing(Module):
+        def forward(self, *_):
+            raise Unsupported("x")
+
+    def compiled(module, **_):
+        return Failing() if isinstance(module, Module) else module
 
     monkeypatch.setattr(torch, "compile", compiled)
     prepare_compiler.cache_clear()

@@ -54,7 +54,7 @@ def one_step(tiny_data, tmp_path):
                 optimizers=optimizers,
                 batches=iter(batches),
             )
-            return train_step(run, trainer, 1e-3)
+            return train_step(run, trainer, 0)
 
     return step
 
@@ -99,14 +99,8 @@ def test_main_learns_validates_and_saves(tiny_flags, tiny_data, tmp_path, capsys
     lines = capsys.readouterr().out.splitlines()
     saved = [f"step {step} | saved {path}" for step, path in zip((4, 8, 12), paths, strict=True)]
     assert [line for line in lines if " | saved " in line] == saved
-    assert lines[-4] == saved[-1]
-    assert lines[-3].startswith("best val_loss ")
-    *train, val = (np.load(path) for path in sorted(tiny_data.glob("*.npy")))
-    counts = 1 + np.bincount(np.concatenate(train), minlength=50257)
-    unigram = np.log(counts.sum()) - np.log(counts[val[:256]]).mean()  # of --val-tokens
-    bits = 256 * unigram / math.log(2) / len(gpt2_encoding().decode_bytes(val[:256].tolist()))
-    frequencies = f"val_loss {unigram:.4f}, {bits:.4f} bits per byte"
-    assert lines[-2] == f"a model of token frequencies alone has {frequencies}"
+    assert lines[-3] == saved[-1]
+    assert lines[-2].startswith("best val_loss ")
     assert lines[-1] == f"done: {run_dir}"
     for path in paths:
         verify_checkpoint(path)
@@ -402,11 +396,11 @@ def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data
         trainer = build(run)
         model = trainer.raw_model
         with trainer.batches:
-            train_step(run, trainer, 1e-2)
+            train_step(run, trainer, 0)
             scale = trainer.scaler.get_scale()
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             model.transformer.ln_f.bias.register_hook(lambda grad: grad * math.inf)
-            _, norm = train_step(run, trainer, 1e-2)  # AdamW's overflows, none of Muon's does
+            _, norm = train_step(run, trainer, 0)  # AdamW's overflows, none of Muon's does
     assert not math.isfinite(norm)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
@@ -440,10 +434,10 @@ def test_train_step_tells_all_that_one_is_to_stop(tiny_data, tmp_path):
     with tiny_run(tiny_data, tmp_path) as run, run.stop:
         trainer = build(run)
         with trainer.batches:
-            train_step(run, trainer, 1e-3)
+            train_step(run, trainer, 0)
             assert not run.stop.is_agreed
             signal.raise_signal(signal.SIGTERM)
-            train_step(run, trainer, 1e-3)
+            train_step(run, trainer, 0)
             assert run.stop.is_agreed
             assert run.stop.signal_name() == "SIGTERM"
 
@@ -519,10 +513,10 @@ def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_
         head = trainer.raw_model.lm_head
         head.bias = torch.nn.Parameter(torch.zeros(head.out_features))  # no product uses it
         with trainer.batches, pytest.raises(ValueError, match=r"reaches lm_head\.bias:"):
-            train_step(run, trainer, 1e-3)
+            train_step(run, trainer, 0)
         head.bias.requires_grad_(False)
         with trainer.batches:
-            train_step(run, trainer, 1e-3)
+            train_step(run, trainer, 0)
 
 
 def test_build_refuses_optimizers_that_lack_a_parameter(tiny_data, tmp_path, monkeypatch):
