@@ -40,6 +40,7 @@ BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batc
 RECIPES = Path(__file__).parent / "recipes"
 LEAST_TOKENS = 2_570  # a tenth, which is validation, holds a window of the smallest recipe
 DECAYED = 6  # rate x decay x steps, of the embeddings, which learn a small text by heart first
+FILLING_TOKENS = 32_768  # of a micro-batch that keeps a GPU busy
 MOST_PASSES = 5  # of a proposed run over the training split; ten spoil some small texts
 OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
 
@@ -262,7 +263,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
 
     from runtime.distributed import DistInfo
     from training.config import TrainConfig, read_recipe
-    from training.plan import MAX_MICRO_BATCH_TOKENS, describe_time, find_device
+    from training.plan import describe_time, find_device
 
     max_tokens = MOST_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
     recipes = dict[int, Path]()  # by the tokens of their runs
@@ -284,8 +285,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     config = parse_flags(TrainConfig, shorter, recipe)
 
     launcher, world_size = ["python"], torch.cuda.device_count() or 1
-    gpu_tokens = MAX_MICRO_BATCH_TOKENS["cuda"] // 2  # half of a micro-batch still fills a GPU
-    while world_size > 1 and config.total_batch_size % (world_size * gpu_tokens):
+    while world_size > 1 and config.total_batch_size % (world_size * FILLING_TOKENS):
         world_size -= 1
     if world_size > 1:
         launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
