@@ -27,7 +27,7 @@ VOCAB_MULTIPLE = 128  # tensor cores are fast if the LM head's rows are a multip
 class GPTConfig:
     """The dimensions of a GPT-2; the defaults are the 124M model.
 
-    A field that `training.config.TrainConfig` has, too, is a flag of `train_gpt2.py`.
+    A field that `training.config.TrainConfig` also has is a flag of `train_gpt2.py`.
 
     Raises:
         ValueError: a dimension is not positive, or `n_embd` is not a multiple of `n_head`.
@@ -51,9 +51,10 @@ class GPTConfig:
 
     @property
     def residual_std(self) -> float:
-        """Of the initial weights of `c_proj` (GPT-2 paper, section 2.3).
+        """Standard deviation of the initial `c_proj` weights (GPT-2 paper, section 2.3).
 
-        Each of the 2 * n_layer residual additions would add variance: smaller weights compensate.
+        Each of the 2 * n_layer residual additions adds variance; the smaller weights compensate
+        for it.
         """
         return 0.02 / math.sqrt(2 * self.n_layer)
 
@@ -65,12 +66,12 @@ class GPTConfig:
     @cached_property
     def n_params(self) -> int:
         """Parameters of the model, padding rows and position embeddings included."""
-        with torch.device("meta"):  # shapes, and no memory
+        with torch.device("meta"):  # allocates no memory
             return sum(parameter.numel() for parameter in GPT(self).parameters())
 
 
 class ModelOutput(NamedTuple):
-    """What a forward pass returns: exactly one of the two is not None."""
+    """Output of a forward pass: exactly one of the two fields is not None."""
 
     logits: Tensor | None  # (B, T, vocab_size)
     loss: Tensor | None  # scalar, float32
@@ -80,7 +81,7 @@ class Linear(nn.Linear):
     """A linear layer with GPT-2's initial values: weights N(0, std), biases 0."""
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool = True, std: float = 0.02) -> None:
-        self.std = std  # first, for the constructor calls `reset_parameters`
+        self.std = std  # set first: `super().__init__` calls `reset_parameters`
         super().__init__(n_in, n_out, bias)
 
     def reset_parameters(self) -> None:
@@ -101,8 +102,8 @@ class Embedding(nn.Embedding):
 class KVCache:
     """Keys and values of the tokens seen so far, for generation.
 
-    It has room for `n_tokens` of each of `batch_size` sequences. Its dtype is that of attention:
-    the autocast dtype, else float32.
+    It has room for `n_tokens` tokens in each of `batch_size` sequences. `dtype` is attention's
+    dtype: the autocast dtype, else float32.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one layer's new (B, H, T, D) keys and values; return all of that layer's."""
+        """Store a layer's new (B, H, T, D) keys and values; return all keys and values so far."""
         end = self.length + k.size(2)
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
@@ -140,7 +141,7 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """Attend; `mask` (True = may look) replaces the causal rule. (B, T, C) -> (B, T, C)."""
+        """Attend to the past, or to where `mask` is True. (B, T, C) -> (B, T, C)."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
@@ -148,9 +149,9 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        is_one_token = T == 1  # which may look at the whole cache
+        is_one_token = T == 1  # may attend to the whole cache
         if mask is None and not is_one_token:
-            # F.scaled_dot_product_attention or, compiled for a CPU, a faster one of ours.
+            # F.scaled_dot_product_attention or, in code compiled for a CPU, a faster version.
             y = causal_attention(q, k, v)  # (B, H, T, D)
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -171,7 +172,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each normalised before and added after."""
+    """One pre-norm transformer layer: attention and MLP, each with a residual connection."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -204,14 +205,14 @@ class GPT(nn.Module):
 
     Args:
         config: the dimensions.
-        loss_chunks: parts in which the loss is computed, to save memory: see `ops.lm_head_loss`.
+        loss_chunks: number of chunks in which the loss is computed, see `ops.lm_head_loss`.
     """
 
     def __init__(self, config: GPTConfig, loss_chunks: int = 1) -> None:
         super().__init__()
         self.config = config
         self.loss_chunks = loss_chunks
-        self.head_loss = lm_head_loss  # compiled by itself where each block is
+        self.head_loss = lm_head_loss  # `ops.CompiledBlocks` replaces it
         self.transformer = Transformer(config)
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
@@ -223,14 +224,15 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """The last layer's normalised output, which the LM head turns into logits.
+        """Return the last layer's normalized output, from which the LM head computes logits.
 
         Args:
             idx: (B, T) int64 token ids.
-            positions: (T,) or (B, T) int64 positions; by default 0…T-1, or on from the cache.
-            mask: (B, 1, T, T) bool, True where a query may look; by default causal.
-            cache: filled with this call's keys and values. It takes several tokens at once only
-                while it is empty, and one at a time after.
+            positions: (T,) or (B, T) int64 positions; by default 0…T-1, or the positions that
+                follow the cache.
+            mask: (B, 1, T, T) bool, True where a query may attend to a key; by default causal.
+            cache: gets this call's keys and values. An empty cache accepts several tokens in a
+                call, any other cache one token.
 
         Returns:
             (B, T, C), in the autocast dtype or float32.
@@ -247,11 +249,11 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Turn `hidden_states`, (..., C), into logits: (..., vocab_size), without the padding.
+        """Return the logits of hidden states (..., C): (..., vocab_size), without the padding.
 
-        They are float32 even under autocast: bfloat16 would round logits and tie them.
+        They are computed in float32 even under autocast: bfloat16 would round near logits to ties.
         """
-        kind = "cpu" if hidden.is_meta else hidden.device.type  # `meta` has no autocast
+        kind = "cpu" if hidden.is_meta else hidden.device.type  # autocast does not know `meta`
         with torch.autocast(kind, enabled=False):
             logits = lm_logits(hidden.float(), self.lm_head.weight.float())
         return logits[..., : self.config.vocab_size]
@@ -259,19 +261,19 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> ModelOutput:
-        """Next-token logits, or with `targets` the mean cross-entropy.
+        """Return next-token logits or, with `targets`, the mean loss.
 
         Args:
             idx: (B, T) int64 token ids, T <= block_size.
-            targets: (B, T) int64 ids of the next tokens; `IGNORE_INDEX` does not count.
+            targets: (B, T) int64 ids of the next tokens; `IGNORE_INDEX` is not counted.
             cache: see `hidden_states`.
 
         Returns:
-            `(logits, None)` without targets; `(None, loss)` with targets, so that the full logits
-            need never exist. The loss is float32, in nats per token: `ops.training_loss` in
-            training mode, `ops.cross_entropy` in eval mode.
+            `(logits, None)` without targets. `(None, loss)` with targets: the full logits never
+            exist. The loss is float32, in nats per token: `ops.training_loss` in training mode,
+            `ops.cross_entropy` in eval mode.
         """
-        # Not `self.hidden_states`, which in a sharded model (FSDP2) gathers parameters once more.
+        # `self.hidden_states` would gather the parameters of a sharded model (FSDP2) once more.
         hidden = GPT.hidden_states(self, idx, cache=cache)  # (B, T, C)
         if targets is None:
             return ModelOutput(self.logits(hidden), None)

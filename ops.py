@@ -1,7 +1,7 @@
-"""What makes the model fast and small: a chunked loss, recomputed activations, attention for CPUs.
+"""Speed and memory optimizations: chunked loss, activation checkpointing, attention for CPUs.
 
-`model.py` states GPT-2 in plain terms; each function here computes one of those terms, with the
-same result, in less time or memory. Shapes in comments are those of `model.py`.
+`model.py` states GPT-2 in plain terms. Each function here computes one of these terms with the same
+result in less time or memory. Shapes in comments use the letters of `model.py`.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ModelConfig = Any  # a GPTConfig; model.py imports this module
-IGNORE_INDEX = -100  # a target with this value does not count towards the loss
+IGNORE_INDEX = -100  # a target with this value is not counted in the loss
 
 # --- loss -------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ def lm_head_loss(
             return training_loss(logits, targets, config)
         return cross_entropy(logits, targets, config.vocab_size)
 
-    if chunks == 1 and not torch.compiler.is_compiling():  # all at once, by plain autograd
+    if chunks == 1 and not torch.compiler.is_compiling():  # plain autograd
         return mean_loss(hidden, weight, targets)
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):  # cast once, not for each chunk
@@ -110,8 +110,7 @@ def lm_head_loss(
 class ChunkedLoss(torch.autograd.Function):
     """A loss and its gradients, one chunk of the tokens at a time.
 
-    Autograd computes the gradients together with the loss, so that no chunk's logits are needed
-    twice.
+    The forward pass already computes the gradients, so that a chunk's logits are needed only once.
     """
 
     @staticmethod
@@ -124,44 +123,44 @@ class ChunkedLoss(torch.autograd.Function):
         summed_loss: Callable[[Tensor, Tensor, Tensor], Tensor],
         needs_grad: bool,
     ) -> Tensor:
-        """See `lm_head_loss`; `hidden` and `weight` have the dtype of the matrix products."""
+        """Return the loss, see `lm_head_loss`; `hidden` and `weight` have the matmuls' dtype."""
         n_counted = (targets != IGNORE_INDEX).sum()
         total = torch.zeros((), device=hidden.device)
         d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
         for h, target in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
-            share = (target != IGNORE_INDEX).sum() / len(target)  # of the tokens that count
+            fraction = (target != IGNORE_INDEX).sum() / len(target)  # that is counted
             if not needs_grad:
-                total += weigh(summed_loss(h, weight, target), share)
+                total += weigh(summed_loss(h, weight, target), fraction)
                 continue
-            # Changes nothing, but makes this chunk wait for the last one's gradient: compiled for
-            # a GPU, all chunks' logits would otherwise exist until their gradients' turn.
+            # This changes no value, but makes the chunk wait for the gradient of the chunk before.
+            # A compiler for GPUs would otherwise compute all chunks' logits first.
             h = h.masked_fill(d_weight[0, 0].isnan(), math.nan)
             (d_h, d_w), value = grad_and_value(summed_loss, argnums=(0, 1))(h, weight, target)
-            total += weigh(value, share)
-            d_hidden.append(weigh(d_h, share))
-            d_weight += weigh(d_w, share)
+            total += weigh(value, fraction)
+            d_hidden.append(weigh(d_h, fraction))
+            d_weight += weigh(d_w, fraction)
         if needs_grad:
             ctx.save_for_backward(torch.cat(d_hidden), d_weight, n_counted)
         return total / n_counted
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Scale the gradients; dividing by the count earlier would underflow in float16."""
+        """Scale the gradients by the count; in the forward pass, float16 would underflow."""
         d_hidden, d_weight, n_counted = ctx.saved_tensors
         scale, dtype = d_loss / n_counted, d_hidden.dtype
         return (d_hidden * scale).to(dtype), (d_weight * scale).to(dtype), None, None, None, None
 
 
-def weigh(value: Tensor, share: Tensor) -> Tensor:
-    """The value times the share; 0 for a share of 0, whose mean over no tokens is NaN."""
-    return torch.where(share > 0, value * share, 0.0)
+def weigh(value: Tensor, fraction: Tensor) -> Tensor:
+    """Return value times fraction, and 0 if no token is counted, where the value is NaN."""
+    return torch.where(fraction > 0, value * fraction, 0.0)
 
 
 # --- activation checkpointing -----------------------------------------------------------------
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 ATEN = torch.ops.aten
-# Matrix products and attention, slow to compute again. Their private names: torch 2.11 and 2.13.
+# Matmuls and attention, which are slow to recompute. The private names hold for torch 2.11 to 2.14.
 SELECTIVELY_SAVED = [
     ATEN.mm.default,
     ATEN.addmm.default,
@@ -173,16 +172,16 @@ SELECTIVELY_SAVED = [
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpointing) -> None:
-    """Let the backward pass of each block recompute activations instead of saving them.
+    """Make the backward pass of each block recompute activations instead of saving them.
 
-    This replaces the blocks' `forward`; torch's own wrapper would rename their parameters.
+    This replaces the blocks' `forward`; torch's wrapper would rename their parameters.
 
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
 
     Args:
         blocks: modules without side effects.
-        mode: `none` saves all activations, `selective` those of `SELECTIVELY_SAVED`, `full` only
-            a block's inputs.
+        mode: `none` saves all activations, `selective` the outputs of `SELECTIVELY_SAVED`, `full`
+            only a block's inputs.
     """
     if mode == "none":
         return
@@ -197,7 +196,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpoi
 def _only_in_training(
     forward: Callable[..., Tensor], recompute: Callable[..., Tensor], *inputs: object
 ) -> Tensor:
-    """A block's output; without gradients, as in an evaluation, nothing is saved anyway."""
+    """Return a block's output; evaluations save no activations and need no recomputation."""
     return recompute(forward, *inputs) if torch.is_grad_enabled() else forward(*inputs)
 
 
@@ -233,37 +232,38 @@ class CompiledBlocks(nn.Module):
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """The embeddings' sum as the blocks read it and add to it: under bfloat16 autocast, bfloat16.
+    """Cast the residual stream to bfloat16 under bfloat16 autocast.
 
-    So LayerNorms and additions move half of the bytes. float16's range would be too small.
+    This halves the memory traffic of LayerNorms and residual additions. float16's range would be
+    too small.
     """
     kind = x.device.type
-    is_enabled = kind != "meta" and torch.is_autocast_enabled(kind)  # `meta` has no autocast
+    is_enabled = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast does not know `meta`
     return x.bfloat16() if is_enabled and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
 
 
 def gelu(x: Tensor) -> Tensor:
     """Return GPT-2's tanh-approximated GELU (Hendrycks & Gimpel 2016, section 2)."""
     if x.is_cuda and torch.compiler.is_compiling():
-        # The same function by one exponential: 0.5 (1 + tanh u) is the sigmoid of 2u. A GPU's tanh
-        # takes longer than reading and writing the tensor.
+        # The same function with one exponential, since 0.5 (1 + tanh u) is the sigmoid of 2u. On a
+        # GPU, tanh takes longer than reading and writing the tensor.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return F.gelu(x, approximate="tanh")
 
 
 # --- attention --------------------------------------------------------------------------------
 
-QUERY_BLOCKS = 4  # more blocks skip more of the scores, and take longer to compile
+QUERY_BLOCKS = 4  # more blocks skip more of the scores but compile longer
 MAX_BLOCK_CAUSAL_TOKENS = 2048  # the scores of one block take memory that grows with T squared
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over the past, by whichever implementation is fastest here.
+    """Attend to the past with the fastest implementation for the device.
 
-    On a GPU that is torch's own. In code compiled for a CPU `BlockCausalAttention` takes half the
-    time; it is slower in eager mode.
+    On a GPU, this is torch's attention. In code compiled for a CPU, `BlockCausalAttention` takes
+    half the time; in eager mode, it is slower.
 
-    (B, H, T, D) each, and so is the result.
+    The arguments and the result are (B, H, T, D).
     """
     B, H, T, D = q.shape
     fits = T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
@@ -275,7 +275,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class BlockCausalAttention(torch.autograd.Function):
-    """Causal attention by plain matrix products, one block of queries at a time.
+    """Causal attention from plain matmuls, one block of queries at a time.
 
     A block skips the keys after its last query: with 4 blocks, three eighths of the scores.
     The backward pass recomputes the probabilities from their log-sum-exp instead of saving them
@@ -284,7 +284,7 @@ class BlockCausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ANN401
-        """Attend: (B, T, D) each, and so is the result; B is batch times heads.
+        """Attend; the arguments and the result are (B, T, D), where B is batch times heads.
 
         The queries are already scaled by 1/√D; T is a multiple of `QUERY_BLOCKS`.
         """
@@ -302,15 +302,15 @@ class BlockCausalAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-        """The gradients of queries, keys and values from the output's: (B, T, D) each."""
+        """Return the gradients of queries, keys and values, (B, T, D) each."""
         q, k, v, output, log_sum = ctx.saved_tensors
         T = q.size(1)
         # Softmax's gradient subtracts this from every score of a row.
         shift = (d_output.float() * output.float()).sum(dim=-1, keepdim=True)
         d_q, d_k, d_v = [], [], []
         for rows, end in query_blocks(T):
-            # Transposed, (B, keys, queries): otherwise the compiler recognises the forward pass's
-            # products, and saves their results instead of computing them again.
+            # Transposed, (B, keys, queries): otherwise the compiler recognizes the matmuls of the
+            # forward pass and saves their results instead of recomputing them.
             future = future_keys(rows, end, q.device).mT
             scores = (k[:, :end] @ q[:, rows].mT).float()
             probs = (scores - log_sum[:, rows].mT).exp().masked_fill(future, 0.0)
@@ -324,12 +324,12 @@ class BlockCausalAttention(torch.autograd.Function):
 
 
 def query_blocks(T: int) -> list[tuple[slice, int]]:
-    """The rows of each block of queries, and the end of the keys that they may look at."""
+    """Return the rows of each block of queries and the end of the keys that they attend to."""
     size = T // QUERY_BLOCKS
     return [(slice(end - size, end), end) for end in range(size, T + 1, size)]
 
 
 def future_keys(rows: slice, end: int, device: torch.device) -> Tensor:
-    """(queries, keys) bool: whether a key lies in the query's future."""
+    """Return a (queries, keys) bool mask: whether a key lies in the query's future."""
     queries = torch.arange(rows.start, rows.stop, device=device)
     return torch.arange(end, device=device) > queries[:, None]

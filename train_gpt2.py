@@ -1,9 +1,9 @@
-"""Train a GPT-2: TF32, bfloat16 autocast, torch.compile, flash attention, fused AdamW, DDP.
+"""Train GPT-2: TF32, bfloat16 autocast, torch.compile, flash attention, fused AdamW, DDP.
 
     python train_gpt2.py                                  one process: CUDA, MPS or CPU
     torchrun --nproc_per_node=8 train_gpt2.py             eight GPUs (or gloo on CPUs)
 
-Without flags this is the 124M reproduction on FineWeb-Edu: 10B tokens in 19,073 steps.
+Without flags, this reproduces GPT-2 124M on FineWeb-Edu: 10B tokens in 19,073 steps.
 """
 
 import gc
@@ -15,7 +15,7 @@ from functools import partial
 from time import perf_counter
 from typing import cast
 
-import runtime.threads  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - sets variables that torch reads when it is imported
 
 import torch
 from torch import nn
@@ -41,30 +41,30 @@ from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, print_plan, seconds_of
 from training.resume import parse_config, run_model_config
 from training.run import Run, open_run
 
-TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # of an evaluation, for --max-minutes
+TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # how much of an evaluation --max-minutes times
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
-PROMPT_TOKENS = 16  # of the validation split, without --sample-prompt
+PROMPT_TOKENS = 16  # without --sample-prompt, samples continue the start of the validation split
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What learns."""
+    """State of the training loop: model, optimizers, loss scaler and batches."""
 
     raw_model: GPT  # neither compiled nor wrapped: for HellaSwag, sampling and saving
     model: nn.Module  # the same parameters, compiled and wrapped: for training and validation
     optimizers: Sequence[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler  # of the loss, for float16 only
+    scaler: torch.amp.GradScaler  # scales the loss; enabled for float16 only
     batches: ShardedDataLoader  # this rank's micro-batches
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Print the plan, check the machines, or join the other processes and train."""
+    """Train, or only print the plan (`--plan`) or check the machines (`--preflight`)."""
     config, resumed = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
         print_plan(config, run_model_config(config, resumed))
         return
     if config.deterministic:
-        make_deterministic()  # before the process group: NCCL then sums in another way
+        make_deterministic()  # before the process group, because it changes how NCCL sums
     with distributed.setup_distributed(
         config.device, config.cpu_offload, config.step_timeout
     ) as dist_info:
@@ -72,20 +72,20 @@ def main(args: Sequence[str] | None = None) -> None:
             run_preflight(config, resumed, dist_info)
             return
         with open_run(config, resumed, dist_info) as run:
-            if run is not None:  # None: it is finished
+            if run is not None:  # it is None if the run is finished
                 if config.max_minutes is not None and resumed is None:
                     run = fit_max_minutes(run, build(run))
                 train(run, build(run))
 
 
-# --- what learns ------------------------------------------------------------------------------
+# --- model and optimizers ---------------------------------------------------------------------
 
 
 def build(run: Run) -> Trainer:
     """Build the model, its optimizers and batches; load the checkpoint, if any."""
     device = run.dist_info.device
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32: float32 products on tensor cores
+        torch.set_float32_matmul_precision("high")  # TF32: float32 matmuls on tensor cores
     elif device.type == "cpu":
         make_deterministic()
         tune_malloc()
@@ -111,7 +111,7 @@ def build(run: Run) -> Trainer:
 
 
 def build_model(run: Run) -> GPT:
-    """The raw model with new weights or those of `--init-from`; a checkpoint is loaded later."""
+    """Build the raw model, with new weights or the weights of the `--init-from` model."""
     config, dist_info = run.config, run.dist_info
     torch.manual_seed(config.seed)  # the same initial weights on every rank
     new_gpt = partial(GPT, run.model_config, run.loss_chunks)
@@ -137,13 +137,13 @@ def build_model(run: Run) -> GPT:
 
 
 def compile_and_wrap(model: GPT, run: Run) -> nn.Module:
-    """Return the model to train: compiled, and averaging its gradients over all ranks."""
+    """Wrap the raw model for training: compile it and average its gradients over all ranks."""
     trained: nn.Module = model
     if run.compiles and is_one_graph(run):
         trained = cast(nn.Module, torch.compile(model, dynamic=False))
     elif run.compiles:
         trained = CompiledBlocks(model)
-    if run.dist_info.world_size == 1 or run.config.is_sharded:  # FSDP2 has wrapped the blocks
+    if run.dist_info.world_size == 1 or run.config.is_sharded:  # FSDP2 averages by itself
         return trained
     device = run.dist_info.device
     trained = DistributedDataParallel(
@@ -156,35 +156,36 @@ def compile_and_wrap(model: GPT, run: Run) -> nn.Module:
 
 
 def is_one_graph(run: Run) -> bool:
-    """Whether to compile the model as one graph instead of block by block.
+    """Return whether to compile the model as one graph instead of block by block.
 
-    On an H200, one graph of 12 layers is 1.2 % faster and starts 12 to 20 s later; of 48 layers,
-    it was not compiled after 100 s. On two CPU cores, 124M starts after 79 s instead of 36 s, and
-    is not faster. Under DDP, gradients are exchanged as soon as a block's backward pass ends.
+    On an H200, one graph of 12 layers is 1.2 % faster and starts 12 to 20 s later; a graph of 48
+    layers had not compiled after 100 s. On two CPU cores, one graph of 124M is not faster and
+    starts after 79 s instead of 36 s. With several processes, blocks let the exchange of gradients
+    overlap the backward pass.
     """
     is_one_gpu = run.dist_info.device.type == "cuda" and run.dist_info.world_size == 1
     return is_one_gpu and not run.config.is_sharded and run.model_config.n_layer <= 12
 
 
 def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
-    """AdamW as GPT-3 had it (Brown et al. 2020, appendix B), fused: one pass over the state.
+    """Build AdamW with GPT-3's settings (Brown et al. 2020, appendix B) and, if chosen, Muon.
 
-    With `--optimizer muon`, the blocks' matrices are Muon's. Matrices decay, those outside the
-    blocks by `--embedding-decay`; biases and LayerNorm gains, which have one dimension, do not. A
-    group's `lr_scale`, 1 by default, multiplies the learning rate.
+    With `--optimizer muon`, Muon updates the matrices of the blocks. Weight decay applies to
+    matrices, with `--embedding-decay` for the matrices outside the blocks, and not to biases and
+    LayerNorm gains. The learning rate is multiplied by a group's `lr_scale`, 1 by default.
     """
     config, parameters = run.config, dict(model.named_parameters())
     optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
         names = [name for name, p in parameters.items() if ".h." in name and p.dim() == 2]
         muon = Muon(
-            # Queries, keys and values are three matrices, stacked.
+            # `c_attn` stacks three matrices: queries, keys and values.
             [{"params": [parameters.pop(n)], "parts": 3 if "c_attn" in n else 1} for n in names],
             weight_decay=config.weight_decay,
             momentum=config.momentum,
             dist_info=run.dist_info,
             dtype=torch.float32 if run.dtype == torch.float16 else run.dtype,
-            compile=run.compiles and run.dist_info.device.type == "cuda",  # no faster on a CPU
+            compile=run.compiles and run.dist_info.device.type == "cuda",  # not faster on CPUs
         )
         optimizers.append(muon)
     matrices = {name: p for name, p in parameters.items() if p.dim() >= 2}
@@ -198,7 +199,7 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     betas = (config.beta1, config.adam_beta2)
     optimizers.append(AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=True))
     check_optimizers(model, optimizers, config.max_lr)
-    if config.spelling_share:  # the first optimizer's step comes before all updates
+    if config.spelling_share:  # the hook must run before any optimizer updates the weights
         wte = model.get_parameter("transformer.wte.weight")
         optimizers[0].register_step_pre_hook(share_by_spelling(wte, config.spelling_share))
     return optimizers
@@ -208,10 +209,10 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
 
 
 def train(run: Run, trainer: Trainer) -> None:
-    """Train to `max_steps`: a turn is one optimizer step, the last only evaluates and saves."""
+    """Train to `max_steps`; the last turn of the loop only evaluates and saves."""
     with run.recording(), trainer.batches:
         if run.begins_elsewhere:
-            save(run, trainer, run.start_step)  # so that this run can be resumed by itself
+            save(run, trainer, run.start_step)  # so that it can be resumed without the other run
         for step in range(run.start_step, run.config.max_steps + 1):
             evaluate(run, trainer, step)
             if run.saves(step):
@@ -223,25 +224,27 @@ def train(run: Run, trainer: Trainer) -> None:
             lr = learning_rate(run.config, step)
             run.log.step(step + 1, lr=lr, loss=loss, grad_norm=grad_norm)
             if step == run.start_step:
-                gc.collect()  # later, all that was compiled would be gone through again,
-                gc.freeze()  # for half a second on one rank, while the others wait
+                # Later collections would rescan all compiled objects, for half a second on one
+                # rank while the others wait.
+                gc.collect()
+                gc.freeze()
 
 
 def train_step(run: Run, trainer: Trainer, step: int) -> tuple[float, float]:
     """Make the update after `step` updates: accumulate, average over ranks, clip, update.
 
     Returns:
-        Over the global batch, the mean loss and the gradient's global norm before clipping.
+        The mean loss of the global batch, and its gradient's global norm before clipping.
 
     Raises:
-        FloatingPointError: loss or gradient are not finite, on every rank alike; the weights are as
-            they were.
+        FloatingPointError: on every rank, if the loss or the gradient is not finite; the weights
+            are unchanged.
     """
     device, raw_model, model = run.dist_info.device, trainer.raw_model, trainer.model
     lr, scaler = learning_rate(run.config, step), trainer.scaler
     loss_sum = torch.zeros((), device=device)
     for micro_step in range(run.grad_accum_steps):
-        # The ranks' gradients are averaged in the last backward pass only.
+        # Gradients are averaged over the ranks in the last backward pass only.
         distributed.set_gradient_sync((model, raw_model), micro_step == run.grad_accum_steps - 1)
         inputs, targets = next(trainer.batches)
         with autocast(device, run.dtype):
@@ -254,9 +257,9 @@ def train_step(run: Run, trainer: Trainer, step: int) -> tuple[float, float]:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.grad_clip)
     norm = distributed.full_tensor(norm).to(device)
-    # All ranks decide alike whether to update and whether to stop.
-    mean_loss, mean_norm, asked = distributed.average_over_ranks(loss_sum, norm, run.stop.is_asked)
-    if asked:
+    # Every rank must make the same decisions: whether to update and whether to stop.
+    mean_loss, mean_norm, stop = distributed.average_over_ranks(loss_sum, norm, run.stop.is_asked)
+    if stop:
         run.stop.sync()
     is_finite = math.isfinite(mean_loss) and math.isfinite(mean_norm)
     if not is_finite:
@@ -264,7 +267,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> tuple[float, float]:
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        if is_finite:  # not `scaler.step`, by which one optimizer may step and another not
+        if is_finite:  # with `scaler.step`, one optimizer could step and another could not
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
@@ -273,16 +276,16 @@ def train_step(run: Run, trainer: Trainer, step: int) -> tuple[float, float]:
 
 
 def raise_unless_overflow(
-    loss: float, norm: float, scaler: torch.amp.GradScaler, its_text: str
+    loss: float, norm: float, scaler: torch.amp.GradScaler, inspect_command: str
 ) -> None:
-    """Stop before an update that would spoil the weights.
+    """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
 
-    A float16 gradient may overflow: then this step makes no update, and the next has half the
-    scale, down to 1.
+    An overflow only skips this update and halves the loss scale, which never goes below 1.
     """
     if not math.isfinite(loss) or scaler.get_scale() <= 1:  # 1 without float16
         raise FloatingPointError(
-            f"loss {loss:.4f}, gradient norm {norm}: no update was made; {its_text} shows the text"
+            f"loss {loss:.4f}, gradient norm {norm}: no update was made; to see the text of the "
+            f"step, run {inspect_command}"
         )
     print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
@@ -291,13 +294,13 @@ def raise_unless_overflow(
 
 
 def evaluate(run: Run, trainer: Trainer, step: int) -> None:
-    """Run and log what is due after `step` updates.
+    """Run and log the evaluations that are due after `step` updates.
 
-    Every rank runs equally many batches: `distributed.rank_batches` splits them so. Before each,
-    `run.stop.interrupt_evaluation` lets a signal stop all ranks.
+    Every rank must run the same number of batches: `distributed.rank_batches` splits them. Before
+    each batch, `run.stop.interrupt_evaluation` lets a signal stop all ranks.
     """
     config = run.config
-    evaluations = (  # steps between two; from run and trainer to metrics of `metrics.jsonl`
+    evaluations = (  # steps between two evaluations; function that returns metrics to log
         (config.val_every, validate),
         (config.hellaswag_every, score_hellaswag),
         (config.sample_every, write_samples),
@@ -311,7 +314,7 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
 
 
 def validate(run: Run, trainer: Trainer) -> dict[str, float]:
-    """Validate, over the same windows whatever the number of ranks."""
+    """Validate on the same windows at any number of ranks."""
     batches = validation_batches(
         run.val_shards,
         block_size=run.model_config.block_size,
@@ -333,10 +336,11 @@ def evaluate_loss(
     dtype: torch.dtype,
     dist_info: DistInfo,
 ) -> dict[str, float]:
-    """The mean loss over all ranks' batches: `val_loss`, nats per token; `val_bpb`, bits per byte.
+    """Return the mean loss of all ranks' batches: `val_loss`, in nats per token, and `val_bpb`.
 
-    Losses, tokens and their bytes are summed over the ranks and divided once, so that the results
-    do not depend on the ranks' number. Ids that are not GPT-2's have no `val_bpb`.
+    Losses, tokens and bytes are summed over the ranks and then divided once, so that the results
+    do not depend on the number of ranks. `val_bpb`, in bits per byte, is left out if the ids are
+    not GPT-2's.
     """
     lengths = torch.from_numpy(token_bytes(vocab_size)).to(dist_info.device)
     exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has no float64
@@ -344,10 +348,10 @@ def evaluate_loss(
     for inputs, targets in batches:
         with autocast(dist_info.device, dtype):
             _, loss = model(inputs, targets)
-        counts = targets != IGNORE_INDEX
-        totals[0] += torch.where(counts.any(), loss * counts.sum(), 0.0)
-        totals[1] += counts.sum()
-        totals[2] += (lengths[targets.clamp(min=0)] * counts).sum()
+        is_counted = targets != IGNORE_INDEX
+        totals[0] += torch.where(is_counted.any(), loss * is_counted.sum(), 0.0)
+        totals[1] += is_counted.sum()
+        totals[2] += (lengths[targets.clamp(min=0)] * is_counted).sum()
     loss_sum, count_sum, byte_sum = distributed.all_reduce_sum(totals).tolist()
     metrics = {"val_loss": loss_sum / count_sum}
     if byte_sum:
@@ -356,7 +360,7 @@ def evaluate_loss(
 
 
 def score_hellaswag(run: Run, trainer: Trainer) -> dict[str, float]:
-    """HellaSwag's accuracies; none where its examples could not be had."""
+    """Score HellaSwag; return no metrics if its examples could not be loaded."""
     if not run.hellaswag:
         return {}
     before_batch = run.stop.interrupt_evaluation
@@ -367,9 +371,9 @@ def score_hellaswag(run: Run, trainer: Trainer) -> dict[str, float]:
 
 
 def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
-    """Continue the prompt, from a random generator of its own, into `samples.txt`.
+    """Append continuations of the prompt to `samples.txt`, from a separate random generator.
 
-    Every rank does this, so that none waits long for another; rank 0 writes.
+    Every rank samples, so that no rank waits long for another; rank 0 writes.
     """
     device, encoding = run.dist_info.device, gpt2_encoding()
     prompt = run.val_shards.read(0, PROMPT_TOKENS).tolist()
@@ -382,7 +386,7 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
         top_k=SAMPLE_TOP_K,
         generator=torch.Generator(device).manual_seed(run.config.seed),
         dtype=run.dtype,
-        stop_token=None,  # as many tokens on every rank, which a sharded model needs
+        stop_token=None,  # a sharded model needs the same number of tokens on every rank
     )
     run.log.samples([encoding.decode(sequence) for sequence in sequences])
     return {"samples": len(sequences)}
@@ -392,14 +396,14 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
 
 
 def save(run: Run, trainer: Trainer, step: int) -> None:
-    """Begin this step's checkpoint; training goes on while it is written.
+    """Start to save a checkpoint; training continues while it is written.
 
     Raises:
-        FloatingPointError: the weights or the optimizers' state are not finite, on every rank.
+        FloatingPointError: on every rank, if a weight or the optimizers' state is not finite.
     """
     model, optimizers = trainer.raw_model, trainer.optimizers
     with run.log.paused():
-        distributed.reshard(model)  # else FSDP would save what an evaluation has left gathered
+        distributed.reshard(model)  # an evaluation leaves parameters gathered
         if name := checkpoint.find_nonfinite(model, optimizers):
             raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
         state = checkpoint.RunState(
@@ -422,34 +426,34 @@ def save(run: Run, trainer: Trainer, step: int) -> None:
 
 
 def fit_max_minutes(run: Run, trainer: Trainer) -> Run:
-    """The run with as many steps as `--max-minutes` leaves time for.
+    """Return the run with the number of steps that fits into `--max-minutes`.
 
-    Optimizer steps are timed, and a part of each evaluation; samples are not counted. The trainer
-    cannot be used any more.
+    Times the optimizer step and a part of each evaluation, without samples. The trainer cannot be
+    used afterwards.
     """
-    config, begun = run.config, perf_counter()
-    few = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
-    few_tokens = run.dist_info.world_size * run.micro_batch_size * run.model_config.block_size
-    few_tokens *= TIMED_BATCHES
-    part = replace(run, hellaswag=few, config=replace(config, val_tokens=few_tokens))
+    config, start = run.config, perf_counter()
+    examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
+    tokens = run.dist_info.world_size * run.micro_batch_size * run.model_config.block_size
+    tokens *= TIMED_BATCHES
+    timed_run = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
-    evaluations = (
-        (config.val_every, validate, max(1, val_tokens / few_tokens)),
-        (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(few))),
+    evaluations = (  # steps between two evaluations, function, times as long as the timed part
+        (config.val_every, validate, max(1, val_tokens / tokens)),
+        (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
     )
     with trainer.batches:
         step = partial(train_step, run, trainer, 0)
         step_seconds = seconds_of(step, run.dist_info)
         with eval_mode(trainer.raw_model):
             others = [
-                (every, parts * seconds_of(partial(measure, part, trainer), run.dist_info))
-                for every, measure, parts in evaluations
+                (every, times * seconds_of(partial(measure, timed_run, trainer), run.dist_info))
+                for every, measure, times in evaluations
                 if every
             ]
-    save_seconds = CHECKPOINT_BYTES_PER_PARAMETER * run.model_config.n_params / 1e9  # 1 GB/s
+    save_seconds = CHECKPOINT_BYTES_PER_PARAMETER * run.model_config.n_params / 1e9  # at 1 GB/s
     others.append((config.checkpoint_every or sys.maxsize, save_seconds))
-    # Each comes one or two times more than its share of the steps: at the start, and at the end.
-    left = 60 * cast(float, config.max_minutes) - (perf_counter() - begun)
+    # Evaluations also run at the start and at the end, which is once or twice more.
+    left = 60 * cast(float, config.max_minutes) - (perf_counter() - start)
     left -= sum(1.5 * seconds for _, seconds in others)
     seconds_per_step = step_seconds + sum(seconds / every for every, seconds in others)
     steps = -distributed.all_reduce_max(-max(1, int(left / seconds_per_step)))
