@@ -1,4 +1,4 @@
-"""A trained model for everyone: `python export.py --model runs/NAME --out exported/NAME`."""
+"""Export a model for other tools: `python export.py --model runs/NAME --out exported/NAME`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,27 +11,27 @@ from runtime.cli import parse_flags, run_command
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write a model as a folder in Hugging Face's format."""
+    """Export a model to a folder in Hugging Face format."""
 
     model: str
-    """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
+    """Model: a run folder, a checkpoint, a folder in Hugging Face format, or a GPT-2 on the hub."""
     out: Path
-    """The folder to write; an earlier export there is written over, other files stay."""
+    """Folder to write: an earlier export is overwritten, other files are kept."""
     license: str | None = None
-    """Of the card: an id that the hub knows, such as mit."""
+    """License for the model card, as a hub license id such as mit."""
 
 
 def main() -> None:
-    """Write a model in Hugging Face's format, with a card."""
+    """Export the model with a model card, and print how to load it."""
     config = parse_flags(ExportConfig)
     checkpoint = None
-    if not is_hugging_face(config.model):  # once: a trainer may be about to save another
+    if not is_hugging_face(config.model):  # only once: a run may save another meanwhile
         checkpoint = find_checkpoint(Path(config.model))
     model = load_model(checkpoint or config.model)
     with export_folder(config.out) as folder:
         n_params = save_pretrained(model, folder)
         write_model_card(folder, config.out, model.config, n_params, checkpoint, config.license)
-    print(f"exported {n_params:,} parameters to {config.out}; load it with")
+    print(f"exported {n_params:,} parameters to {config.out}; load the model with")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
 
 

@@ -1,10 +1,10 @@
-"""Figures of a run from its `metrics.jsonl` alone: loss and HellaSwag over tokens.
+"""Plot a run's loss and HellaSwag accuracy over tokens, from its `metrics.jsonl` alone.
 
-    python plot.py runs/my-run                        # runs/my-run/figures/*.png
-    python plot.py runs/a runs/b --compare ab.png     # and one figure with both losses
-    python plot.py runs/a runs/b --report             # instead: a page, runs/a/report.html
+    python plot.py runs/my-run                        # write runs/my-run/figures/*.png
+    python plot.py runs/a runs/b --compare ab.png     # also plot both losses in one figure
+    python plot.py runs/a runs/b --report             # write a page instead: runs/a/report.html
 
-A run in progress can be plotted.
+A run can be plotted while it is training.
 """
 
 from collections.abc import Sequence
@@ -16,34 +16,34 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from formats.metrics import HELLASWAG_EXAMPLES, HELLASWAG_REFERENCES, Series, own_measures, read_run
+from formats.metrics import HELLASWAG_EXAMPLES, HELLASWAG_REFERENCES, Series, read_run, user_metrics
 from report import write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
 
 Records = list[dict[str, Any]]
 
-FALL_SHARE = 0.02  # the loss's fall over this share of the tokens may begin above the figure
-MARKED_POINTS = 40  # up to this many points are drawn as dots too
+EARLY_FRACTION = 0.02  # losses in this first fraction of the tokens may lie above the figure
+MAX_MARKERS = 40  # curves of at most this many points also have a marker at each point
 
-BLUE, RED, INK, GREY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e4"
+BLUE, RED, INK, GRAY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e4"
 
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Draw the figures of one or more runs, each into its own `figures/` folder."""
+    """Plot one or more runs, each into the `figures` folder of the run."""
 
     runs: tuple[Path, ...] = field(metadata=POSITIONAL)
     """Run folders, such as runs/my-run."""
     compare: Path | None = None
-    """Draw the losses of all the runs into this one file too: .png, .pdf or .svg."""
+    """Also plot the validation losses of all runs in this one file: .png, .pdf or .svg."""
     report: bool = False
-    """Instead of the figures, write a page with everything about the runs to look at in a browser:
-    report.html, in the first run's folder."""
+    """Instead of figures, write an HTML page with curves, settings and samples of all runs:
+    report.html in the first run's folder."""
 
 
 def main() -> None:
-    """Draw the figures and print where they are."""
+    """Write the figures or the report, and print their paths."""
     config = parse_flags(PlotConfig)
     if config.report:
         print(write_report(config.runs))
@@ -55,9 +55,10 @@ def main() -> None:
 
 
 def plot_run(run_dir: Path) -> list[Path]:
-    """Draw what a run has measured so far: `figures/loss.png`, and `hellaswag.png` if it has.
+    """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`.
 
-    What a changed trainer logs besides is drawn as it is: a float `spread` into `own_spread.png`.
+    Each additional float that a modified trainer logs gets a separate figure: `spread` is drawn in
+    `own_spread.png`.
     """
     records, figures = read_run(run_dir), run_dir / "figures"
     step, tokens = records[-1]["step"], format_count(records[-1]["tokens_seen"])
@@ -65,7 +66,7 @@ def plot_run(run_dir: Path) -> list[Path]:
     drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
-    for name in own_measures(records):
+    for name in user_metrics(records):
         axes, series = new_axes(title, name), Series.of(records, name)
         _plot_line(axes, series, f"{series.values[-1]:.4g}", color=BLUE)
         drawn.append(save_figure(axes, figures / f"own_{name}.png"))
@@ -73,53 +74,53 @@ def plot_run(run_dir: Path) -> list[Path]:
 
 
 def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
-    """Draw the validation losses of several runs into one file."""
+    """Plot the validation losses of several runs in one file."""
     lines = [Series.of(read_run(run_dir), "val_loss") for run_dir in run_dirs]
     if not all(len(line.values) for line in lines):
-        raise ValueError("--compare draws validation losses, and a run has none: use --report")
+        raise ValueError("--compare plots validation losses, but a run has none: use --report")
     axes = new_axes(f"{len(lines)} runs", "validation loss (nats per token)")
     for run_dir, line in zip(run_dirs, lines, strict=True):
-        # The number first: matplotlib leaves labels that begin with "_" out of the legend.
+        # The number comes first: matplotlib omits labels that begin with "_" from the legend.
         _plot_line(axes, line, f"{line.values[-1]:.3f} {run_dir.resolve().name}")
     _fit_loss(axes, lines)
     save_figure(axes, path)
 
 
 def new_axes(title: str, quantity: str) -> Axes:
-    """Axes over training tokens in this project's style, in a figure of their own."""
+    """Return axes over training tokens, in this project's style, in a new figure."""
     axes = Figure(figsize=(8, 4.5), dpi=120, facecolor="white", layout="constrained").subplots()
     axes.set_title(title, color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
-    axes.set_xlabel("training tokens", color=GREY)
-    axes.set_ylabel(quantity, color=GREY)
+    axes.set_xlabel("training tokens", color=GRAY)
+    axes.set_ylabel(quantity, color=GRAY)
     axes.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GREY)
+    axes.spines["bottom"].set_color(GRAY)
     axes.grid(axis="y", color=PALE, linewidth=0.8)
     axes.margins(x=0.012)
-    axes.tick_params(colors=GREY, length=0, labelsize=9)
+    axes.tick_params(colors=GRAY, length=0, labelsize=9)
     return axes
 
 
 def _plot_line(axes: Axes, series: Series, label: str, **style: Any) -> None:  # noqa: ANN401
-    """Draw a series in full strength, with dots if there are few points."""
-    marker = "o" if len(series.values) <= MARKED_POINTS else None
+    """Draw a series as a solid curve, with markers if there are few points."""
+    marker = "o" if len(series.values) <= MAX_MARKERS else None
     axes.plot(*series, label=label, linewidth=1.8, marker=marker, markersize=3.5, **style)
 
 
 def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
-    """Set the limits; where the first fall takes a third of the height, let it begin above."""
-    whole = np.concatenate([line.values for line in lines])
-    late = [line.values[line.tokens >= FALL_SHARE * line.tokens[-1]] for line in lines]
-    low, high = whole.min(), np.concatenate(late).max()
-    if whole.max() - low <= 1.5 * (high - low) or high == low:
-        high = whole.max()
+    """Set the y-limits; cut off the first losses if they would need over a third of the height."""
+    values = np.concatenate([line.values for line in lines])
+    late = [line.values[line.tokens >= EARLY_FRACTION * line.tokens[-1]] for line in lines]
+    low, high = values.min(), np.concatenate(late).max()
+    if values.max() - low <= 1.5 * (high - low) or high == low:
+        high = values.max()
     margin = max(0.05 * (high - low), 0.02)
     axes.set_ylim(low - margin, high + margin)
 
 
 def save_figure(axes: Axes, path: Path) -> Path:
-    """Add the legend and write the file, whose ending is its format."""
-    axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width of its own
+    """Add the legend and write the file, in the format of its suffix."""
+    axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width
     axes.legend(fontsize=9, edgecolor="none", framealpha=1)
     with atomic_write(path) as file:
         axes.figure.savefig(file, format=path.suffix[1:])  # type: ignore[union-attr]
@@ -146,7 +147,7 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     totals = Series.of(records, "hellaswag_total").values
     total = int(totals[-1]) if len(totals) else HELLASWAG_EXAMPLES
     references = {"chance": 1 / 4}
-    if total == HELLASWAG_EXAMPLES:  # the models that the run has passed, and the next one above
+    if total == HELLASWAG_EXAMPLES:  # models that the run has passed, and the next one
         passed = sum(height <= accuracy.values.max() for height in HELLASWAG_REFERENCES.values())
         references |= dict(list(HELLASWAG_REFERENCES.items())[: max(2, passed + 1)])
     else:
@@ -157,9 +158,9 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     axes.fill_between(*band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error")
     _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", color=BLUE)
     for name, height in references.items():
-        axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        label = axes.text(1.01, height, f"{name} {height:g}", color=GREY, fontsize=9, va="center")
-        label.set_transform(axes.get_yaxis_transform())  # the x is a share of the width
+        axes.axhline(height, color=GRAY, linewidth=1, linestyle=(0, (4, 3)))
+        label = axes.text(1.01, height, f"{name} {height:g}", color=GRAY, fontsize=9, va="center")
+        label.set_transform(axes.get_yaxis_transform())  # x is a fraction of the width
     return save_figure(axes, path)
 
 

@@ -1,7 +1,8 @@
-"""The texts that a training step saw: `python read_step.py runs/NAME --step 12345`.
+"""Print the text of one training step: `python read_step.py runs/NAME --step 12345`.
 
-The order of the data is a pure function of the step, so any step can be read back: that of a spike
-in the loss, say. With `--model`, each text has its loss by that model, the highest first.
+The order of the data is a pure function of the step, so the text of any step can be read again, for
+example after a spike in the loss. With `--model`, each text is printed with its loss under that
+model, highest loss first.
 """
 
 from collections.abc import Iterator
@@ -25,14 +26,14 @@ from training.config import read_recipe
 
 @dataclass(frozen=True)
 class ReadStepConfig:
-    """Print the texts that a training step saw, each with its shard and the token it begins at."""
+    """Print the texts of one training step, each with its shard and its first token's position."""
 
     runs: tuple[Path, ...] = field(metadata=POSITIONAL)
     """Run folders, such as runs/my-run."""
     step: int
-    """The step, as the log counts them: 1 is the first."""
+    """Number of the step, as in the log: the first is 1."""
     model: str | None = None
-    """Give each text its loss by this model: a run, RUN@best, a checkpoint, gpt2, …"""
+    """Print the loss of each text under this model: a run, RUN@best, a checkpoint, gpt2, …"""
 
     def __post_init__(self) -> None:
         if problems := bad_numbers(self, ("step",)):
@@ -41,7 +42,7 @@ class ReadStepConfig:
 
 @torch.no_grad()
 def main() -> None:
-    """Print each run's texts of the step: in its order or, with a model, the highest loss first."""
+    """Print each run's texts of the step in training order or, with a model, highest loss first."""
     config, device = parse_flags(ReadStepConfig), select_device("auto")
     model = load_model(config.model, device) if config.model else None
     for run_dir in config.runs:
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def read_step(run_dir: Path, step: int) -> Iterator[tuple[Path, int, TokenArray]]:
-    """The windows of a step of a run: shard, offset and (T + 1,) uint16 tokens of each."""
+    """Yield each window of a run's step: its shard, offset and (T + 1,) uint16 tokens."""
     run = read_recipe(run_dir / RUN_CONFIG_NAME)
     shards, T = open_shards(run.data_dir, "train"), run.block_size
     if shards.fingerprint not in logged_values(run_dir / METRICS_NAME, "data_fingerprint"):

@@ -1,9 +1,9 @@
-"""The report: one HTML page about runs, with curves, settings and samples, that needs no network.
+"""Write an HTML page about runs, with curves, settings and samples, that needs no network.
 
     python plot.py runs/a runs/b --report             # runs/a/report.html
 
-`assets/report.html` is the page. `write_report` puts the runs' data into it, as JSON. The page's
-script inserts all of them as text, so that no sample or name can be taken for HTML.
+`assets/report.html` is the template, into which `write_report` inserts the runs' data as JSON. The
+page's script adds all data as text, so samples and names are never interpreted as HTML.
 """
 
 import ast
@@ -24,37 +24,37 @@ from formats.metrics import (
     METRICS_NAME,
     Series,
     logged_values,
-    own_measures,
     read_run,
+    user_metrics,
 )
 from runtime.files import atomic_write, read_json
 
 Records = list[dict[str, Any]]
 
 TEMPLATE = Path(__file__).parent / "assets" / "report.html"
-DATA_MARK = "RUNS_AS_JSON"  # where the template wants them
-MAX_POINTS = 1000  # of a series in the page
-NOISY = ("train_loss", "grad_norm", "tokens_per_second")  # drawn with their running mean
+DATA_PLACEHOLDER = "RUNS_AS_JSON"  # in the template
+MAX_POINTS = 1000  # per series
+NOISY = ("train_loss", "grad_norm", "tokens_per_second")  # drawn with a running mean
 SERIES = (*NOISY, "val_loss", "val_bpb", "hellaswag_acc_norm", "lr", "peak_memory_gib")
-# Validation losses on FineWeb-Edu that others published.
+# Published validation losses on FineWeb-Edu.
 FINEWEB_EDU_LOSSES = {"OpenAI's GPT-2 124M": 3.29, "124M after 10B tokens": 3.07}
 SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
 
 
 def write_report(run_dirs: Sequence[Path]) -> Path:
-    """Write the page of one or more runs, finished or in progress, into the first one's folder."""
+    """Write a page about one or more runs, finished or not, to the first run's folder."""
     runs, path = [collect_run(run_dir) for run_dir in run_dirs], run_dirs[0] / "report.html"
-    page = {"written": time.time(), "references": references_for(runs), "runs": runs}
-    data = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")  # no </script> in it
+    page = {"written": time.time(), "references": published_values(runs), "runs": runs}
+    data = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")  # no </script> in data
     with atomic_write(path) as file:
-        file.write(TEMPLATE.read_text(encoding="utf-8").replace(DATA_MARK, data).encode())
+        file.write(TEMPLATE.read_text(encoding="utf-8").replace(DATA_PLACEHOLDER, data).encode())
     return path
 
 
 def collect_run(run_dir: Path) -> dict[str, Any]:
-    """What the page shows of a run, as JSON values."""
+    """Collect what the page shows about a run, as JSON values."""
     records, path = read_run(run_dir), run_dir / METRICS_NAME
-    resumed = [step for step in logged_values(path, "resumed_from") if step]  # 0: it began
+    resumed = [step for step in logged_values(path, "resumed_from") if step]  # 0: a new run
     config_path = run_dir / "config.json"
     settings = read_json(config_path) if config_path.is_file() else {}
     step, tokens = records[-1]["step"], records[-1]["tokens_seen"]
@@ -71,9 +71,7 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
         "max_steps": settings.get("max_steps", step),
         "tokens": tokens,
         "last_write": path.stat().st_mtime,
-        "series": {
-            name: thinned_series(records, name) for name in (*SERIES, *own_measures(records))
-        },
+        "series": {name: downsample(records, name) for name in (*SERIES, *user_metrics(records))},
         "hellaswag_total": max(record.get("hellaswag_total", 0) for record in records),
         "resumed": [each * tokens / max(step, 1) for each in resumed if each <= step],
         "settings": settings,
@@ -82,28 +80,28 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def references_for(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Published values, by series, that these runs can be compared with."""
+def published_values(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return published values that are comparable with these runs, by series."""
     is_fineweb = all("fineweb-edu" in str(run["settings"].get("data_dir")) for run in runs)
-    is_whole = all(run["hellaswag_total"] in (0, HELLASWAG_EXAMPLES) for run in runs)
+    is_full = all(run["hellaswag_total"] in (0, HELLASWAG_EXAMPLES) for run in runs)
     return {
         "val_loss": FINEWEB_EDU_LOSSES if is_fineweb else {},
-        "hellaswag_acc_norm": {"chance": 1 / 4} | (HELLASWAG_REFERENCES if is_whole else {}),
+        "hellaswag_acc_norm": {"chance": 1 / 4} | (HELLASWAG_REFERENCES if is_full else {}),
     }
 
 
-def thinned_series(records: Records, name: str) -> dict[str, list[float]]:
-    """A series as the page draws it: tokens, values and, of a noisy one, the running mean.
+def downsample(records: Records, name: str) -> dict[str, list[float]]:
+    """Return a series as the page draws it: tokens, values and, if it is noisy, a running mean.
 
-    Of a long series, the least and the greatest value of each of `MAX_POINTS / 2` parts are left,
-    and the ends, so that no spike is lost. All values have six digits.
+    A long series is split into `MAX_POINTS / 2` chunks, of which the minimum and maximum are kept,
+    so that no spike is lost. The first and last points are also kept. Values have six digits.
     """
     series = Series.of(records, name)
     kept = np.arange(len(series.values))
     if len(kept) > MAX_POINTS:
-        parts = np.array_split(kept[1:-1], MAX_POINTS // 2 - 1)
+        chunks = np.array_split(kept[1:-1], MAX_POINTS // 2 - 1)
         extremes = [
-            part[pick(series.values[part])] for part in parts for pick in (np.argmin, np.argmax)
+            chunk[pick(series.values[chunk])] for chunk in chunks for pick in (np.argmin, np.argmax)
         ]
         kept = np.unique([0, *extremes, kept[-1]])
     columns = {"tokens": series.tokens, "values": series.values}
@@ -113,19 +111,20 @@ def thinned_series(records: Records, name: str) -> dict[str, list[float]]:
 
 
 def read_samples(path: Path, records: Records) -> list[dict[str, Any]]:
-    """The texts sampled at each step, in order of the steps; lines that are torn are skipped.
+    """Return the texts sampled at each step, in the order of steps; skip incomplete lines.
 
-    `records` tell of which steps, and how many: the last ones in the file. Others are of a branch
-    that was dropped when the run resumed from an earlier step, or were written again.
+    `records` has the number of samples at each step, which are the last ones in the file. Earlier
+    ones were repeated, or belong to steps that were dropped when the run resumed from an earlier
+    step.
     """
     lines = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     by_step = defaultdict[int, list[str]](list)
     for step, quoted in SAMPLE_LINE.findall(lines):
         with suppress(ValueError, SyntaxError):
             by_step[int(step)].append(str(ast.literal_eval(quoted)))
-    counts = {record["step"]: record["samples"] for record in records if record.get("samples")}
+    n_samples = {record["step"]: record["samples"] for record in records if record.get("samples")}
     return [
         {"step": step, "texts": by_step[step][-count:]}
-        for step, count in sorted(counts.items())
+        for step, count in sorted(n_samples.items())
         if by_step[step]
     ]

@@ -17,7 +17,7 @@ from bench import ladder, measurement
 from bench.config import BenchConfig
 from bench.ladder import Workspace
 from bench.measurement import Measure, Results
-from plot import BLUE, GREY, INK, new_axes
+from plot import BLUE, GRAY, INK, new_axes
 from runtime.files import atomic_write, read_json
 
 TOTAL_SECONDS = 700  # 20 less than 12 minutes, for tokenizing a text
@@ -105,7 +105,7 @@ def draw_ladder(path: Path) -> Path:
     rows = {row: median(runs["tokens/s"]) for row, runs in file["ladder"]["results"].items()}
     title = f"GPT-2 training on one {file['device']}, commit {file['ladder']['commit'][:7]}"
     axes = new_axes(title, "")
-    axes.set_xlabel("tokens per second; each row adds one optimization", color=GREY)
+    axes.set_xlabel("tokens per second; each row adds one optimization", color=GRAY)
     axes.grid(visible=False)
     bars = axes.barh([*rows], [*rows.values()], color=BLUE)
     axes.bar_label(bars, fmt="{:,.0f}", padding=4, color=INK)

@@ -29,7 +29,7 @@ from bench.proxy import first_merges, vocab_size
 from corpus.shards import open_shards
 from corpus.sources import file_source, local_files
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
-from plot import BLUE, GREY, RED, new_axes, save_figure
+from plot import BLUE, GRAY, RED, new_axes, save_figure
 from runtime.cli import as_flags, parse_flags, run_command
 from runtime.device import select_device
 from training.config import TrainConfig, read_recipe
@@ -75,7 +75,7 @@ RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and
         {"max_steps": 6_676, "warmup_steps": 100, "total_batch_size": 524_288},
     ),
 }
-COLOURS = {"published": GREY, "adamw 0.0018, half the batch": RED, "fast": BLUE}  # of the figure
+COLOURS = {"published": GRAY, "adamw 0.0018, half the batch": RED, "fast": BLUE}  # of the figure
 
 
 @dataclass(frozen=True)

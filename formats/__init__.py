@@ -1,1 +1,1 @@
-"""What is on disk, in which format: models, checkpoints, metrics; finding and loading them."""
+"""On-disk formats of models, checkpoints and metrics, and how to find and load them."""

@@ -1,14 +1,14 @@
-"""Exact, atomic, verified save and resume; no pickle.
+"""Save and load checkpoints: exact, atomic, verified by hashes, and without pickle.
 
     runs/NAME/checkpoints/step_00000500/
-        model.safetensors        parameters, float32, and buffers
+        model.safetensors        float32 parameters, and buffers
         optimizer.safetensors    the optimizers' tensors, such as exp_avg.transformer.wte.weight
         trainer_state.json       step, configuration, generator states, data fingerprint
-        manifest.json            size and SHA-256 of each, written last
+        manifest.json            size and SHA-256 of each file, written last
 
-Tensors are saved whole, not sharded, so that any number of processes can load them. A folder
-without its manifest is not a checkpoint. Training waits while the state is copied, but not while
-the copy is written.
+Tensors are saved unsharded, so that any number of processes can load them. A folder without a
+manifest is not a checkpoint. Training waits while the state is copied, but not while the copy is
+written.
 """
 
 import base64
@@ -55,37 +55,38 @@ CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
-MAX_CODE_ERROR = 5e-6  # rounding gives 2e-7, the exact GELU instead of tanh's 3e-5
+# Rounding causes 2e-7; exact GELU instead of its tanh approximation causes 3e-5.
+MAX_CODE_ERROR = 5e-6
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What `trainer_state.json` holds: a run's state except its tensors."""
+    """Content of `trainer_state.json`: a run's state except its tensors."""
 
     step: int
-    """Optimizer updates done."""
+    """Number of optimizer updates done."""
     tokens_seen: int
     model_config: dict[str, Any]
-    """The fields of `GPTConfig`."""
+    """Fields of `GPTConfig`."""
     train_config: dict[str, Any]
-    """The training configuration, as its flags."""
+    """Fields of `TrainConfig` that are saved."""
     data_fingerprint: str
     rng_states: list[dict[str, str]]
-    """Of each rank, its generators' states by device type, base64."""
+    """Generator states of each rank, by device type, in base64."""
     grad_scaler: dict[str, Any]
-    """The loss scaler's state; empty unless float16 is in use."""
+    """State of the loss scaler; empty unless float16 is in use."""
     val_fingerprint: str
-    """Of the validation split."""
+    """Fingerprint of the validation split."""
     optimizers: list[str]
-    """The optimizers' class names."""
+    """Class names of the optimizers."""
     optimizer_values: dict[str, Any]
-    """Optimizer state that is not a tensor, in values that JSON has: see `optimizer_state`."""
+    """Optimizer state other than tensors, as JSON values: see `optimizer_state`."""
     code_logits: list[float] = field(default_factory=list)
-    """What the code computed, see `code_logits`; older checkpoints do not say."""
+    """Logits that identify the code: see `code_logits`; empty in older checkpoints."""
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint's folder, and the state that was read from it."""
+    """A checkpoint's folder and the state read from it."""
 
     path: Path
     state: RunState
@@ -95,17 +96,18 @@ class Checkpoint(NamedTuple):
 
 
 class CheckpointWriter:
-    """Save checkpoints while training goes on; a context manager that waits for the last one.
+    """Save checkpoints while training continues; a context manager that waits for the last one.
 
-    A thread writes the copy that `save` makes (`save_file` and hashing release the interpreter's
-    lock). The next save reuses its memory: filling new pages takes longer than copying.
+    `save` copies the state, and a thread writes the copy: `save_file` and hashing release the
+    interpreter's lock. The next save reuses the copy's memory, because filling new pages takes
+    longer than copying.
 
     Args:
         checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
             that write nothing: their `save` only contributes their shards.
-        keep: once a checkpoint is complete, delete all but the newest `keep`, and the one of the
-            lowest validation loss; 0 deletes none.
-        on_saved: called, in the thread, with the step and the folder of a complete checkpoint.
+        keep: number of newest checkpoints to keep, in addition to the one with the lowest
+            validation loss; 0 keeps all.
+        on_saved: called in the thread, with the step and the folder of each complete checkpoint.
     """
 
     def __init__(
@@ -115,19 +117,19 @@ class CheckpointWriter:
         on_saved: Callable[[int, Path], object] = lambda *_: None,
     ) -> None:
         self.error: OSError | None = None
-        """Why the last checkpoint was not saved; None if it was."""
+        """Error that prevented the last checkpoint from being saved; None if it was saved."""
         self._checkpoints_dir = checkpoints_dir
         self._keep = keep
         self._on_saved = on_saved
-        self._copies: dict[str, dict[str, Tensor]] = {}  # by file, then by tensor
+        self._copies: dict[str, dict[str, Tensor]] = {}  # by file name, then by tensor name
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
 
     @torch.no_grad()
     def save(self, state: RunState, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Wait for the last checkpoint, copy the present state, and start to write it.
+        """Wait for the previous checkpoint, copy the current state, and start to write the copy.
 
-        The model is the raw one, neither compiled nor wrapped. If it is sharded, every rank must
+        `model` is the raw model, neither compiled nor wrapped. If it is sharded, every rank must
         call this: tensors are gathered one at a time.
         """
         self.wait()
@@ -146,23 +148,24 @@ class CheckpointWriter:
         self._last = self._thread.submit(self._write, self._checkpoints_dir, state)
 
     def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
-        """A full copy on the CPU, in the memory of the last one.
+        """Return a full copy on the CPU, in the memory of the previous copy.
 
-        It is not pinned: torch rounds each pinned tensor up to a power of two, 1.39 GiB to 2.31.
+        The memory is not pinned: torch rounds each pinned tensor up to a power of two, which would
+        need 2.31 GiB instead of 1.39 GiB.
         """
         full = full_tensor(tensor)
         copy = self._copies.get(file, {}).get(name)
         return full.to("cpu", copy=True) if copy is None else copy.copy_(full)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete, or has failed: see `error`.
+        """Wait until the last checkpoint is complete or has failed: see `error`.
 
-        Every rank must call this. They meet each second: a rank that waited in one collective for
-        a slow disk would end at its timeout.
+        Every rank must call this. The ranks synchronize every second: if they waited for a slow
+        disk in a single collective, it could time out.
         """
         while all_reduce_max(self._last is not None and not self._last.done()):
             if self._last is not None:
-                wait_for([self._last], timeout=1)  # Ctrl-C may interrupt this
+                wait_for([self._last], timeout=1)  # Ctrl-C can interrupt this wait
         if self._last is not None:
             self._last.result()
 
@@ -170,7 +173,8 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind in (None, FloatingPointError):  # on all ranks alike; of another, each waits alone
+        # These happen on all ranks. After any other error, each rank waits alone, in `shutdown`.
+        if kind in (None, FloatingPointError):
             self.wait()
         self._thread.shutdown()
 
@@ -184,19 +188,20 @@ class CheckpointWriter:
                 if checkpoint != best_checkpoint(checkpoints_dir.parent):
                     _delete(checkpoint)
         except OSError as error:
-            self.error = None if saved else error  # an old one that stays costs only its space
+            # Failing to delete an old checkpoint only costs disk space.
+            self.error = None if saved else error
             print0(f"warning: {error}")
 
 
 def _write_checkpoint(
     checkpoints_dir: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
 ) -> Path:
-    """Write a checkpoint that appears under its name once it is complete; return its folder."""
+    """Write a checkpoint, which gets its final name once it is complete; return its folder."""
     final = checkpoints_dir / f"step_{state.step:08d}"
     temporary = checkpoints_dir / f".{final.name}.tmp"
     try:
         checkpoints_dir.mkdir(exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that failed
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a failed attempt
         temporary.mkdir()
         for name, tensors in tensors_by_file.items():
             save_file(tensors, temporary / name)
@@ -206,21 +211,23 @@ def _write_checkpoint(
         files = {name: _manifest_entry(temporary / name) for name in FILE_NAMES}
         manifest = {"format": CHECKPOINT_FORMAT, "files": files}
         write_json(temporary / CHECKPOINT_MANIFEST, manifest)
-        if os.path.lexists(final):  # a damaged one, or it would have been resumed from
+        if os.path.lexists(final):  # damaged, or the run would have resumed from it
             _delete(final)
         temporary.rename(final)
         sync_folder(checkpoints_dir)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own on a full disk
+    except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
         raise OSError(f"{final} was not saved: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # is there only if saving failed
+        shutil.rmtree(temporary, ignore_errors=True)  # exists only if saving failed
     return final
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint, or the link to one; renamed first, so that no half is taken for one.
+    """Delete a checkpoint, or a symbolic link to one.
 
-    Of what cannot be deleted now, as on NFS while another process reads it, `clean_up` takes care.
+    A folder is renamed first, so that a partially deleted one is never taken for a checkpoint. If
+    files cannot be deleted now, for example on NFS while another process reads them, `clean_up`
+    deletes them later.
     """
     if checkpoint.is_symlink():
         checkpoint.unlink()
@@ -230,18 +237,18 @@ def _delete(checkpoint: Path) -> None:
 
 
 def clean_up(checkpoints_dir: Path) -> None:
-    """Delete what a process left behind that died while it saved or deleted a checkpoint."""
+    """Delete the remains of checkpoints that a killed process was saving or deleting."""
     for leftover in checkpoints_dir.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _manifest_entry(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """Return a file's entry in the manifest: its size and SHA-256."""
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """A raw model's parameters and persistent buffers by name; a tied one once."""
+    """Return a raw model's parameters and persistent buffers by name; tied ones appear once."""
     tensors, names = dict[str, Tensor](), dict[Tensor, str]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if names.setdefault(tensor, name) == name:
@@ -252,21 +259,24 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_state(
     model: nn.Module, optimizers: Sequence[Optimizer], *, tensors: bool
 ) -> dict[str, Any]:
-    """The tensors of the optimizers' state, as `exp_avg.transformer.wte.weight`; or all else."""
+    """Return the tensors of the optimizers' state; with `tensors=False`, all other values.
+
+    They are named by key and parameter, such as `exp_avg.transformer.wte.weight`.
+    """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         f"{key}.{names[parameter]}": value
         for optimizer in optimizers
-        for parameter, own in optimizer.state.items()
-        for key, value in own.items()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
         if isinstance(value, Tensor) == tensors
     }
 
 
 def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
-    """The name of a tensor to be saved that has a NaN or an infinity; None if all are finite.
+    """Return the name of a tensor to be saved that is not finite; None if all are finite.
 
-    Every process must call this, and gets the same name.
+    Every process must call this; all get the same name.
     """
     state = model_state(model) | optimizer_state(model, optimizers, tensors=True)
     local = {
@@ -274,29 +284,29 @@ def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | N
         for name, tensor in state.items()
         if tensor.is_floating_point()
     }
-    own = "" if is_finite(*local.values()) else next(n for n in local if not is_finite(local[n]))
-    return next(filter(None, gather_text(own)), None)
+    name = "" if is_finite(*local.values()) else next(n for n in local if not is_finite(local[n]))
+    return next(filter(None, gather_text(name)), None)
 
 
 def rng_states() -> list[dict[str, str]]:
-    """The states of every rank's global random generators, by device type, as base64 text.
+    """Return the states of every rank's global random generators, by device type, in base64.
 
-    Every process must call this, and gets the same list.
+    Every process must call this; all get the same list.
     """
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    own = {name: base64.b64encode(bytes(s.tolist())).decode() for name, s in states.items()}
-    return [json.loads(text) for text in gather_text(json.dumps(own))]
+    encoded = {name: base64.b64encode(bytes(s.tolist())).decode() for name, s in states.items()}
+    return [json.loads(text) for text in gather_text(json.dumps(encoded))]
 
 
 # --- reading ----------------------------------------------------------------------------------
 
 
 def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
-    """The checkpoints of a run, the highest step first; one whose files are damaged counts, too.
+    """Return a run's checkpoints, highest step first, including those with damaged files.
 
-    They are named `step_` and eight digits: a user's copy under another name is none of them.
+    Their names are `step_` and eight digits; a user's copy with any other name is ignored.
     """
     return [
         folder
@@ -306,26 +316,26 @@ def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
 
 
 def best_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of the lowest validation loss; None if none was validated at its step."""
+    """Return the checkpoint with the lowest validation loss; None if no saved step has one."""
     losses = {f"step_{step:08d}": r["val_loss"] for step, r in validations(run_dir).items()}
     saved = [c for c in complete_checkpoints(run_dir / "checkpoints") if c.name in losses]
     return min(saved, key=lambda checkpoint: losses[checkpoint.name], default=None)
 
 
 def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> None:
-    """Check files of a checkpoint against its manifest, and its name against its step."""
+    """Check a checkpoint's files against its manifest, and its name against its step."""
     path = checkpoint / CHECKPOINT_MANIFEST
     manifest = read_json(path)
     if manifest.get("format") != CHECKPOINT_FORMAT:
-        raise ValueError(f"{path} is damaged, or not of format {CHECKPOINT_FORMAT}")
+        raise ValueError(f"{path} is damaged, or its format is not {CHECKPOINT_FORMAT}")
     for name in names:
         if manifest.get("files", {}).get(name) != _manifest_entry(checkpoint / name):
             raise ValueError(
-                f"{checkpoint / name} is damaged: its size or SHA-256 is not the manifest's"
+                f"{checkpoint / name} is damaged: its size or SHA-256 differs from the manifest"
             )
     step, named = read_state(checkpoint).step, CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if named and step != int(named[1]):
-        raise ValueError(f"{checkpoint} holds the state of step {step}: rename it")
+        raise ValueError(f"{checkpoint} holds the state of step {step}: rename the folder")
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -338,12 +348,13 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def code_logits(model_config: GPTConfig) -> list[float]:
-    """What `model.py` and `ops.py` compute: logits of a tiny model, weights and input by formula.
+    """Return logits that the current `model.py` and `ops.py` compute for a tiny model.
 
-    Empty if an edited model cannot be so small.
+    A formula sets the weights and the input, so the logits change only if the code does. The list
+    is empty if an edited model cannot be so small.
     """
     size = {"block_size": 8, "vocab_size": 50, "n_layer": 2, "n_embd": 8 * model_config.n_head}
-    for dtype in (torch.float64, torch.float32):  # an edit may take float32 only
+    for dtype in (torch.float64, torch.float32):  # an edited model may support only float32
         with suppress(Exception), torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
             model = GPT(replace(model_config, **size)).to(dtype).eval()
             for name, tensor in model_state(model).items():
@@ -356,14 +367,14 @@ def code_logits(model_config: GPTConfig) -> list[float]:
     return []
 
 
-def warn_of_other_code(path: Path, state: RunState) -> None:
-    """Say so if the code computes something else than the code that saved a checkpoint."""
+def warn_if_code_changed(path: Path, state: RunState) -> None:
+    """Warn if the current code's logits differ from those of the code that saved a checkpoint."""
     saved, found = state.code_logits, code_logits(GPTConfig(**state.model_config))
     error = math.dist(saved, found) / math.hypot(*saved) if saved and found else 0.0
     if is_main() and error > MAX_CODE_ERROR:
-        print_error(  # not where `sample.py` prints texts
-            f"warning: {path} was trained by other code, its logits differ by {error:.1e} of their "
-            f"size: restore model.py and ops.py (git stash, git checkout), or results will differ"
+        print_error(  # on stderr, because `sample.py` prints texts on stdout
+            f"warning: {path} was saved by different code (relative logit difference {error:.1e}): "
+            f"restore model.py and ops.py (git stash, git checkout), or results will differ"
         )
 
 
@@ -376,22 +387,22 @@ def load_checkpoint(
     optimizers: Sequence[Optimizer],
     scaler: torch.amp.GradScaler | None = None,
 ) -> None:
-    """Restore a raw model, its optimizers and the random generators, on every process.
+    """Restore a raw model, its optimizers, the loss scaler and this rank's random generators.
 
-    The model may be sharded. The optimizers' settings (`param_groups`) stay as they are. The files'
-    hashes are not checked here: see `verify_checkpoint`.
+    Every process must call this. The model may be sharded. The optimizers' hyperparameters
+    (`param_groups`) are left unchanged. Hashes are not checked here: see `verify_checkpoint`.
     """
     path, state = checkpoint
     with raise_on_all_ranks():
         built = [type(optimizer).__name__ for optimizer in optimizers]
         if built != state.optimizers:
             raise ValueError(
-                f"{path} was trained by {' and '.join(state.optimizers)}, and this run builds "
-                f"{' and '.join(built)}: use the same --optimizer, or start a new run by "
+                f"{path} was trained with {' and '.join(state.optimizers)}, but this run builds "
+                f"{' and '.join(built)}: use the same --optimizer, or start a new run with "
                 f"{shell_line('--init-from', path)}"
             )
         copy_state(read_tensors(path / MODEL_NAME), model, path)
-        warn_of_other_code(path, state)
+        warn_if_code_changed(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
     _load_optimizers(values, model, optimizers)
     if scaler is not None and state.grad_scaler:
@@ -402,33 +413,37 @@ def load_checkpoint(
 def _load_optimizers(
     values: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Set the optimizers' state to what `optimizer_state` returned."""
+    """Set the optimizers' state from the values that `optimizer_state` returned."""
     by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
     for flat_name, value in values.items():
         key, _, name = flat_name.partition(".")
         by_parameter[name][key] = value
     names = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        updated = [p for group in optimizer.param_groups for p in group["params"]]
-        own = optimizer.state_dict()
-        own["state"] = {
-            index: {key: _placed(value, p) for key, value in by_parameter[names[p]].items()}
-            for index, p in enumerate(updated)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state_dict = optimizer.state_dict()
+        state_dict["state"] = {
+            index: {key: _place_like(p, value) for key, value in by_parameter[names[p]].items()}
+            for index, p in enumerate(parameters)
         }
-        optimizer.load_state_dict(own)
+        optimizer.load_state_dict(state_dict)
 
 
-def _placed(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - a tensor or a plain value
-    """A saved value as the parameter is sharded; a copy, or it would keep the whole file mapped."""
+def _place_like(parameter: Tensor, value: Any) -> Any:  # noqa: ANN401 - a tensor or a plain value
+    """Return a copy of a saved value, sharded like the parameter.
+
+    Without the copy, the entire file would stay mapped into memory.
+    """
     if not isinstance(value, Tensor):
         return value
     return (distribute_like(value, parameter) if value.dim() else value).clone()
 
 
 def restore_rng_states(states: list[dict[str, str]]) -> None:
-    """Set this rank's generators to what `rng_states` returned.
+    """Set this rank's generators to the states that `rng_states` returned.
 
-    A rank that the saved run did not have keeps its own: another's would repeat that one's numbers.
+    A rank that the saved run did not have keeps its current states: with those of another rank, it
+    would draw the same random numbers as that rank.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for device_type, text in (states[rank] if rank < len(states) else {}).items():
@@ -441,20 +456,20 @@ def restore_rng_states(states: list[dict[str, str]]) -> None:
 
 @torch.no_grad()
 def copy_weights(source: GPT, target: GPT) -> None:
-    """Copy a model's state into one that may be sharded, or have a shorter context.
+    """Copy a model's state into a model that may be sharded or have a shorter context.
 
-    Position embeddings lose the rows after the target's `block_size`.
+    Position embeddings beyond the target's `block_size` are dropped.
     """
     tensors = {
         name: tensor[: target.config.block_size] if ".wpe." in name else tensor
         for name, tensor in model_state(source).items()
     }
-    copy_state(tensors, target, "the model to start from")
+    copy_state(tensors, target, "the --init-from model")
 
 
 @torch.no_grad()
 def copy_state(tensors: Mapping[str, Tensor], model: nn.Module, source: str | Path) -> None:
-    """Copy tensors by name into a model, sharded or not; refuse others than it has."""
+    """Copy tensors by name into a model, sharded or not; raise if they do not fit it."""
     targets = model_state(model)
     check_tensors(tensors, shapes_of(targets), f"{source} does not fit the model in model.py")
     for name, target in targets.items():

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: commits, downloads, and its errors as one line."""
+"""Hugging Face hub: find commits, download files, and report errors in one line."""
 
 import re
 import sys
@@ -8,56 +8,61 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_SECONDS = 10  # of an answer
+TIMEOUT_SECONDS = 10  # for a response
 NO_NETWORK = (
-    "without network, use --source stdlib (Python's own sources) "
+    "without a network, use --source stdlib (Python's standard library) "
     "or --source FILES (text, .jsonl, .parquet)"
 )
 REPO_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_revision(repo: str, revision: str | None) -> str:
-    """The commit of a data set's branch or tag; by default of its main branch."""
+    """Return the commit of a dataset's branch or tag; by default, of its main branch."""
     from huggingface_hub import HfApi
 
     name = repo if revision is None else f"--revision {revision} of {repo}"
-    with explain_hub_errors(f"asking the Hugging Face hub for {name} failed", NO_NETWORK):
+    with explain_hub_errors(f"could not look up {name} on the Hugging Face hub", NO_NETWORK):
         return str(HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_SECONDS).sha)
 
 
-def fetch_files(repo: str, is_complete: Callable[[Path], object], **wanted: Any) -> Path:  # noqa: ANN401
-    """The hub's cached folder of a repository, from `snapshot_download` unless it is complete."""
+def fetch_files(repo: str, is_complete: Callable[[Path], object], **kwargs: Any) -> Path:  # noqa: ANN401
+    """Return a repository's folder in the hub's cache; download it unless it `is_complete`.
+
+    Keyword arguments are passed to `snapshot_download`.
+    """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty():  # a log
+    if not sys.stderr.isatty():  # progress bars would clutter a log
         disable_progress_bars()
-    get = partial(snapshot_download, repo, **wanted)
+    download = partial(snapshot_download, repo, **kwargs)
     with suppress(FileNotFoundError):
-        if is_complete(folder := Path(get(local_files_only=True))):
+        if is_complete(folder := Path(download(local_files_only=True))):
             return folder
-    # Fails at once without a network, where a download tries again for half a minute.
-    HfApi().repo_info(repo, repo_type=wanted.get("repo_type"), timeout=TIMEOUT_SECONDS)
-    return Path(get())
+    # Without a network, this fails immediately; a download would retry for half a minute.
+    HfApi().repo_info(repo, repo_type=kwargs.get("repo_type"), timeout=TIMEOUT_SECONDS)
+    return Path(download())
 
 
 @contextmanager
 def explain_hub_errors(
-    failure: str, remedy: str = "once that is mended, the same command resumes"
+    failure: str, remedy: str = "fix this and rerun the command to resume"
 ) -> Iterator[None]:
-    """Say what failed and what to do after any error of the hub's libraries; they vary by version.
+    """Turn any error in the body into an OSError that states what failed and how to fix it.
 
-    A server may repeat the token in its message, so only the first line, the client's own, is told.
+    The hub's libraries raise different errors in different versions. A server may repeat the token
+    in its message, so only the first line, which the client writes, is shown.
     """
     try:
         yield
     except Exception as error:
         name = type(error).__name__
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403, 404) and not re.search("Entry|Revision", name):  # these are seen
+        # EntryNotFoundError and RevisionNotFoundError mean that the repository is accessible.
+        if status in (401, 403, 404) and not re.search("Entry|Revision", name):
             remedy = (
-                f"it is not there, or not open to you: log in by `hf auth login`, "
-                f"and check OWNER/NAME; {remedy}"
+                f"the repository does not exist or is private: check OWNER/NAME, "
+                f"or log in with `hf auth login`; {remedy}"
             )
         reason = str(error).strip().partition("\n")[0]
         raise OSError(f"{failure} ({name}: {reason}); {remedy}") from None

@@ -1,8 +1,8 @@
-"""Load and save models in Hugging Face's GPT-2 format, without transformers.
+"""Load and save models in Hugging Face's GPT-2 format, without the transformers library.
 
 The format differs from `model.py` in two ways: its linear layers ("Conv1D") store their weights
-as (in, out), and its vocabulary is not padded. Names are the same. Only safetensors files are
-read or written; a pickle file could run any code.
+as (in, out), and its vocabulary is not padded. Parameter names are the same. Only safetensors files
+are read or written, because loading a pickle file can run arbitrary code.
 """
 
 import re
@@ -28,19 +28,20 @@ from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
-HF_WEIGHT_PARTS = "model-*-of-*.safetensors"
-EXPORTED_BY = "gpt2-from-text"  # marks a folder that may be written over
-WORK_NAME = f".{EXPORTED_BY}"  # in an export's folder while it is written
+HF_WEIGHT_SHARDS = "model-*-of-*.safetensors"
+EXPORTED_BY = "gpt2-from-text"  # in config.json: marks a folder that may be overwritten
+WORK_NAME = f".{EXPORTED_BY}"  # inside an export's folder while it is written
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
-# Old files carry the causal mask as a buffer of every attention layer.
+# Old files contain the causal mask as a buffer of each attention layer.
 MASK_BUFFER = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 MAX_CHECKED_TOKENS = 1024
-MAX_LOGIT_ERROR = 1e-4  # float32 rounding gives about 1e-6, the exact GELU instead of tanh's 3e-4
+# Float32 rounding causes about 1e-6; exact GELU instead of its tanh approximation causes 3e-4.
+MAX_LOGIT_ERROR = 1e-4
 
-# The settings of Hugging Face's GPT2Config that `model.py` computes; the first is its default.
+# The values of Hugging Face's GPT2Config that `model.py` implements, its default first.
 GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "vocab_size": (VOCAB_SIZE,),
@@ -54,84 +55,93 @@ GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> GPT:
-    """Load a GPT-2, in float32 and eval mode, from a folder in Hugging Face's format or the hub.
+    """Load a GPT-2 from a folder in Hugging Face format or from the hub, in float32 and eval mode.
 
-    `source` is a folder with `config.json` and safetensors, in one file or several; or a name on
-    the hub, `gpt2` to `gpt2-xl` or OWNER/NAME, which may have `@REVISION` and is downloaded once.
+    `source` is either a folder with `config.json` and safetensors weights, in one file or in
+    shards, or a name on the hub: `gpt2` to `gpt2-xl`, OWNER/NAME, or either with `@REVISION`. A
+    model from the hub is downloaded only once.
     """
     folder = _find_folder(source)
     config, files = _read_hf_config(folder / HF_CONFIG_NAME), _weight_files(folder)
-    tensors = {name: each for file in files for name, each in read_tensors(file).items()}
+    tensors = {name: t for file in files for name, t in read_tensors(file).items()}
     return from_hf(tensors, config).to(device).eval()
 
 
 def read_pretrained_config(source: str | Path) -> GPTConfig:
-    """The dimensions of the model that `load_pretrained` loads; its weights are not read."""
+    """Return the dimensions of the model that `load_pretrained` loads, without its weights."""
     return _read_hf_config(_find_folder(source) / HF_CONFIG_NAME)
 
 
 @contextmanager
 def export_folder(folder: str | Path) -> Iterator[Path]:
-    """A path for a new export, whose files move to `folder` once the body has written them there.
+    """Yield a temporary path for a new export, and move its files to `folder` after the body.
 
-    `folder` is missing, empty or an earlier export, and loses nothing but files that are written
-    again. A kill leaves the old export, the new one, or no weights and so nothing that loads.
+    `folder` must be missing, empty or an earlier export. Files in it are deleted only if they are
+    replaced. If the process is killed, the folder has the old export, the new one, or no weights,
+    so that a mixture of both never loads.
     """
     folder = Path(folder).resolve()
     check_replaceable(folder)
     new = folder / WORK_NAME / "new"
     try:
         with lock_folder(new.parent, "lock"):
-            shutil.rmtree(new, ignore_errors=True)  # a killed export's
+            shutil.rmtree(new, ignore_errors=True)  # left by a killed export
             try:
                 yield new
-                (folder / HF_WEIGHTS_NAME).unlink(missing_ok=True)  # a mixture must not load
+                (folder / HF_WEIGHTS_NAME).unlink(missing_ok=True)  # mixed files must not load
                 for path in sorted(new.iterdir(), key=lambda path: path.name == HF_WEIGHTS_NAME):
-                    path.replace(folder / path.name)  # the weights last
+                    path.replace(folder / path.name)  # weights last
                 sync_folder(folder)
             finally:
                 shutil.rmtree(new, ignore_errors=True)
     except Timeout:
-        raise ValueError(f"another export to {folder} is at work: wait until it ends") from None
+        raise ValueError(f"another export to {folder} is running: wait until it ends") from None
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuse to export to a folder that holds anything but an earlier export, whole or begun."""
+    """Raise unless a folder is missing, empty, or an earlier export, complete or partial."""
     config = folder / HF_CONFIG_NAME
     values = read_json(config) if config.is_file() else {}
-    # transformers keeps the mark when it saves a fine-tuned model, and adds its version.
+    # When transformers saves a fine-tuned export, it keeps `exported_by` and adds its version.
     is_export = values.get("exported_by") == EXPORTED_BY and "transformers_version" not in values
-    is_begun = (folder / WORK_NAME).exists()
-    if folder.exists() and any(folder.iterdir()) and not (is_export or is_begun):
-        raise ValueError(f"{folder} is not empty, nor an earlier export; give another with --out")
+    is_partial = (folder / WORK_NAME).exists()
+    if folder.exists() and any(folder.iterdir()) and not (is_export or is_partial):
+        raise ValueError(f"{folder} is neither empty nor an export: choose another with --out")
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> int:
-    """Write a folder that transformers loads: weights, configuration and tokenizer.
+    """Write a folder that transformers can load: weights, configuration and tokenizer.
 
-    A raw model is refused that has other parameters than GPT-2, or computes something else. Returns
-    the number of parameters in the file, where no rows pad the vocabulary.
+    Args:
+        model: a raw model, neither compiled nor wrapped.
+        folder: the folder to write.
+
+    Returns:
+        The number of parameters in the file, which has no rows that pad the vocabulary.
+
+    Raises:
+        ValueError: the model's parameters or logits are not a GPT-2's.
     """
     config, folder = model.config, Path(folder)
     if config.vocab_size != VOCAB_SIZE:
-        raise ValueError(f"vocab_size is {config.vocab_size}; GPT-2's tokenizer has {VOCAB_SIZE}")
+        raise ValueError(f"vocab_size is {config.vocab_size}, but GPT-2 has {VOCAB_SIZE} tokens")
     tensors = to_hf_state_dict(model)
     check_tensors(tensors, gpt2_shapes(config), "this model cannot be exported as a GPT-2")
     _check_computes_gpt2(model, tensors)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
-    # transformers 4 demands to be told that the tensors are PyTorch's.
+    # transformers 4 requires the metadata that names PyTorch as the tensors' format.
     with atomic_write(folder / HF_WEIGHTS_NAME) as file:
         file.write(save(tensors, metadata={"format": "pt"}))
-    # Without this a pipeline asks for 256 new tokens, more than short contexts have room for.
+    # Without `max_length`, a pipeline generates 256 tokens, which may exceed a short context.
     write_json(folder / "generation_config.json", {**TOKEN_IDS, "max_length": config.block_size})
     _write_tokenizer(folder, config.block_size)
     return sum(tensor.numel() for tensor in tensors.values())
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
-    """Build a model from copies of Hugging Face's tensors, floats of any width.
+    """Build a model from copies of Hugging Face's tensors, of any floating-point dtype.
 
-    Their names may begin with `transformer.` or not. The rows that pad the vocabulary are zeros.
+    Names may start with `transformer.` or not. The rows that pad the vocabulary are zero.
     """
     named = {"transformer." + n.removeprefix("transformer."): t for n, t in state_dict.items()}
     tensors = {name: t for name, t in named.items() if not MASK_BUFFER.fullmatch(name)}
@@ -149,15 +159,15 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
 
 
 def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
-    """A model's parameters as GPT2LMHeadModel lays them out, on the CPU, without the tied head.
+    """Return the parameters as GPT2LMHeadModel lays them out, on the CPU, without the tied head.
 
-    Some share memory with the model, none with each other.
+    Some share memory with the model, but none with each other.
     """
     return {name: view.cpu().contiguous() for name, view in _hf_views(model)}
 
 
 def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a GPT-2's tensors in Hugging Face's format, whatever `model.py` says."""
+    """Return names and shapes of a GPT-2's tensors in Hugging Face format, without `model.py`."""
     C = config.n_embd
     block: dict[str, tuple[int, ...]] = {
         **{"ln_1": (C,), "attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C)},
@@ -171,21 +181,21 @@ def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_local(source: str | Path) -> bool:
-    """Whether a model's name means a folder here, there or not, and no model on the hub."""
+    """Return whether a name means a local folder, existing or not, and not a model on the hub."""
     path, name = Path(source), str(source).partition("@")[0]
     is_repo = hub.REPO_NAME.fullmatch(name) is not None and not path.parent.is_dir()
     return path.exists() or not (name in GPT2_SIZES or is_repo)
 
 
 def new_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
-    """A model whose parameters will be overwritten; torch's generators stay as they are."""
+    """Build a model whose parameters will be overwritten; leave torch's generators unchanged."""
     device = torch.device(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         return GPT(config)
 
 
 def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter's name and a view of it in Hugging Face's layout, to read or to fill."""
+    """Yield each parameter's name and a view in Hugging Face's layout, for reading and writing."""
     for name, parameter in model.named_parameters():
         view = parameter.detach()
         if name.endswith(CONV1D_WEIGHTS) and view.dim() == 2:
@@ -197,9 +207,9 @@ def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a model whose code computes other logits than GPT-2's from the same tensors.
+    """Raise if the model's logits differ from GPT-2's for the same tensors.
 
-    Shapes do not show another activation, or rotary embeddings next to an unused `wpe`.
+    Shapes do not reveal a different activation, or rotary embeddings next to an unused `wpe`.
     """
     config = model.config
     T = min(config.block_size, MAX_CHECKED_TOKENS)
@@ -209,13 +219,13 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     error = (logits[0] - expected).norm() / expected.norm()
     if error > MAX_LOGIT_ERROR:
         raise ValueError(
-            f"this model does not compute what GPT-2 computes (its logits differ by {error:.1e} of "
-            f"their size): another activation, position embedding or attention cannot be exported"
+            f"this model's logits are not GPT-2's (relative difference {error:.1e}): a model with "
+            f"a changed activation, position embedding or attention cannot be exported"
         )
 
 
 def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -> Tensor:
-    """GPT-2's logits (T, vocab_size) of one sequence (T,), without `model.py`'s help."""
+    """Compute GPT-2's logits (T, vocab_size) for a sequence (T,), independently of `model.py`."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
@@ -237,27 +247,27 @@ def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], refusal: str
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], problem: str
 ) -> None:
-    """Refuse weights of other names or shapes than expected, integers, NaN and infinities."""
+    """Raise unless names and shapes are as expected and all values are finite floats."""
     found = shapes_of(tensors)
-    problems = [
+    details = [
         f"{name} is {found.get(name, 'missing')}, expected {expected.get(name, 'none')}"
         for name in sorted(expected.keys() | found.keys())
         if found.get(name) != expected.get(name)
     ]
-    problems += [
-        f"{name} has values that are NaN, infinite or no floats"
+    details += [
+        f"{name} has values that are NaN, infinite or not floating-point"
         for name, tensor in tensors.items()
         if not (tensor.is_floating_point() and is_finite(tensor))
     ]
-    if problems:
-        raise ValueError(f"{refusal}: {'; '.join(problems[:5])}")
+    if details:
+        raise ValueError(f"{problem}: {'; '.join(details[:5])}")
 
 
 def is_finite(*tensors: Tensor) -> bool:
-    """Whether no number is NaN or infinite; waits for each device once."""
-    # Extremes, which are NaN if a number is, take a CPU a 16th of the time of isfinite().all().
+    """Return whether no number is NaN or infinite; wait for each device once."""
+    # aminmax() returns NaN if any number is NaN. On a CPU, it is 16 times faster than isfinite().
     extremes: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in filter(Tensor.numel, tensors):  # a shard may be empty
         extremes[tensor.device] += tensor.aminmax()
@@ -265,12 +275,12 @@ def is_finite(*tensors: Tensor) -> bool:
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The tensors' shapes, by name."""
+    """Return the tensors' shapes by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _read_hf_config(path: Path) -> GPTConfig:
-    """Read the dimensions from `config.json`, and refuse what `model.py` does not compute."""
+    """Read the dimensions in `config.json`; raise if `model.py` does not implement its settings."""
     values = read_json(path)
     problems = [
         f"{name} is {values[name]!r}, not {accepted[0]!r}"
@@ -284,7 +294,7 @@ def _read_hf_config(path: Path) -> GPTConfig:
 
 
 def _hf_config(config: GPTConfig) -> dict[str, Any]:
-    """A model's `config.json`; every setting left out has GPT2Config's default."""
+    """Return a model's `config.json`; omitted settings have GPT2Config's defaults."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         **{name: accepted[0] for name, accepted in GPT2_SETTINGS.items()},
@@ -292,9 +302,9 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
         "n_head": config.n_head,
         "n_embd": config.n_embd,
         "n_positions": config.block_size,
-        "n_ctx": config.block_size,  # not read by transformers, but by many tools around it
+        "n_ctx": config.block_size,  # transformers ignores it, but many other tools read it
         "n_inner": None,
-        # GPT2Config's defaults would bring dropout into fine-tuning; this model has none.
+        # With GPT2Config's defaults, fine-tuning would use dropout; this model has none.
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         **TOKEN_IDS,
         "torch_dtype": "float32",
@@ -303,46 +313,46 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """A safetensors file's tensors, mapped into memory: each is read when it is used."""
+    """Map a safetensors file's tensors into memory; each is read when it is used."""
     try:
         return load_file(path)
-    except (SafetensorError, RuntimeError) as error:  # the latter if it is deleted meanwhile
+    except (SafetensorError, RuntimeError) as error:  # RuntimeError: the file was just deleted
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 
 def _find_folder(source: str | Path) -> Path:
-    """A model's folder, from the hub if need be; refused if its weights have to be converted."""
+    """Return a model's folder, downloaded if needed; raise if it has no safetensors weights."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    # Any configuration, config.json or another's; `[!.]` takes a first letter.
+    # config.json, or a related file such as adapter_config.json; `[!.]` excludes hidden files.
     if any(folder.glob("[!.]*onfig.json")) and not _weight_files(folder):
         raise FileNotFoundError(
-            f"{source} lacks {HF_WEIGHTS_NAME}, or parts of it, and pickle is never loaded: load "
-            f"it with transformers, call save_pretrained('converted'), and give that folder"
+            f"{source} lacks {HF_WEIGHTS_NAME} or a shard, and pickle is never loaded: load the "
+            f"model with transformers, call save_pretrained('converted'), and use the new folder"
         )
     return folder
 
 
 def _download(source: str) -> Path:
-    """The folder in the hub's cache that has a model's configuration and weights."""
+    """Return the folder in the hub's cache with a model's configuration and weights."""
     name, _, revision = source.partition("@")
     repo = f"openai-community/{name}" if name in GPT2_SIZES else name
-    files = ["*config.json", HF_WEIGHTS_NAME, HF_WEIGHT_PARTS]
-    failure = f"{source!r} is not a folder, and the Hugging Face hub did not give it"
-    remedy = f"--model and --init-from take a run, a local folder, {', '.join(GPT2_SIZES)} or "
-    with hub.explain_hub_errors(failure, remedy + "OWNER/NAME"):
+    files = ["*config.json", HF_WEIGHTS_NAME, HF_WEIGHT_SHARDS]
+    failure = f"{source!r} is not a folder, and downloading it from the Hugging Face hub failed"
+    remedy = f"use a run, a checkpoint, a local folder, {', '.join(GPT2_SIZES)} or OWNER/NAME"
+    with hub.explain_hub_errors(failure, remedy):
         return hub.fetch_files(repo, _weight_files, revision=revision or None, allow_patterns=files)
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights: one, or its numbered parts; none unless all are there."""
+    """Return a model's weight files: one, or its numbered shards; empty unless all are there."""
     if (folder / HF_WEIGHTS_NAME).is_file():
         return [folder / HF_WEIGHTS_NAME]
-    parts = sorted(folder.glob(HF_WEIGHT_PARTS))
-    return parts if parts and parts[-1].stem.endswith(f"-of-{len(parts):05}") else []
+    shards = sorted(folder.glob(HF_WEIGHT_SHARDS))
+    return shards if shards and shards[-1].stem.endswith(f"-of-{len(shards):05}") else []
 
 
 def _write_tokenizer(folder: Path, block_size: int) -> None:
-    """Write GPT-2's tokenizer in transformers' files and, for other clients, `tokenizer.json`."""
+    """Write GPT-2's tokenizer in transformers' format and, for other clients, `tokenizer.json`."""
     text, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
     merges = text.decode().splitlines()[1:]
     pieces = [merge.replace(" ", "") for merge in merges]
@@ -361,7 +371,7 @@ def _write_tokenizer(folder: Path, block_size: int) -> None:
         {
             "tokenizer_class": "GPT2Tokenizer",
             "model_max_length": block_size,
-            # Batches and the collators of trainers need one that pads.
+            # Batching, and the trainers' data collators, need a padding token.
             **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), special),
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,

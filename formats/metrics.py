@@ -1,4 +1,4 @@
-"""What a run has measured: reading `metrics.jsonl`.
+"""Read a run's metrics from `metrics.jsonl`.
 
 `training.run_log` writes the file: one JSON object per line, one line per event. Figures are drawn
 from this file alone.
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
-HELLASWAG_EXAMPLES = 10042  # the whole validation set, which the references were scored on
-# Completion style: OpenAI's weights scored by this code's method; GPT-3 paper, table H.1.
+HELLASWAG_EXAMPLES = 10042  # the full validation set, on which the reference models were scored
+# Completion style. GPT-2: OpenAI's weights, scored by this code's method. GPT-3: paper, table H.1.
 HELLASWAG_REFERENCES = {
     "GPT-2 124M": 0.2945,
     "GPT-3 124M": 0.337,
@@ -24,24 +24,24 @@ HELLASWAG_REFERENCES = {
     "GPT-2 1558M": 0.4889,
 }
 METRICS_NAME = "metrics.jsonl"
-LOGGED = {  # by every run
+STANDARD_METRICS = {  # logged by every run
     *("step", "tokens_seen", "train_loss", "lr", "grad_norm", "step_time_ms", "tokens_per_second"),
     *("mfu", "peak_memory_gib", "val_loss", "val_bpb", "hellaswag_acc", "hellaswag_acc_norm"),
     *("samples", "hellaswag_total", "evaluation_seconds", "overall_tokens_per_second"),
 }
-SMOOTHING = 0.02  # window of the running mean, as a share of the records
+SMOOTHING = 0.02  # window of the running mean, as a fraction of the records
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read a metrics file, which a run may be writing to at this moment.
+    """Read a metrics file, possibly while a run is writing to it.
 
-    Lines that a dying process tore are skipped. Where a run resumed from a step, the records of
-    later steps that precede it are dropped, since these steps were done again; what was evaluated
-    again at that step itself replaces the earlier values.
+    Incomplete lines, left by a killed process, are skipped. Where a run resumed from a step, the
+    earlier records of later steps are dropped, because these steps were repeated. If an evaluation
+    was repeated at the step itself, its new values replace the earlier ones.
 
     Returns:
-        The records in the order they were logged: of a step at most one of training and one of
-        evaluation, each with its `step`.
+        The records in the order they were logged, each with its `step`: at most one training record
+        and one evaluation record per step.
     """
     records: dict[tuple[int, bool], dict[str, Any]] = {}
     for record in _read_lines(path):
@@ -54,43 +54,44 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: Path) -> list[dict[str, Any]]:
-    """A run's records with their `tokens_seen`; refused unless one of them has a loss."""
+    """Return a run's records that have `tokens_seen`; raise if none of them has a loss."""
     path = run_dir / METRICS_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"no {path}: give a run's folder, as in python plot.py runs/NAME")
+        raise FileNotFoundError(f"{path} does not exist: pass a run folder, such as runs/NAME")
     records = [r for r in read_metrics(path) if isinstance(r.get("tokens_seen"), int)]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
         raise ValueError(f"{path} has no losses yet: wait for the run's first step")
     return records
 
 
-def own_measures(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the numbers that a changed trainer logs besides those of every run."""
+def user_metrics(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the numbers that only a modified trainer logs."""
+    # Figures use the names in file names, so names that are not identifiers are left out.
     numbers = {name for record in records for name, x in record.items() if isinstance(x, float)}
-    return sorted(name for name in numbers - LOGGED if name.isidentifier())  # a file's name, too
+    return sorted(name for name in numbers - STANDARD_METRICS if name.isidentifier())
 
 
 def logged_values(path: Path, name: str) -> list[Any]:
-    """Every value of a name, in the order they were logged."""
+    """Return every value logged under a name, in the order of logging."""
     return [record[name] for record in _read_lines(path) if name in record]
 
 
 def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """A run's validations: by step, the record with its `val_loss`."""
+    """Return a run's records that have a `val_loss`, by step."""
     path = run_dir / METRICS_NAME
     records = read_metrics(path) if path.is_file() else ()
     return {r["step"]: r for r in records if r.get("val_loss") is not None}
 
 
 def last_saved_step(path: Path) -> int:
-    """The last step that a metrics file says was saved; 0 if there is none, or no file."""
+    """Return the last step that a run saved or resumed from; 0 if none, or if there is no file."""
     records = _read_lines(path) if path.exists() else ()
     steps = (record.get("saved_step", record.get("resumed_from")) for record in records)
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a metrics file; torn lines are skipped."""
+    """Yield the JSON objects of a metrics file; skip incomplete lines."""
     for line in Path(path).read_bytes().splitlines():
         with suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):
@@ -98,20 +99,20 @@ def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 class Series(NamedTuple):
-    """One measured quantity over a run."""
+    """One metric over the course of a run."""
 
     tokens: Values
     values: Values
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], name: str) -> "Series":
-        """The records that have a value of that name, in their order."""
+        """Collect a metric from the records that have it, in their order."""
         points = [(r["tokens_seen"], r[name]) for r in records if r.get(name) is not None]
         tokens, values = np.array(points, float).reshape(-1, 2).T
         return cls(tokens, values)
 
     def smoothed(self) -> "Series":
-        """The running mean over `SMOOTHING` of the records, centred, narrower at the ends."""
+        """Return the running mean over `SMOOTHING` of the records, centered, less at the ends."""
         index = np.arange(len(self.values))
         half = np.minimum(len(index) * SMOOTHING / 2, index).astype(int)
         first, last = index - half, np.minimum(index + half, len(index) - 1)

@@ -1,4 +1,4 @@
-"""The `README.md` of an exported model: what it is, how it was trained and measured, its limits."""
+"""Model card (`README.md`) of an exported model: dimensions, training, results and limits."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from model import GPT2_SIZES, GPTConfig
 
 CARD_NAME = "README.md"
 MARK = "<!-- export.py writes this card again, unless this line is taken out -->"
-# No others: a setting may be a path of the user's machine.
+# Only these settings are listed: others may contain paths on the user's machine.
 SETTINGS = (
     *("max_steps", "total_batch_size", "block_size", "optimizer", "max_lr", "min_lr"),
     *("warmup_steps", "lr_schedule", "weight_decay", "embedding_decay", "grad_clip"),
@@ -20,9 +20,9 @@ SETTINGS = (
 LIMITS = """## Limits
 
 This is a base model: it continues a text and does not follow instructions. It states falsehoods and
-repeats the errors and prejudices of its data. Only the results listed in this card were measured.
+repeats the errors and biases of its data. Only the results listed in this card were measured.
 """
-RESULTS = "## Results\n\n| measure | result | how measured |\n|---|---|---|"
+RESULTS = "## Results\n\n| metric | result | method |\n|---|---|---|"
 
 
 def write_model_card(
@@ -31,41 +31,47 @@ def write_model_card(
     config: GPTConfig,
     n_params: int,
     checkpoint: Path | None,
-    licence: str | None,
+    license_id: str | None,
 ) -> None:
-    """Write a model's card, unless `out`, where it is to be, has one that its owner has changed.
+    """Write a model's card, unless `out` has a card from which its owner has removed `MARK`.
 
-    A model without a checkpoint was not trained here. The licence is an id of the hub's.
+    Args:
+        folder: where to write the card.
+        out: the folder to which the export will be moved.
+        config: the model's dimensions.
+        n_params: number of parameters in the file.
+        checkpoint: the exported checkpoint; None if the model was not trained here.
+        license_id: a license id of the hub, such as mit.
     """
     from huggingface_hub import ModelCardData
 
     path, name = out / CARD_NAME, out.resolve().name
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    front |= {"license": licence, "tags": ["gpt2"]}
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    metadata |= {"license": license_id, "tags": ["gpt2"]}
     sections = list[str]()
     if checkpoint is not None:
         state = read_state(checkpoint)
         data = Path(str(state.train_config.get("data_dir", "unknown"))).name
         if (start := state.train_config.get("init_from")) in GPT2_SIZES:
-            front["base_model"] = f"openai-community/{start}"
+            metadata["base_model"] = f"openai-community/{start}"
         sections = [*_describe_training(state, data)]
         if results := [*_read_results(checkpoint, state)]:
             sections += [RESULTS, *results, ""]
     lines = [
-        *("---", ModelCardData(**front).to_yaml(), "---", MARK, "", f"# {name}", ""),
-        f"A GPT-2 of {n_params:,} parameters: {config.n_layer} blocks, {config.n_head} heads, "
+        *("---", ModelCardData(**metadata).to_yaml(), "---", MARK, "", f"# {name}", ""),
+        f"A GPT-2 with {n_params:,} parameters: {config.n_layer} blocks, {config.n_head} heads, "
         f"width {config.n_embd:,}, context {config.block_size:,} tokens.\n",
         *sections,
         LIMITS,
     ]
-    text = "\n".join(lines).encode(errors="replace")  # a name may be no UTF-8
+    text = "\n".join(lines).encode(errors="replace")  # a file name may not be valid UTF-8
     (folder / CARD_NAME).write_bytes(text)
 
 
 def _describe_training(state: RunState, data: str) -> Iterator[str]:
-    """The sections on data, which have a name, and settings."""
+    """Yield the sections about the data, named `data`, and the settings."""
     settings = state.train_config
     yield f"## Data\n\n{state.tokens_seen:,} tokens of `{data}` in {state.step:,} steps"
     yield "\n## Settings\n\n| setting | value |\n|---|---|"
@@ -75,22 +81,22 @@ def _describe_training(state: RunState, data: str) -> Iterator[str]:
 
 
 def _read_results(checkpoint: Path, state: RunState) -> Iterator[str]:
-    """The table's rows: what the run measured last, up to the checkpoint's step, and how."""
+    """Yield the rows of the results: each metric's last value up to the checkpoint's step."""
     path = checkpoint.absolute().parent.parent / METRICS_NAME
-    last: dict[str, dict[str, Any]] = {}  # by metric, the last record that has it
+    last: dict[str, dict[str, Any]] = {}  # by metric: the last record that has it
     for record in read_metrics(path) if path.is_file() else ():
         if record["step"] <= state.step:
             last |= dict.fromkeys(record, record)
     tokens = state.train_config.get("val_tokens", 0)
     total = last.get("hellaswag_acc_norm", {}).get("hellaswag_total", 0)
-    part = "" if total == HELLASWAG_EXAMPLES else ", which is NOT the whole benchmark"
-    how = {
+    note = "" if total == HELLASWAG_EXAMPLES else ", which is NOT the full benchmark"
+    methods = {
         "val_loss": f"nats per token, over at most {tokens:,} tokens of the validation split",
         "val_bpb": "bits per byte, over the same tokens",
-        "hellaswag_acc_norm": f"zero-shot, lowest mean loss per token, {total:,} examples{part}; "
+        "hellaswag_acc_norm": f"zero-shot, lowest mean loss per token, {total:,} examples{note}; "
         "not comparable with lm-evaluation-harness",
     }
-    for name in how:
+    for name in methods:
         value = last.get(name, {}).get(name)
         if value is not None and math.isfinite(value):
-            yield f"| {name} at step {last[name]['step']:,} | {round(value, 4)} | {how[name]} |"
+            yield f"| {name} at step {last[name]['step']:,} | {round(value, 4)} | {methods[name]} |"

@@ -48,7 +48,7 @@ def train(commands, *flags, ranks=1):
     run = commands.run if ranks == 1 else lambda *args: commands.run_ranks(ranks, *args)
     done = run("train_gpt2", *flags)
     assert done.code == 0, done.stderr
-    assert "other code" not in done.stderr
+    assert "different code" not in done.stderr
 
 
 def losses_of_a_run_and_of_one_in_halves(commands, flags, more=(), ranks=1, then_ranks=None):
@@ -240,7 +240,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
     ):
         done = commands.run(script, *more)
         assert done.code == 0, done.stderr
-        said = f"warning: {run}/checkpoints/step_00000005 was trained by other code"
+        said = f"warning: {run}/checkpoints/step_00000005 was saved by different code"
         assert done.stderr.count(said) == told
         if script == "sample":
             assert done.stdout.count("--- sample ") == 4

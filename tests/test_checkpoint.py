@@ -161,7 +161,7 @@ def test_find_nonfinite_reads_one_number_of_all_tensors_and_names_the_one_that_i
 
 
 def test_load_checkpoint_refuses_other_optimizers(saved):
-    with pytest.raises(ValueError, match=r"trained by AdamW, and this run builds SGD: .*--init"):
+    with pytest.raises(ValueError, match=r"trained with AdamW, but this run builds SGD: .*--init"):
         load(saved[0], *new_training(kind="momentum"))
 
 
@@ -219,7 +219,7 @@ def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved, ca
     shutil.copytree(path, path.with_name("step_00000009"))
     assert latest_valid_checkpoint(run_dir) == path
     renamed, refused = capsys.readouterr().out.splitlines()
-    assert "step_00000009 holds the state of step 3: rename it; going back" in renamed
+    assert "step_00000009 holds the state of step 3: rename the folder; falling back" in renamed
     assert "step_00000004/model.safetensors is damaged" in refused
     assert save(path.parent, 4, model, optimizers) == damaged  # in its place
     assert_same_parameters(load_model(damaged), model)
@@ -258,9 +258,9 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
     os.makedirs("runs/large/checkpoints")
     os.rename("run", "runs/small")
     for source, message in {
-        "runs/large": "the run runs/large has no checkpoint yet: begin again with the command",
+        "runs/large": "the run runs/large has no checkpoint yet: start over with the command",
         "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
-        "runs": "runs is no run, .*: the runs in runs are large, small",
+        "runs": "runs is not a run, .*: the runs in runs are large, small",
         "large": "the run runs/large has no checkpoint yet",
         "./nothing": "nothing does not exist: the runs in runs are large, small",
         "runs/small/checkpoints/step_7": "step_7 does not exist",
@@ -273,9 +273,9 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
 def test_find_checkpoint_says_that_a_run_is_still_training(tmp_path):
     with lock_folder(tmp_path, RUN_LOCK_NAME):
         (tmp_path / "metrics.jsonl").touch()
-        with pytest.raises(FileNotFoundError, match="no checkpoint yet, and is still training"):
+        with pytest.raises(FileNotFoundError, match="no checkpoint yet and is still training"):
             find_checkpoint(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no checkpoint yet: begin again with"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint yet: start over with"):
         find_checkpoint(tmp_path)
 
 
@@ -284,11 +284,11 @@ def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_dir, (model, optimizers) = Path("runs/r"), new_training()
     run_dir.mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="runs/r is no run"):
+    with pytest.raises(FileNotFoundError, match="runs/r is not a run"):
         load_model("runs/r@best")
     folder = run_dir / "checkpoints"
     save(folder, 1, model, optimizers)
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint with a validation: use .*0001$"):
+    with pytest.raises(FileNotFoundError, match=r"with a validation loss: use .*0001$"):
         load_model("r@best")
     steps = {2: 5.0, 3: 4.0, 4: 3.0, 5: 3.9, 6: 4.2, 7: 3.04}
     for step, loss in steps.items():
@@ -301,7 +301,7 @@ def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
             assert find_checkpoint(Path("r")) == folder / "step_00000006"
             line, warning = describe_best(run_dir).splitlines()
             assert line == "best val_loss 3.0000 at step 4"
-            assert warning.endswith("above it: use step_00000004, --model runs/r@best")
+            assert warning.endswith("higher: use step_00000004 with --model runs/r@best")
     assert describe_best(run_dir) == "best val_loss 3.0000 at step 4\n"  # 0.04 is chance
     assert isinstance(load_model("r@best"), GPT)
     monkeypatch.chdir(run_dir)
@@ -320,7 +320,7 @@ def test_describe_best_of_a_run_that_kept_no_better_checkpoint_says_what_to_chan
     append_records(tmp_path, *validated, *dropped, {"step": 300, "val_loss": 4.1})
     line, warning = describe_best(tmp_path).splitlines()
     assert line == "best val_loss 4.0000 at step 200"
-    assert warning.endswith("4.1000, is clearly above it: use fewer --max-steps, or more data")
+    assert warning.endswith("4.1000, is clearly higher: use a smaller --max-steps, or more data")
 
 
 def test_copy_weights_crops_the_position_embeddings():

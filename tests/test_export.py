@@ -83,7 +83,7 @@ def test_card_says_what_was_not_measured_and_what_is_no_benchmark(tmp_path, monk
     record = {"step": 1, "hellaswag_acc_norm": 0.5, "hellaswag_total": 20, "val_loss": math.nan}
     save_run(tmp_path / "sample", {}, [record])
     card = run_export(monkeypatch, tmp_path / "sample", tmp_path / "b")
-    assert "20 examples, which is NOT the whole benchmark;" in card
+    assert "20 examples, which is NOT the full benchmark;" in card
     assert "val_loss" not in card  # it is not finite
 
 

@@ -355,6 +355,6 @@ def test_signal_interrupts_the_first_evaluation_and_auto_begins_again(
         assert job.end() == (0, "")
     assert mark(run_dir) == (0, "SIGTERM")
     assert "val_loss" not in job.output
-    [hint] = re.findall("no checkpoint yet: begin again with python train_gpt2.py (.*)", job.output)
+    [hint] = re.findall("no checkpoint yet: start over with python train_gpt2.py (.*)", job.output)
     main([*shlex.split(hint), "--max-steps=2"])
     assert sorted(losses(run_dir)) == [1, 2]

@@ -510,7 +510,7 @@ def test_main_without_network_says_what_works(tmp_path):
         tmp_path, environment={"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0"}
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: asking the Hugging Face hub for ")
+    assert done.stderr.startswith("error: could not look up ")
     assert re.search(r"--source stdlib .*\(text, \.jsonl, \.parquet\)\n$", done.stderr)
     assert not list(tmp_path.glob("data/*/[!.]*"))
 

@@ -63,7 +63,7 @@ def test_lock_run_folder_takes_a_run_that_was_killed_in_its_first_save(tmp_path)
     append_records(run_dir, {"resumed_from": 2})  # the other run has gone on
     (run_dir / "config.json").write_text("{}")
     (run_dir / "checkpoints" / ".step_00000003.tmp").mkdir(parents=True)
-    assert no_checkpoint_hint(run_dir).endswith("begin again with the command that began it")
+    assert no_checkpoint_hint(run_dir).endswith("start over with the command that started it")
     with open_named(run_dir, **command):
         assert not any((run_dir / "checkpoints").iterdir())
     append_records(run_dir, {"saved_step": 4})  # its checkpoints are on a disk that is gone

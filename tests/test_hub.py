@@ -65,11 +65,11 @@ def test_fineweb_of_a_private_repository_says_how_to_log_in(commands, server, tm
     environment = server.environment(tmp_path / "hf") | {"HF_TOKEN": token}
     flags = ("--source=o/texts", f"--data-dir={tmp_path}/data")
     done = commands.run("fineweb", *flags, **environment)
-    assert_refused(done, "asking the Hugging Face hub for o/", "401", "log in by `hf auth login`")
+    assert_refused(done, "could not look up o/", "401", "log in with `hf auth login`")
     assert "SECRET" not in done.stdout + done.stderr
 
 
 def test_explain_hub_errors_does_not_blame_the_hub_for_a_full_disk():
-    problem = r"x was not downloaded \(OSError: \[Errno 28\] .*\); once that is mended, the same "
+    problem = r"x was not downloaded \(OSError: \[Errno 28\] .*\); fix this and rerun the command "
     with pytest.raises(OSError, match=problem), explain_hub_errors("x was not downloaded"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

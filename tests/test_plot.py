@@ -47,7 +47,7 @@ def test_plot_run_draws_what_there_is(tmp_path, settings, names, recwarn):
 
 
 def test_plot_run_of_another_folder_says_what_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no .*metrics\.jsonl: give a run's folder"):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl does not exist: pass a run"):
         plot_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has no losses yet: wait"):
@@ -90,7 +90,7 @@ def test_plot_command_writes_a_report_instead_of_figures(commands, tmp_path):
     ("args", "message"),
     [
         ([], "the following arguments are required: RUNS"),
-        (["no-such-run", "--report"], "no no-such-run/metrics.jsonl: give a run's folder"),
+        (["no-such-run", "--report"], "no-such-run/metrics.jsonl does not exist: pass a"),
         (["--compare=x.text"], "'text' is not supported (supported formats:"),
     ],
 )

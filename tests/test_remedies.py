@@ -122,7 +122,7 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      f"{TRAIN} --seed=5 --run-name=b"),
     (f"{RESUME} --optimizer=muon", "use the same --optimizer", RESUME),
     (f"{RESUME} --optimizer=muon",
-     f"a new run by --init-from '{STEP_8}'",
+     f"a new run with --init-from '{STEP_8}'",
      f"{TRAIN} --init-from '{STEP_8}' --optimizer=muon"),
     (f"{RESUME} --max-lr=1e38 --max-steps=12", "with --resume 'my runs/a' and a lower --max-lr",
      f"{RESUME} --max-lr=1e-4"),
@@ -135,9 +135,9 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
     (f"{TRAIN_ON} --resume='{STEP_4}' --run-name=b --max-lr=1e38",
      "go on with --resume 'my runs/b' and a lower --max-lr\n",
      "python train_gpt2.py --resume 'my runs/b' --max-lr 1e-4"),
-    (f"{TRAIN_ON} --resume='my runs/overfit'", f"use step_00000004, --model '{OVERFIT_BEST}'",
+    (f"{TRAIN_ON} --resume='my runs/overfit'", f"use step_00000004 with --model '{OVERFIT_BEST}'",
      f"{SAMPLE} --model '{OVERFIT_BEST}'", f"python export.py --model '{OVERFIT_BEST}' --out=new"),
-    (f"{SAMPLE} --model='my runs/begun'", f"begin again with {BEGIN_BEGUN}",
+    (f"{SAMPLE} --model='my runs/begun'", f"start over with {BEGIN_BEGUN}",
      BEGIN_BEGUN, f"{SAMPLE} --model='my runs/begun'"),
     (f"{SAMPLE} --model='my runs/none'", "the runs in my runs are a, ",
      f"{SAMPLE} --model='my runs/a'"),
@@ -275,11 +275,11 @@ def test_remedy_of_a_batch_that_is_too_large(run, monkeypatch):
     on, again = "go on with --resume 'my runs/a'", f"{BEGIN_B} --micro-batch-size=1"
     last = f"{SMALLER}last checkpoint step_00000008, {on}"
     check_remedy(run, RESUME, last, f"{RESUME} --micro-batch-size=1")
-    check_remedy(run, TRAIN, f"{SMALLER}no checkpoint yet: begin again with {BEGIN_B}", again)
+    check_remedy(run, TRAIN, f"{SMALLER}no checkpoint yet: start over with {BEGIN_B}", again)
     once = [torch.OutOfMemoryError("out of memory"), torch.amp.GradScaler("cpu", enabled=False)]
     monkeypatch.setattr(torch.amp, "GradScaler", Mock(side_effect=once))  # while it is set up
     command = f"{TRAIN} --run-name=c"
-    none = f"{SMALLER}no checkpoint yet: begin again with the command that began it"
+    none = f"{SMALLER}no checkpoint yet: start over with the command that started it"
     check_remedy(run, command, none, f"{command} --micro-batch-size=1")
 
 
@@ -293,6 +293,6 @@ def test_remedy_of_a_compiler_that_fails(run, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compiled)
     prepare_compiler.cache_clear()
-    said = f"or add --no-compile; no checkpoint yet: begin again with {BEGIN_B}"
+    said = f"or add --no-compile; no checkpoint yet: start over with {BEGIN_B}"
     check_remedy(run, f"{TRAIN} --compile", said, f"{BEGIN_B} --no-compile")
     prepare_compiler.cache_clear()
