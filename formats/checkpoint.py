@@ -368,7 +368,7 @@ def code_logits(model_config: GPTConfig) -> list[float]:
 
 
 def warn_if_code_changed(path: Path, state: RunState) -> None:
-    """Warn if the current code's logits differ from those of the code that saved a checkpoint."""
+    """Warn if the current code computes other logits than the code that saved a checkpoint."""
     saved, found = state.code_logits, code_logits(GPTConfig(**state.model_config))
     error = math.dist(saved, found) / math.hypot(*saved) if saved and found else 0.0
     if is_main() and error > MAX_CODE_ERROR:
@@ -442,8 +442,8 @@ def _place_like(parameter: Tensor, value: Any) -> Any:  # noqa: ANN401 - a tenso
 def restore_rng_states(states: list[dict[str, str]]) -> None:
     """Set this rank's generators to the states that `rng_states` returned.
 
-    A rank that the saved run did not have keeps its current states: with those of another rank, it
-    would draw the same random numbers as that rank.
+    A rank that the saved run did not have keeps its current states: with another rank's states, it
+    would draw the same random numbers.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for device_type, text in (states[rank] if rank < len(states) else {}).items():

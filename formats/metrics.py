@@ -84,7 +84,7 @@ def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def last_saved_step(path: Path) -> int:
-    """Return the last step that a run saved or resumed from; 0 if none, or if there is no file."""
+    """Return the last step that a run saved or resumed from; 0 if there is none, or no file."""
     records = _read_lines(path) if path.exists() else ()
     steps = (record.get("saved_step", record.get("resumed_from")) for record in records)
     return max((step for step in steps if isinstance(step, int)), default=0)

@@ -145,7 +145,7 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      "--prompt and --prompts-file are two sources: give one",
      f"{SAMPLE} --model='my runs/a' --prompt=a",
      f"{SAMPLE} --model='my runs/a' --prompts-file=a.txt"),
-    ("python export.py --model='my runs/a' --out='my texts'", "give another with --out",
+    ("python export.py --model='my runs/a' --out='my texts'", "choose another with --out",
      "python export.py --model='my runs/a' --out=new"),
     ("python hellaswag.py --device=cpu --model='my runs/a'", "without network pass --data FILE",
      f"python hellaswag.py --device=cpu --model='my runs/a' --data='{HELLASWAG}'"),

@@ -101,7 +101,7 @@ TOGETHER = {"cpu_offload": ["--parallel=fsdp"]}
 
 
 def flags_by_what_a_resume_does():
-    """The fields in the table of docs/reliability.md, by the first word of what is said there."""
+    """The fields in the table of docs/reliability.md, by the first word of the effect."""
     text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
     table = text.partition("## What a resume does with each flag")[2].partition("##")[0]
     rows = re.findall(r"^\| (`--.*?`) \| (\w+)", table, re.MULTILINE)
@@ -127,7 +127,7 @@ def test_resume_does_with_each_flag_what_the_table_says(resumable, run, name):
     if does is None and name in GPTConfig.__dataclass_fields__:
         return  # a setting of an edited model: any other is refused
     assert does, f"say in docs/reliability.md what a resume does with {flag_of(name)}, and why"
-    if does == "of":
+    if does == "applies":
         assert name in NOT_SAVED
         return
     if name == "data_dir":
@@ -135,14 +135,14 @@ def test_resume_does_with_each_flag_what_the_table_says(resumable, run, name):
     value = OTHER_VALUES[name]
     resume = [f"--resume={resumable}/{run}", "--max-steps=8", *TOGETHER.get(name, ())]
     resume += as_flags({name: value})
-    if does == "refuses":
+    if does == "error":
         said = "this run builds Muon and AdamW" if name == "optimizer" else f"{name} .*-> {value}"
         saved = (resumable / run / "config.json").read_text()
         with pytest.raises(ValueError, match=said):
             main(resume)
         assert (resumable / run / "config.json").read_text() == saved
         return
-    assert does == "takes"
+    assert does == "accepted"
     config, checkpoint = parse_config(resume)
     fingerprints = checkpoint.state.data_fingerprint, checkpoint.state.val_fingerprint
     model_config = run_model_config(config, checkpoint)
