@@ -1,7 +1,7 @@
-"""All of it once on this machine, offline, in minutes: `make demo`.
+"""Run the whole pipeline on this machine, offline, in minutes: `make demo`.
 
-Text → shards → a small GPT-2 → samples → HellaSwag's format → Hugging Face's format → figures.
-Every step is a command of this project, printed before it runs.
+Text → shards → a small GPT-2 → samples → HellaSwag scorer → Hugging Face format → figures. Each
+step is a command of this project, printed before it runs.
 """
 
 import itertools
@@ -19,16 +19,16 @@ from runtime.cli import RunStopped, format_duration, parse_flags, run_command
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Take a small GPT-2 from text to samples, scores and figures on this machine."""
+    """Train a small GPT-2 on this machine, from text to samples, scores and figures."""
 
     short: bool = False
-    """Train half as many steps, only to see that everything works."""
+    """Train for half as many steps, as a quick check that everything works."""
 
 
 def main() -> None:
-    """Run every command in turn and sum up."""
+    """Run all commands in order and print a summary."""
     config = parse_flags(DemoConfig)
-    os.chdir(Path(__file__).parent)  # has its commands, and gets its run
+    os.chdir(Path(__file__).parent)  # the commands are here, and the run is written here
     start = time.perf_counter()
     name = new_name()
     run_dir, export_dir = Path("runs", name), Path("exported", name)
@@ -36,14 +36,14 @@ def main() -> None:
     train = ["--config=recipes/demo.json", f"--run-name={name}"]
     train += ["--max-steps=300"] if config.short else []
     step("shards → a GPT-2 of 10M parameters", "train_gpt2.py", *train)
-    step("a sample", "sample.py", f"--model={run_dir}", "--prompt=def read", "--num-samples=2")
+    step("samples", "sample.py", f"--model={run_dir}", "--prompt=def read", "--num-samples=2")
     scored = (f"--model={run_dir}", "--data=assets/hellaswag_sample.jsonl")
-    step("HellaSwag's format (24 rows of our own: NOT the benchmark)", "hellaswag.py", *scored)
+    step("HellaSwag scorer on 24 sample rows (NOT the benchmark)", "hellaswag.py", *scored)
     step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
     step("figures", "plot.py", str(run_dir))
     losses = [r["val_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
     if losses[-1] > losses[0] - 1:
-        raise RunStopped(f"nothing was learnt: validation losses {losses}")
+        raise RunStopped(f"the model did not learn: validation losses {losses}")
     print(
         f"\n=== done in {format_duration(time.perf_counter() - start)}, in {Path.cwd()}\n"
         f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
@@ -54,15 +54,15 @@ def main() -> None:
 
 
 def new_name() -> str:
-    """`demo`, or the first of `demo-2`, … that no earlier run has: it may have been trained on."""
+    """Return `demo` or the first unused name of `demo-2`, …, so that earlier runs are kept."""
     names = itertools.chain(["demo"], (f"demo-{count}" for count in itertools.count(2)))
     return next(n for n in names if not Path("runs", n).exists() | Path("exported", n).exists())
 
 
 def step(title: str, script: str, *flags: str) -> None:
-    """Announce one of the project's commands and run it; its failure ends the demo."""
+    """Print and run one of the project's commands; if it fails, exit with its code."""
     print(f"\n=== {title}\n$ python {shlex.join([script, *flags])}", flush=True)
-    with subprocess.Popen([sys.executable, script, *flags]) as child:  # Ctrl-C lets it save
+    with subprocess.Popen([sys.executable, script, *flags]) as child:  # lets it save on Ctrl-C
         if code := child.wait():
             raise SystemExit(code)
 

@@ -1,15 +1,15 @@
-"""Turn text into token shards: FineWeb-Edu from the hub, local files, or Python's own sources.
+"""Turn text into token shards: FineWeb-Edu from the hub, local files, or the standard library.
 
     python fineweb.py                                # 10B tokens of FineWeb-Edu
-    python fineweb.py --max-tokens 500M              # the first of them; a larger number goes on
-    python fineweb.py --source stdlib                # no network: the standard library's sources
-    python fineweb.py --source texts/ a.py b.jsonl   # your own: folders, text, tables with text
-    torchrun --nproc_per_node=4 fineweb.py           # a part of the files for every process
-    python fineweb.py --part 0 --parts 2             # such a part alone, on one of two machines
+    python fineweb.py --max-tokens 500M              # the first 500M; raise the number to add more
+    python fineweb.py --source stdlib                # source code of the standard library, offline
+    python fineweb.py --source texts/ a.py b.jsonl   # your own folders, text files and tables
+    torchrun --nproc_per_node=4 fineweb.py           # split the source's files over 4 processes
+    python fineweb.py --part 0 --parts 2             # the first half of the files, on one machine
 
-The same documents in the same number of parts give byte-identical shards. The same command resumes
-a run that was stopped or killed after its last finished shard. To add a source of your own, see
-`SOURCES` in `corpus/sources.py`.
+The same documents, split into the same number of parts, always make byte-identical shards. To
+resume after a stop or a kill, rerun the same command: it continues after the last finished shard.
+To add a source, see `SOURCES` in `corpus/sources.py`.
 """
 
 import itertools
@@ -29,90 +29,97 @@ import numpy as np
 from tqdm import tqdm
 
 from corpus import shards, sources
-from corpus.shards import WHOLE, Manifest, Part, ShardWriter
+from corpus.shards import FULL_DATASET, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from formats.hub import REPO_NAME
 from runtime.cli import bad_numbers, format_count, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
 from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents, gpt2_encoding
 
-BATCH_CHARS = 1 << 20  # encoded together; a longer document makes a longer batch
+BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that reaches this
 RECIPES = Path(__file__).parent / "recipes"
-LEAST_TOKENS = 2_570  # a tenth, which is validation, holds a window of the smallest recipe
-DECAYED = 6  # rate x decay x steps, of the embeddings, which learn a small text by heart first
-FILLING_TOKENS = 32_768  # of a micro-batch that keeps a GPU busy
-MOST_PASSES = 5  # of a proposed run over the training split; ten spoil some small texts
-OpenSource = Callable[[str | None], Source]  # of the commit that an earlier run read, if any
+MIN_TOKENS = 2_570  # a tenth is validation, which needs one window of the smallest recipe
+LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
+MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
+MAX_PASSES = 5  # of a proposed run over the training split; ten overfit some small texts
+OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
 
 
 @dataclass(frozen=True)
 class FineWebConfig:
-    """Turn text into shards of GPT-2 tokens, the first of them for validation."""
+    """Turn text into shards of GPT-2 tokens; the first shard is for validation."""
 
     OTHER_NAMES: ClassVar = {"FILE": "--source"}
 
     source: tuple[str, ...] = ("fineweb-edu",)
-    """`fineweb-edu`, `fineweb` or another hub data set (OWNER/NAME); `stdlib`, the running Python's
-    standard library, which needs no network; or files, folders and globs. A row of .parquet, .csv,
-    .tsv, .jsonl or .json (.gz, .zst) is a document; any other file is one, if it is UTF-8."""
+    """Source of the text: `fineweb-edu`, `fineweb` or another hub dataset (OWNER/NAME); `stdlib`,
+    the running Python's standard library, offline; or files, folders and globs. Each row of a
+    .parquet, .csv, .tsv, .jsonl or .json file (JSON also as .gz or .zst) is a document. Any other
+    UTF-8 file is one document."""
     text_field: str = "text"
-    """Column of tables and field of JSON lines that has the text, such as `content`."""
+    """Column of tables, or field of JSON lines, that holds the text."""
     name: str | None = None
-    """Configuration of the hub data set; `sample-10BT` of fineweb and fineweb-edu."""
+    """Configuration of the hub dataset; default: `sample-10BT` for fineweb and fineweb-edu."""
     data_dir: Path | None = None
-    """Where the shards go; by default a folder in data/ named after the source."""
+    """Folder to write the shards to; default: a folder in data/ named after the source."""
     shard_size: int = 100_000_000
-    """Tokens in a full shard."""
+    """Number of tokens in a full shard."""
     max_tokens: int | None = None
-    """Keep at most this many tokens, such as 1e9 or 500M; a larger number later goes on from there.
-    They are whole documents, validation included. Of `--parts`, each takes an equal share."""
+    """Keep at most this many tokens, such as 1e9 or 500M; rerun with a larger number to add more.
+    Validation tokens count. Documents are kept whole, except for a first document or a plain text
+    over 1 MB. With `--parts`, each part gets an equal share."""
     workers: int = field(default_factory=usable_cores)
-    """Threads that tokenise."""
+    """Number of threads that tokenize."""
     revision: str | None = None
-    """Commit, branch or tag of the hub data set; by default its newest or, in a rerun, the same."""
+    """Commit, branch or tag of the hub dataset; default: the newest commit or, in a rerun, the
+    commit of the first run."""
     part: int | None = None
-    """Tokenise only this one of `--parts`, counted from 0."""
+    """Tokenize only this part, from 0 to `--parts` - 1."""
     parts: int | None = None
-    """Processes that share the work, a `--part` each; the last to end writes the manifest."""
+    """Split the source's files into this many parts, one `--part` per process; the process that
+    finishes last writes the manifest."""
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("shard_size", "max_tokens", "workers", "parts"))
-        if not (self.source and all(self.source)):  # "" would be the current folder
+        if not (self.source and all(self.source)):  # "" would mean the current folder
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
         if problems:
             raise ValueError("; ".join(problems))
         if (self.part, self.parts) != (None, None) and self.part not in range(self.parts or 0):
-            raise ValueError(f"--part {self.part} of --parts {self.parts}: give both, from 0 on")
+            raise ValueError(
+                f"--part {self.part} --parts {self.parts}: pass both; --part must be from 0 to "
+                f"--parts - 1"
+            )
 
 
 def main() -> None:
-    """Make a data set, resume it, or verify one that is finished."""
+    """Make a dataset, resume an unfinished one, or verify a finished one."""
     config = assign_rank(parse_flags(FineWebConfig))
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
     print(make_shards(config, open_source, folder))
-    # Not before all parts are finished; an installed package has no recipes.
+    # The manifest exists once all parts are finished; an installed package has no recipes.
     if RECIPES.is_dir() and (manifest := Manifest.load(folder)):
         print(f"{describe_text(folder)}\n{propose_training(folder, manifest)}")
 
 
 def assign_rank(config: FineWebConfig) -> FineWebConfig:
-    """Under `torchrun`, a process's part is its rank."""
+    """Under `torchrun`, use each process's rank as its part."""
     if "RANK" not in os.environ:
         return config
     if config.parts is not None:
-        raise ValueError("torchrun gives each of its processes a part: leave out --part, --parts")
+        raise ValueError("torchrun assigns a part to each process: leave out --part and --parts")
     return replace(config, part=int(os.environ["RANK"]), parts=int(os.environ["WORLD_SIZE"]))
 
 
 def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) -> str:
-    """Make or resume a data set, or a part of it, and return what to print."""
+    """Make, resume or verify a dataset, or a part of it; return a summary to print."""
     part = Part(config.part or 0, config.parts or 1)
     with folder_lock(folder, part):
         found = shards.find_manifests(folder, config.max_tokens)
         if not found and any(folder.glob("[!.]*.npy")):
             raise ValueError(
-                f"{folder} holds .npy files that fineweb.py did not make: choose another --data-dir"
+                f"{folder} has .npy files that fineweb.py did not make: choose another --data-dir"
             )
         source = open_source(found[0].source.get("revision") if found else None)
         tokens = min(filter(None, (config.max_tokens, source.tokens)), default=None)
@@ -120,45 +127,50 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
         if config.text_field != "text":
             identity = identity | {"text field": config.text_field}
         expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
-        if found and found[0].part == WHOLE and found[0].has(config.max_tokens):
+        if found and found[0].part == FULL_DATASET and found[0].covers(config.max_tokens):
             shards.check_same_dataset(folder, found[0], expected)
             shards.verify_shards(folder, found[0].shards[part.index :: part.count])
             return summary(folder, found[0], found[0])
         for each in found:
-            shards.check_same_dataset(folder, each, expected.of_part(each.part.index, part.count))
+            shards.check_same_dataset(folder, each, expected.for_part(each.part.index, part.count))
         earlier = Manifest.load(folder, part.manifest_name)
-        manifest = earlier or expected.of_part(part.index, part.count)
+        manifest = earlier or expected.for_part(part.index, part.count)
         shards.verify_shards(folder, manifest.shards)
-        if not manifest.has(config.max_tokens):
+        if not manifest.covers(config.max_tokens):
             if tokens and part.index == 0:
                 print(describe_size(folder, tokens, identity["kind"] == "hub"))
-            size = config.shard_size  # of shards that more tokens leave as they are
+            size = config.shard_size  # only full shards are kept when tokens are added
             full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
             manifest = replace(manifest, shards=full, complete=False, max_tokens=config.max_tokens)
             manifest = write_shards(source, manifest, folder, config.workers)
     line = summary(folder, manifest, earlier)
-    if part == WHOLE:
+    if part == FULL_DATASET:
         return line
-    left = shards.join_parts(folder, expected, part.count)
-    state = f"part {left} of {part.count} not finished yet" if left else "all parts are finished"
+    state = "all parts are finished"
+    if unfinished := shards.join_parts(folder, expected, part.count):
+        *others, last = map(str, unfinished)
+        names = f"parts {', '.join(others)} and {last}" if others else f"part {last}"
+        state = f"{names} of {part.count} not finished yet"
     return f"{line}\n{folder}: {state}"
 
 
 @contextmanager
-def folder_lock(folder: Path, part: Part = WHOLE) -> Iterator[None]:
-    """Keep other processes from the data set in a folder, or from one part of it."""
+def folder_lock(folder: Path, part: Part = FULL_DATASET) -> Iterator[None]:
+    """Lock the dataset in a folder, or one part of it, while the body runs."""
     try:
         with lock_folder(folder, f".{part.manifest_name}.lock"):
             for name in (f"*_{part.prefix}[0-9]*.npy", part.manifest_name):
-                for leftover in folder.glob(f".{name}.*.tmp"):  # of a killed run
+                for leftover in folder.glob(f".{name}.*.tmp"):  # left by a killed run
                     leftover.unlink()
             yield
     except filelock.Timeout:
-        raise ValueError(f"another fineweb.py is writing to {folder}: wait for it") from None
+        raise ValueError(
+            f"another fineweb.py is writing to {folder}: wait for the other process to end"
+        ) from None
 
 
 class Progress(NamedTuple):
-    """A batch's first document, and what precedes it."""
+    """Position of a batch's first document, and counts of everything before it."""
 
     cursor: Cursor | None = None
     tokens: int = 0
@@ -167,13 +179,13 @@ class Progress(NamedTuple):
 
 
 def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int) -> Manifest:
-    """Write all shards that `manifest` does not have yet, and return the finished manifest."""
+    """Write all shards that `manifest` does not list yet; return the finished manifest."""
     progress = Progress(**(manifest.progress or {}))
     limit, is_cut = (manifest.max_tokens or math.inf) / manifest.part.count, False
     writer = ShardWriter(folder, manifest)
-    written = manifest.tokens - progress.tokens  # of the first batch, in finished shards
+    written = manifest.tokens - progress.tokens  # tokens of the first batch in finished shards
     total = source.tokens and source.tokens // manifest.part.count
-    # A bar only on a terminal, and one for all of torchrun's processes.
+    # Show a progress bar only on a terminal, and under torchrun only for rank 0.
     hidden = True if os.environ.get("RANK", "0") != "0" else None
     bar = tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=hidden)
     with bar:
@@ -181,7 +193,8 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
         for batch, tokens in tokenize_documents(documents, workers):
             progress = progress._replace(cursor=batch[0].cursor)
             if is_cut := progress.tokens + len(tokens) > limit:
-                # Only a first document, or a plain text after its first block, is cut in itself.
+                # End before the document that exceeds the limit. Cut only in the first document or
+                # in a later block of a plain text.
                 room = max(0, int(limit - progress.tokens))
                 begins = np.flatnonzero(tokens[: room + 1] == END_OF_TEXT)[not progress.tokens :]
                 tokens = tokens[: begins[-1] if len(begins) else room]
@@ -194,7 +207,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
             written = max(0, written - len(tokens))
             bar.update(len(tokens))
             progress = Progress(
-                None,  # the next batch has its own
+                None,  # set when the next batch arrives
                 progress.tokens + len(tokens),
                 progress.documents + int(np.count_nonzero(tokens == END_OF_TEXT)),
                 progress.skipped + sum(not item.text for item in batch),
@@ -209,19 +222,19 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
 def tokenize_documents(
     documents: Iterable[Document], workers: int
 ) -> Iterator[tuple[list[Document], TokenIds]]:
-    """Each batch of documents with its ids, (tokens,) uint16; empty documents have none."""
-    batches, again = itertools.tee(_batches(documents))
-    texts = ([document.text for document in batch if document.text] for batch in again)
+    """Yield batches of documents, each with its ids, (tokens,) uint16; empty ones have no ids."""
+    batches, copy = itertools.tee(_batches(documents))
+    texts = ([document.text for document in batch if document.text] for batch in copy)
     for batch, tokens in zip(batches, encode_documents(texts, workers), strict=True):
-        yield batch, tokens if batch[0].begins else tokens[1:]
+        yield batch, tokens if batch[0].starts_document else tokens[1:]
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents; a block that continues a document is the first of its batch."""
+    """Group documents into batches; a block that continues a document starts a new batch."""
     batch: list[Document] = []
     chars = 0
     for document in documents:
-        if batch and (chars >= BATCH_CHARS or not document.begins):
+        if batch and (chars >= BATCH_CHARS or not document.starts_document):
             yield batch
             batch, chars = [], 0
         batch.append(document)
@@ -230,68 +243,69 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def describe_size(folder: Path, tokens: int, is_loaded: bool) -> str:
-    """What so many tokens take in all."""
+def describe_size(folder: Path, tokens: int, is_download: bool) -> str:
+    """Describe the disk space and the download that `tokens` tokens need."""
     line = f"{folder}: at most {format_count(tokens)} tokens, {2 * tokens / 1e9:.2g} GB on disk"
-    line += f" ({shutil.disk_usage(folder).free / 1e9:,.0f} GB are free)"
-    load = f"about {2.8 * tokens / 1e9:.2g} GB to download"  # FineWeb's Parquet files
-    return f"{line}, {load}" if is_loaded else line
+    line += f" ({shutil.disk_usage(folder).free / 1e9:,.0f} GB free)"
+    download = f"about {2.8 * tokens / 1e9:.2g} GB to download"  # as FineWeb's Parquet files
+    return f"{line}, {download}" if is_download else line
 
 
 def summary(folder: Path, manifest: Manifest, earlier: Manifest | None) -> str:
-    """The last line: what the folder, or a part, holds."""
+    """Describe in one line what the dataset, or a part of it, contains."""
     part = manifest.part
-    what = str(folder) if part == WHOLE else f"{folder}, part {part.index} of {part.count}"
+    name = str(folder) if part == FULL_DATASET else f"{folder}, part {part.index} of {part.count}"
     documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
     if manifest.skipped:
-        documents += f" ({manifest.skipped:,} empty left out)"
-    line = f"{what}: {documents}, {manifest.tokens:,} tokens, {len(manifest.shards)} shards"
+        documents += f" ({manifest.skipped:,} empty skipped)"
+    line = f"{name}: {documents}, {manifest.tokens:,} tokens, {len(manifest.shards)} shards"
     return f"{line}; finished earlier, and unchanged" if manifest == earlier else line
 
 
 def propose_training(folder: Path, manifest: Manifest) -> str:
-    """The training that suits a data set and this machine, as a command, and how long it takes.
+    """Propose a training command that suits a dataset and this machine, and estimate its time.
 
-    It is by the largest recipe that makes few enough passes. The smallest one is shortened for less
-    text, with half the batch that suits one pass over D tokens, 0.58 D^0.571 (Li et al. 2025).
+    The command uses the largest recipe that makes at most `MAX_PASSES` passes over the text. For a
+    small text, it shortens the smallest recipe and sets a batch of 0.29 D^0.571 tokens for a run of
+    D tokens: half the batch that suits a single pass (Li et al. 2025).
     """
-    if manifest.tokens < LEAST_TOKENS:
-        few = f"warning: {manifest.tokens:,} tokens are too few to train on"
-        return f"{few}: delete {folder}, and give {LEAST_TOKENS:,}, about 10 KB of English"
+    if manifest.tokens < MIN_TOKENS:
+        problem = f"warning: {manifest.tokens:,} tokens are too few to train on"
+        return f"{problem}: delete {folder} and use at least {MIN_TOKENS:,}, about 10 KB of English"
 
-    import torch  # here, as these imports take seconds, which tokenising does without
+    import torch  # imported late: these imports take seconds, and tokenizing does not need them
 
     from runtime.distributed import DistInfo
     from training.config import TrainConfig, read_recipe
     from training.plan import describe_time, find_device
 
-    max_tokens = MOST_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
-    recipes = dict[int, Path]()  # by the tokens of their runs
-    for path in sorted(RECIPES.glob("gpt2-[0-9]*.json"), reverse=True):  # of two, -fast is later
+    max_tokens = MAX_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
+    recipes = dict[int, Path]()  # keyed by the number of tokens of a run
+    for path in sorted(RECIPES.glob("gpt2-[0-9]*.json"), reverse=True):  # -fast is later and wins
         settings = read_json(path)
         recipes[settings["max_steps"] * settings["total_batch_size"]] = path
     path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
     recipe = read_recipe(path)
-    shorter = list[str]()
+    overrides = list[str]()
     if max_tokens < min(recipes):
-        batch = max(256, 2 ** round(math.log2(0.29 * max_tokens**0.571)))  # a sequence at least
+        batch = max(256, 2 ** round(math.log2(0.29 * max_tokens**0.571)))  # at least one sequence
         steps = max_tokens // batch
-        shorter = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
-        shorter += ["--embedding-decay", f"{DECAYED / (recipe.max_lr * steps):.2g}"]
-        shorter += ["--spelling-share", "0.3"]  # the rare words' gradients are few
+        overrides = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
+        overrides += ["--embedding-decay", f"{LR_DECAY_STEPS / (recipe.max_lr * steps):.2g}"]
+        overrides += ["--spelling-share", "0.3"]  # rare tokens get few gradients in a small text
         if (every := max(1, steps // 5)) < recipe.val_every:
             names = ("--val-every", "--sample-every", "--checkpoint-every")
-            shorter += [each for name in names for each in (name, str(every))]
-    config = parse_flags(TrainConfig, shorter, recipe)
+            overrides += [each for name in names for each in (name, str(every))]
+    config = parse_flags(TrainConfig, overrides, recipe)
 
     launcher, world_size = ["python"], torch.cuda.device_count() or 1
-    while world_size > 1 and config.total_batch_size % (world_size * FILLING_TOKENS):
+    while world_size > 1 and config.total_batch_size % (world_size * MIN_MICRO_BATCH_TOKENS):
         world_size -= 1
     if world_size > 1:
         launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
     root = Path() if RECIPES.parent.samefile(Path()) else RECIPES.parent
     command = [*launcher, root / "train_gpt2.py", "--config", root / "recipes" / path.name]
-    command += ["--data-dir", folder, "--run-name", folder.resolve().name, *shorter]
+    command += ["--data-dir", folder, "--run-name", folder.resolve().name, *overrides]
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dist_info = DistInfo(device, world_size=world_size, local_world_size=world_size)
     planned = find_device(config, dist_info)
@@ -300,21 +314,21 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
 
 
 def describe_text(folder: Path) -> str:
-    """What the losses of a finished data set compare with."""
+    """Describe the unigram baseline of a finished dataset; warn if its text is not like English."""
     train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
     (loss, bits), encoding = shards.unigram_loss(train, val), gpt2_encoding()
-    line = f"loss: a model of token frequencies alone has {loss:.2f} nats per token, "
+    line = f"unigram baseline (token frequencies only): loss {loss:.2f} nats per token, "
     line += f"{bits:.2f} bits per byte"
     sample = encoding.decode(val.read(0, 1 << 16).tolist()).replace("<|endoftext|>", " ")
-    text = " ".join(sample.split())  # without the indents of code
+    text = " ".join(sample.split())  # without the indentation of code
     if (ratio := len(encoding.encode_ordinary(text)) / max(1, len(text))) > 0.5:
-        line += f"\nwarning: {ratio:.2f} tokens per character, English has 0.25: GPT-2's tokenizer "
-        line += "is made for English, and losses do not compare"
+        line += f"\nwarning: {ratio:.2f} tokens per character (English: 0.25): GPT-2's tokenizer "
+        line += "is made for English, so losses are not comparable across languages"
     return line
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
-    """What `--source` means: the name of its folder in data/, and the function that opens it."""
+    """Return a name for the data folder of `--source`, and a function that opens the source."""
     first = config.source[0]
     has_name = first in sources.SOURCES or first in sources.FINEWEB
     if not has_name and (sources.file_type(first) or sources.local_paths(first)):
@@ -325,19 +339,19 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
             name = paths[0].name.removesuffix(sources.file_type(paths[0]) or paths[0].suffix)
         return name, lambda _: sources.file_source(paths, None, config.text_field)
     if len(config.source) > 1:
-        raise ValueError(f"--source {' '.join(config.source)}: only files may be several")
+        raise ValueError(f"--source {' '.join(config.source)}: pass a single name, or only files")
     if first in sources.SOURCES:
         return first, lambda _: sources.SOURCES[first]()
     dataset = sources.FINEWEB.get(first, first)
     if not REPO_NAME.fullmatch(dataset):
         raise ValueError(
             f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
-            f"a hub data set (OWNER/NAME), or a file or folder that is there"
+            f"a hub dataset (OWNER/NAME), or an existing file or folder"
         )
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
-    return name, lambda known: sources.hub_source(
-        dataset, subset, config.revision, known, config.text_field
+    return name, lambda known_revision: sources.hub_source(
+        dataset, subset, config.revision, known_revision, config.text_field
     )
 
 

@@ -3,17 +3,18 @@
     python hellaswag.py --model runs/NAME
     torchrun --nproc_per_node=8 hellaswag.py --model gpt2 --output predictions.jsonl
 
-Completion style: an ending's loss is that of its own tokens after the context. `acc` takes the
-lowest summed loss, `acc_norm` the lowest mean loss. `--style harness` gives the numbers of
-lm-evaluation-harness instead: its prompt, and a mean over characters (docs/evaluation.md).
+In completion style, the loss of an ending is the loss of its tokens after the context. `acc` picks
+the ending with the lowest summed loss, `acc_norm` the one with the lowest mean loss. `--style
+harness` scores as lm-evaluation-harness does: with its prompt, and a mean over characters
+(docs/evaluation.md).
 
-Each example is one row, in which the four endings share their context:
+Each example is packed into one row, in which the four endings share their context:
 
     tokens     c0 c1 c2 | a0 a1 | b0 | d0 d1 d2 | e0 e1
     positions   0  1  2 |  3  4 |  3 |  3  4  5 |  3  4
 
-A token attends to the context and to its own ending. The last token of an ending is predicted but
-predicts nothing, so the row does not have it.
+A token attends to the context and to its ending. The last token of each ending is predicted, but
+predicts nothing, so the row does not contain it.
 """
 
 import json
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import runtime.threads  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - before torch, which reads its settings
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ from tokenizer import gpt2_encoding
 DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 N_ENDINGS = 4
-CONTEXT = 1  # the segment of a packed row's context; its endings are 2 to 5, padding is 0
+CONTEXT = 1  # segment number of the context in a packed row; endings have 2 to 5, padding has 0
 Style = Literal["completion", "harness"]
 CONTEXT_FIELDS = {"completion": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}
 
@@ -53,22 +54,23 @@ class HellaSwagConfig:
     """Score a model on HellaSwag."""
 
     model: str = "gpt2"
-    """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
+    """Model to score: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub."""
     data: Path | None = None
-    """A JSONL or Parquet file of HellaSwag's; by default the validation set, downloaded once."""
+    """HellaSwag file, JSONL or Parquet; default: the validation set, downloaded once."""
     limit: int = 0
-    """Score only this many examples, from the first; 0 = all."""
+    """Score only this many examples, from the first on; 0 = all."""
     style: Style = "completion"
-    """The nanoGPT family's prompt and acc_norm, or those of lm-evaluation-harness."""
+    """completion: prompt and acc_norm as in nanoGPT-style projects; harness: as in
+    lm-evaluation-harness."""
     output: Path | None = None
-    """Write the losses and predictions of every scored example to this JSONL file."""
+    """Write the losses and predictions of each scored example to this JSONL file."""
     batch_size: int = 16
-    """Examples in one forward pass."""
+    """Number of examples per forward pass."""
     device: DeviceName = "auto"
     """Device to run on."""
     dtype: DtypeName = "auto"
-    """Dtype of the matrix products; auto is float32 in the harness's style. The losses are float32
-    in any case."""
+    """Dtype for matrix multiplications; auto = bfloat16 where it is fast (float16 on older NVIDIA
+    GPUs), float32 with `--style harness`. Losses are always float32."""
 
     def __post_init__(self) -> None:
         if problems := bad_numbers(self, ("batch_size",)):
@@ -83,34 +85,34 @@ class Example:
     label: int
     context: list[int]
     endings: list[list[int]]
-    lengths: list[int]  # of the endings, for `acc_norm`: tokens; in the harness's style, characters
+    lengths: list[int]  # of the endings, for `acc_norm`: in tokens or, in harness style, characters
 
     def fits(self, block_size: int) -> bool:
-        """Whether a model with a context of `block_size` tokens can score it."""
+        """Return whether a model with a context of `block_size` tokens can score the example."""
         return len(self.context) + max(map(len, self.endings)) <= block_size
 
 
 @dataclass(frozen=True)
 class HellaSwagResult:
-    """The losses of N examples, and the accuracies that follow."""
+    """Losses of N examples, and the accuracies computed from them."""
 
     examples: Sequence[Example]
     summed: Tensor  # (N, 4) float32, nats per ending
-    left_out: int = 0  # examples longer than the model's context, which are not among the N
+    left_out: int = 0  # further examples, which are longer than the model's context
 
     @property
     def mean(self) -> Tensor:
-        """(N, 4) float32: nats per token or, in the harness's style, per character."""
+        """Mean losses, (N, 4) float32: nats per token or, in harness style, per character."""
         return self.summed / torch.tensor([example.lengths for example in self.examples])
 
     def correct(self) -> dict[str, int]:
-        """How often the lowest loss, the first of equal ones, is that of the right ending."""
+        """Count the examples whose lowest loss (the first, if tied) is the correct ending's."""
         labels = torch.tensor([example.label for example in self.examples])
         losses = {"acc": self.summed, "acc_norm": self.mean}
-        return {name: int((each.argmin(1) == labels).sum()) for name, each in losses.items()}
+        return {name: int((loss.argmin(1) == labels).sum()) for name, loss in losses.items()}
 
     def metrics(self) -> dict[str, float]:
-        """The names and values that training logs."""
+        """Return the metrics that training logs."""
         total = len(self.examples)
         metrics = {f"hellaswag_{name}": n / total for name, n in self.correct().items()}
         left_out = {"hellaswag_left_out": self.left_out} if self.left_out else {}
@@ -118,10 +120,10 @@ class HellaSwagResult:
 
     def __repr__(self) -> str:
         total = len(self.examples)
-        parts = [f"{name} {n}/{total}={n / total:.4f}" for name, n in self.correct().items()]
+        scores = [f"{name} {n}/{total}={n / total:.4f}" for name, n in self.correct().items()]
         if self.left_out:
-            parts.append(f"({self.left_out} left out: longer than the model's context)")
-        return " ".join(parts)
+            scores.append(f"({self.left_out} left out: longer than the model's context)")
+        return " ".join(scores)
 
 
 def main() -> None:
@@ -131,8 +133,8 @@ def main() -> None:
         model = load_model(config.model, dist_info.device)
         path = config.data or download_hellaswag()
         examples = load_examples(path, config.limit, config.style)
-        exact = config.style == "harness" and config.dtype == "auto"
-        dtype = select_dtype("float32" if exact else config.dtype, dist_info.device)
+        use_float32 = config.style == "harness" and config.dtype == "auto"
+        dtype = select_dtype("float32" if use_float32 else config.dtype, dist_info.device)
         result = evaluate_hellaswag(model, examples, dist_info, dtype, batch_size=config.batch_size)
         if distributed.is_main():
             style = ", harness style" if config.style == "harness" else ""
@@ -142,7 +144,7 @@ def main() -> None:
 
 
 def load_examples(path: str | Path, limit: int = 0, style: Style = "completion") -> list[Example]:
-    """Read and tokenise a JSONL or Parquet file of HellaSwag, or its first `limit` rows."""
+    """Read and tokenize the first `limit` rows (0 = all) of a HellaSwag JSONL or Parquet file."""
     if str(path).endswith(".parquet"):
         import pyarrow.parquet
 
@@ -154,44 +156,45 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
         try:
             values = row if isinstance(row, dict) else json.loads(row)
             examples.append(render_example(values, style))
-        except (LookupError, TypeError, ValueError) as error:  # of UTF-8 and JSON too
-            raise ValueError(f"{path}:{number} is no row of HellaSwag: {error!r}") from None
+        except (LookupError, TypeError, ValueError) as error:  # also UTF-8 and JSON errors
+            raise ValueError(f"{path}:{number} is not a HellaSwag row: {error!r}") from None
     if not examples:
-        raise ValueError(f"{path} has no examples")
+        raise ValueError(f"{path} has no examples: pass a HellaSwag file")
     return examples
 
 
-def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: ANN401 - any JSON value
-    """Tokenise one row of the data set: the context, and each ending after a space."""
+def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: ANN401 - JSON
+    """Tokenize one row of the dataset: the context, and each ending after a space."""
     texts, endings = [row[field] for field in CONTEXT_FIELDS[style]], row["endings"]
     encode = gpt2_encoding().encode_ordinary
     if style == "completion":
         context, tokens = encode(texts[0]), [encode(f" {text}") for text in endings]
         lengths = [*map(len, tokens)]
-    else:  # lm-evaluation-harness's tasks/hellaswag/utils.py and, from ids on, api/model.py
+    else:  # as in lm-evaluation-harness: tasks/hellaswag/utils.py; from `context` on, api/model.py
         activity, ctx_a, ctx_b = texts
         prompt = _harness_text(f"{activity}: {ctx_a} {ctx_b.capitalize()}")
         choices = [_harness_text(text) for text in endings]
-        context = encode(prompt.rstrip())  # the spaces at its end belong to the endings
+        context = encode(prompt.rstrip())  # spaces at the end belong to the endings
         tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
         lengths = [*map(len, choices)]
-    label = int(row["label"])  # on the hub a text
+    label = int(row["label"])  # a string on the hub
     if not context or len(endings) != N_ENDINGS or label not in range(N_ENDINGS):
-        raise ValueError(f"the context is empty, or there are not {N_ENDINGS} endings and a label")
+        raise ValueError(f"expected a context, {N_ENDINGS} endings and a label below {N_ENDINGS}")
     return Example(row["ind"], label, context, tokens, lengths)
 
 
 def _harness_text(text: str) -> str:
-    """A text without WikiHow's marks; a doubled space becomes one, once."""
+    """Remove WikiHow's markup, then replace each pair of spaces by one space, in one pass."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
 def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) -> list[Example]:
-    """The examples that training scores; none, with a warning, where it cannot score any.
+    """Load the examples that training scores; if it cannot score any, warn and return none.
 
-    Every rank must call this, and all of them get the same answer. Without `path` it takes the
-    validation set, downloaded once; a given file must be there, and the same on all ranks.
+    Every rank must call this, and all ranks get the same result. The default for `path` is the
+    validation set, downloaded once. If `path` is passed, the file must exist and be the same on all
+    ranks.
     """
     examples, problem = list[Example](), ""
     if path is not None:
@@ -205,7 +208,7 @@ def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) ->
             problem = str(error)
     if examples and not any(example.fits(block_size) for example in examples):
         problem = f"every example is longer than --block-size {block_size}"
-    # All ranks score together: where one of them cannot, none may begin.
+    # All ranks score together, so if one of them has a problem, none may start.
     problems = [text for text in distributed.gather_text(problem) if text]
     if problems:
         distributed.print0(f"warning: HellaSwag will not be scored: {problems[0]}")
@@ -221,12 +224,18 @@ def evaluate_hellaswag(
     batch_size: int = 16,
     before_batch: Callable[[], object] = lambda: None,
 ) -> HellaSwagResult:
-    """Score a data set; every rank must call this with the same examples, and gets the same result.
+    """Score a dataset; every rank must call this with the same examples, and gets the same result.
 
-    The batches and losses are the same at every world size. Examples that are longer than the
-    model's context are left out and counted. `model` is the raw one, neither compiled nor wrapped;
-    `dist_info` is by default one process on its device. The matrix products are of `dtype`, except
-    the LM head's, which are float32. `before_batch`: see `distributed.rank_batches`.
+    The batches and losses do not depend on the world size. Examples that are longer than the
+    model's context are counted, but not scored.
+
+    Args:
+        model: the raw model, neither compiled nor wrapped.
+        examples: see `load_examples`.
+        dist_info: the processes; default: a single process on the model's device.
+        dtype: dtype for matrix multiplications, except the LM head's, which is float32.
+        batch_size: examples per forward pass.
+        before_batch: see `distributed.rank_batches`.
     """
     fitting = [example for example in examples if example.fits(model.config.block_size)]
     if not fitting:
@@ -235,26 +244,26 @@ def evaluate_hellaswag(
             f"{model.config.block_size} tokens: train one with a larger --block-size"
         )
     dist_info = dist_info or DistInfo(next(model.parameters()).device)
-    # Equal lengths need little padding; the longest come first, so that memory runs out early.
+    # Sort by length to save padding, longest first, so that a lack of memory shows at the start.
     lengths = [len(example.context) + sum(map(len, example.endings)) for example in fitting]
     order = sorted(range(len(fitting)), key=lambda i: -lengths[i])
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
     rounds = distributed.rank_batches(batches, dist_info, before_batch, "HellaSwag")
-    # One autocast for all batches casts the weights once.
+    # With a single autocast for all batches, the weights are cast only once.
     with inference(model, dist_info.device, dtype):
-        for batch, counts in rounds:
+        for batch, is_counted in rounds:
             losses = score_examples(model, [fitting[i] for i in batch], dist_info.device)
-            if counts:
+            if is_counted:
                 summed[to_device(torch.tensor(batch), dist_info.device)] = losses
-    # Each row is one rank's losses plus the zeros of the others.
+    # Each row has the losses on one rank and zeros on the other ranks.
     summed = distributed.all_reduce_sum(summed).cpu()
     return HellaSwagResult(fitting, summed, len(examples) - len(fitting))
 
 
 @torch.no_grad()
 def score_examples(model: GPT, examples: Sequence[Example], device: torch.device) -> Tensor:
-    """(B, 4) float32 on `device`: the summed loss of each ending of B examples, in nats."""
+    """Return the summed loss of each ending of B examples, in nats: (B, 4) float32 on `device`."""
     rows = [_pack(example.context, example.endings) for example in examples]
     tokens = pad_sequence([tokens for tokens, _ in rows], batch_first=True)  # (B, T, 3)
     idx, positions, segments = to_device(tokens.permute(2, 0, 1).contiguous(), device)
@@ -271,9 +280,11 @@ def score_examples(model: GPT, examples: Sequence[Example], device: torch.device
 
 
 def _pack(context: list[int], endings: list[list[int]]) -> tuple[Tensor, list[int]]:
-    """Lay T tokens of a context and its endings out as the module's docstring shows.
+    """Pack a context and its endings into a row of T tokens, as the module's docstring shows.
 
-    Returns id, position and segment of each, (T, 3) int64, and which of them predict the endings.
+    Returns:
+        The id, position and segment of each token, (T, 3) int64, and the indices of the tokens that
+        predict the endings.
     """
     n_context, queries = len(context), list[int]()
     idx, positions, segments = [*context], [*range(n_context)], [CONTEXT] * n_context
@@ -287,18 +298,19 @@ def _pack(context: list[int], endings: list[list[int]]) -> tuple[Tensor, list[in
 
 
 def _attention_mask(segments: Tensor) -> Tensor:
-    """(B, T) segments to a (B, 1, T, T) bool mask: attend to the past of context and own segment.
+    """Turn (B, T) segments into a (B, 1, T, T) bool mask that is True where a token attends.
 
-    Padding attends to padding, so that no row of the mask is empty.
+    A token attends to itself and to earlier tokens of the context and of its segment. So does
+    padding to padding, because a row of the mask must not be empty.
     """
     T = segments.size(1)
     causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
-    own = segments[:, :, None] == segments[:, None, :]
-    return (causal & (own | (segments == CONTEXT)[:, None, :]))[:, None]
+    same_segment = segments[:, :, None] == segments[:, None, :]
+    return (causal & (same_segment | (segments == CONTEXT)[:, None, :]))[:, None]
 
 
 def write_predictions(path: str | Path, result: HellaSwagResult) -> None:
-    """Write one JSON line per scored example, in their order, atomically."""
+    """Write one line of JSON per scored example, in order, atomically."""
     with atomic_write(Path(path)) as file:
         for example, summed, mean in zip(result.examples, result.summed, result.mean, strict=True):
             line = {
@@ -313,8 +325,8 @@ def write_predictions(path: str | Path, result: HellaSwagResult) -> None:
 
 
 def download_hellaswag() -> Path:
-    """The validation set, from the hub once; ranks may call it at once."""
-    remedy = "without network pass --data FILE (--hellaswag-data FILE in training)"
+    """Return the path of the validation set, downloaded once; ranks may call this concurrently."""
+    remedy = "without a network, pass --data FILE (--hellaswag-data FILE in training)"
     wanted = {"repo_type": "dataset", "revision": DATA_REVISION, "allow_patterns": DATA_FILE}
     with explain_hub_errors("HellaSwag was not downloaded", remedy):
         return fetch_files(DATA_REPO, lambda f: (f / DATA_FILE).is_file(), **wanted) / DATA_FILE

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runtime.distributed import DistInfo, distribute_like, full_tensor
-from tokenizer import spelling_parts
+from tokenizer import spelling_features
 
 UPDATE_RMS = 0.2  # of AdamW's updates (Liu et al. 2025, Muon is Scalable, section 2.2)
 
@@ -125,7 +125,7 @@ def share_by_spelling(embedding: nn.Parameter, strength: float) -> Callable[...,
     and nothing is to be saved. All ranks must call it, and compute the same. `embedding` is (V, C),
     with a row for each id of GPT-2's.
     """
-    pairs, weights = map(torch.from_numpy, spelling_parts(len(embedding)))
+    pairs, weights = map(torch.from_numpy, spelling_features(len(embedding)))
     if not len(weights):
         raise ValueError(f"leave out --spelling-share: the {len(embedding)} ids are not GPT-2's")
     ids, parts = pairs

@@ -1,10 +1,10 @@
-"""Text from a trained model: `python sample.py --model runs/NAME --prompt "Once upon a time"`.
+"""Generate text with a model: `python sample.py --model runs/NAME --prompt "Once upon a time"`.
 
-    python sample.py --model runs/NAME --interactive                type a text, see it continued
+    python sample.py --model runs/NAME --interactive    # type some text, the model continues it
     echo "Once upon" | python sample.py --model runs/NAME --prompt -
     python sample.py --model runs/NAME --prompts-file FILE
 
-Without --model it is OpenAI's GPT-2 124M. In Python: `generate(model, text)` and `text_loss`.
+The default model is OpenAI's GPT-2 124M. In Python, call `generate(model, text)` or `text_loss`.
 """
 
 import codecs
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import runtime.threads  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - before torch, which reads its settings
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
-GREETING = """Type the beginning of a text; the model goes on after all text so far.
-An empty line: go on. /new: forget the text. Ctrl-C: stop the text. Ctrl-D: end."""
+GREETING = """Type some text; the model continues all of the text so far.
+Empty line: keep going. /new: start over. Ctrl-C: stop generating. Ctrl-D: quit."""
 
 
 @dataclass(frozen=True)
@@ -36,44 +36,45 @@ class SampleConfig:
     """Continue a text with a model."""
 
     model: str = "gpt2"
-    """A run folder, a checkpoint, a folder in Hugging Face's format, or a GPT-2 on the hub."""
+    """Model to sample from: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub."""
     prompt: str = ""
-    """The text to continue; - reads it from a pipe; without one, the model starts a document."""
+    """Text to continue; - reads it from standard input; default: start a new document."""
     prompts_file: Path | None = None
-    """A text file with a prompt in each line that is not blank, instead of --prompt."""
+    """Text file with one prompt per line, instead of --prompt; blank lines are skipped."""
     interactive: bool = False
-    """Type texts, and see each continued as its tokens come."""
+    """Type text in the terminal, and print each continuation token by token."""
     num_samples: int = 4
-    """Number of continuations of a prompt."""
+    """Number of continuations per prompt."""
     max_new_tokens: int = 100
-    """The most tokens to add; a sample that ends its document stops earlier."""
+    """Maximum number of tokens to generate; a sample stops earlier if its document ends."""
     temperature: float = 1.0
-    """Divides the logits: below 1 favours likely tokens; 0 always takes the most likely one."""
+    """Divide the logits by this: below 1 favors likely tokens; 0 = always the most likely one."""
     top_k: int = 50
-    """Sample from this many most likely tokens only; 0 = from all."""
+    """Sample from only this many of the most likely tokens; 0 = from all."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that have this probability together; 1 = from all."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1 = from all."""
     seed: int = 1337
-    """The same seed gives the same samples on the same machine."""
+    """Random seed; the same seed repeats the same samples on the same machine."""
     device: DeviceName = "auto"
     """Device to run on."""
     dtype: DtypeName = "auto"
-    """Dtype of the matrix products; auto is bfloat16 where it is faster."""
+    """Dtype for matrix multiplications; auto = bfloat16 where it is fast, float16 on older NVIDIA
+    GPUs, else float32."""
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("num_samples", "max_new_tokens", "top_p"))
         if self.top_p > 1:
             problems.append(f"--top-p must be at most 1, not {self.top_p}")
         if self.prompt and self.prompts_file:
-            problems.append("--prompt and --prompts-file are two sources: give one of them")
+            problems.append("--prompt and --prompts-file exclude each other: use only one")
         if self.interactive and (self.prompt or self.prompts_file):
-            problems.append("--interactive goes without --prompt and --prompts-file")
+            problems.append("--interactive reads no prompts: leave out --prompt and --prompts-file")
         if problems:
             raise ValueError("; ".join(problems))
 
 
 def main() -> None:
-    """Print samples from a model, or talk to it."""
+    """Print samples from a model, or continue typed text interactively."""
     config = parse_flags(SampleConfig)
     prompts = read_prompts(config)
     device = select_device(config.device)
@@ -99,12 +100,12 @@ def main() -> None:
 
 
 def read_prompts(config: SampleConfig) -> list[str]:
-    """The texts to continue: of the file, of standard input without its last newline, or one."""
+    """Return the prompts: lines of a file, standard input without its last newline, or --prompt."""
     if config.prompts_file is not None:
         text = config.prompts_file.read_text(encoding="utf-8-sig", errors="replace")
         prompts = [line for line in text.split("\n") if line.strip()]
         if not prompts:
-            raise ValueError(f"--prompts-file {config.prompts_file} has no line with a prompt")
+            raise ValueError(f"--prompts-file {config.prompts_file} has no prompts: add a prompt")
         return prompts
     if config.prompt == "-":
         return [sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")]
@@ -112,15 +113,15 @@ def read_prompts(config: SampleConfig) -> list[str]:
 
 
 def converse(continue_tokens: Callable[..., object], device: torch.device) -> None:
-    """Continue what is typed after all text so far, and print each token as it comes."""
-    with suppress(ImportError):  # Windows has none
+    """Read lines from the terminal; after each, continue all text so far, token by token."""
+    with suppress(ImportError):  # Windows does not have it
         import readline  # noqa: F401 - importing it gives `input` its history
     tokens = list[int]()
     print(GREETING)
     while True:
         try:
             line = input("> ")
-        except KeyboardInterrupt:  # the text had just ended
+        except KeyboardInterrupt:  # Ctrl-C came just after the text had ended
             print()
             continue
         except EOFError:
@@ -138,18 +139,18 @@ def converse(continue_tokens: Callable[..., object], device: torch.device) -> No
 
 
 def token_printer(tokens: list[int]) -> Callable[[Tensor], None]:
-    """What prints each next token, (1,), at once as text, and adds it to `tokens`.
+    """Return a callback that prints each new token, (1,), as text and appends it to `tokens`.
 
-    The bytes of a character can be in several tokens: it is printed with the last one.
+    A character whose bytes span several tokens is printed with the last of them.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def take(token: Tensor) -> None:
+    def print_token(token: Tensor) -> None:
         tokens.append(int(token))
         text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
         print(text, end="", flush=True)
 
-    return take
+    return print_token
 
 
 def generate(
@@ -161,10 +162,10 @@ def generate(
     seed: int | None = None,
     **options: Any,  # noqa: ANN401
 ) -> list[str]:
-    """Continue a text `num_samples` times; returns the texts, each of which begins with it.
+    """Continue a prompt `num_samples` times; return the texts, each including the prompt.
 
-    An empty prompt begins a document. A `seed` of None takes torch's random state. `options` are
-    those of `generate_tokens`: temperature, top_k, top_p, dtype, …
+    An empty prompt starts a new document. With the default `seed`, None, torch's global random
+    state is used. `options` are passed to `generate_tokens`: temperature, top_k, top_p, dtype, …
     """
     device = next(model.parameters()).device
     ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
@@ -176,13 +177,13 @@ def generate(
 
 @torch.no_grad()
 def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> float:
-    """The mean cross-entropy of a text's tokens after the first, in nats per token.
+    """Return the mean cross-entropy of a text's tokens after the first, in nats per token.
 
-    A text longer than the model's context is cut into windows, each predicted by itself.
+    A text longer than the model's context is split into windows, and each is scored separately.
     """
     ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
     if len(ids) < 2:
-        raise ValueError(f"text_loss needs a text of 2 tokens or more, and {text!r} has {len(ids)}")
+        raise ValueError(f"text_loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
     device, loss_sum = next(model.parameters()).device, 0.0
     with inference(model, device, dtype):
         for start in range(0, len(ids) - 1, block_size):
@@ -206,27 +207,27 @@ def generate_tokens(
     stop_token: int | None = END_OF_TEXT,
     on_token: Callable[[Tensor], None] | None = None,
 ) -> list[list[int]]:
-    """Continue each row of (B, T) tokens, T >= 1; returns the rows, each with its continuation.
+    """Continue each row of (B, T) tokens, T >= 1; return the rows, each with its continuation.
 
-    Past `block_size` tokens the model sees a window that slides by half a block at a time, so
-    that the cache of keys and values is refilled once per half block and not at every token.
+    Beyond `block_size` tokens, the model sees a window that moves by half a block at a time, so the
+    cache of keys and values is refilled once per half block, not for every token.
 
-    The model is the raw one, neither compiled nor wrapped, on the device of `tokens` and of
-    `generator`. A row ends before the first `stop_token` that it samples; None = never. `on_token`
-    gets the next token of every row, (B,), as soon as it is sampled.
+    `model` is the raw model, neither compiled nor wrapped, on the same device as `tokens` and
+    `generator`. A row ends before the first sampled `stop_token`; with None, it never ends early.
+    `on_token` is called with the next token of every row, (B,), once it is sampled.
     """
     B, T = tokens.shape
     start, device, block_size = 0, tokens.device, model.config.block_size
     n_cached = min(T + max_new_tokens, block_size)
     cache = KVCache(model.config, B, n_cached, device, dtype) if use_cache else None
     ended = torch.zeros(B, dtype=torch.bool, device=device)
-    # One autocast for all tokens casts the weights once.
+    # With a single autocast for all tokens, the weights are cast only once.
     with inference(model, device, dtype):
         for _ in range(max_new_tokens):
             while tokens.size(1) - start > block_size:
                 start += max(1, block_size // 2)
                 if cache is not None:
-                    cache.length = 0  # every position has changed
+                    cache.length = 0  # all positions have changed
             logits = next_token_logits(model, tokens[:, start:], cache)
             next_token = sample_token(logits, temperature, top_k, top_p, generator)
             tokens = torch.cat([tokens, next_token[:, None]], dim=1)
@@ -240,12 +241,12 @@ def generate_tokens(
 
 
 def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
-    """(B, vocab_size) float32 logits of the token after each row of a (B, T) window.
+    """Return logits of the token after each row of a (B, T) window: (B, vocab_size) float32.
 
-    Only the tokens whose keys and values are not in the cache yet are computed.
+    Only tokens whose keys and values are not in the cache yet pass through the model.
     """
-    known = 0 if cache is None else cache.length
-    hidden = model.hidden_states(window[:, known:], cache=cache)[:, -1]  # (B, C)
+    n_cached = 0 if cache is None else cache.length
+    hidden = model.hidden_states(window[:, n_cached:], cache=cache)[:, -1]  # (B, C)
     return model.logits(hidden)
 
 
@@ -254,16 +255,16 @@ def sample_token(
 ) -> Tensor:
     """Sample one token for each row of (B, V) float32 logits: (B,).
 
-    `top_p` (Holtzman et al. 2020, section 3.1) chooses from what `top_k` has left.
+    `top_p` (Holtzman et al. 2020, section 3.1) applies to the tokens that `top_k` keeps.
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
     vocab_size = logits.size(-1)
     top_logits, ids = logits.topk(min(top_k or vocab_size, vocab_size))  # most likely first
-    # Softmax sees differences only; with the largest logit at 0, no temperature overflows.
+    # Softmax depends only on differences. With the largest logit at 0, it cannot overflow.
     probs = torch.softmax((top_logits - top_logits[:, :1]) / temperature, dim=-1)
     if top_p < 1:
-        more_likely = probs.cumsum(dim=-1) - probs  # probability of all tokens before each one
+        more_likely = probs.cumsum(dim=-1) - probs  # total probability of all more likely tokens
         probs = probs.masked_fill(more_likely >= max(top_p, 1e-30), 0.0)
     choice = torch.multinomial(probs, 1, generator=generator)
     return ids.gather(-1, choice).squeeze(-1)

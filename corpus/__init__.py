@@ -1,1 +1,1 @@
-"""Where documents come from, and the token files that they become."""
+"""Document sources, and the token shards made from them."""

@@ -6,14 +6,15 @@
         ...
         manifest.json       where the tokens came from; tokens and SHA-256 of each shard
 
-Of less than two full shards, validation is the first tenth of each of 20 equal pieces.
+If there are fewer than two full shards, validation is the first tenth of each of 20 equal pieces.
 
-Processes that share the work each write shards of their own, such as `train_p00003_000001.npy`,
-and a manifest of these, `part_00003_of_00032.json`. `manifest.json` then lists all shards, by part
-and number.
+When several processes split the work, each writes separate shards, such as
+`train_p00003_000001.npy`, and a manifest of them, `part_00003_of_00032.json`. Once all parts are
+finished, `manifest.json` lists all shards, by part and number.
 
-A folder without a manifest opens too: each `.npy` file whose name has the word `train` or `val` is
-a shard of that split; where no `.npy` file has, each such `.bin` file of llm.c or nanoGPT is.
+A folder without a manifest can also be opened: each `.npy` file whose name contains the word
+`train` or `val` is a shard of that split. If no `.npy` file does, the same holds for `.bin` files
+of llm.c or nanoGPT.
 """
 
 import hashlib
@@ -38,42 +39,42 @@ TokenArray = npt.NDArray[np.uint16]
 
 SHARD_DTYPE = np.dtype("<u2")
 SHARD_MANIFEST = "manifest.json"
-VAL_BLOCKS = 20  # of validation, a tenth of a corpus of fewer than two full shards
-COUNTED_TOKENS = 10_485_760  # at most, of a split, by `unigram_loss`
+VAL_BLOCKS = 20  # blocks of validation in a corpus of fewer than two full shards
+UNIGRAM_TOKENS = 10_485_760  # `unigram_loss` reads at most this many tokens of each split
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
-NANOGPT_VOCABULARY = "meta.pkl"  # next to nanoGPT's .bin files if their tokens are not GPT-2's
-MAPPED_SHARDS = 128  # of a split; each mapped file keeps a descriptor, and macOS allows 256
-TRAIN_WORD = re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])")  # not in `constrained`
+NANOGPT_VOCABULARY = "meta.pkl"  # nanoGPT writes it if the tokens of its .bin files are not GPT-2's
+MAX_MAPPED_SHARDS = 128  # per split; each mapped file holds a descriptor, and macOS allows 256
+TRAIN_WORD = re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])")  # does not match `constrained`
 VAL_WORD = re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part `index` of `count`: a process's share of a source, with files of its own names."""
+    """Part `index` of the `count` parts of a dataset; one process writes it, to separate files."""
 
     index: int = 0
     count: int = 1
 
     @property
     def manifest_name(self) -> str:
-        """Of the manifest that lists the part's shards."""
+        """File name of the manifest that lists the part's shards."""
         if self.count == 1:
             return SHARD_MANIFEST
         return f"part_{self.index:05}_of_{self.count:05}.json"
 
     @property
     def prefix(self) -> str:
-        """Of the numbers of its shards, so that names sort by part and number."""
+        """Prefix of shard numbers in file names, so that names sort by part, then by number."""
         return "" if self.count == 1 else f"p{self.index:05}_"
 
 
-WHOLE = Part()
+FULL_DATASET = Part()
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard's entry in the manifest: file name, split, tokens, SHA-256 of the file."""
+    """A shard's entry in the manifest: file name, split, number of tokens, SHA-256 of the file."""
 
     file: str
     split: Split
@@ -83,53 +84,53 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data folder holds, or a part of it, and where it came from."""
+    """Contents and origin of a dataset, or of one part of it."""
 
     source: dict[str, Any]
-    """The `identity` of the source; a part's has `part` and `parts`, too."""
+    """The `identity` of the source and, for a part, `part` and `parts`."""
     tokenizer_sha256: str
-    """Hash of the merges file that made the ids."""
+    """SHA-256 of the tokenizer's merges file."""
     shard_size: int
-    """Tokens in a full shard."""
+    """Number of tokens in a full shard."""
     shards: tuple[ShardInfo, ...] = ()
     documents: int = 0
-    """Documents with tokens; of an unfinished data set, those before `progress`."""
+    """Number of documents with tokens; if unfinished, only the documents before `progress`."""
     skipped: int = 0
-    """Empty documents, which have no tokens."""
+    """Number of empty documents, which have no tokens."""
     complete: bool = False
     max_tokens: int | None = None
-    """Of the whole data set, the `--max-tokens` at which it ends; None if the source ends first."""
+    """The `--max-tokens` at which the dataset (all parts) ends; None if the source ends first."""
     progress: dict[str, Any] | None = None
-    """Where the tokens after the full shards are, see `fineweb.Progress`; None is the start."""
+    """The place in the source to resume from, see `fineweb.Progress`; None = the start."""
     format: int = 1
 
     @property
     def tokens(self) -> int:
-        """Tokens in finished shards."""
+        """Number of tokens in finished shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def part(self) -> Part:
-        """The part that it lists, or `WHOLE`."""
+        """The part that the manifest describes, or `FULL_DATASET`."""
         return Part(self.source.get("part", 0), self.source.get("parts", 1))
 
-    def has(self, max_tokens: int | None) -> bool:
-        """Whether it is finished, with what `max_tokens` keeps of the source; None keeps all."""
+    def covers(self, max_tokens: int | None) -> bool:
+        """Return whether the data is finished and not cut below `max_tokens`; None = no limit."""
         return self.complete and (self.max_tokens or math.inf) >= (max_tokens or math.inf)
 
-    def of_part(self, index: int, count: int) -> "Manifest":
-        """The same data set's manifest of a part."""
+    def for_part(self, index: int, count: int) -> "Manifest":
+        """Return the manifest of one part of the same dataset."""
         if count == 1:
             return self
         return replace(self, source={**self.source, "part": index, "parts": count})
 
     def save(self, folder: Path) -> None:
-        """Write the data set's manifest, or a part's, atomically."""
+        """Write the manifest of the dataset, or of the part, atomically."""
         write_json(folder / self.part.manifest_name, asdict(self))
 
     @classmethod
     def load(cls, folder: Path, name: str = SHARD_MANIFEST) -> "Manifest | None":
-        """Read the data set's manifest, or a part's; None if there is none."""
+        """Read the manifest of the dataset, or of a part; return None if there is none."""
         path = folder / name
         if not path.is_file():
             return None
@@ -142,48 +143,49 @@ class Manifest:
 
 
 def find_manifests(folder: Path, max_tokens: int | None = 1) -> list[Manifest]:
-    """The data set's manifest; without one that has `max_tokens`, those of the parts begun."""
-    whole = Manifest.load(folder)
+    """Return the dataset's manifest or, until it covers `max_tokens`, the parts' manifests."""
+    joined = Manifest.load(folder)
     names = sorted(path.name for path in folder.glob("part_*_of_*.json"))
-    if not names or (whole is not None and whole.has(max_tokens)):
+    if not names or (joined is not None and joined.covers(max_tokens)):
         names = [SHARD_MANIFEST]
     return [manifest for name in names if (manifest := Manifest.load(folder, name))]
 
 
 def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
-    """Write a data set's manifest once its `count` parts are finished; returns those that are not.
+    """Write a dataset's manifest if its `count` parts are finished; return the unfinished parts.
 
-    The shards stay where they are. `manifest` says what the data set is, and has no shards.
+    The shards stay where they are. `manifest` describes the dataset, without its shards.
     """
     parts = [Manifest.load(folder, Part(i, count).manifest_name) for i in range(count)]
-    done = [part for part in parts if part is not None and part.has(manifest.max_tokens)]
-    if len(done) == count:
+    finished = [part for part in parts if part is not None and part.covers(manifest.max_tokens)]
+    if len(finished) == count:
         replace(
             manifest,
-            shards=tuple(shard for part in done for shard in part.shards),
-            documents=sum(part.documents for part in done),
-            skipped=sum(part.skipped for part in done),
+            shards=tuple(shard for part in finished for shard in part.shards),
+            documents=sum(part.documents for part in finished),
+            skipped=sum(part.skipped for part in finished),
             complete=True,
-            max_tokens=min((part.max_tokens for part in done if part.max_tokens), default=None),
+            max_tokens=min((part.max_tokens for part in finished if part.max_tokens), default=None),
         ).save(folder)
-    return sorted({*range(count)} - {part.part.index for part in done})
+    return sorted({*range(count)} - {part.part.index for part in finished})
 
 
 def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
-    """Refuse to mix two data sets in one folder."""
-    was, asked = _fixed_values(found), _fixed_values(expected)
-    for name in was | asked:
-        if (old := was.get(name)) != (new := asked.get(name)):
-            if name.startswith("file "):  # without their hashes
+    """Raise if `folder` holds another dataset than the expected one."""
+    found_values, expected_values = _fixed_values(found), _fixed_values(expected)
+    for name in found_values | expected_values:
+        if (old := found_values.get(name)) != (new := expected_values.get(name)):
+            if name.startswith("file "):  # show file names without sizes and hashes
                 old, new = (file and file["name"] for file in (old, new))
-            change = f"{name} {old} instead of {new}" if old != new else f"{old} before an edit"
+            change = f"{name} {old} instead of {new}" if old != new else f"{old} has changed"
             raise ValueError(
-                f"{folder} holds other data, {change}: choose another --data-dir, or delete it"
+                f"{folder} holds another dataset ({change}): "
+                f"choose another --data-dir, or delete {folder}"
             )
 
 
 def _fixed_values(manifest: Manifest) -> dict[str, Any]:
-    """The values, by name, that must be the same when a run is resumed."""
+    """Return the values, by name, that must not change when a dataset is resumed."""
     source = {name: value for name, value in manifest.source.items() if name != "files"}
     files = {f"file {i}": file for i, file in enumerate(manifest.source.get("files", ()), 1)}
     settings = {"shard size": manifest.shard_size, "tokenizer": manifest.tokenizer_sha256}
@@ -191,40 +193,43 @@ def _fixed_values(manifest: Manifest) -> dict[str, Any]:
 
 
 class ShardWriter:
-    """Cut a stream of tokens into shard files, and record each finished shard in the manifest.
+    """Writer that cuts a stream of tokens into shard files and lists them in the manifest.
 
-    The first shard is the validation split. Nothing is written before there are two full shards:
-    of a smaller corpus, validation is `VAL_BLOCKS` equally spaced blocks, a tenth in all. At most
-    two shards of tokens are in memory, of a smaller corpus twice. Of the parts of a data set, only
-    the first has a validation split; the others may have no tokens at all. If `manifest` has shards
-    already, the tokens after theirs are to be added.
+    The first shard is the validation split. Writing starts once there are two full shards: in a
+    smaller corpus, validation is `VAL_BLOCKS` equally spaced blocks, a tenth in total. Memory holds
+    the tokens of at most two shards; a smaller corpus is held twice while it is split.
+
+    Only the first part of a dataset has a validation split; the other parts may be empty. If
+    `manifest` already lists shards, the tokens added here follow theirs.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._kept = len(manifest.shards)
-        self._splits = manifest.part.index == 0 and not manifest.shards
-        self._buffer = np.empty((2 if self._splits else 1) * manifest.shard_size, SHARD_DTYPE)
+        self._n_kept_shards = len(manifest.shards)
+        self._needs_val = manifest.part.index == 0 and not manifest.shards
+        self._buffer = np.empty((2 if self._needs_val else 1) * manifest.shard_size, SHARD_DTYPE)
         self._filled = 0
 
     def add(self, tokens: TokenArray, **progress: Any) -> None:  # noqa: ANN401 - fields' values
-        """Append tokens and write every shard that they fill; the manifest then has `progress`."""
+        """Append tokens; if they fill shards, write these and the manifest, with `progress`."""
         finished = len(self.manifest.shards)
         while len(tokens):
-            taken = tokens[: len(self._buffer) - self._filled]
-            self._buffer[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            tokens = tokens[len(taken) :]
+            chunk = tokens[: len(self._buffer) - self._filled]
+            self._buffer[self._filled : self._filled + len(chunk)] = chunk
+            self._filled += len(chunk)
+            tokens = tokens[len(chunk) :]
             if self._filled == len(self._buffer):
                 self._write_buffer()
         if len(self.manifest.shards) > finished:
             self._save(**progress)
 
     def close(self, **end: Any) -> Manifest:  # noqa: ANN401 - fields' values
-        """Write the remaining tokens and the manifest of the finished data set, with `end`."""
-        if self._splits and self._filled < 2:
-            raise ValueError(f"the corpus has {self._filled} tokens: too few for two splits")
+        """Write the remaining tokens and the finished manifest, with the values in `end`."""
+        if self._needs_val and self._filled < 2:
+            raise ValueError(
+                f"the corpus is too small for two splits ({self._filled} tokens): add more text"
+            )
         self._write_buffer()
         self._save(**end, complete=True)
         return self.manifest
@@ -232,9 +237,9 @@ class ShardWriter:
     def _write_buffer(self) -> None:
         size = self.manifest.shard_size
         tokens = self._buffer[: self._filled]
-        if len(self.manifest.shards) == self._kept:  # shards of no or another manifest are refused
-            self._save()
-        if self._splits:
+        if len(self.manifest.shards) == self._n_kept_shards:
+            self._save()  # first, or a killed run would leave shards that contradict the manifest
+        if self._needs_val:
             if self._filled == 2 * size:
                 val, tokens = np.split(tokens, [size])
             else:
@@ -243,7 +248,7 @@ class ShardWriter:
                 del pieces[::10]
                 tokens = np.concatenate(pieces)
             self._write("val", val)
-            self._splits = False
+            self._needs_val = False
         for start in range(0, len(tokens), size):
             self._write("train", tokens[start : start + size])
         self._buffer = self._buffer[:size]
@@ -253,7 +258,7 @@ class ShardWriter:
         number = len(self.manifest.shards)
         path = self.folder / f"{split}_{self.manifest.part.prefix}{number:06}.npy"
         with atomic_write(path) as file:
-            # Not np.save: it ignores an error of its last write, which a full disk causes.
+            # np.save does not report an error in its last write, such as on a full disk.
             header = np.lib.format.header_data_from_array_1_0(tokens)
             np.lib.format.write_array_header_1_0(file, header)
             file.write(tokens.data)
@@ -261,29 +266,29 @@ class ShardWriter:
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, info))
 
     def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
-        if self.manifest.part != WHOLE:  # whose manifest may list shards that change
+        if self.manifest.part != FULL_DATASET:  # manifest.json may list shards that change now
             (self.folder / SHARD_MANIFEST).unlink(missing_ok=True)
         self.manifest = replace(self.manifest, **values)
         self.manifest.save(self.folder)
 
 
 class TokenShards:
-    """All shards of one split, memory-mapped, read as one long array of tokens.
+    """All shards of one split, memory-mapped and read as one long array of tokens.
 
-    The fingerprint changes when the tokens do; without a manifest, when the files' names, sizes or
-    first 64 KiB do.
+    The fingerprint changes when the tokens change. Without a manifest, it changes when the files'
+    names, sizes or first 64 KiB change.
     """
 
     def __init__(self, paths: list[Path], fingerprint: str) -> None:
         self.paths = paths
         self.fingerprint = fingerprint
-        # Headers are read here, once: NumPy parses them, which two threads of Python 3.11 cannot do
-        # at the same time (cpython#106905), and the loader's thread maps the shards.
+        # Read the headers here, once. NumPy parses them, which two threads cannot do at the same
+        # time in Python 3.11 (cpython#106905), and the loader's thread maps the shards.
         headers = [(len(tokens), tokens.offset) for tokens in map(_map_shard, paths)]
         self.lengths = [length for length, _ in headers]
         self.offsets = np.cumsum([0, *self.lengths])
 
-        @lru_cache(MAPPED_SHARDS)
+        @lru_cache(MAX_MAPPED_SHARDS)
         def map_tokens(shard: int) -> TokenArray:
             length, offset = headers[shard]
             return np.memmap(paths[shard], SHARD_DTYPE, "r", offset, shape=(length,))
@@ -292,16 +297,16 @@ class TokenShards:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens in all shards of the split."""
+        """Number of tokens in all shards of the split."""
         return int(self.offsets[-1])
 
     def locate(self, index: int) -> tuple[Path, int]:
-        """The shard that has a token, and where it is in there."""
+        """Return the shard file that holds the token at `index`, and the token's index in it."""
         shard = int(np.searchsorted(self.offsets, index, side="right")) - 1
         return self.paths[shard], index - int(self.offsets[shard])
 
     def read(self, start: int, count: int) -> TokenArray:
-        """Copy tokens [start, start + count) or, at the end, fewer, from as many shards: uint16."""
+        """Copy the uint16 tokens [start, start + count), or fewer at the end of the split."""
         tokens = np.empty(count := min(count, self.total_tokens - start), SHARD_DTYPE)
         filled = 0
         shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -317,69 +322,69 @@ class TokenShards:
 def open_shards(folder: Path | str, split: Split) -> TokenShards:
     """Open one split of a data folder, and check each file's dtype, shape and size.
 
-    `verify_shards` compares the hashes, and the loader checks every id that it reads.
+    The hashes are checked by `verify_shards`, the token ids by the data loader as it reads them.
     """
     folder = Path(folder)
     manifests = find_manifests(folder)
-    if manifests and not (manifests[0].part == WHOLE and manifests[0].complete):
-        raise ValueError(f"{folder} is not finished: run the same python fineweb.py again")
+    if manifests and not (manifests[0].part == FULL_DATASET and manifests[0].complete):
+        raise ValueError(f"{folder} is incomplete: rerun the fineweb.py command that created it")
     infos = [info for found in manifests for info in found.shards if info.split == split]
     paths = [folder / info.file for info in infos] if manifests else _find_shards(folder, split)
     if folder.is_file():
-        make = shell_line("python", "fineweb.py", "--source", folder)
-        raise ValueError(f"{folder} is a file: {make} makes a folder of shards, and names it")
+        command = shell_line("python", "fineweb.py", "--source", folder)
+        raise ValueError(f"{folder} is a file, not a folder of shards: make shards with {command}")
     if not paths:
-        is_there = folder.is_dir()
-        missing = f"{folder} has no {split} shards" if is_there else f"no data folder {folder}"
+        exists = folder.is_dir()
+        problem = f"{folder} has no {split} shards" if exists else f"{folder} does not exist"
         raise FileNotFoundError(
-            f"{missing}; python fineweb.py --source stdlib makes data/stdlib (11 MB, seconds, no "
-            f"network), python fineweb.py makes data/fineweb-edu-10BT (20 GB), and shards of the "
-            f"hub come by hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
+            f"{problem}: make data/stdlib (11 MB, seconds, no network) with python fineweb.py "
+            f"--source stdlib, make data/fineweb-edu-10BT (20 GB) with python fineweb.py, or "
+            f"download shards with hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
         )
     shards = TokenShards(paths, _fingerprint(infos, paths))
     for info, length in zip(infos, shards.lengths, strict=False):  # no infos without a manifest
         if length != info.tokens:
             raise ValueError(
-                f"{folder / info.file} has {length:,} tokens, the manifest says {info.tokens:,}: "
-                f"delete {folder} and run python fineweb.py again"
+                f"{folder / info.file} has {length:,} tokens, not {info.tokens:,} as in the "
+                f"manifest: delete {folder} and rerun python fineweb.py"
             )
     return shards
 
 
 def unigram_loss(train: TokenShards, val: TokenShards) -> tuple[float, float]:
-    """Return the loss of a unigram model on validation tokens: nats per token, bits per byte.
+    """Return a unigram model's loss on the validation tokens: nats per token and bits per byte.
 
-    The model is the counts of training tokens, with add-one smoothing.
+    The model predicts each token with its frequency in the training tokens, after add-one
+    smoothing. At most `UNIGRAM_TOKENS` tokens of each split are read.
     """
-    counts = 1 + np.bincount(train.read(0, COUNTED_TOKENS), minlength=1 << 16)  # of every uint16
+    counts = 1 + np.bincount(train.read(0, UNIGRAM_TOKENS), minlength=1 << 16)  # one per uint16
     losses = np.log(counts[:VOCAB_SIZE].sum()) - np.log(counts)
-    ids = val.read(0, COUNTED_TOKENS)
+    ids = val.read(0, UNIGRAM_TOKENS)
     bits = losses[ids].sum() / math.log(2)
     return float(losses[ids].mean()), float(bits / max(1, token_bytes(len(counts))[ids].sum()))
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
-    """Check shards of a data folder against their entries in the manifest, byte for byte."""
+    """Raise if a shard's file is missing or does not have the hash in its manifest entry."""
     for info in infos:
         path = folder / info.file
         if not path.is_file() or sha256_of(path) != info.sha256:
             raise ValueError(
-                f"{path} has changed since it was written, or is gone: if it was downloaded, "
-                f"delete it and run hf download again; else delete {folder} and run python "
-                f"fineweb.py again"
+                f"{path} is missing or does not match its hash: if you downloaded it, delete it "
+                f"and rerun hf download; otherwise delete {folder} and rerun python fineweb.py"
             )
 
 
 def _find_shards(folder: Path, split: Split) -> list[Path]:
-    """The shards of a folder without a manifest, by their names, such as `a_train000.bin`."""
+    """Return the shards of a folder without a manifest, by name, such as `a_train000.bin`."""
     for kind in ("npy", "bin"):
-        files = sorted(folder.glob(f"[!.]*.{kind}"))  # hidden ones are nobody's
+        files = sorted(folder.glob(f"[!.]*.{kind}"))  # skip hidden files
         val = [path for path in files if VAL_WORD.search(path.name)]
         train = [path for path in files if TRAIN_WORD.search(path.name) and path not in val]
         if (train or val) and kind == "bin" and (folder / NANOGPT_VOCABULARY).exists():
             raise ValueError(
-                f"{folder / NANOGPT_VOCABULARY} gives the .bin files a vocabulary of their own, "
-                f"not GPT-2's: make shards of the text by python fineweb.py"
+                f"the tokens of the .bin files are not GPT-2's, as {folder / NANOGPT_VOCABULARY} "
+                f"shows: make shards from the text with python fineweb.py --source FILE"
             )
         if train or val:
             return train if split == "train" else val
@@ -390,11 +395,11 @@ def _map_shard(path: Path) -> np.memmap:
     if path.suffix == ".bin":
         return _map_bin(path)
     try:
-        # What np.load does with mmap_mode, for .npy files only. It refuses pickled objects.
+        # The same as np.load with mmap_mode, for .npy files only. It rejects pickled objects.
         array = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # a damaged header brings errors of many kinds
+    except Exception as error:  # a damaged header raises many kinds of errors
         raise ValueError(
-            f"{path} cannot be read as a token shard, make or download it again: {error}"
+            f"{path} cannot be read as a token shard ({error}): make or download the file again"
         ) from None
     if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
         raise ValueError(
@@ -405,7 +410,7 @@ def _map_shard(path: Path) -> np.memmap:
 
 
 def _map_bin(path: Path) -> np.memmap:
-    """Map the tokens of llm.c, which follow a header, or of nanoGPT, which have none."""
+    """Map the tokens of an llm.c file, which has a header, or a nanoGPT file, which has none."""
     size, offset = path.stat().st_size, 0
     with path.open("rb") as file:
         header = file.read(LLM_C_HEADER_BYTES)
@@ -413,12 +418,12 @@ def _map_bin(path: Path) -> np.memmap:
     if header.startswith(LLM_C_MAGIC):
         offset, expected = LLM_C_HEADER_BYTES, int.from_bytes(header[8:12], "little")
     if not expected or size != offset + expected * SHARD_DTYPE.itemsize:
-        raise ValueError(f"{path} has {size:,} bytes, which are no uint16 tokens: copy it again")
+        raise ValueError(f"{path} is not a token file ({size:,} bytes): copy the file again")
     return np.memmap(path, SHARD_DTYPE, "r", offset)
 
 
 def _fingerprint(infos: list[ShardInfo], paths: list[Path]) -> str:
-    """A hash of the split's content: of the manifest's hashes, else of sizes and file heads."""
+    """Hash a split's content: the manifest's hashes, or else file names, sizes and heads."""
     values: list[Any] = [[info.tokens, info.sha256] for info in infos]
     for path in paths if not infos else ():
         with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""Where documents come from: local files, a function of `SOURCES`, or a data set of the hub.
+"""Document sources: local files, functions in `SOURCES`, or a dataset on the Hugging Face hub.
 
-A source is a list of files, each of which yields texts, always the same ones in the same order. So
-the number of a file and of a text in it say where a stopped run resumes, and several machines share
-a source by its files.
+A source is a list of files, each of which always yields the same texts in the same order. So a
+stopped run can resume from a file number and a text number, and several machines can split a source
+by its files.
 """
 
 import codecs
@@ -21,82 +21,85 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corpus.shards import WHOLE, Part
+from corpus.shards import FULL_DATASET, Part
 from formats.hub import explain_hub_errors, resolve_revision
 from tokenizer import CUT
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
 FILE_TYPES = (*JSON_LINES, ".parquet", ".csv", ".tsv", ".txt")
-PLAIN = ("", ".txt")  # of what `file_type` gives
-NO_UTF8 = "invalid UTF-8; if it is text of Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE"
-NO_TEXT = {  # by a pattern of a file's first bytes
+PLAIN_TEXT = ("", ".txt")  # the values of `file_type` that mean plain text
+NOT_UTF8 = "invalid UTF-8; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE"
+NOT_TEXT = {  # keyed by a pattern that matches a file's first bytes
     b"%PDF": "a PDF; use pdftotext FILE NEW_FILE.txt",
     b"PK\3\4": "a zip file; use pandoc -t plain -o NEW_FILE.txt FILE (.docx, .odt) or unzip FILE",
     b"\x1f\x8b": "a gzip file; use gunzip < FILE > NEW_FILE.txt",
     b"\xff\xfe|\xfe\xff|[^\0]*\0": "UTF-16 or binary; use iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
 }
-JSON_ARRAY = "a JSON array, not JSON lines; convert it by jq -c '.[]' FILE > NEW_FILE.jsonl"
-TABLE_ROWS = 256  # rows that are read together
-HASHED_BYTES = 1 << 20  # of a file's head, and of its tail
-BLOCK_BYTES = 1 << 20  # read together, and about what is tokenised together of a plain text
-# Folders of the standard library that are not its own code, and tests, which are half of its text.
-STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+JSON_ARRAY = "a JSON array, not JSON lines; use jq -c '.[]' FILE > NEW_FILE.jsonl"
+TABLE_ROWS = 256  # rows read at a time
+HASHED_BYTES = 1 << 20  # hashed at the start of a file, and at its end
+BLOCK_BYTES = 1 << 20  # read at a time; also about the size of the blocks of a plain text
+# Installed packages and caches are not the standard library, and tests are half of its text.
+STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
-Cursor = dict[str, int]  # `file` and `text`: the document's place, see `Source.documents`
+Cursor = dict[str, int]  # place of a document: the number of its `file`, and of its `text` in there
 
 
 class Document(NamedTuple):
-    """A document, or a block of a plain text that is too long to be read at once."""
+    """A document, or one block of a plain text, which may be too long to read in one piece."""
 
     text: str
     cursor: Cursor
-    """Where its source resumes with this document."""
-    begins: bool = True
-    """False for a block that continues the previous one's document."""
+    """Place from which its source resumes with this document."""
+    starts_document: bool = True
+    """False for a block that continues the document of the previous block."""
 
 
 class SourceFile(NamedTuple):
-    """A file of a source; a part of the work takes whole files."""
+    """A file of a source; each part of a dataset reads complete files."""
 
     read: Callable[[], Iterable[str]]
-    """Yields its texts, always the same ones in the same order."""
+    """Function that yields the texts, always the same ones in the same order."""
     is_document: bool = False
-    """Its texts are the blocks of one document."""
+    """Whether the texts are the blocks of one document."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents in a fixed order."""
+    """A sequence of documents in a fixed order."""
 
     identity: dict[str, Any]
-    """What tells it from other sources, for the manifest."""
+    """Values for the manifest that distinguish this source from others."""
     open_files: Callable[[], Sequence[SourceFile]]
-    """Lists its files when they are needed: a finished data set needs no network."""
+    """Function that lists the files; not called for a finished dataset, which needs no network."""
     tokens: int | None = None
-    """An estimate of its size."""
+    """Estimated number of tokens; None if unknown."""
 
-    def documents(self, cursor: Cursor | None, part: Part = WHOLE) -> Iterator[Document]:
-        """Read a part from the document with `cursor` on, or from its start."""
+    def documents(self, cursor: Cursor | None, part: Part = FULL_DATASET) -> Iterator[Document]:
+        """Yield the documents of a part, starting at `cursor`; None = at the start of the part."""
         files = self.open_files()
         if part.count > len(files):
-            raise ValueError(f"--parts {part.count}: more than the source has files, {len(files)}")
+            raise ValueError(
+                f"the source has only {len(files)} files: use at most --parts {len(files)}, "
+                f"not {part.count}"
+            )
         start, stop = (len(files) * i // part.count for i in (part.index, part.index + 1))
         first, skipped = (start, 0) if cursor is None else (cursor["file"], cursor["text"])
         for number in range(first, stop):
             file = files[number]
             for i, text in enumerate(file.read()):
                 if number > first or i >= skipped:
-                    begins = i == 0 or not file.is_document
-                    yield Document(text, {"file": number, "text": i}, begins)
+                    starts_document = i == 0 or not file.is_document
+                    yield Document(text, {"file": number, "text": i}, starts_document)
 
 
 def file_source(
     paths: list[Path], identity: dict[str, Any] | None = None, field: str = "text"
 ) -> Source:
-    """Local files, in order; those that are of none of `FILE_TYPES` are plain texts."""
+    """Return a source of local files, in order; files of unknown type are read as plain text."""
     files = [
-        SourceFile(partial(read_file, path, field), file_type(path) in PLAIN) for path in paths
+        SourceFile(partial(read_file, path, field), file_type(path) in PLAIN_TEXT) for path in paths
     ]
     if identity is None:
         identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
@@ -104,7 +107,7 @@ def file_source(
 
 
 def describe_file(path: Path) -> dict[str, str | int]:
-    """What tells a file from others, and mostly from itself before an edit."""
+    """Return a file's name, size and hash of both ends, which distinguish it and most edits."""
     size = path.stat().st_size
     with path.open("rb") as file:
         ends = file.read(HASHED_BYTES)
@@ -115,16 +118,16 @@ def describe_file(path: Path) -> dict[str, str | int]:
 
 
 def stdlib_source() -> Source:
-    """The built-in corpus: the running Python's standard library, one document per file.
+    """Return the built-in corpus: the running Python's standard library, one document per file.
 
-    Files come in the order of a hash of their names, so that validation is a fair sample.
+    The files are sorted by a hash of their names, so that validation is a fair sample.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = [
         path.relative_to(root).as_posix()
         for path in root.rglob("[!.]*.py")
-        if not STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts)
-        and not path.name.startswith("_sysconfigdata")  # holds this machine's paths
+        if not STDLIB_EXCLUDED.intersection(path.relative_to(root).parts)
+        and not path.name.startswith("_sysconfigdata")  # contains paths of this machine
     ]
     names.sort(key=hash_of_name)
     sizes = "".join(f"{name}\0{(root / name).stat().st_size}\0" for name in names)
@@ -138,22 +141,22 @@ def stdlib_source() -> Source:
 
 
 def hash_of_name(name: str) -> bytes:
-    """A key that sorts files by chance, always in the same way, for a fair validation split."""
+    """Return a key that sorts files in a random but fixed order, for a fair validation split."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def file_type(path: Path | str) -> str:
-    """The end of a file's name that says how it is read, one of `FILE_TYPES`; else empty."""
+    """Return the suffix that selects a file's reader, one of `FILE_TYPES`, or an empty string."""
     return next((kind for kind in FILE_TYPES if str(path).endswith(kind)), "")
 
 
 def local_paths(pattern: str) -> list[Path]:
-    """The files and folders that a path or glob means, sorted."""
+    """Return the files and folders that match a path or glob, sorted."""
     return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
 
 
 def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
-    """The files of paths, folders and globs, each file once; those of a glob are sorted."""
+    """Return the files that paths, folders and globs name, each file once; globs are sorted."""
     paths = []
     for pattern in patterns:
         matches = local_paths(pattern)
@@ -162,24 +165,25 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
         for path in matches:
             paths += folder_files(path, field) if path.is_dir() else [path]
     for path in paths:
-        if not path.is_file():  # it may be a pipe, which is read once only
-            raise ValueError(f"--source {path} is not a file: copy it into one")
-    once = dict[Path, Path]()
+        if not path.is_file():  # such as a pipe, which can be read only once
+            raise ValueError(f"--source {path} is not a regular file: copy the text to a file")
+    unique = dict[Path, Path]()
     for path in paths:
-        once.setdefault(path.resolve(), path)  # not again through a link
-    return [*once.values()]
+        unique.setdefault(path.resolve(), path)  # a link may lead to a file that is listed already
+    return [*unique.values()]
 
 
 def folder_files(folder: Path, field: str) -> list[Path]:
-    """The text files in and below a folder that are not hidden; says what it leaves out, and why.
+    """Return the text files in and below a folder; print how many files are skipped, and why.
 
-    They come in the order of a hash of their names: validation, the first of them, is of all kinds.
+    Hidden files are ignored. The files are sorted by a hash of their names, so that validation,
+    which comes first, has files of all kinds.
     """
     folders, seen, found = [folder], set[Path](), dict[str, Path]()
-    for each in folders:  # it grows
-        if (real := each.resolve()) not in seen:  # links may lead to a folder that holds them
+    for subfolder in folders:  # the loop appends to the list
+        if (real := subfolder.resolve()) not in seen:  # a link may lead back to a folder above it
             seen.add(real)
-            paths = sorted(each.glob("[!.]*"))
+            paths = sorted(subfolder.glob("[!.]*"))
             folders += filter(Path.is_dir, paths)
             found |= {p.relative_to(folder).as_posix(): p for p in paths if p.is_file()}
     texts, reasons = [], []
@@ -190,15 +194,15 @@ def folder_files(folder: Path, field: str) -> list[Path]:
         except (ValueError, OSError) as error:
             reasons.append(str(error))
     if reasons:
-        count = f"{len(reasons):,} of {len(found):,} files left out"
-        print(f"--source {folder}: {count}, such as {min(reasons)}")
+        count = f"{len(reasons):,} of {len(found):,} files skipped"
+        print(f"--source {folder}: {count}, for example {min(reasons)}")
     if not texts:
-        raise ValueError(f"--source {folder} has no text files, in it or below it")
+        raise ValueError(f"--source {folder} has no text files, including its subfolders")
     return texts
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
-    """The texts of a local file."""
+    """Return an iterator over the texts of a local file."""
     kind = file_type(path)
     if kind == ".parquet":
         return read_parquet(path, field)
@@ -208,7 +212,7 @@ def read_file(path: Path, field: str) -> Iterator[str]:
 
 
 def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
-    """A column of a Parquet file."""
+    """Yield the texts in a column of a Parquet file."""
     import pyarrow.parquet
 
     try:
@@ -221,11 +225,11 @@ def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
 
 
 def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
-    """A field of every line of a JSON Lines file; blank lines are skipped."""
+    """Yield a field of each line of a JSON Lines file; blank lines are skipped."""
     import pyarrow
 
     try:
-        decompressed = pyarrow.input_stream(path)  # by the suffix
+        decompressed = pyarrow.input_stream(path)  # as the suffix says
         with io.BufferedReader(decompressed, BLOCK_BYTES) as lines:
             if lines.peek(9).lstrip().startswith(b"["):
                 raise ValueError(f"{path}: {JSON_ARRAY}")
@@ -233,14 +237,14 @@ def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
                 if line.strip():
                     yield _parse_line(line, field, f"{path}, line {number}")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error}): is it complete?") from None
+        raise ValueError(f"{path} cannot be read ({error}): check that it is complete") from None
 
 
 def _parse_line(line: bytes, field: str, where: str) -> str:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        raise ValueError(f"{where}: {_no_text(line) or NO_UTF8}") from None
+        raise ValueError(f"{where}: {_why_not_text(line) or NOT_UTF8}") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
     _check_text_field(value if isinstance(value, dict) else (), field, where)
@@ -248,8 +252,11 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
 
 
 def read_csv(path: Path, field: str = "text") -> Iterator[str]:
-    """A column of a table, whose first line names all; between are commas, semicolons or tabs."""
-    csv.field_size_limit(2**31 - 1)  # characters; by default 131,072, too few for a document
+    """Yield a column of a table whose first line has the column names.
+
+    The delimiter is the comma, semicolon or tab, whichever the first line has most often.
+    """
+    csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is too small for documents
     with open_text(path) as file:
         header = file.peek().partition(b"\n")[0]
         delimiter = chr(max(b",;\t", key=header.count))
@@ -259,50 +266,53 @@ def read_csv(path: Path, field: str = "text") -> Iterator[str]:
 
 
 def read_plain(path: Path) -> Iterator[str]:
-    """A plain text in blocks whose tokens, joined, are those of the whole (see `tokenizer.CUT`)."""
-    # It drops a byte-order mark; open() would decode 8 KB at a time.
+    """Yield a plain text in blocks that have the same token ids as the full text.
+
+    A block ends at a `tokenizer.CUT`.
+    """
+    # utf-8-sig removes a byte-order mark. open() would decode only 8 KB at a time.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    rest = ""
+    text = ""
     with open_text(path) as file:
-        while more := file.read(BLOCK_BYTES):
-            rest += decoder.decode(more)
-            while cut := CUT.search(rest, BLOCK_BYTES):
-                yield rest[: cut.start()]
-                rest = rest[cut.start() :]
-        yield rest + decoder.decode(b"", final=True)
+        while data := file.read(BLOCK_BYTES):
+            text += decoder.decode(data)
+            while cut := CUT.search(text, BLOCK_BYTES):
+                yield text[: cut.start()]
+                text = text[cut.start() :]
+        yield text + decoder.decode(b"", final=True)
 
 
 @contextmanager
 def open_text(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a file of UTF-8 text; for others the error names the tool that converts them."""
+    """Open a UTF-8 text file; for other files, the error names a tool that converts them."""
     with path.open("rb") as file:
         try:
-            if reason := _no_text(file.peek()):
+            if reason := _why_not_text(file.peek()):
                 raise ValueError(f"{path}: {reason}")
             yield file
         except UnicodeDecodeError:
-            raise ValueError(f"{path}: {NO_UTF8}") from None
+            raise ValueError(f"{path}: {NOT_UTF8}") from None
 
 
-def _no_text(start: bytes) -> str | None:
-    """What else than UTF-8 text a file is, by its first bytes, and what makes text of it."""
-    return next((reason for kind, reason in NO_TEXT.items() if re.match(kind, start)), None)
+def _why_not_text(start: bytes) -> str | None:
+    """Say why a file is not UTF-8 text, from its first bytes, and how to convert it; else None."""
+    return next((reason for pattern, reason in NOT_TEXT.items() if re.match(pattern, start)), None)
 
 
 def _check_text_field(names: Collection[str], field: str, where: str) -> None:
     if field not in names:
-        has = f"it has {', '.join(names)}: choose by --text-field" if names else "it has no fields"
-        raise ValueError(f"{where}: no `{field}`, the field of a document; {has}")
+        found = f"{', '.join(names)}: choose one with --text-field" if names else "no fields at all"
+        raise ValueError(f"{where}: expected a field `{field}` with the text, found {found}")
 
 
 def _string(value: object, field: str, where: str) -> str:
     if not isinstance(value, str | None):
         raise ValueError(f"{where}: `{field}` is {type(value).__name__}, not a string")
-    return value or ""  # a null is an empty document
+    return value or ""  # null is an empty document
 
 
 def _column_texts(tables: Iterable[Any], field: str, origin: str) -> Iterator[str]:
-    """The strings of a column of Arrow tables, whose rows are counted from 1."""
+    """Yield the strings in a column of Arrow tables; errors count the rows from 1."""
     row = 0
     for table in tables:
         _check_text_field(table.schema.names, field, origin)
@@ -312,14 +322,15 @@ def _column_texts(tables: Iterable[Any], field: str, origin: str) -> Iterator[st
 
 
 def hub_source(
-    dataset: str, name: str | None, revision: str | None, known: str | None, field: str
+    dataset: str, name: str | None, revision: str | None, known_revision: str | None, field: str
 ) -> Source:
-    """A data set of the Hugging Face hub (OWNER/NAME, configuration), streamed.
+    """Return a source that streams a dataset (OWNER/NAME, configuration) from the hub.
 
-    It is read at `revision`, by default the `known` commit of an earlier run, or else the newest.
+    The default `revision` is `known_revision`, the commit that an earlier run read; without one, it
+    is the newest commit.
     """
-    commit = known
-    if known is None or revision not in (None, known):
+    commit = known_revision
+    if known_revision is None or revision not in (None, known_revision):
         commit = resolve_revision(dataset, revision)
 
     def open_files() -> list[SourceFile]:
@@ -341,7 +352,7 @@ def hub_source(
 
 
 def read_stream(stream: Any, number: int, field: str, origin: str) -> Iterator[str]:  # noqa: ANN401
-    """A column of a file of a streamed `IterableDataset`, which messages call `origin`."""
+    """Yield a column of one file of a streamed `IterableDataset`, called `origin` in errors."""
 
     def tables() -> Iterator[Any]:
         with explain_hub_errors(f"reading {origin} failed"):
@@ -351,8 +362,8 @@ def read_stream(stream: Any, number: int, field: str, origin: str) -> Iterator[s
     return _column_texts(tables(), field, origin)
 
 
-# What `--source NAME` opens. To add a source, write a generator function that yields the texts of
-# its documents, always the same ones in the same order, and add a line here: its NAME and
+# Sources by their `--source NAME`. To add one, write a generator function that yields the text of
+# each document, always the same ones in the same order. Then add a line here: its NAME and
 # `lambda: Source({"kind": "NAME"}, lambda: [SourceFile(the_function)])`.
 SOURCES: dict[str, Callable[[], Source]] = {
     "stdlib": stdlib_source,

@@ -60,7 +60,7 @@ def test_main_writes_the_tokens_of_every_document(make, tmp_path):
     assert 0 < sizes[-1] <= 1500
     assert [shard.split for shard in manifest.shards] == ["val"] + ["train"] * (len(sizes) - 1)
     assert str(tmp_path) not in Path("d/manifest.json").read_text()
-    assert line.startswith(f"d: 199 documents (1 empty left out), {sum(sizes):,} tokens, ")
+    assert line.startswith(f"d: 199 documents (1 empty skipped), {sum(sizes):,} tokens, ")
 
 
 @pytest.mark.parametrize("hide", [False, True], ids=["gigatoken", "tiktoken"])
@@ -111,7 +111,7 @@ def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_p
         write_texts(tmp_path / "mine" / name, [text])
     printed = make("--source", "mine")
     left_out = (
-        "--source mine: 10 of 15 files left out, such as mine/a.json.gz, line 1: not JSON (Exp"
+        "--source mine: 10 of 15 files skipped, for example mine/a.json.gz, line 1: not JSON (Exp"
     )
     assert printed.startswith(left_out)
     by_chance = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
@@ -122,7 +122,7 @@ def test_main_takes_the_text_of_a_folder_and_says_what_it_leaves_out(make, tmp_p
         make("--source", "mine/latin.txt", "--data-dir", "d")
     with pytest.raises(ValueError, match=r"rows\.json: a JSON array, .* jq -c '\.\[\]' FILE > NEW"):
         make("--source", "mine/rows.json", "--data-dir", "d")
-    assert " 11 of 15 files left out, such as " in make(
+    assert " 11 of 15 files skipped, for example " in make(
         *("--source=mine", "--text-field=body", "--data-dir=e")
     )
     assert len(tokens_of(Path("e"))) == len(reference(["x", *list(texts.values())[:3]]))
@@ -170,13 +170,13 @@ def test_main_takes_the_text_from_another_field(make, tmp_path, kind):
     make("--source", f"a.{kind}", "--text-field", "text")
     assert "text field" not in Manifest.load(Path("data/a")).source
     flags = ["--source", f"b.{kind}"]
-    with pytest.raises(ValueError, match=r"no `text`, .* it has id, content: choose by --text-f"):
+    with pytest.raises(ValueError, match=r"field `text` .* id, content: choose one with --text-f"):
         make(*flags)
     with pytest.raises(ValueError, match="`id` is int, not a string"):
         make(*flags, "--text-field", "id")
     make(*flags, "--text-field", "content")
     assert tokens_of(Path("data/b")) == tokens_of(Path("data/a")) == reference(texts)
-    with pytest.raises(ValueError, match="data/b holds other data, text field content instead of"):
+    with pytest.raises(ValueError, match=r"holds another dataset \(text field content instead of"):
         make(*flags, "--text-field", "id")
 
 
@@ -186,10 +186,10 @@ def test_main_takes_the_rows_of_a_csv(make, tmp_path, kind, delimiter):
     with (tmp_path / f"a.{kind}").open("w", encoding="utf-8-sig", newline="") as file:
         writer = csv.writer(file, delimiter=delimiter)
         writer.writerows([["id", "my body"], *enumerate(texts), ["a row without text"]])
-    with pytest.raises(ValueError, match=r"no `text`, .* it has id, my body: choose by --text-fie"):
+    with pytest.raises(ValueError, match=r"field `text` .* id, my body: choose one with --text-f"):
         make("--source", f"a.{kind}")
     printed = make("--source", f"a.{kind}", "--text-field", "my body")
-    assert "data/a: 51 documents (2 empty left out), " in printed
+    assert "data/a: 51 documents (2 empty skipped), " in printed
     assert tokens_of(Path("data/a")) == reference(texts)
     for encoding, name in (("cp1252", "cp1252"), ("utf-16", "utf-16")):
         (tmp_path / f"a.{kind}").write_text("“body”", encoding=encoding)
@@ -225,7 +225,7 @@ def test_main_killed_at_any_moment_goes_on_to_the_same_bytes(make, tmp_path, kin
         assert list(Path("killed").glob(".*.tmp"))
     finished = {path: path.stat().st_mtime_ns for path in Path("killed").glob("*.npy")}
     assert len(finished) > 2
-    with pytest.raises(ValueError, match="not finished"):
+    with pytest.raises(ValueError, match="is incomplete"):
         open_shards("killed", "train")
     make(*flags, "--data-dir", "killed")
     assert contents(Path("killed")) == contents(Path("whole"))
@@ -241,7 +241,7 @@ def test_main_leaves_a_finished_data_set_as_it_is(make, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in Path("data/a").iterdir()} == before
     shard = Path("data/a/train_000001.npy")
     shard.write_bytes(shard.read_bytes()[:-2] + b"\1\1")
-    with pytest.raises(ValueError, match=r"train_000001\.npy has changed"):
+    with pytest.raises(ValueError, match=r"train_000001\.npy is missing or"):
         make(*flags)
 
 
@@ -256,7 +256,7 @@ def test_main_refuses_other_data_in_the_same_folder(make, tmp_path):
         (["--source", "b.jsonl"], r"file 1 a\.jsonl instead of b\.jsonl"),
         (["--source", "stdlib"], "kind files instead of stdlib"),
     ]:
-        with pytest.raises(ValueError, match=f"d holds other data, {difference}: choose another"):
+        with pytest.raises(ValueError, match=rf"another dataset \({difference}\): choose another"):
             make(*same, *flags)
     assert contents(Path("d")) == before
 
@@ -269,7 +269,7 @@ def test_main_refuses_a_source_that_was_edited_and_has_the_same_size(make, tmp_p
     assert Manifest.load(Path("d")).complete == (not kill_at)
     good, before = source.read_text(), contents(Path("d"))
     source.write_text(good.replace('"id": 1', '"id": 2', 1))
-    with pytest.raises(ValueError, match=r"d holds other data, a\.jsonl before an edit: choose"):
+    with pytest.raises(ValueError, match=r"another dataset \(a\.jsonl has changed\): choose"):
         make(*flags)
     assert contents(Path("d")) == before
     source.write_text(good)
@@ -371,8 +371,8 @@ def test_max_tokens_below_what_a_killed_run_has_ends_it_there(make, tmp_path):
     ("row", "message"),
     [
         (b"{'text': 1}", "not JSON .Expecting property name enclosed in double quotes"),
-        (b'{"body": "x", "id": 2}', "no `text`, .* it has body, id"),
-        (b'["text"]', "no `text`"),
+        (b'{"body": "x", "id": 2}', "field `text` .* body, id"),
+        (b'["text"]', "field `text` .* no fields at all"),
         (b'{"text": true}', "`text` is bool, not a string"),
         (b'{"text": "\xff"}', r"invalid UTF-8; .* iconv -f cp1252 -t utf-8 "),
     ],
@@ -416,14 +416,14 @@ def test_main_ends_at_a_bad_row_and_the_repaired_file_is_another(make, tmp_path)
         assert (done.returncode, done.stderr) == (2, message)
     assert len(Manifest.load(Path("d")).shards) > 2
     source.write_bytes(good)
-    with pytest.raises(ValueError, match=r"d holds other data, a\.jsonl before an edit: choose"):
+    with pytest.raises(ValueError, match=r"another dataset \(a\.jsonl has changed\): choose"):
         make(*flags)
 
 
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ({"body": ["x"]}, "no `text`.* it has body"),
+        ({"body": ["x"]}, "field `text` .* body"),
         ({"text": [1, 2]}, "`text` is int"),
         ({"text": [["a"]] * 2}, "row 1: `text` is list"),
     ],
@@ -476,7 +476,7 @@ def test_read_jsonl_of_windows_is_read_or_names_the_tool(tmp_path, encoding):
 def test_main_counts_a_null_as_an_empty_document(make, tmp_path, kind):
     texts = texts_of(50)
     source = write_texts(tmp_path / f"a.{kind}", [*texts[:40], None, *texts[40:]])
-    assert "a: 49 documents (2 empty left out), " in make("--source", source)
+    assert "a: 49 documents (2 empty skipped), " in make("--source", source)
     assert tokens_of(Path("data/a")) == reference(texts)
 
 
@@ -487,9 +487,9 @@ def test_main_counts_a_null_as_an_empty_document(make, tmp_path, kind):
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
         (["--source", "a.csv"], r"a\.csv: no such file or folder"),
         (["--source", "empty"], "--source empty has no text files"),
-        (["--source", "empty.txt", os.devnull], f"{os.devnull} is not a file: copy it into one"),
-        (["--source", "empty.txt"], "the corpus has 0 tokens: too few"),
-        (["--source", "stdlib", "fineweb"], "only files may be several"),
+        (["--source", "empty.txt", os.devnull], f"{os.devnull} is not a regular file: copy"),
+        (["--source", "empty.txt"], r"too small for two splits \(0 tokens\)"),
+        (["--source", "stdlib", "fineweb"], "pass a single name, or only files"),
         (["--source"], "--source needs a value"),
         (["--source", ""], "--source needs a value"),
         (["--shard-size", "0"], "--shard-size must be above 0, not 0"),
@@ -678,8 +678,8 @@ def test_main_ends_with_the_next_command(make, tmp_path):
 def test_main_says_how_much_text_a_training_needs(make, tmp_path, tokens):
     printed = make("--source", write_texts(tmp_path / "a.txt", ["a" + " a" * (tokens - 2)]))
     assert f" {tokens:,} tokens" in printed
-    few = "2,569 tokens are too few to train on: delete data/a, and give 2,570, about 10 KB of Eng"
-    assert printed.endswith(f"\nwarning: {few}lish") == (tokens == 2_569)
+    few = "2,569 tokens are too few to train on: delete data/a and use at least 2,570, about 10 KB"
+    assert printed.endswith(f"\nwarning: {few} of English") == (tokens == 2_569)
     assert ("\nnext: " in printed) == (tokens == 2_570)
     assert open_shards("data/a", "val").total_tokens >= 257 or tokens == 2_569
 
@@ -691,7 +691,7 @@ def test_main_says_how_much_text_a_training_needs(make, tmp_path, tokens):
         ("        if x:\n" + " " * 12 + "return None\n", ""),
         (
             "今天天气很好",
-            "\nwarning: N tokens per character, English has 0.25: GPT-2's tokenizer is ",
+            "\nwarning: N tokens per character (English: 0.25): GPT-2's tokenizer is ",
         ),
     ],
     ids=["English", "code", "Chinese"],
@@ -699,7 +699,7 @@ def test_main_says_how_much_text_a_training_needs(make, tmp_path, tokens):
 def test_describe_text_compares_losses_and_warns_of_other_languages(make, tmp_path, text, warning):
     make("--source", write_texts(tmp_path / "a.txt", [1000 * text]))
     loss, bits = unigram_loss(*(open_shards("data/a", split) for split in ("train", "val")))
-    line = f"loss: a model of token frequencies alone has {loss:.2f} nats per token, "
+    line = f"unigram baseline (token frequencies only): loss {loss:.2f} nats per token, "
     line += f"{bits:.2f} bits per byte{warning}"
     described = re.sub(r"1\.\d\d tokens", "N tokens", fineweb.describe_text(Path("data/a")))
     assert described.startswith(line) if warning else described == line

@@ -43,7 +43,8 @@ def make_parts(make, *flags, count=2):
 def test_parts_hold_the_tokens_of_one_process_in_order(make, flags, count):
     flags = [*flags, "--data-dir", "d"]
     printed = make_parts(make, *flags, count=count)
-    assert f"d: part [0] of {count} not finished yet" in printed[-2]
+    assert f"d: part 0 of {count} not finished yet" in printed[-2]
+    assert count == 2 or "d: parts 0, 1, 2 and 3 of 5 not finished yet" in printed[0]
     assert "d: all parts are finished" in printed[-1]
     folder, one, other = Path("d"), Manifest.load(Path("whole")), Manifest.load(Path("d"))
     assert tokens_of(folder) == tokens_of(Path("whole"))
@@ -89,7 +90,7 @@ def test_a_part_killed_at_any_moment_goes_on_to_the_same_bytes(make, flags, tmp_
         killed_part = [*killed, f"--part={part}", "--parts=2"]
         for kill_at in moments:
             assert_killed(run_driver(tmp_path, *killed_part, kill_at=kill_at))
-        with pytest.raises(ValueError, match="killed is not finished"):
+        with pytest.raises(ValueError, match="killed is incomplete"):
             open_shards("killed", "train")
         make(*killed_part)
     assert contents(Path("killed")) == contents(Path("straight"))
@@ -109,15 +110,15 @@ def test_parts_take_equal_shares_of_max_tokens_and_go_on(make, flags, tmp_path):
     assert "finished earlier" in make(*flags, "--max-tokens", 4000)
     before = contents(Path("d"))
     for others in ([], ["--part=1", "--parts=3"]):
-        with pytest.raises(ValueError, match=r"d holds other data, parts? "):
+        with pytest.raises(ValueError, match=r"d holds another dataset \(parts? "):
             make(*flags, *others)
     assert contents(Path("d")) == before
     for part, kill_at in ((1, 4), (0, 2)):
         one = [*flags, f"--part={part}", "--parts=2"]
         assert_killed(run_driver(tmp_path, *one, kill_at=kill_at))
-        with pytest.raises(ValueError, match="d is not finished"):
+        with pytest.raises(ValueError, match="d is incomplete"):
             open_shards("d", "train")
-        end = "part [0] of 2 not finished yet" if part else "all parts are finished"
+        end = "part 0 of 2 not finished yet" if part else "all parts are finished"
         assert f"d: {end}" in make(*one)
     assert contents(Path("d")) == contents(Path("straight"))
 
@@ -132,7 +133,7 @@ def test_parts_of_the_hub_are_of_one_revision(hub, tmp_path):
     newest = [*flags, "--part=0", "--revision=main"]
     done = run_driver(tmp_path, *newest, environment=environment)
     assert done.returncode == 2
-    assert f"d holds other data, revision {'a' * 40} instead of" in done.stderr
+    assert f"d holds another dataset (revision {'a' * 40} instead of" in done.stderr
     done = run_driver(tmp_path, *flags, "--part=0", environment=environment)
     assert done.returncode == 0, done.stderr
     assert tokens_of(tmp_path / "d") == reference(hub.texts)
@@ -149,7 +150,7 @@ def test_a_part_of_other_data_is_refused_at_once(make, flags):
         (["--part=1", "--parts=2", "--source=stdlib"], "kind files instead of stdlib"),
         ([], "part 0 instead of None"),
     ]:
-        with pytest.raises(ValueError, match=rf"d holds other data, {difference}"):
+        with pytest.raises(ValueError, match=rf"d holds another dataset \({difference}"):
             make(*flags, *others)
     assert contents(Path("d")) == before
 
@@ -157,11 +158,11 @@ def test_a_part_of_other_data_is_refused_at_once(make, flags):
 @pytest.mark.parametrize(
     ("others", "rank", "message"),
     [
-        (["--part=0"], None, "--part 0 of --parts None"),
-        (["--part=3", "--parts=3"], None, "--part 3 of --parts 3: give both, from 0 on"),
-        (["--parts=2"], None, "--part None of --parts 2"),
-        (["--part=0", "--parts=6"], None, "--parts 6: more than the source has files, 5"),
-        (["--part=0", "--parts=2"], "1", "torchrun gives each of its processes a part"),
+        (["--part=0"], None, "--part 0 --parts None: pass both"),
+        (["--part=3", "--parts=3"], None, "--part 3 --parts 3: .* from 0 to --parts - 1"),
+        (["--parts=2"], None, "--part None --parts 2: pass both"),
+        (["--part=0", "--parts=6"], None, "only 5 files: use at most --parts 5, not 6"),
+        (["--part=0", "--parts=2"], "1", "torchrun assigns a part to each process"),
     ],
 )
 def test_main_explains_parts_that_cannot_be(make, flags, monkeypatch, others, rank, message):

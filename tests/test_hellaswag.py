@@ -133,7 +133,7 @@ def test_load_examples_takes_a_file_with_blank_last_lines(tmp_path):
     path.write_text(f"{row}\n\n \r\n\n")
     assert len(load_examples(path)) == 1
     path.write_text(f"{row}\n\n{row}\n")  # between two rows, something is missing
-    with pytest.raises(ValueError, match=f"{path}:2 is no row"):
+    with pytest.raises(ValueError, match=f"{path}:2 is not a HellaSwag row"):
         load_examples(path)
 
 
@@ -144,9 +144,9 @@ def bad(**changes):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (bad(endings=["a", "b", "c"]), "the context is empty, or there are not 4 endings"),
-        (bad(ctx=""), "the context is empty"),
-        (bad(label=4), "not 4 endings and a label"),
+        (bad(endings=["a", "b", "c"]), "expected a context, 4 endings and a label below 4"),
+        (bad(ctx=""), "expected a context"),
+        (bad(label=4), "a label below 4"),
         (bad(label=""), "invalid literal for int"),  # as in the test set
         (b'{"ind": 1, "ctx": "a"}', "KeyError.'endings'"),
         (b"[1]", "list indices"),
@@ -157,7 +157,7 @@ def bad(**changes):
 def test_load_examples_names_the_line_of_a_bad_row(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(bad() + b"\n" + line + b"\n")
-    with pytest.raises(ValueError, match=f"^{path}:2 is no row of HellaSwag: .*{message}"):
+    with pytest.raises(ValueError, match=f"^{path}:2 is not a HellaSwag row: .*{message}"):
         load_examples(path)
 
 
@@ -185,7 +185,7 @@ def test_main_downloads_the_rows_once_then_needs_no_network(commands, hub, folde
     assert (again.stdout, again.stderr) == (first.stdout, "")
     failed = commands.run("hellaswag", *flags, **hub.environment(tmp_path / "other"))
     assert (failed.code, failed.stderr.count("\n")) == (2, 1)
-    assert "without network pass --data FILE" in failed.stderr
+    assert "without a network, pass --data FILE" in failed.stderr
 
 
 DOWNLOAD = """

@@ -53,7 +53,7 @@ def test_data_set_of_the_hub_opens_as_hf_leaves_it_and_preflight_checks_it(
     assert f"hashes of all {len(files) - 1} shards are right" in capsys.readouterr().out
     shard = copy / "train_000002.npy"
     np.save(shard, np.zeros(500, np.uint16))
-    with pytest.raises(ValueError, match=r"train_000002\.npy has changed .* run hf download again"):
+    with pytest.raises(ValueError, match=r"train_000002\.npy is missing or .* rerun hf download"):
         main(preflight)
     shard.unlink()
     download()

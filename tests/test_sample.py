@@ -188,7 +188,7 @@ def test_text_loss_equals_transformers_in_windows_of_the_context(pair, n_tokens,
 
 @pytest.mark.parametrize("text", ["", "Once"])
 def test_text_loss_refuses_a_text_with_nothing_to_predict(text):
-    with pytest.raises(ValueError, match=rf"2 tokens or more, and '{text}' has {len(text) // 4}$"):
+    with pytest.raises(ValueError, match=rf"2 tokens or more, but '{text}' has {len(text) // 4}$"):
         text_loss(random_model(TINY), text)
 
 
@@ -251,9 +251,9 @@ def test_main_reads_a_prompt_from_a_pipe_as_if_it_were_given(run_main):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompts-file=blank.txt"], r"blank\.txt has no line with a prompt"),
+        (["--prompts-file=blank.txt"], r"blank\.txt has no prompts"),
         (["--prompt=a", "--prompts-file=b"], "--prompt and --prompts-file"),
-        (["--interactive", "--prompt=a"], "--interactive goes without"),
+        (["--interactive", "--prompt=a"], "--interactive reads no prompts"),
         (["--num-samples=0", "--top-k=-1", "--top-p=2"], "--num-samples .*--top-k .*--top-p must"),
     ],
 )

@@ -18,7 +18,7 @@ from tokenizer import (
     VOCAB_SIZE,
     encode_documents,
     gpt2_encoding,
-    spelling_parts,
+    spelling_features,
     token_bytes,
 )
 
@@ -66,8 +66,8 @@ def test_token_bytes_are_the_bytes_of_a_text():
     assert not token_bytes(100).any()
 
 
-def test_spelling_parts_are_shared_by_the_forms_of_a_word():
-    pairs, weights = spelling_parts(VOCAB_SIZE + 47)
+def test_spelling_features_are_shared_by_the_forms_of_a_word():
+    pairs, weights = spelling_features(VOCAB_SIZE + 47)
     parts = dict[int, dict[int, float]]()
     for id, part, weight in zip(*pairs.tolist(), weights.tolist(), strict=True):
         parts.setdefault(id, {})[part] = weight
@@ -87,7 +87,7 @@ def test_spelling_parts_are_shared_by_the_forms_of_a_word():
     assert alike("1984", "1985") == pytest.approx((0.49 + 5 * 0.09) / (squares - 0.49))  # 198-
     # Bytes of another script's letters; as "\N{REPLACEMENT CHARACTER}" they would all be one word.
     assert alike(b"\x82", b"\xe3") < 0.1
-    assert spelling_parts(2048)[0].shape == (2, 0)
+    assert spelling_features(2048)[0].shape == (2, 0)
 
 
 def test_gpt2_encoding_of_a_changed_file_is_refused(tmp_path, monkeypatch):
