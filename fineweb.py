@@ -41,7 +41,7 @@ RECIPES = Path(__file__).parent / "recipes"
 MIN_TOKENS = 2_570  # a tenth is validation, which needs one window of the smallest recipe
 LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
 MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
-MAX_PASSES = 5  # of a proposed run over the training split; ten overfit some small texts
+MAX_PASSES = 5  # a proposed run makes at most 5 over the training split; 10 overfit some texts
 OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
 
 
@@ -74,7 +74,7 @@ class FineWebConfig:
     """Commit, branch or tag of the hub dataset; default: the newest commit or, in a rerun, the
     commit of the first run."""
     part: int | None = None
-    """Tokenize only this part, from 0 to `--parts` - 1."""
+    """Tokenize only this part of `--parts`; the first part is 0."""
     parts: int | None = None
     """Split the source's files into this many parts, one `--part` per process; the process that
     finishes last writes the manifest."""
@@ -314,7 +314,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
 
 
 def describe_text(folder: Path) -> str:
-    """Describe the unigram baseline of a finished dataset; warn if its text is not like English."""
+    """Describe the unigram baseline of a finished dataset; warn if the tokenizer suits it badly."""
     train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
     (loss, bits), encoding = shards.unigram_loss(train, val), gpt2_encoding()
     line = f"unigram baseline (token frequencies only): loss {loss:.2f} nats per token, "

@@ -69,8 +69,9 @@ class HellaSwagConfig:
     device: DeviceName = "auto"
     """Device to run on."""
     dtype: DtypeName = "auto"
-    """Dtype for matrix multiplications; auto = bfloat16 where it is fast (float16 on older NVIDIA
-    GPUs), float32 with `--style harness`. Losses are always float32."""
+    """Dtype for matrix multiplications; auto = float32 with `--style harness`, otherwise
+    bfloat16 where it is fast, float16 on older NVIDIA GPUs, else float32. Losses are always
+    float32."""
 
     def __post_init__(self) -> None:
         if problems := bad_numbers(self, ("batch_size",)):
@@ -85,7 +86,7 @@ class Example:
     label: int
     context: list[int]
     endings: list[list[int]]
-    lengths: list[int]  # of the endings, for `acc_norm`: in tokens or, in harness style, characters
+    lengths: list[int]  # ending lengths for `acc_norm`: tokens or, in harness style, characters
 
     def fits(self, block_size: int) -> bool:
         """Return whether a model with a context of `block_size` tokens can score the example."""

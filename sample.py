@@ -38,7 +38,7 @@ class SampleConfig:
     model: str = "gpt2"
     """Model to sample from: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub."""
     prompt: str = ""
-    """Text to continue; - reads it from standard input; default: start a new document."""
+    """Text to continue, or - to read it from standard input; default: start a new document."""
     prompts_file: Path | None = None
     """Text file with one prompt per line, instead of --prompt; blank lines are skipped."""
     interactive: bool = False
@@ -54,7 +54,7 @@ class SampleConfig:
     top_p: float = 1.0
     """Sample from the most likely tokens whose probabilities add up to this; 1 = from all."""
     seed: int = 1337
-    """Random seed; the same seed repeats the same samples on the same machine."""
+    """Random seed; with the same seed, the same machine prints the same samples."""
     device: DeviceName = "auto"
     """Device to run on."""
     dtype: DtypeName = "auto"

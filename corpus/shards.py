@@ -13,8 +13,8 @@ When several processes split the work, each writes separate shards, such as
 finished, `manifest.json` lists all shards, by part and number.
 
 A folder without a manifest can also be opened: each `.npy` file whose name contains the word
-`train` or `val` is a shard of that split. If no `.npy` file does, the same holds for `.bin` files
-of llm.c or nanoGPT.
+`train` or `val` is a shard of that split. If no `.npy` file does, `.bin` files from llm.c or
+nanoGPT are found in the same way.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ VAL_WORD = re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])")
 
 @dataclass(frozen=True)
 class Part:
-    """Part `index` of the `count` parts of a dataset; one process writes it, to separate files."""
+    """Part `index` of a dataset that is written in `count` parts, each by one process."""
 
     index: int = 0
     count: int = 1
@@ -101,7 +101,7 @@ class Manifest:
     max_tokens: int | None = None
     """The `--max-tokens` at which the dataset (all parts) ends; None if the source ends first."""
     progress: dict[str, Any] | None = None
-    """The place in the source to resume from, see `fineweb.Progress`; None = the start."""
+    """Place in the source to resume from (see `fineweb.Progress`); None = the start."""
     format: int = 1
 
     @property
@@ -152,7 +152,7 @@ def find_manifests(folder: Path, max_tokens: int | None = 1) -> list[Manifest]:
 
 
 def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
-    """Write a dataset's manifest if its `count` parts are finished; return the unfinished parts.
+    """Write a dataset's manifest if all `count` parts are finished; return the unfinished ones.
 
     The shards stay where they are. `manifest` describes the dataset, without its shards.
     """
@@ -171,7 +171,7 @@ def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
 
 
 def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
-    """Raise if `folder` holds another dataset than the expected one."""
+    """Raise if the dataset in `folder` is not the expected one."""
     found_values, expected_values = _fixed_values(found), _fixed_values(expected)
     for name in found_values | expected_values:
         if (old := found_values.get(name)) != (new := expected_values.get(name)):
@@ -195,9 +195,9 @@ def _fixed_values(manifest: Manifest) -> dict[str, Any]:
 class ShardWriter:
     """Writer that cuts a stream of tokens into shard files and lists them in the manifest.
 
-    The first shard is the validation split. Writing starts once there are two full shards: in a
-    smaller corpus, validation is `VAL_BLOCKS` equally spaced blocks, a tenth in total. Memory holds
-    the tokens of at most two shards; a smaller corpus is held twice while it is split.
+    The first shard is the validation split. Writing starts once it and another shard are full: in
+    a smaller corpus, validation is `VAL_BLOCKS` equally spaced blocks, a tenth in total. Memory
+    holds the tokens of at most two shards; a smaller corpus is held twice while it is split.
 
     Only the first part of a dataset has a validation split; the other parts may be empty. If
     `manifest` already lists shards, the tokens added here follow theirs.
@@ -266,7 +266,7 @@ class ShardWriter:
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, info))
 
     def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
-        if self.manifest.part != FULL_DATASET:  # manifest.json may list shards that change now
+        if self.manifest.part != FULL_DATASET:  # manifest.json may list shards that are to change
             (self.folder / SHARD_MANIFEST).unlink(missing_ok=True)
         self.manifest = replace(self.manifest, **values)
         self.manifest.save(self.folder)

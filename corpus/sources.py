@@ -43,7 +43,7 @@ BLOCK_BYTES = 1 << 20  # read at a time; also about the size of the blocks of a 
 # Installed packages and caches are not the standard library, and tests are half of its text.
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
-Cursor = dict[str, int]  # place of a document: the number of its `file`, and of its `text` in there
+Cursor = dict[str, int]  # place of a document: number of its `file`, and of its `text` in that file
 
 
 class Document(NamedTuple):
@@ -81,8 +81,8 @@ class Source:
         files = self.open_files()
         if part.count > len(files):
             raise ValueError(
-                f"the source has only {len(files)} files: use at most --parts {len(files)}, "
-                f"not {part.count}"
+                f"--parts {part.count} exceeds the source's number of files: "
+                f"use --parts {len(files)} or fewer"
             )
         start, stop = (len(files) * i // part.count for i in (part.index, part.index + 1))
         first, skipped = (start, 0) if cursor is None else (cursor["file"], cursor["text"])
@@ -107,7 +107,7 @@ def file_source(
 
 
 def describe_file(path: Path) -> dict[str, str | int]:
-    """Return a file's name, size and hash of both ends, which distinguish it and most edits."""
+    """Return a file's name, size and hash of both ends, which change with nearly every edit."""
     size = path.stat().st_size
     with path.open("rb") as file:
         ends = file.read(HASHED_BYTES)
@@ -156,7 +156,7 @@ def local_paths(pattern: str) -> list[Path]:
 
 
 def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
-    """Return the files that paths, folders and globs name, each file once; globs are sorted."""
+    """Return the files of paths, folders and globs, each once; a glob's matches are sorted."""
     paths = []
     for pattern in patterns:
         matches = local_paths(pattern)
@@ -197,7 +197,7 @@ def folder_files(folder: Path, field: str) -> list[Path]:
         count = f"{len(reasons):,} of {len(found):,} files skipped"
         print(f"--source {folder}: {count}, for example {min(reasons)}")
     if not texts:
-        raise ValueError(f"--source {folder} has no text files, including its subfolders")
+        raise ValueError(f"--source {folder} and its subfolders have no text files")
     return texts
 
 
@@ -229,7 +229,7 @@ def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
     import pyarrow
 
     try:
-        decompressed = pyarrow.input_stream(path)  # as the suffix says
+        decompressed = pyarrow.input_stream(path)  # according to the suffix
         with io.BufferedReader(decompressed, BLOCK_BYTES) as lines:
             if lines.peek(9).lstrip().startswith(b"["):
                 raise ValueError(f"{path}: {JSON_ARRAY}")
@@ -266,9 +266,9 @@ def read_csv(path: Path, field: str = "text") -> Iterator[str]:
 
 
 def read_plain(path: Path) -> Iterator[str]:
-    """Yield a plain text in blocks that have the same token ids as the full text.
+    """Yield a plain text in blocks, whose token ids together are the ids of the full text.
 
-    A block ends at a `tokenizer.CUT`.
+    Each block ends at a match of `tokenizer.CUT`.
     """
     # utf-8-sig removes a byte-order mark. open() would decode only 8 KB at a time.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()

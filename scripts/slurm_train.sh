@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Train on several machines under Slurm, from the repository's folder:
+# Train on several machines under Slurm. Submit it from the repository's folder:
 #
 #   sbatch --nodes=2 --gpus-per-node=8 --time=12:00:00 scripts/slurm_train.sh NAME [flags of train_gpt2.py]
 #
-# One torchrun per node. Five minutes before the time limit all ranks save, and the run's folder gets
-# a file PREEMPTED; the job is then queued again under the same id and resumes. A job that is
-# submitted again with the same NAME resumes too. After any other end the job is not queued again.
+# The job starts one torchrun per node. Five minutes before the time limit, all ranks save a
+# checkpoint and rank 0 writes the file PREEMPTED to the run's folder. The job is then requeued with
+# the same id, and resumes. After any other end it is not requeued. To resume a run in a new job,
+# submit the script again with the same NAME.
 #
-# Environment: OUT_DIR, the folder of run folders, on a disk that all nodes share (runs);
-# PYTHON (python); PROCESSES_PER_NODE (as many as GPUs); MASTER_PORT (from the job's id).
+# Environment variables, with their defaults:
+#   OUT_DIR             folder of run folders, on a disk that all nodes share (runs)
+#   PYTHON              Python interpreter (python)
+#   PROCESSES_PER_NODE  number of processes per node (the number of GPUs)
+#   MASTER_PORT         port of the rendezvous (derived from the job's id)
 #
 #SBATCH --job-name=gpt2
 #SBATCH --nodes=2
@@ -25,22 +29,22 @@
 set -euo pipefail
 
 if [[ -z ${SLURM_JOB_ID:-} || $# -eq 0 || $1 == -* ]]; then
-    echo "usage: sbatch [sbatch's flags] scripts/slurm_train.sh NAME [flags of train_gpt2.py]" >&2
+    echo "usage: sbatch [flags of sbatch] scripts/slurm_train.sh NAME [flags of train_gpt2.py]" >&2
     exit 2
 fi
 name=$1
 shift
-cd "${SLURM_SUBMIT_DIR:?}" # Slurm runs a copy of this file in another folder
+cd "${SLURM_SUBMIT_DIR:?}" # Slurm runs a copy of this script from another folder
 if [[ ! -f train_gpt2.py ]]; then
-    echo "error: $PWD has no train_gpt2.py: run sbatch from the repository's folder" >&2
+    echo "error: $PWD has no train_gpt2.py: run sbatch in the repository's folder" >&2
     exit 2
 fi
-mark=${OUT_DIR:=runs}/$name/PREEMPTED
+preempted_file=${OUT_DIR:=runs}/$name/PREEMPTED
 mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?}")
 port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save in, before torchrun kills
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save before torchrun kills the ranks
 
-# torchrun must be the task itself: Slurm signals tasks, not their children.
+# torchrun must itself be the task, because Slurm sends signals to tasks, not to their children.
 launch() {
     srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
         "${PYTHON:-python}" -m torch.distributed.run \
@@ -51,10 +55,11 @@ launch() {
 }
 
 launch --preflight "$@"
-before=$(cat "$mark" 2>/dev/null || true)
+before=$(cat "$preempted_file" 2>/dev/null || true)
 status=0
 launch "$@" || status=$?
-if [[ -f $mark && $(<"$mark") != "$before" ]]; then # an unchanged one: the run makes no progress
+# If PREEMPTED has not changed, the run makes no progress.
+if [[ -f $preempted_file && $(<"$preempted_file") != "$before" ]]; then
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 fi

@@ -486,7 +486,7 @@ def test_main_counts_a_null_as_an_empty_document(make, tmp_path, kind):
         (["--source", "none*.txt"], r"none\*.txt: no such file or folder"),
         (["--source", "finewebedu"], "finewebedu is not fineweb-edu, fineweb, stdlib"),
         (["--source", "a.csv"], r"a\.csv: no such file or folder"),
-        (["--source", "empty"], "--source empty has no text files"),
+        (["--source", "empty"], "--source empty and its subfolders have no text files"),
         (["--source", "empty.txt", os.devnull], f"{os.devnull} is not a regular file: copy"),
         (["--source", "empty.txt"], r"too small for two splits \(0 tokens\)"),
         (["--source", "stdlib", "fineweb"], "pass a single name, or only files"),
