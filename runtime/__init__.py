@@ -1,1 +1,1 @@
-"""What any run needs of its machine: devices, processes, command line, files."""
+"""Interface to the machine: devices, processes, command line, files."""

@@ -23,16 +23,16 @@ from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
-RANK_0_SECONDS = 5  # in which rank 0 prints its error; then torchrun ends the other ranks
-POSITIONAL = {"positional": True}  # metadata of a field of one value or more, without --NAME
-HELP_NOTE = "A value that is shown is the default. (on), (off): a switch, --NAME or --no-NAME."
-UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # of whole numbers
-WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
-PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
+RANK_0_SECONDS = 5  # other ranks wait while rank 0 prints its error; then torchrun ends them
+POSITIONAL = {"positional": True}  # metadata of a field with one or more values and no --NAME
+HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
+UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers
+METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
-    """A run has to stop through nobody's mistake; it can be resumed."""
+    """A run had to stop, but not because of a user error; it can be resumed."""
 
 
 # --- flags ------------------------------------------------------------------------------------
@@ -43,14 +43,21 @@ def parse_flags(
     args: Sequence[str] | None = None,
     default: Config | None = None,
 ) -> Config:
-    """Build a dataclass from command-line flags: each field is one, its docstring the help text.
+    """Build a dataclass from command-line flags: one flag per field, its docstring as the help.
 
-    `--help` prints each flag with its default and the first sentence of its docstring, in the
-    groups of the class's `HELP_GROUPS` (titles by their first field), and exits. `default` has the
-    values of flags that are not given. `OTHER_NAMES` of it has other programs' flags, or FILE.
+    `--help` prints each flag with its default and the first sentence of its docstring, and exits.
+    Two class attributes are optional. `HELP_GROUPS` maps the first field of each group of flags to
+    the group's title. `OTHER_NAMES` maps flags of other programs to the flags that error messages
+    suggest instead, and `FILE` to the flag for file names without a flag.
+
+    Args:
+        config_class: the dataclass.
+        args: command-line arguments, by default the ones of this process.
+        default: provides the values of flags that are not passed.
 
     Raises:
-        ValueError: a flag is unknown or its value is refused; the message is one line.
+        ValueError: a flag is unknown or its value is invalid; the message is one line. Only rank 0
+            raises it; the other ranks exit with code 2.
     """
     dashed = [
         re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
@@ -63,14 +70,14 @@ def parse_flags(
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
         return replace(cast(Any, default), **values) if default else config_class(**values)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":  # one line under torchrun, too
+        if os.environ.get("RANK", "0") == "0":  # print the error once under torchrun
             raise ValueError(f"{error} (--help lists the flags)") from None
     time.sleep(RANK_0_SECONDS)
     raise SystemExit(2)
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """A command's flags, from their values by field; None is a flag that is not given."""
+    """Return a command's flags from values by field name; a value of None omits the flag."""
     flags = list[str]()
     for name, value in values.items():
         if isinstance(value, bool):
@@ -83,17 +90,21 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
+    """Return the flag of a field."""
     return f"--{name.replace('_', '-')}"
 
 
 def shell_line(*words: object) -> str:
-    """Words of a command as one would paste them into a shell."""
+    """Join the words of a command, quoted so that the line can be pasted into a shell."""
     return shlex.join(map(str, words))
 
 
 def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
-    """What is wrong with a configuration's numbers, of which some must be `above_zero`."""
+    """Describe the invalid numbers of a configuration.
+
+    Numbers in the fields `above_zero` must be above 0, all others at least 0. Floats must be
+    finite, and integers must fit in 64 bits.
+    """
     problems = []
     for name, value in vars(config).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -108,26 +119,26 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print below a usage of sixty flags."""
+        """Raise ValueError, where argparse would print the usage of every flag and exit."""
         raise ValueError(message.removeprefix("argument "))
 
 
 def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
-    """That these arguments belong to no flag, and which flags were probably meant."""
+    """Describe unknown arguments and suggest the flags that were probably intended."""
     names, problems = [flag_of(field.name) for field in fields(config_class)], []
     for flag in (arg.split("=")[0] for arg in unknown if arg.startswith("-")):
         similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-        meant = getattr(config_class, "OTHER_NAMES", {}).get(flag) or "".join(similar)
-        hint = f": did you mean {meant}?" if meant else ""
-        problems.append(f"there is no flag {flag}{hint}")
-    hint = ": give --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
-    if meant := getattr(config_class, "OTHER_NAMES", {}).get("FILE"):
-        hint = f": give {meant} {shell_line(*unknown)}"
-    return "; ".join(problems) or f"{unknown[0]!r} belongs to no flag{hint}"
+        suggested = getattr(config_class, "OTHER_NAMES", {}).get(flag) or "".join(similar)
+        hint = f": did you mean {suggested}?" if suggested else ""
+        problems.append(f"unknown flag {flag}{hint}")
+    hint = ": use --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
+    if suggested := getattr(config_class, "OTHER_NAMES", {}).get("FILE"):
+        hint = f": use {suggested} {shell_line(*unknown)}"
+    return "; ".join(problems) or f"unexpected argument {unknown[0]!r}{hint}"
 
 
 def _new_parser(config_class: type[Any], default: object | None) -> argparse.ArgumentParser:
-    """A parser whose result has the flags that are given, and no others."""
+    """Create a parser whose result contains only the flags that are passed."""
     parser = _Parser(
         usage=argparse.SUPPRESS,
         description=f"{str(inspect.getdoc(config_class)).splitlines()[0]} {HELP_NOTE}",
@@ -147,55 +158,55 @@ def _new_parser(config_class: type[Any], default: object | None) -> argparse.Arg
 
 
 def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstring: str) -> None:  # noqa: ANN401
-    """Add a field to a parser; its default is what the help text shows in a value's place."""
+    """Add a field to a parser; the help text shows its default after the flag."""
     flag = flag_of(field.name)
     text = re.split(r"(?<=\.)\s", docstring, maxsplit=1)[0].replace("%", "%%")
     if kind is bool:
         text += " (on)" if value else " (off)"
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         return
-    parts = _parts(kind)
-    words = [WORDS.get(part, part) for part in parts if part in WORDS or isinstance(part, str)]
-    if len(words) > 1 and not all(word in text for word in words):
-        text += f" [{', '.join(words)}]"
+    choices = _choices(kind)
+    names = [METAVARS.get(c, c) for c in choices if c in METAVARS or isinstance(c, str)]
+    if len(names) > 1 and not all(name in text for name in names):
+        text += f" [{', '.join(names)}]"
 
-    def read(given: str) -> Any:  # noqa: ANN401 - of the field's type
-        for part in parts:
-            if part == given:
+    def read(given: str) -> Any:  # noqa: ANN401 - a value of the field's type
+        for choice in choices:
+            if choice == given:
                 return given
-            if part in WORDS:
+            if choice in METAVARS:
                 with suppress(ValueError):
-                    return parse_int(given) if part is int else part(given)
-        raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(words)}")
+                    return parse_int(given) if choice is int else choice(given)
+        raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(names)}")
 
     options: dict[str, Any] = {"nargs": "*"}
     if field.metadata == POSITIONAL:
-        flag, shown, options = field.name, field.name.upper(), {"nargs": "+"}
+        flag, metavar, options = field.name, field.name.upper(), {"nargs": "+"}
     elif isinstance(value, tuple):
-        shown = " ".join(value) or "NAME"
+        metavar = " ".join(value) or "NAME"
     else:
-        shown = words[0] if value in (None, "", MISSING) else str(value)
+        metavar = names[0] if value in (None, "", MISSING) else str(value)
         options = {"required": value is MISSING}
-    group.add_argument(flag, type=read, metavar=shown, help=text, **options)
+    group.add_argument(flag, type=read, metavar=metavar, help=text, **options)
 
 
 def parse_int(text: str) -> int:
-    """A whole number, which may be written as `1e9`, `1.5B`, `500M` or `10k`."""
+    """Parse a whole number, which may be written as `1e9`, `1.5B`, `500M` or `10k`."""
     with suppress(ValueError):
         return int(text)
     number = float(re.sub("[kmb]$", lambda unit: UNITS[unit[0]], text.lower()))
-    if not number.is_integer() or abs(number) > 2**53:  # beyond it, floats are not exact
-        raise ValueError(f"{text} is no whole number")
+    if not number.is_integer() or abs(number) > 2**53:  # larger floats are not exact
+        raise ValueError(f"{text} is not a whole number")
     return int(number)
 
 
-def _parts(kind: object) -> list[Any]:
-    """The classes and words that a type is made of: int and "auto" of `int | Literal["auto"]`."""
-    return [part for each in get_args(kind) for part in _parts(each)] or [kind]
+def _choices(kind: object) -> list[Any]:
+    """Return the classes and words of a type: int and "auto" for `int | Literal["auto"]`."""
+    return [choice for member in get_args(kind) for choice in _choices(member)] or [kind]
 
 
 def _field_docstrings(config_class: type[Any]) -> dict[str, str]:
-    """The string below each field in the source of a dataclass, on one line."""
+    """Return the docstring below each field in the source of a dataclass, as one line."""
     definition: Any = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
     return {
         ast.unparse(field.target): " ".join(ast.literal_eval(below.value).split())
@@ -208,7 +219,7 @@ def _field_docstrings(config_class: type[Any]) -> dict[str, str]:
 
 
 def format_count(count: float) -> str:
-    """A count to three digits, in thousands, millions or billions: `250M`, `2.46B`."""
+    """Format a count with three digits, in thousands, millions or billions: `250M`, `2.46B`."""
     count = float(f"{count:.3g}")
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= size:
@@ -217,7 +228,7 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Seconds in the two largest units that matter: `43s`, `5m07s`, `1h43m`, `2d04h`."""
+    """Format seconds in at most two units: `43s`, `5m07s`, `1h43m`, `2d04h`; `n/a` for None."""
     if seconds is None:
         return "n/a"
     minutes, rest = divmod(round(seconds), 60)
@@ -234,18 +245,19 @@ def format_duration(seconds: float | None) -> str:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a script's `main`; an error that a user can cause ends as one line and exit code 2.
+    """Run a script's `main`; print a user error as one line and exit with code 2.
 
-    A run that had to stop (RunStopped; FloatingPointError: loss or gradient are not finite) exits
-    with code 1, Ctrl-C with 130, and output into a pipe that is closed (`| head`) with 141.
+    A run that had to stop (RunStopped, or FloatingPointError: the loss or gradient is not finite)
+    exits with code 1, Ctrl-C with 130, and output to a closed pipe (`| head`) with 141.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # `torchrun` that dies by `kill -9` ends no rank: SIGTERM then lets each save and end.
+        # If torchrun is killed by `kill -9`, it cannot end its ranks. Let the kernel send each rank
+        # SIGTERM, on which it saves and exits.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # A closed stream, as a daemon's, is None.
+    # A closed stream is None, as in a daemon.
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that text has
+        if isinstance(stream, io.TextIOWrapper):  # a terminal's encoding may lack characters
             stream.reconfigure(errors="replace")
     try:
         main()
@@ -259,27 +271,27 @@ def run_command(main: Callable[[], None]) -> None:
         print_error(f"stopped: {error}")
         _exit(1)
     except RuntimeError as error:
-        from runtime.device import is_out_of_memory  # takes torch, which some scripts do without
+        from runtime.device import is_out_of_memory  # imports torch, which some scripts do not need
 
         if not is_out_of_memory(error):
             raise
-        advice = "end what else uses it, or use a smaller model, --batch-size or --num-samples"
-        print_error(f"error: the device is out of memory, {advice}: {str(error)[:300]}")
+        fix = "stop other programs, or use a smaller model, --batch-size or --num-samples"
+        print_error(f"error: the device is out of memory: {fix} ({str(error)[:300]})")
         _exit(2)
     except KeyboardInterrupt as interrupt:
         print_error(" ".join(["interrupted", *interrupt.args]))
         _exit(130)
-    except SystemExit as stop:  # a rank whose error another rank prints
+    except SystemExit as stop:  # another rank prints the error
         _exit(int(stop.code or 0))
 
 
 def print_error(message: str) -> None:
-    """Print one line on stderr, without secrets; a rank that `torchrun` started says which."""
+    """Print one line to stderr, without secrets; prefix it with the rank unless this is rank 0."""
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "
     line = prefix + " ".join(redact_secrets(message).split()) + "\n"
-    with suppress(OSError):  # the terminal is gone: only the exit code can tell
-        sys.stderr.write(line)  # one write, where print makes two: lines of ranks stay whole
+    with suppress(OSError):  # the terminal was closed: only the exit code is left
+        sys.stderr.write(line)  # print() writes twice, which would mix the ranks' lines
         sys.stderr.flush()
 
 
@@ -287,9 +299,9 @@ def _exit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # a full disk or a closed pipe; Python would complain at exit once more
+        except OSError:  # full disk or closed pipe: Python would fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     distributed = sys.modules.get("torch.distributed")
     if code == 130 or (distributed is not None and distributed.is_initialized()):
-        os._exit(code)  # an exit in order waits for the compiler's threads; gloo's can abort it
+        os._exit(code)  # SystemExit would wait for compiler threads, and gloo's can abort
     raise SystemExit(code)

@@ -1,7 +1,7 @@
-"""Several processes as one trainer: the process group, sharding (FSDP2), reductions, agreement.
+"""Multiple processes as one trainer: process group, sharding (FSDP2), reductions, agreement.
 
-`torchrun` tells each process its rank in the environment. Without it there is one process, and
-every function here returns at once.
+`torchrun` sets each process's rank in its environment. Without it there is a single process, for
+which the collectives here do nothing.
 """
 
 import gc
@@ -28,27 +28,27 @@ from runtime.cli import RunStopped, shell_line
 from runtime.device import DeviceName, select_device
 
 Item = TypeVar("Item")
-LONGEST_TIMEOUT = 60 * 24 * 365  # minutes: no limit
+MAX_TIMEOUT_MINUTES = 60 * 24 * 365  # stands for no limit
 
 
 @dataclass(frozen=True)
 class DistInfo:
-    """This process: its device, its rank, and how many there are. By default, the only one."""
+    """Device and rank of this process, and the number of processes; by default the only one."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    """Processes on this machine."""
+    """Number of processes on this machine."""
 
 
 def read_dist_env(device_name: DeviceName) -> DistInfo:
-    """Rank and device of this process from `torchrun`'s environment, without joining the others."""
-    if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE for itself
+    """Read this process's rank and device from `torchrun`'s environment without joining a group."""
+    if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE on its own
         return DistInfo(select_device(device_name))
     if "WORLD_SIZE" not in os.environ:
-        raise ValueError("RANK is set and WORLD_SIZE is not: start by torchrun, or unset RANK")
+        raise ValueError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     return DistInfo(
         select_device(device_name, local_rank),
@@ -60,11 +60,11 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
 
 
 def train_command(*flags: object) -> str:
-    """What starts training with these flags in as many processes as there are now."""
+    """Return a command that trains with these flags on the current number of processes."""
     given, local = shell_line(*flags), os.environ.get("LOCAL_WORLD_SIZE", "1")
     if "RANK" not in os.environ:
         return f"python train_gpt2.py {given}"
-    if local != os.environ.get("WORLD_SIZE", local):  # how torchrun knows the machines is unknown
+    if local != os.environ.get("WORLD_SIZE", local):  # the flags of torchrun are unknown
         return f"the same command with {given}"
     return f"torchrun --standalone --nproc_per_node={local} train_gpt2.py {given}"
 
@@ -73,17 +73,18 @@ def train_command(*flags: object) -> str:
 def setup_distributed(
     device_name: DeviceName = "auto", cpu_offload: bool = False, timeout_minutes: float = 30.0
 ) -> Iterator[DistInfo]:
-    """Join the process group that `torchrun` describes, if any, for the length of the body.
+    """Join the process group that `torchrun` describes, if any, while the body runs.
 
-    GPUs use NCCL, CPUs use gloo; with `cpu_offload`, tensors on the CPU are reduced too, next to
-    those on GPUs. Neither asks who connects: processes of one machine talk over its loopback
-    interface, unless the environment names another. A process that waits longer than
-    `timeout_minutes` for the others in a collective ends; 0 = never. A DDP model must not outlive
-    the body: build it in a function that the body calls.
+    GPUs use NCCL and CPUs use gloo; with `cpu_offload`, GPU runs use gloo for their CPU tensors.
+    Neither backend authenticates connections. Therefore the processes of a single machine
+    communicate over its loopback interface, unless the environment names another one.
+
+    A process that waits longer than `timeout_minutes` for the others in a collective exits; 0 = no
+    limit. A DDP model must not outlive the body: build it in a function that the body calls.
 
     Raises:
-        RunStopped: another process is gone or cannot be reached.
-        ValueError: the device is missing, or cannot be shared by several processes.
+        RunStopped: another process has exited or cannot be reached.
+        ValueError: the device is not available, or does not support several processes.
     """
     dist_info = read_dist_env(device_name)
     device = dist_info.device
@@ -92,19 +93,19 @@ def setup_distributed(
     if "RANK" not in os.environ:  # not started by torchrun
         yield dist_info
         return
-    # No other machine may come in. Windows' interfaces have other names on each machine.
+    # Accept connections only from this machine. (Not on Windows, where interface names vary.)
     if dist_info.local_world_size == dist_info.world_size and os.name == "posix":
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if device.type == "mps" or (device.type == "cuda" and not dist.is_nccl_available()):
         raise ValueError(  # torch for Windows has no NCCL
-            f"--device {device.type} runs one process: leave torchrun out, or use --device cpu"
+            f"--device {device.type} runs one process: start without torchrun, or use --device cpu"
         )
-    if device.type == "cpu":  # where OMP_NUM_THREADS is not given, torchrun sets 1
-        given = int(os.environ.get("OMP_NUM_THREADS", 1))
-        torch.set_num_threads(given if given > 1 else usable_cores())
-    timeout = timedelta(minutes=timeout_minutes or LONGEST_TIMEOUT)
+    if device.type == "cpu":  # torchrun sets OMP_NUM_THREADS to 1 if it is not set
+        threads = int(os.environ.get("OMP_NUM_THREADS", 1))
+        torch.set_num_threads(threads if threads > 1 else usable_cores())
+    timeout = timedelta(minutes=timeout_minutes or MAX_TIMEOUT_MINUTES)
     try:
         if device.type == "cuda" and not cpu_offload:
             dist.init_process_group("nccl", timeout=timeout, device_id=device)
@@ -112,16 +113,16 @@ def setup_distributed(
             backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, timeout=timeout)
         yield dist_info
-        # Not after an error: others may wait in a collective, and torchrun ends them.
-        gc.collect()  # gloo's threads live as long as a DDP model, and can abort the process's exit
+        # Not after an error: other ranks may be waiting in a collective until torchrun ends them.
+        gc.collect()  # frees DDP models, whose gloo threads can abort the process's exit
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError as error:
         if not is_lost_process(error):
             raise
         raise RunStopped(
-            "another process is gone, or cannot be reached: machines must reach each other on all "
-            "ports (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
+            "another process has exited or cannot be reached: all ports must be open between the "
+            "machines (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
         ) from None
 
 
@@ -134,18 +135,18 @@ def build_sharded(
     cpu_offload: bool,
     dtype: torch.dtype,
 ) -> GPT:
-    """The GPT that `build` makes, its parameters, gradients and moments sharded (FSDP2).
+    """Build a GPT whose parameters, gradients and optimizer moments are sharded (FSDP2).
 
-    Each block is sharded as soon as it is made, so that no process ever holds all of them. Values
-    are those that the constructors set, which must be the same ones on every rank.
+    Each block is sharded as soon as it is created, so that no process ever holds all blocks. The
+    parameters keep the values from the constructors, which must be the same on every rank.
 
-    A block's parameters are gathered before it computes and, with `reshard_after_forward`, again
-    before its backward pass (ZeRO-3; Rajbhandari et al. 2020, section 5); without, they stay
-    gathered (ZeRO-2). Embeddings and the last LayerNorm are gathered once per forward pass.
-    `replicate` shards within a machine only, and replicates over machines (HSDP). On GPUs, blocks
-    are gathered in `dtype`.
+    A block's parameters are gathered before its forward pass. With `reshard_after_forward`, they
+    are freed after it and gathered again for the backward pass (ZeRO-3; Rajbhandari et al. 2020,
+    section 5); otherwise they stay gathered (ZeRO-2). Embeddings and the last LayerNorm are
+    gathered once per forward pass. With `replicate`, the model is sharded within each machine and
+    replicated across machines (HSDP). On GPUs, blocks are gathered in `dtype`.
     """
-    # Imported here because it takes more than a second.
+    # Imported here because the import takes more than a second.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -161,8 +162,8 @@ def build_sharded(
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(dist_info.device.type, shape, mesh_dim_names=names)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    # A block's inputs stay as they are: `ops.residual_stream` chooses their dtype. A LayerNorm
-    # takes gathered gains of another dtype under a GPU's autocast, not under a CPU's.
+    # A block's inputs are not cast: `ops.residual_stream` chooses their dtype. On a CPU, blocks
+    # are gathered in float32, because LayerNorm does not accept other gains under CPU autocast.
     mixed_precision = MixedPrecisionPolicy(
         param_dtype=dtype if dist_info.device.type == "cuda" else torch.float32,
         reduce_dtype=torch.float32,
@@ -184,39 +185,39 @@ def build_sharded(
         model = build()
     finally:
         hook.remove()
-    # The root holds the tied embedding and LM head. It is gathered in float32, as without
-    # sharding, because HellaSwag and sampling read its logits in full precision.
+    # The root holds the tied embedding and LM head. Like an unsharded model, it is gathered in
+    # float32, because HellaSwag and sampling need its logits in full precision.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
     register_fsdp_forward_method(model, "hidden_states")
     return model
 
 
-def distribute_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This process's shard of a tensor that every process has, placed as `like` is."""
-    if not hasattr(like, "device_mesh"):  # no DTensor
-        return whole
+def distribute_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return this process's shard of `full`, which every process has, placed like `like`."""
+    if not hasattr(like, "device_mesh"):  # not a DTensor
+        return full
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = like
-    own = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
-    return own.to(like.device)  # the CPU's shards, with `cpu_offload`, had come to the GPU
+    shard = distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return shard.to(like.device)  # with `cpu_offload`, `distribute_tensor` moved it to the GPU
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered, which takes every process; any other tensor as it is."""
+    """Gather a sharded tensor, which every process must do; return other tensors unchanged."""
     return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that a forward pass without a backward pass has left gathered."""
+    """Free the parameters that a forward pass without a backward pass leaves gathered."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             cast(Any, module).reshard()
 
 
 def set_gradient_sync(models: Iterable[nn.Module], enabled: bool) -> None:
-    """Choose whether the next backward pass averages gradients or only accumulates them."""
-    for model in models:  # DDP wraps the model that is trained, FSDP2 the raw one
+    """Set whether the next backward pass averages gradients over ranks or only accumulates them."""
+    for model in models:  # DDP wraps the trained model, FSDP2 the raw model
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = enabled
         elif hasattr(model, "set_requires_gradient_sync"):
@@ -224,24 +225,24 @@ def set_gradient_sync(models: Iterable[nn.Module], enabled: bool) -> None:
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """Give every process the buffers of rank 0, which are the ones that are saved."""
+    """Copy the buffers of rank 0, which are the ones that are saved, to every process."""
     if world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Return the number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which prints and writes; true before the process group, too."""
+    """Return whether this is rank 0, which prints and writes; works without a process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _device() -> str:
-    """Where the process group wants its tensors; `cuda` is the current GPU."""
+    """Return the device of the process group's tensors; `cuda` is the current GPU."""
     return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
 
 
@@ -253,7 +254,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def average_over_ranks(*values: Tensor | float) -> list[float]:
-    """The mean of each scalar over all processes, the same on every one; waits for the device."""
+    """Return the mean of each scalar over all processes, on every process; wait for the device."""
     device = next(value.device for value in values if isinstance(value, Tensor))
     scalars = [
         value if isinstance(value, Tensor) else torch.full((), float(value), device=device)
@@ -263,7 +264,7 @@ def average_over_ranks(*values: Tensor | float) -> list[float]:
 
 
 def all_reduce_max(value: int) -> int:
-    """The largest `value` of all processes, on every process."""
+    """Return the largest `value` of all processes, on every process."""
     if world_size() == 1:
         return value
     tensor = torch.tensor(value, dtype=torch.int64, device=_device())
@@ -272,16 +273,16 @@ def all_reduce_max(value: int) -> int:
 
 
 def gather_text(text: str) -> list[str]:
-    """Every process's `text`, in the order of their ranks, on every process.
+    """Return every process's `text`, in rank order, on every process.
 
-    Not by `all_gather_object`, which would unpickle what other machines send.
+    `all_gather_object` is not used because it would unpickle data from other machines.
     """
     if world_size() == 1:
         return [text]
     encoded = text.encode(errors="surrogateescape")
     data = torch.tensor(list(encoded), dtype=torch.uint8, device=_device())
     longest = max(1, all_reduce_max(len(data)))
-    padded = nn.functional.pad(data, (0, longest - len(data)))  # with NULs, which no text has
+    padded = nn.functional.pad(data, (0, longest - len(data)))  # with NULs, which no text contains
     texts = [torch.empty_like(padded) for _ in range(world_size())]
     dist.all_gather(texts, padded)
     return [bytes(each.tolist()).rstrip(b"\0").decode(errors="surrogateescape") for each in texts]
@@ -289,11 +290,11 @@ def gather_text(text: str) -> list[str]:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """If one process raises in the body what a user can cause, end every process.
+    """If any process raises a user error (OSError, ValueError) in the body, end all of them.
 
-    Without this the others would wait for it in the next collective. The body itself must not
-    have a collective. Rank 0 raises the error or, of another rank's, a ValueError; the others exit
-    with code 2.
+    Otherwise the other processes would wait for it in the next collective. The body must not
+    contain a collective. Rank 0 raises its error or, if another rank failed, a ValueError with that
+    rank's message. The other ranks exit with code 2.
     """
     error = None
     try:
@@ -312,14 +313,14 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
-    """End every process if `lines`, which describe `what`, are not the same on all of them."""
+    """End every process if `lines`, which describe `what`, differ between processes."""
     texts = gather_text("\n".join(lines))
     with raise_on_all_ranks():
         for rank, text in enumerate(texts):
-            for own, main in itertools.zip_longest(text.split("\n"), texts[0].split("\n")):
-                if own != main:
+            for line, main in itertools.zip_longest(text.split("\n"), texts[0].split("\n")):
+                if line != main:
                     raise ValueError(
-                        f"{what} differ: rank {rank} has {own or 'nothing'}, "
+                        f"{what} differ: rank {rank} has {line or 'nothing'}, "
                         f"rank 0 has {main or 'nothing'}"
                     )
 
@@ -330,33 +331,33 @@ def rank_batches(
     before_batch: Callable[[], object] = lambda: None,
     title: str | None = None,
 ) -> Iterator[tuple[Item, bool]]:
-    """Split an evaluation's batches over the ranks, equally many to each.
+    """Split an evaluation's batches over the ranks; every rank gets the same number.
 
-    A sharded model needs every rank in every forward pass. In the last round some ranks have no
-    batch left: they get the last one again, which they compute and do not count.
+    A sharded model needs every rank in every forward pass. Ranks that have no batch left in the
+    last round compute the last batch again and do not count it.
 
-    `before_batch` is called before every round; it may raise, on all ranks alike. With a `title`,
-    rank 0 shows a progress bar on a terminal.
+    `before_batch` is called before every round; if it raises, it must raise on all ranks. With a
+    `title`, rank 0 shows a progress bar on a terminal.
 
     Yields:
         A batch, and whether to count its result.
     """
     starts = range(0, len(batches), dist_info.world_size)
-    hidden = None if title and is_main() else True  # None: unless stderr is a terminal
-    for start in tqdm(starts, title, leave=False, unit="batch", disable=hidden):
+    disable = None if title and is_main() else True  # None: unless stderr is a terminal
+    for start in tqdm(starts, title, leave=False, unit="batch", disable=disable):
         before_batch()
-        place = start + dist_info.rank
-        yield batches[min(place, len(batches) - 1)], place < len(batches)
+        index = start + dist_info.rank
+        yield batches[min(index, len(batches) - 1)], index < len(batches)
 
 
 def is_lost_process(error: Exception) -> bool:
-    """Whether a collective failed because another process is gone or unreachable."""
-    is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
-    return is_gloos or isinstance(error, dist.DistError)
+    """Return whether a collective failed because another process exited or is unreachable."""
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return is_of_gloo or isinstance(error, dist.DistError)
 
 
 def barrier() -> None:
-    """Wait until every process has come here."""
+    """Wait until every process has reached this point."""
     if world_size() > 1:
         dist.barrier()
 
@@ -367,4 +368,4 @@ def print0(line: str) -> None:
         return
     with suppress(OSError):  # a full disk or a closed pipe must not end a run
         tqdm.write(f"{line}\n", end="")
-        sys.stdout.flush()  # so that a log file or a pipe has the line at once
+        sys.stdout.flush()  # log files and pipes get the line immediately

@@ -1,4 +1,4 @@
-"""Files that are complete or absent: atomic writes, locks, hashes, JSON."""
+"""Files that are either complete or absent: atomic writes, locks, hashes, JSON."""
 
 import hashlib
 import json
@@ -13,23 +13,25 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-# Of the first kind, a `Path` has made `//` one `/`; the second has no host, as urllib3 names it.
+# First a URL, in which `Path` may have shortened `//` to `/`; then a query without its host, as
+# in messages of urllib3.
 URL_SECRETS = re.compile(
     r"(\w:/{1,2})(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
 )
-SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # of a variable
+SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in os.environ
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a binary file that appears under its name only once it is complete and on disk.
+    """Open a binary file that appears under its name only when it is complete and on disk.
 
-    The bytes go to a temporary sibling, which is flushed to disk and then renamed. If the body
-    raises, or the process dies, `path` stays as it was. A missing folder is created.
+    The data is written to a temporary file in the same folder, which is flushed to disk and then
+    renamed. If the body raises or the process dies, `path` is unchanged. A missing folder is
+    created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:  # an interrupt may come as soon as the file is there
+    try:  # an interrupt may arrive as soon as the file exists
         with temporary.open("xb") as file:
             yield file
             file.flush()
@@ -38,16 +40,16 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and not error.filename:
-            error.filename = str(path)  # the error of a full disk names no file
+            error.filename = str(path)  # the error for a full disk does not name the file
         raise
     sync_folder(path.parent)
 
 
 def append_atomically(file: FileIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file opened for appending: all of it, or nothing."""
+    """Append all of `data` to an unbuffered file opened for appending, or nothing."""
     end = file.seek(0, os.SEEK_END)
     try:
-        while data:  # a disk that fills up takes only a part
+        while data:  # if the disk fills up, only a part is written
             data = data[file.write(data) :]
     except OSError as error:
         file.truncate(end)
@@ -66,7 +68,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, as 64 hex digits."""
+    """Return the SHA-256 of a file's bytes as 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -78,7 +80,7 @@ def write_json(path: Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Read a JSON file; a ValueError names one that is none."""
+    """Read a JSON file; raise a ValueError that names the file if it is not valid JSON."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -87,17 +89,17 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
 
 @contextmanager
 def lock_folder(path: Path, file_name: str) -> Iterator[None]:
-    """Make a folder, and keep other processes out of it for the length of the body.
+    """Create a folder and lock it against other processes while the body runs.
 
-    If the body leaves nothing in the folder, it goes again. Where another process has it,
-    `filelock.Timeout` (an OSError) is raised.
+    The folder is removed if the body leaves it empty (POSIX). Raises `filelock.Timeout` (an
+    OSError) if another process holds the lock.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path / file_name).acquire(timeout=0)
     except OSError as error:
-        refusal = f"{path} cannot be locked ({error}): mount its disk with locks, or use another"
-        raise error if isinstance(error, Timeout) else OSError(refusal) from None
+        reason = f"{path} cannot be locked ({error}): enable locks on its disk, or use another disk"
+        raise error if isinstance(error, Timeout) else OSError(reason) from None
     with lock:
         try:
             yield
@@ -108,8 +110,8 @@ def lock_folder(path: Path, file_name: str) -> Iterator[None]:
 
 
 def redact_secrets(message: str) -> str:
-    """Remove the environment's secrets, and user, password and query of addresses."""
+    """Remove the environment's secrets, and the user, password and query of URLs."""
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= 8:  # others may be a part of any message
+        if SECRET_NAME.search(name) and len(value) >= 8:  # shorter ones may occur in any text
             message = message.replace(value, "***")
     return URL_SECRETS.sub(r"\1\2", message)

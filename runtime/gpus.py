@@ -1,4 +1,4 @@
-"""Kinds of GPUs: memory and peaks; FLOPs per token, MFU."""
+"""GPU models with their memory and peak speed; FLOPs per token, MFU."""
 
 import re
 from typing import NamedTuple
@@ -7,16 +7,16 @@ from model import GPTConfig
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU."""
+    """A GPU model."""
 
-    pattern: str  # of the driver's name
-    memory_gib: int  # that a program can have
+    pattern: str  # regular expression for the driver's name
+    memory_gib: int  # available to a program
     peak_flops: float
 
 
-# By the name in `--gpu`; the first whose pattern matches counts. Dense bfloat16 peaks in FLOP/s
-# (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation, from NVIDIA's data
-# sheets; where these quote the sparse rate, half of it.
+# Keyed by the `--gpu` name; the first matching pattern wins. Peaks are in FLOP/s, for dense
+# bfloat16 (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation. They are
+# from NVIDIA's data sheets; where these quote the sparse peak, it is halved.
 GPUS = {
     "B200": Gpu(r"\bB200$", 178, 2250e12),
     "GH200": Gpu(r"\bGH200\b", 94, 989e12),
@@ -42,33 +42,34 @@ GPUS = {
     "4090": Gpu(r"\bRTX 4090$", 23, 165e12),
     "4080": Gpu(r"\bRTX 4080$", 15, 97e12),
     "4070": Gpu(r"\bRTX 4070$", 11, 58e12),
-    "4060Ti": Gpu(r"\bRTX 4060 Ti$", 7, 44e12),  # or 16 GB, by the same name
+    "4060Ti": Gpu(r"\bRTX 4060 Ti$", 7, 44e12),  # a 16 GB version has the same name
     "3090": Gpu(r"\bRTX 3090$", 23, 71e12),
     "3080": Gpu(r"\bRTX 3080$", 9, 60e12),
     "3060": Gpu(r"\bRTX 3060$", 11, 25e12),
     "V100": Gpu(r"\bV100-SXM2-", 15, 125e12),
 }
-BEFORE_AMPERE = ("T4", "V100")  # no bfloat16, and float32 matrices without TF32
+BEFORE_AMPERE = ("T4", "V100")  # without bfloat16 and TF32
 
 
 def flops_per_token(model_config: GPTConfig) -> int:
-    """Floating-point operations to train on one token, forward and backward.
+    """Return the floating-point operations to train on one token, forward and backward.
 
-    Six for each parameter; twelve for each product of attention scores and values, whose masked
-    half counts too. Source: PaLM (Chowdhery et al. 2022), appendix B.
+    They are six per parameter and, for attention scores and values, twelve per layer, channel and
+    position of the context, masked positions included. Source: PaLM (Chowdhery et al. 2022),
+    appendix B.
     """
     attention = 12 * model_config.n_layer * model_config.n_embd * model_config.block_size
     return 6 * model_config.n_params + attention
 
 
 def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
-    """The dense peak of a GPU in FLOP/s; None where unknown.
+    """Return the dense peak of a GPU in FLOP/s; None if unknown.
 
     Args:
-        device_name: the driver's name of the GPU, or its name in `--gpu`.
-        float32: whether matrix products are of float32, in TF32, and not of 16 bits.
+        device_name: the driver's name of the GPU, or its `--gpu` name.
+        float32: whether matmuls are in float32 (TF32) instead of a 16-bit dtype.
     """
-    if "MIG" in device_name:  # a slice of the GPU, with a share of its peak
+    if "MIG" in device_name:  # a slice of a GPU, with a fraction of its peak
         return None
     for name, gpu in GPUS.items():
         if device_name == name or re.search(gpu.pattern, device_name):
@@ -83,10 +84,11 @@ def mfu(
     device_peak_flops: float | None,
     world_size: int = 1,
 ) -> float | None:
-    """Model FLOPs utilisation: the share of the devices' peak that went into the model.
+    """Return the model FLOPs utilization: the fraction of the devices' peak spent on the model.
 
-    `tokens_per_second` is over all `world_size` devices, `device_peak_flops` of one of them in
-    FLOP/s; None if that is not known. Source: PaLM (Chowdhery et al. 2022), section 4.1.
+    `tokens_per_second` is the speed of all `world_size` devices together, `device_peak_flops` the
+    peak of one device in FLOP/s. The result is None if the peak is None. Source: PaLM (Chowdhery et
+    al. 2022), section 4.1.
     """
     if device_peak_flops is None:
         return None

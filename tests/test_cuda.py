@@ -141,7 +141,7 @@ def test_out_of_memory_is_known_by_really_running_out(commands, tmp_path):
     done = commands.run("sample", f"--model={tmp_path}/long", "--device=cuda", *flags)
     assert done.code == 2, done
     line = done.stderr.splitlines()[-1]  # after torch's own of what it could not allocate
-    assert line.startswith("error: the device is out of memory, end what else uses it")
+    assert line.startswith("error: the device is out of memory: stop other programs")
     assert "Traceback" not in done.stderr
 
 

@@ -39,7 +39,7 @@ def test_select_device_is_what_there_is_and_names_it(monkeypatch):
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert select_device("auto").type == (accelerator.type if accelerator else "cpu")
     assert select_device("cpu", local_rank=5) == CPU
-    with pytest.raises(ValueError, match=r"--device cuda is not available here; available: .*cpu"):
+    with pytest.raises(ValueError, match=r"--device cuda is not available here: use .*cpu"):
         select_device("cuda")
 
 
@@ -52,7 +52,7 @@ def test_gpu_that_torch_has_no_kernels_for_is_refused(monkeypatch, capability, r
     if not refused:
         assert select_device("auto") == torch.device("cuda", 0)
         return
-    with pytest.raises(ValueError, match=r"no kernels for V100 \(sm_70\): .* or give --device cpu"):
+    with pytest.raises(ValueError, match=r"no kernels for V100 \(sm_70\): .* or use --device cpu"):
         select_device("auto")
 
 
@@ -66,7 +66,7 @@ def test_driver_that_torch_cannot_use_is_refused_with_the_remedy(commands, tmp_p
     shown = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
     for flags in ((), ("--device=cuda",)):
         refused = commands.run("sample", "--model=./no-such-model", *flags, **shown)
-        assert_refused(refused, "has an NVIDIA driver, and torch", "or give --device cpu")
+        assert_refused(refused, "has an NVIDIA driver, but torch", "or use --device cpu")
     on_purpose = [((), {"CUDA_VISIBLE_DEVICES": hidden}) for hidden in ("", "-1")]
     for flags, environment in (*on_purpose, (("--device=cpu",), {})):
         done = commands.run("sample", "--model=./no-such-model", *flags, **(shown | environment))
@@ -139,7 +139,7 @@ def test_inference_leaves_cudnn_out_lowers_the_precision_and_puts_all_back():
     ("traced", "advice"),
     [
         (lambda x: x @ torch.ones(3, 3), None),  # a mistake in the model
-        (lambda x: print(x), "failed: Unsupported: .*; delete its cache .*, or add --no-compile"),
+        (lambda x: print(x), r"with Unsupported \(.*: delete the compile cache .*, or add --no"),
     ],
 )
 def test_compile_error_is_none_of_a_mistake_in_the_model(traced, advice):
@@ -179,9 +179,9 @@ def test_prepare_compiler_removes_torn_libraries_and_says_why_it_cannot_work(tmp
     problem = done.stdout
     assert {*(tmp_path / "ab").glob("*.so")} == {whole, made}
     for library in (empty, torn):
-        assert f"warning: removed {library}, torn in a killed run\n" in done.stderr
-    assert problem.startswith("InvalidCxxCompiler: ")  # what torch has wrapped
-    assert f"; delete its cache {tmp_path}, or install a C++ compiler" in problem
+        assert f"warning: removed {library}, broken by a killed run\n" in done.stderr
+    assert problem.startswith("InvalidCxxCompiler (")  # what torch has wrapped
+    assert f": delete the compile cache {tmp_path}, or install a C++ compiler" in problem
     assert problem.count("\n") == 1
 
 

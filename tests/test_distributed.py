@@ -71,7 +71,7 @@ def test_world_size_without_a_rank_is_one_process(monkeypatch):
 
 def test_rank_without_a_world_size_is_refused_in_one_line(commands):
     refused = commands.run("train_gpt2", "--device=cpu", RANK="0")
-    assert_refused(refused, "RANK is set and WORLD_SIZE is not: start by torchrun, or unset RANK")
+    assert_refused(refused, "RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
 
 
 @pytest.mark.parametrize(("given", "threads"), [("3", "3"), ("1", f"{usable_cores()} // 2 or 1")])

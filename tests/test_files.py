@@ -56,7 +56,7 @@ def test_lock_folder_lets_one_in_and_leaves_no_empty_folder(tmp_path):
 
 @posix_only
 def test_lock_folder_names_the_folder_that_is_gone_or_has_no_locks(tmp_path, monkeypatch):
-    link, remedy = tmp_path / "link", ": mount its disk with locks, or use another"
+    link, remedy = tmp_path / "link", ": enable locks on its disk, or use another"
     link.symlink_to(tmp_path / "gone" / "disk")
     said = f"{link} cannot be locked ([Errno {errno.EEXIST}] File exists: '{link}'){remedy}"
     with pytest.raises(OSError, match=re.escape(said)), lock_folder(link, ".lock"):

@@ -116,7 +116,7 @@ def test_training_does_not_go_on_from_two_checkpoints(two_machines, tiny_flags, 
 def test_preflight_says_that_a_process_is_gone(two_machines):
     done = two_machines("checks.check_hashes = lambda *_: os._exit(9)", "--preflight")
     assert done.codes == [1, 9]
-    assert done.stderr.startswith("stopped: another process is gone, or cannot be reached")
+    assert done.stderr.startswith("stopped: another process has exited or cannot be reached")
 
 
 def test_preflight_refuses_a_run_that_is_there(tiny_flags):

@@ -310,4 +310,4 @@ def test_main_without_enough_memory_says_so_in_one_line(commands, tmp_path):
     save_pretrained(GPT(long), tmp_path / "long")
     flags = ("--num-samples=1000000", "--max-new-tokens=100000")  # more than 48 bits can address
     done = commands.run("sample", f"--model={tmp_path}/long", "--device=cpu", *flags)
-    assert_refused(done, "is out of memory, end what else uses it", "can't allocate memory")
+    assert_refused(done, "is out of memory: stop other programs", "can't allocate memory")
