@@ -1,12 +1,14 @@
-"""Shards → batches, as a pure function of the step.
+"""Batches from token shards, as a pure function of the step.
 
-The training tokens are cut into N windows: window i is tokens [i·T, i·T + T + 1), the last one
-of which is the next window's first, so that every token but the first is a target once. An epoch
-is a permutation of the N windows, and from the second on all of them begin some tokens later, so
-that a text passed over again is cut elsewhere; both depend on the seed and the epoch only. With G
-windows in a global batch, step s takes positions [s·G, (s+1)·G) of the order, split over
-micro-steps and ranks. So a step sees the same windows on any number of processes, and the loader's
-whole state is the step.
+The training tokens are cut into N windows. Window i is tokens [i·T, i·T + T + 1). Its last token is
+the first one of the next window, so that every token but the first is a target once, up to the
+end of the last window. An epoch is a permutation of the N windows. From the second epoch on, all
+windows begin some tokens later, so that repeated text is cut at other places. Both depend only on
+the seed and the epoch.
+
+With G windows in a global batch, step s reads positions [s·G, (s+1)·G) of this order, split over
+micro-steps and ranks. Therefore a step sees the same windows on any number of processes, and the
+step is the loader's only state.
 """
 
 import hashlib
@@ -30,24 +32,25 @@ IndexArray = npt.NDArray[np.int64]
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the device: both (B, T) int64, `targets` one token ahead."""
+    """One micro-batch on the device: (B, T) int64 each, `targets` one token ahead."""
 
     inputs: Tensor
     targets: Tensor
 
 
 def count_windows(tokens: int, block_size: int) -> int:
-    """Windows of `block_size` targets in a split of `tokens` tokens."""
+    """Return the number of windows of `block_size` targets in a split of `tokens` tokens."""
     return max(0, tokens - 1) // block_size
 
 
 def permute(positions: IndexArray, size: int, seed: int, epoch: int) -> IndexArray:
-    """Where a pseudo-random permutation of range(size) sends positions, in O(1) memory.
+    """Map positions by a pseudorandom permutation of range(size), in O(1) memory.
 
-    Any permutation of range(size) would do; skip this one at a first reading. A Feistel network
-    permutes the smallest power of four that holds `size`; results outside the range are permuted
-    again until they fall inside, which keeps the map one-to-one ("cycle walking": Black & Rogaway
-    2002, Ciphers with Arbitrary Finite Domains, section 4). Seed and epoch choose the permutation.
+    Any permutation of range(size) would work, so the details can be skipped on a first reading. A
+    Feistel network permutes the range of the smallest power of four that is at least `size`.
+    Results outside range(size) are permuted again until they fall inside, which keeps the map
+    one-to-one ("cycle walking": Black & Rogaway 2002, Ciphers with Arbitrary Finite Domains,
+    section 4). Seed and epoch select the permutation.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
@@ -64,7 +67,7 @@ def _feistel(
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        # Two odd constants mix the bits; that the products wrap around is meant.
+        # Multiplying by odd constants mixes the bits; the products wrap around on purpose.
         mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(32)
         mixed *= np.uint64(0xD6E8FEB86659FD93)
@@ -74,38 +77,40 @@ def _feistel(
 
 
 def epoch_offset(epoch: int, block_size: int, seed: int) -> int:
-    """How much later the windows of an epoch begin: 0 in the first, and T epochs all differ."""
-    first, own = permute(np.array([0, epoch % block_size]), block_size, seed, epoch=-1)
-    return int(own - first) % block_size
+    """Return an epoch's window offset: 0 in epoch 0, distinct within any T epochs in a row."""
+    first, this = permute(np.array([0, epoch % block_size]), block_size, seed, epoch=-1)
+    return int(this - first) % block_size
 
 
 @dataclass
 class ShardedDataLoader:
-    """An endless iterator over this process's micro-batches, from `start_step` on.
+    """Endless iterator over this process's micro-batches, starting at `start_step`.
 
-    Each optimizer step takes `grad_accum_steps` of them. While one is trained on, a thread reads
-    the next and copies it to the device: reading can take as long as a step of several GPUs.
+    Each optimizer step uses `grad_accum_steps` of them. During a micro-step, a thread reads the
+    next micro-batch and copies it to the device: with several GPUs, reading can take as long as the
+    step.
 
-        with ShardedDataLoader(...) as batches:  # starts and ends the thread
+        with ShardedDataLoader(...) as batches:  # starts and stops the thread
             inputs, targets = next(batches)
 
-    Raises ValueError if the split is smaller than one step or, while iterating, an id is too large.
+    Raises ValueError if the split is smaller than one step or, during iteration, if an id is too
+    large.
     """
 
     shards: TokenShards
     block_size: int
     micro_batch_size: int
-    """Sequences."""
+    """Sequences per micro-batch."""
     grad_accum_steps: int
     seed: int
     shuffle: bool
-    """False takes the windows in sequence, all epochs from the first token."""
+    """False: read the windows in order, in every epoch from the first token."""
     vocab_size: int
-    """Ids must be below this."""
+    """Token ids must be below this number."""
     dist_info: DistInfo
-    """This process; its device gets the batches."""
+    """This process, with the device for the batches."""
     start_step: int = 0
-    """Updates done."""
+    """Number of updates done before."""
 
     def __post_init__(self) -> None:
         world_size = self.dist_info.world_size
@@ -113,12 +118,12 @@ class ShardedDataLoader:
         self.windows_per_epoch = count_windows(self.shards.total_tokens, self.block_size)
         if self.windows_per_epoch < self.windows_per_step:
             windows, per_micro_step = self.windows_per_epoch, self.micro_batch_size * world_size
-            fitting = windows // per_micro_step * per_micro_step or windows
+            max_windows = windows // per_micro_step * per_micro_step or windows
             raise ValueError(
                 f"the training split in {self.shards.paths[0].parent} has "
-                f"{self.shards.total_tokens:,} tokens, and one step needs "
-                f"{self.windows_per_step * self.block_size + 1:,}: give --total-batch-size "
-                f"{fitting * self.block_size} or less, or more data"
+                f"{self.shards.total_tokens:,} tokens, but one step needs "
+                f"{self.windows_per_step * self.block_size + 1:,}: use --total-batch-size "
+                f"{max_windows * self.block_size} or less, or add data"
             )
         self._micro_batches = self._read_micro_batches(self.start_step)
 
@@ -138,28 +143,29 @@ class ShardedDataLoader:
         self._upcoming = self._thread.submit(next, self._micro_batches)
         return Batch(*(tensor.to(self.dist_info.device) for tensor in batch))
 
-    def _choose_gpu(self) -> None:  # each thread has its own choice
+    def _choose_gpu(self) -> None:  # each thread has its own current GPU
         if self.dist_info.device.type == "cuda":
             torch.cuda.set_device(self.dist_info.device)
 
     def window_starts(self, step: int, micro_step: int) -> IndexArray:
-        """The first tokens of one micro-batch of this process: (B,) int64."""
-        earlier = micro_step * self.dist_info.world_size + self.dist_info.rank  # in this step
-        first = step * self.windows_per_step + earlier * self.micro_batch_size
+        """Return where the windows of one micro-batch of this process start: (B,) int64."""
+        index = micro_step * self.dist_info.world_size + self.dist_info.rank  # in the global batch
+        first = step * self.windows_per_step + index * self.micro_batch_size
         positions = first + np.arange(self.micro_batch_size, dtype=np.int64)
         epochs, positions = np.divmod(positions, self.windows_per_epoch)
         if not self.shuffle:
             return positions * self.block_size
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():  # a step may cross from one epoch into the next
-            chosen = epochs == epoch
-            windows = permute(positions[chosen], self.windows_per_epoch, self.seed, epoch)
+            in_epoch = epochs == epoch
+            windows = permute(positions[in_epoch], self.windows_per_epoch, self.seed, epoch)
             offset = epoch_offset(epoch, self.block_size, self.seed)
-            starts[chosen] = windows * self.block_size + offset
-        return np.minimum(starts, self.shards.total_tokens - self.block_size - 1)  # the last fits
+            starts[in_epoch] = windows * self.block_size + offset
+        # The offset may move the last window beyond the end of the split.
+        return np.minimum(starts, self.shards.total_tokens - self.block_size - 1)
 
     def _read_micro_batches(self, step: int) -> Iterator[Batch]:
-        # MPS crashes if two threads use it (pytorch #197805): `__next__` copies the batch there.
+        # MPS crashes if two threads use it (pytorch #197805), so `__next__` copies the batch to it.
         device = self.dist_info.device
         device = torch.device("cpu") if device.type == "mps" else device
         while True:
@@ -180,39 +186,40 @@ def validation_batches(
     dist_info: DistInfo,
     before_batch: Callable[[], object] = lambda: None,
 ) -> Iterator[Batch]:
-    """This process's batches, (B, T) each, of the first `max_tokens` targets of the split.
+    """Yield this process's batches, (B, T) each, of the first `max_tokens` targets of the split.
 
-    Every process gets equally many batches, all of the same shape: windows that only fill a batch
-    up have targets of `IGNORE_INDEX`. `before_batch` is called before each, see `rank_batches`.
+    Every process gets the same number of batches, all of the same shape: windows that only fill up
+    a batch have `IGNORE_INDEX` as targets. `before_batch` is called before each; see
+    `rank_batches`.
     """
-    windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
-    firsts = range(0, windows, micro_batch_size)
-    for first, counts in rank_batches(firsts, dist_info, before_batch, "validating"):
-        indices = np.minimum(first + np.arange(micro_batch_size), windows - 1)
+    n_windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
+    firsts = range(0, n_windows, micro_batch_size)
+    for first, is_counted in rank_batches(firsts, dist_info, before_batch, "validating"):
+        indices = np.minimum(first + np.arange(micro_batch_size), n_windows - 1)
         tokens = read_windows(shards, indices * block_size, block_size, vocab_size)
         batch = to_batch(tokens, dist_info.device)
-        counted = windows - first if counts else 0
-        filler = torch.arange(micro_batch_size, device=dist_info.device) >= counted
+        n_counted = n_windows - first if is_counted else 0
+        filler = torch.arange(micro_batch_size, device=dist_info.device) >= n_counted
         yield Batch(batch.inputs, batch.targets.masked_fill(filler[:, None], IGNORE_INDEX))
 
 
 def read_windows(
     shards: TokenShards, starts: IndexArray, block_size: int, vocab_size: int
 ) -> TokenArray:
-    """Read windows into one (B, T + 1) uint16 array, refusing ids >= `vocab_size`."""
+    """Read windows into one (B, T + 1) uint16 array; raise if an id is `vocab_size` or more."""
     tokens = np.empty((len(starts), block_size + 1), np.uint16)
     for row, start in enumerate(starts.tolist()):
         tokens[row] = shards.read(start, block_size + 1)
     if (largest := int(tokens.max())) >= vocab_size:
         raise ValueError(
-            f"{shards.paths[0].parent} has a token id {largest}, not below {vocab_size}: these are "
-            f"not GPT-2 tokens, or a file is damaged"
+            f"{shards.paths[0].parent} has token id {largest}, but ids must be below "
+            f"{vocab_size}: use shards of GPT-2 tokens, or restore a damaged file"
         )
     return tokens
 
 
 def to_batch(tokens: TokenArray, device: torch.device) -> Batch:
-    """Copy (B, T + 1) uint16 to the device, then widen it there to two (B, T) int64 tensors."""
-    # As int16, which every device has: ids above 32767 are negative until they are masked.
+    """Copy (B, T + 1) uint16 to the device and widen it there to two (B, T) int64 tensors."""
+    # Copied as int16, which every device supports: ids above 32767 are negative until masked.
     on_device = to_device(torch.from_numpy(tokens.view(np.int16)), device).long() & 0xFFFF
     return Batch(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous())

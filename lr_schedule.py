@@ -1,12 +1,12 @@
-"""The learning rate as a pure function of the step.
+"""Learning rate as a pure function of the step.
 
-`step` counts updates done, so step 0 is the first update. Warm-up raises the rate linearly, by
-max_lr / warmup_steps per update: the first update already learns, and update `warmup_steps - 1`
-is the first at max_lr. After warm-up comes the schedule's own shape, and from `max_steps` on the
-rate stays at `min_lr`.
+`step` is the number of updates done, so step 0 is the first update. During warmup, the learning
+rate grows linearly, by max_lr / warmup_steps per update: it is above 0 for the first update, and
+update `warmup_steps - 1` is the first at max_lr. The schedules differ after warmup. From
+`max_steps` on, the learning rate stays at `min_lr`.
 
-To add a schedule, write a function and give it a name in `SCHEDULES`: the flag `--lr-schedule`
-takes that name.
+To add a schedule, write a function and add it to `SCHEDULES` under a name, which the flag
+`--lr-schedule` then accepts.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 def cosine_lr(
     step: int, *, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int
 ) -> float:
-    """Linear warm-up, then half a cosine from `max_lr` down to `min_lr`.
+    """Warm up linearly, then follow half a cosine from `max_lr` down to `min_lr`.
 
     Source: GPT-3 paper (Brown et al. 2020), appendix B; SGDR (Loshchilov & Hutter 2017), eq. 5.
     """
@@ -37,18 +37,18 @@ def wsd_lr(
     min_lr: float,
     warmup_steps: int,
     max_steps: int,
-    decay_share: float = 0.2,
+    decay_fraction: float = 0.2,
 ) -> float:
-    """Warm-up, stable, decay: linear up, constant `max_lr`, linear down.
+    """Warm up linearly, stay at `max_lr`, then decay linearly to `min_lr` (warmup-stable-decay).
 
-    The decay takes the last `decay_share` of all steps, or what the warm-up leaves of them.
+    The decay takes the last `decay_fraction` of all steps, or fewer if the warmup leaves fewer.
     Source: MiniCPM (Hu et al. 2024), section 4; the trapezoid of Hägele et al. 2024.
     """
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
     if step >= max_steps:
         return min_lr
-    decay_start = max(warmup_steps, max_steps - round(decay_share * max_steps))
+    decay_start = max(warmup_steps, max_steps - round(decay_fraction * max_steps))
     if step < decay_start:
         return max_lr
     remaining = (max_steps - step) / (max_steps - decay_start)
@@ -58,12 +58,12 @@ def wsd_lr(
 SCHEDULES: Mapping[str, Callable[..., float]] = {
     "cosine": cosine_lr,
     "wsd": wsd_lr,
-    "wsd-long": partial(wsd_lr, decay_share=0.6),
+    "wsd-long": partial(wsd_lr, decay_fraction=0.6),
 }
 
 
 def learning_rate(config: Any, step: int) -> float:  # noqa: ANN401 - a TrainConfig
-    """The learning rate of the update after `step`: the training loop asks for it each time."""
+    """Return the learning rate of the next update, after `step` updates."""
     return SCHEDULES[config.lr_schedule](
         step,
         max_lr=config.max_lr,

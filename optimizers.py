@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024), and gradients shared by tokens that are spelled alike.
+"""Muon (Jordan et al. 2024), and gradient sharing between similarly spelled tokens.
 
-An update of Adam or SGD changes a matrix mostly in a few directions. Muon gives all directions the
-same length: it replaces the update U S V^T by about U V^T. For matrices of hidden layers only;
-embeddings, biases and LayerNorms are AdamW's.
+An update by Adam or SGD changes a matrix mostly in a few directions. Muon changes it equally in all
+directions: it replaces the update U S V^T with approximately U V^T. It is only for the matrices of
+hidden layers; AdamW updates embeddings, biases and LayerNorms.
 """
 
 from collections import defaultdict
@@ -17,27 +17,29 @@ from torch.nn import functional as F
 from runtime.distributed import DistInfo, distribute_like, full_tensor
 from tokenizer import spelling_features
 
-UPDATE_RMS = 0.2  # of AdamW's updates (Liu et al. 2025, Muon is Scalable, section 2.2)
+UPDATE_RMS = 0.2  # typical of AdamW (Liu et al. 2025, Muon is Scalable, section 2.2)
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised, with decoupled weight decay; a drop-in for AdamW's rate and decay.
+    """Orthogonalized momentum with decoupled weight decay; uses AdamW's learning rate and decay.
 
-    Every update has the RMS that AdamW's usually have, 0.2 times the rate, whatever the matrix's
-    shape: so one `--max-lr` serves both. `torch.optim.Muon` with `match_rms_adamw` does the same,
-    one matrix after another on every rank. Here matrices of one shape are orthogonalised together,
-    and each rank takes its share of them.
+    For every matrix shape, updates have the RMS that is typical of AdamW, 0.2 times the learning
+    rate, so that one `--max-lr` is right for both optimizers. `torch.optim.Muon` with
+    `match_rms_adamw` computes the same updates, but one matrix after another and all of them on
+    every rank. Here, matrices of the same shape are orthogonalized together, and each rank
+    orthogonalizes a slice of them.
 
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, section 2.2.
 
     Args:
-        params: matrices, (rows, columns) each, or groups of them. A group's `parts` is how many
-            matrices are stacked in each along the rows: 3 for queries, keys and values.
-        weight_decay: times the rate, the part of the weights that an update takes away.
-        momentum: of the exponential average of gradients; the update is Nesterov's.
+        params: groups of matrices, (rows, columns) each. A group's `stacked` is the number of
+            matrices that are stacked along the rows of each: 3 for queries, keys and values. It
+            defaults to 1.
+        weight_decay: times the learning rate, the fraction of the weights that an update removes.
+        momentum: decay of the exponential average of gradients; updates are Nesterov's.
         dist_info: this process. Every rank has the same gradients, or its shard of them.
-        dtype: of the orthogonalisation's matrix products: bfloat16 where the device has it.
-        compile: orthogonalise in compiled code.
+        dtype: dtype for the matmuls of the orthogonalization, bfloat16 where it is fast.
+        compile: whether to compile the orthogonalization.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype,
         compile: bool,
     ) -> None:
-        defaults = {"lr": 0.0, "weight_decay": weight_decay, "momentum": momentum, "parts": 1}
+        defaults = {"lr": 0.0, "weight_decay": weight_decay, "momentum": momentum, "stacked": 1}
         super().__init__(params, defaults)
         self.dist_info = dist_info
         self.dtype = dtype
@@ -61,28 +63,28 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; all ranks must call this."""
-        alike = defaultdict(list)  # of one shape, with the same settings: updated together
+        grouped = defaultdict(list)  # by shape and settings; a list is updated together
         for group in self.param_groups:
-            settings = (group["lr"], group["weight_decay"], group["momentum"], group["parts"])
+            settings = (group["lr"], group["weight_decay"], group["momentum"], group["stacked"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike[parameter.shape, *settings].append(parameter)
-        updates = [self._next_updates(same, key[3]) for key, same in alike.items()]
-        matrices = [  # (n * parts, rows / parts, columns)
-            full_tensor(update).reshape(-1, rows // parts, columns)
-            for update, ((rows, columns), *_, parts) in zip(updates, alike, strict=True)
+                    grouped[parameter.shape, *settings].append(parameter)
+        updates = [self._next_updates(params, key[3]) for key, params in grouped.items()]
+        matrices = [  # (n * stacked, rows / stacked, columns)
+            full_tensor(update).reshape(-1, rows // stacked, columns)
+            for update, ((rows, columns), *_, stacked) in zip(updates, grouped, strict=True)
         ]
         results = self._orthogonalize_all(matrices)
-        for (key, same), update, result in zip(alike.items(), updates, results, strict=True):
+        for (key, params), update, result in zip(grouped.items(), updates, results, strict=True):
             _, lr, weight_decay, *_ = key
-            # (rows, columns) with orthonormal rows or columns: their squares add up to the less.
+            # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
             rms = max(result.shape[1:]) ** -0.5
-            own = distribute_like(result.reshape(update.shape), update).to(same[0].dtype)
-            torch._foreach_mul_(same, 1 - lr * weight_decay)
-            torch._foreach_add_(same, own.unbind(), alpha=-lr * UPDATE_RMS / rms)
+            shard = distribute_like(result.reshape(update.shape), update).to(params[0].dtype)
+            torch._foreach_mul_(params, 1 - lr * weight_decay)
+            torch._foreach_add_(params, shard.unbind(), alpha=-lr * UPDATE_RMS / rms)
 
     def _next_updates(self, parameters: list[Tensor], momentum: float) -> Tensor:
-        """Nesterov's updates before they are orthogonalised: (n, rows, columns), or its shard."""
+        """Return Nesterov's updates before orthogonalization: (n, rows, columns), or its shard."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
@@ -92,44 +94,44 @@ class Muon(torch.optim.Optimizer):
         return torch.stack(gradients).lerp_(torch.stack(averages), momentum).to(self.dtype)
 
     def _orthogonalize_all(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalise stacks, (n, rows, columns) each; matrices of one shape together."""
+        """Orthogonalize stacks, (n, rows, columns) each; matrices of the same shape together."""
         wide = [s if s.size(1) <= s.size(2) else s.mT for s in stacks]  # rows <= columns
-        by_shape = defaultdict(list)  # the indices of the stacks
+        by_shape = defaultdict(list)  # indices of stacks
         for index, stack in enumerate(wide):
             by_shape[stack.shape[1:]].append(index)
-        for same in by_shape.values():
-            results = self._share(torch.cat([wide[index] for index in same]))
-            for index in same:
+        for indices in by_shape.values():
+            results = self._orthogonalize_slice(torch.cat([wide[index] for index in indices]))
+            for index in indices:
                 wide[index], results = results.tensor_split([len(wide[index])])
         return [w if w.shape == s.shape else w.mT for s, w in zip(stacks, wide, strict=True)]
 
-    def _share(self, matrices: Tensor) -> Tensor:
-        """Orthogonalise (n, rows, columns), each rank its share; every rank gets all."""
+    def _orthogonalize_slice(self, matrices: Tensor) -> Tensor:
+        """Orthogonalize (n, rows, columns), a slice on each rank; every rank gets all results."""
         world_size, rank = self.dist_info.world_size, self.dist_info.rank
         if world_size == 1:
             return self.orthogonalize(matrices)
         n = len(matrices)
-        share = -(-n // world_size)  # the last ranks may do the last matrix again
-        own = torch.arange(rank * share, (rank + 1) * share, device=matrices.device)
-        result = self.orthogonalize(matrices[own.clamp(max=n - 1)])
-        results = result.new_empty((world_size * share, *result.shape[1:]))
+        n_per_rank = -(-n // world_size)  # the last ranks may repeat the last matrix
+        indices = torch.arange(rank * n_per_rank, (rank + 1) * n_per_rank, device=matrices.device)
+        result = self.orthogonalize(matrices[indices.clamp(max=n - 1)])
+        results = result.new_empty((world_size * n_per_rank, *result.shape[1:]))
         dist.all_gather([*results.chunk(world_size)], result)
         return results[:n]
 
 
 def share_by_spelling(embedding: nn.Parameter, strength: float) -> Callable[..., None]:
-    """A hook before an optimizer's step: tokens that are spelled alike learn from each other.
+    """Return an optimizer pre-step hook that shares gradients between similarly spelled tokens.
 
-    A rare token's embedding has few gradients of its own. To each token's gradient the hook adds,
-    times `strength`, those of all tokens that share parts of its spelling. The model stays GPT-2's,
-    and nothing is to be saved. All ranks must call it, and compute the same. `embedding` is (V, C),
-    with a row for each id of GPT-2's.
+    The embedding of a rare token gets few gradients. To each token's gradient, the hook adds
+    `strength` times a weighted sum of the gradients of all tokens that share parts of its spelling.
+    The model stays a GPT-2, and the hook has no state to save. All ranks must call it; each
+    computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids.
     """
     pairs, weights = map(torch.from_numpy, spelling_features(len(embedding)))
     if not len(weights):
-        raise ValueError(f"leave out --spelling-share: the {len(embedding)} ids are not GPT-2's")
+        raise ValueError(f"the {len(embedding)} ids are not GPT-2's: leave out --spelling-share")
     ids, parts = pairs
-    sums = []  # over each part's ids, then over each id's parts
+    sums = []  # over the ids of each part, then over the parts of each id
     for rows, columns, n in ((parts, ids, int(parts.max()) + 1), (ids, parts, len(embedding))):
         order = rows.argsort(stable=True)
         starts = torch.searchsorted(rows[order], torch.arange(n))
@@ -147,10 +149,10 @@ def share_by_spelling(embedding: nn.Parameter, strength: float) -> Callable[...,
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Bring all singular values of each matrix near 1: U S V^T becomes about U V^T.
+    """Bring all singular values of each matrix near 1: U S V^T becomes approximately U V^T.
 
-    Five Newton-Schulz steps, with Jordan et al.'s coefficients: they bring values from about 0.01
-    up between 0.7 and 1.2, and do not converge further, which training does not need.
+    Five Newton-Schulz steps with the coefficients of Jordan et al. bring singular values above
+    about 0.01 to between 0.7 and 1.2. They do not converge further, which training does not need.
 
     Args:
         matrices: (n, rows, columns), rows <= columns.

@@ -180,7 +180,7 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
         names = [name for name, p in parameters.items() if ".h." in name and p.dim() == 2]
         muon = Muon(
             # `c_attn` stacks three matrices: queries, keys and values.
-            [{"params": [parameters.pop(n)], "parts": 3 if "c_attn" in n else 1} for n in names],
+            [{"params": [parameters.pop(n)], "stacked": 3 if "c_attn" in n else 1} for n in names],
             weight_decay=config.weight_decay,
             momentum=config.momentum,
             dist_info=run.dist_info,

@@ -166,9 +166,9 @@ def test_loader_thread_begins_and_ends_with_the_body(data_dir):
 
 def test_loader_refuses_a_split_below_one_step(data_dir):
     # Of 124 windows of 8 tokens, two micro-batches of 60 fit into a step; of 130 none does.
-    with pytest.raises(ValueError, match="needs 1,441: give --total-batch-size 960 or less"):
+    with pytest.raises(ValueError, match="needs 1,441: use --total-batch-size 960 or less"):
         loader(data_dir, micro_batch_size=60, grad_accum_steps=3)
-    with pytest.raises(ValueError, match="needs 1,041: give --total-batch-size 992 or less"):
+    with pytest.raises(ValueError, match="needs 1,041: use --total-batch-size 992 or less"):
         loader(data_dir, micro_batch_size=130, grad_accum_steps=1)
 
 
@@ -178,7 +178,7 @@ def test_loader_refuses_an_impossible_id(data_dir):
     tokens = np.load(path)
     tokens[10] = 60000  # after the folder was opened and checked
     np.save(path, tokens)
-    with batches, pytest.raises(ValueError, match=f"{data_dir} has a token id 60000, not below"):
+    with batches, pytest.raises(ValueError, match=f"{data_dir} has token id 60000, but ids must"):
         list(itertools.islice(batches, 15))
 
 

@@ -16,7 +16,7 @@ RATE, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 
 
 def new_muon(parameters, dtype=torch.float32, parts=1, compiled=False):
-    groups = [{"params": parameters, "parts": parts}]
+    groups = [{"params": parameters, "stacked": parts}]
     muon = Muon(
         groups,
         weight_decay=DECAY,
@@ -175,7 +175,7 @@ def test_build_optimizers_gives_muon_the_blocks_matrices(tiny_data, tmp_path):
     with tiny_run(tiny_data, tmp_path, optimizer="muon") as run:
         muon, adamw = build_optimizers(model, run)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    matrices = {names[p]: g["parts"] for g in muon.param_groups for p in g["params"]}
+    matrices = {names[p]: g["stacked"] for g in muon.param_groups for p in g["params"]}
     assert len(matrices) == 12 * 4
     assert {name for name in matrices if matrices[name] == 3} == {
         f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(12)
@@ -217,7 +217,7 @@ def test_words_that_are_spelled_alike_learn_from_each_other():
     assert embedding[rare].tolist() == pytest.approx([4.0, -2.0], rel=0.05)  # a capital, no space
     assert 0 < embedding[plural][0] < 1
     assert not embedding[other].any()
-    with pytest.raises(ValueError, match=r"leave out --spelling-share: the 100 ids are not GPT"):
+    with pytest.raises(ValueError, match=r"100 ids are not GPT-2's: leave out --spelling-share"):
         share_by_spelling(torch.nn.Parameter(torch.zeros(100, 2)), 0.5)
 
 
