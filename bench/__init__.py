@@ -1,1 +1,1 @@
-"""The speed of training and of its parts, measured side by side: `python -m bench`."""
+"""Benchmarks of training speed (`python -m bench`) and of recipes (`python -m bench.recipes`)."""

@@ -1,21 +1,21 @@
 """Measure training speed: configurations and other trainers, side by side.
 
-    python -m bench                         # the ladder: from float32 to the product's defaults
+    python -m bench                         # the ladder: from float32 to the defaults
     python -m bench --peer transformers     # the defaults against Hugging Face's GPT-2, tuned
     python -m bench --peer eager            # the defaults against a plain, uncompiled trainer
     python -m bench --peer FILE.py          # the defaults against another project's script
-    python -m bench --gpu                   # tests and speed on a GPU, in 12 minutes at most
+    python -m bench --gpu                   # tests and speed on a GPU, in at most 12 minutes
 
-Compared runs alternate (A B A B …), because machines drift, and medians are compared; a training
-run is a command in a fresh process. The results are written to `bench/results/DEVICE.json` after
-each run.
+The defaults are the settings of `train_gpt2.py`. Compared configurations alternate (A B A B …),
+because machine speed drifts, and medians are reported. Each training run is a fresh process. The
+results are written to `bench/results/DEVICE.json` after each run.
 """
 
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import runtime.threads  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - must be imported before torch
 
 from bench import measurement
 from bench.config import BenchConfig
@@ -26,7 +26,7 @@ from runtime.cli import parse_flags, run_command
 
 
 def main() -> None:
-    """Measure what the flags ask for."""
+    """Run the measurements that the flags select."""
     config = parse_flags(BenchConfig)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
@@ -34,13 +34,13 @@ def main() -> None:
         if config.data_dir is None:
             print("tokenizing Python's standard library to train on", flush=True)
             measurement.run_python("fineweb.py", "--source=stdlib", f"--data-dir={data_dir}")
-        open_shards(data_dir, "train")  # refuse a wrong folder before anything is measured
+        open_shards(data_dir, "train")  # raise for a wrong folder before measuring
         config = replace(config, data_dir=data_dir.absolute())
         (check_gpu if config.gpu else measure)(config, scratch)
 
 
 def measure(config: BenchConfig, scratch: Path) -> None:
-    """Measure one thing, print its table, add it to the device's results."""
+    """Measure the ladder or a peer, print a table and add it to the device's results."""
     print(f"{measurement.device_label(config.torch_device)}: {config.model_config()}", flush=True)
     name = f"peer_{Path(config.peer).stem}" if config.peer else "ladder"
     measures = training_measures(config, Workspace(scratch))

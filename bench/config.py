@@ -1,4 +1,4 @@
-"""The flags of `python -m bench`, and what follows from them."""
+"""Flags of `python -m bench`, and values derived from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,51 +13,54 @@ from runtime.gpus import flops_per_token, peak_flops
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-STEP_SECONDS = 2  # of a step, where the default's batch would take longer
-LEAST_MFU = 0.3  # that a GPU reaches
-UNKNOWN_PEAK = 65e12  # FLOP/s, where the GPU's is not known: a T4's
-Part = Literal["environment", "tests", "ladder", "defaults", "muon", "xl", "context"]  # of --gpu
+STEP_SECONDS = 2  # per step, on GPUs that need longer for the default batch
+MIN_MFU = 0.3  # every GPU should reach this
+UNKNOWN_PEAK = 65e12  # FLOP/s of a T4, assumed for unknown GPUs
+Part = Literal["environment", "tests", "ladder", "defaults", "muon", "xl", "context"]  # for --gpu
 DIMENSIONS = ("size", "n_layer", "n_head", "n_embd", "block_size")
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure training speed on this device: the ladder, or what --peer or --gpu names."""
+    """Measure training speed: the ladder, a comparison (--peer) or a check of a GPU (--gpu)."""
 
     gpu: bool = False
-    """Check this machine's GPU in 12 minutes: tests, ladder, defaults, Muon, XL, long context."""
+    """Check this machine's GPU in at most 12 minutes: tests, ladder, defaults, Muon, GPT-2 XL, long
+    context."""
     only: Part | None = None
-    """Run only this part of --gpu."""
+    """Run only this part of --gpu; default: all parts."""
     peer: Literal["transformers", "eager"] | Path | None = None
-    """Compare train_gpt2.py's defaults with transformers, eager or the training script at PATH. A
-    script prints its tokens per second, and finds the shards in the folder edu_fineweb10B. With
-    --gpu, it is compared in the part `defaults`."""
+    """Instead of the ladder, compare the defaults of train_gpt2.py with transformers (compiled),
+    eager (a plain, uncompiled trainer) or the training script at PATH. The script must print its
+    tokens per second, and finds the shards in the folder edu_fineweb10B. With --gpu, only
+    a script can be a peer; it runs in the part `defaults`."""
 
     size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Model size: 124M, 350M, 774M or 1558M parameters."""
     n_layer: int | None = None
-    """Number of blocks, instead of the size's."""
+    """Number of blocks; default: from --size."""
     n_head: int | None = None
-    """Number of attention heads, instead of the size's."""
+    """Number of attention heads; default: from --size."""
     n_embd: int | None = None
-    """Width, instead of the size's."""
+    """Embedding width; default: from --size."""
     block_size: int = 1024
     """Context length in tokens."""
 
     micro_batch_size: int | None = None
-    """Sequences per micro-batch; by default 16 on a GPU (as in published figures), fewer below 64
-    GiB, and 4 elsewhere. In the ladder, with --gpu and next to a script, train_gpt2.py chooses."""
+    """Sequences per micro-batch; default: 16 on GPUs (as in published figures) or fewer below 64
+    GiB of memory, 4 on other devices. By default, train_gpt2.py chooses its own micro-batch in the
+    ladder, with --gpu and next to a script."""
     steps: int | None = None
-    """Timed steps per run, after one untimed step; by default 20 on a GPU, else 4."""
+    """Timed steps per run, after one untimed step; default: 20 on GPUs, else 4."""
     rounds: int = 3
-    """Runs of each, in turn with the others."""
+    """Number of runs of each configuration; the configurations alternate."""
 
     device: DeviceName = "auto"
     """Device to measure."""
     data_dir: Path | None = None
-    """Folder of token shards to train on; by default Python's standard library, tokenized."""
+    """Folder of token shards to train on; default: Python's standard library, tokenized."""
     out_dir: Path = Path("bench/results")
-    """Where the results go. Another model or batch than the default has a file of its own."""
+    """Folder for the results. A model or batch other than the default has a separate file."""
 
     def __post_init__(self) -> None:
         if isinstance(self.peer, Path):
@@ -73,11 +76,11 @@ class BenchConfig:
         self.model_config()
 
     def model_config(self) -> GPTConfig:
-        """The dimensions that the flags give."""
+        """Return the model configuration that the flags select."""
         return TrainConfig(**{name: getattr(self, name) for name in DIMENSIONS}).model_config()
 
     def shared_settings(self) -> dict[str, Any]:
-        """What the commands that are measured take over: by their fields, too."""
+        """Return the settings that the measured commands share, by field name."""
         return {name: getattr(self, name) for name in (*DIMENSIONS, "device", "data_dir")}
 
     @property
@@ -90,9 +93,9 @@ class BenchConfig:
         """Sequences per micro-batch."""
         if self.torch_device.type != "cuda":
             return self.micro_batch_size or 4
-        # The ladder's first runs, of 124M, save all attention scores: 2 to 3 GiB per sequence.
-        fitting = (memory_gib(self.torch_device) or 0) / 4
-        return self.micro_batch_size or power_of_two(min(16, fitting))
+        # The first rows of the ladder save all attention scores: 2 to 3 GiB per sequence with 124M.
+        max_sequences = (memory_gib(self.torch_device) or 0) / 4
+        return self.micro_batch_size or power_of_two(min(16, max_sequences))
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -101,15 +104,15 @@ class BenchConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens per step: a micro-batch; on a GPU the default's, or what takes two seconds."""
+        """Tokens per step: one micro-batch; on GPUs the default batch, or two seconds of work."""
         if self.torch_device.type != "cuda":
             return self.micro_batch_tokens
-        flops = LEAST_MFU * (peak_flops(device_name(self.torch_device)) or UNKNOWN_PEAK)
-        within = STEP_SECONDS * flops / flops_per_token(self.model_config())
-        wanted = min(TrainConfig.total_batch_size, within)
-        return power_of_two(wanted / self.micro_batch_tokens) * self.micro_batch_tokens
+        flops = MIN_MFU * (peak_flops(device_name(self.torch_device)) or UNKNOWN_PEAK)
+        max_tokens = STEP_SECONDS * flops / flops_per_token(self.model_config())
+        tokens = min(TrainConfig.total_batch_size, max_tokens)
+        return power_of_two(tokens / self.micro_batch_tokens) * self.micro_batch_tokens
 
 
-def power_of_two(most: float) -> int:
-    """The largest power of two up to `most`; 1 below that."""
-    return 1 << max(0, int(most).bit_length() - 1)
+def power_of_two(limit: float) -> int:
+    """Return the largest power of two up to `limit`, at least 1."""
+    return 1 << max(0, int(limit).bit_length() - 1)

@@ -1,7 +1,7 @@
-"""`python -m bench --gpu`: test and measure this machine's GPU, in 12 minutes at most.
+"""`python -m bench --gpu`: test and measure this machine's GPU in at most 12 minutes.
 
-Each part has a time limit, and its results are stored as they come. What fails or takes too long is
-named with the reason, and the next part runs.
+Each part has a time limit, and results are stored after each run. If a part fails or runs out of
+time, its reason is stored, and the next part runs.
 """
 
 import re
@@ -20,21 +20,21 @@ from bench.measurement import Measure, Results
 from plot import BLUE, GRAY, INK, new_axes
 from runtime.files import atomic_write, read_json
 
-TOTAL_SECONDS = 700  # 20 less than 12 minutes, for tokenizing a text
-PART_SECONDS = {  # time limits, in order
+TOTAL_SECONDS = 700  # 12 minutes, less 20 seconds for tokenizing a text
+PART_SECONDS = {  # time limits of the parts, in order
     **{"environment": 5, "tests": 135, "ladder": 205},
     **{"defaults": 100, "muon": 80, "xl": 90, "context": 85},
 }
-PEER_SECONDS = 450  # for a peer, on top of the limit of `defaults`
-FEW_STEPS = 4  # timed steps of XL and of the long context
-SEQUENCES = 128  # in a step of XL; the long context is one sequence of as many tokens
+PEER_SECONDS = 450  # added to the limit of `defaults` for a peer
+FEW_STEPS = 4  # timed steps for XL and the long context
+SEQUENCES = 128  # per step of XL; the long context is one sequence with as many tokens
 TEST_FILE = "tests/test_cuda.py"
 
 
 def check_gpu(config: BenchConfig, scratch: Path) -> None:
-    """Measure the parts in order, store and draw their results, and print what is missing."""
+    """Measure the parts in order, store and plot their results, and print what is missing."""
     if config.device == "auto" and config.torch_device.type != "cuda":
-        raise ValueError("--gpu: this machine has no usable GPU; --device cpu only rehearses it")
+        raise ValueError("--gpu found no usable GPU: use --device cpu for a trial run")
     path, end = measurement.results_path(config), monotonic() + TOTAL_SECONDS
     log = path.with_suffix(".log").absolute()
     print(measurement.device_label(config.torch_device), measurement.provenance(), flush=True)
@@ -58,16 +58,16 @@ def check_gpu(config: BenchConfig, scratch: Path) -> None:
 
 
 def config_of(part: str, config: BenchConfig) -> BenchConfig:
-    """The configuration with the model and the number of steps of a part."""
-    few = replace(config, steps=config.steps or FEW_STEPS)
+    """Return the configuration with the model and the number of steps of a part."""
+    short = replace(config, steps=config.steps or FEW_STEPS)
     if part == "xl":
-        return replace(few, size="gpt2-xl")
-    return replace(few, block_size=SEQUENCES * config.block_size) if part == "context" else config
+        return replace(short, size="gpt2-xl")
+    return replace(short, block_size=SEQUENCES * config.block_size) if part == "context" else config
 
 
 def part_measures(part: str, config: BenchConfig, work: Workspace) -> dict[str, Measure]:
-    """Build the measures of a part, by name."""
-    if part == "environment":  # the results of every part have it
+    """Return the measurements of a part, by name."""
+    if part == "environment":  # stored with the results of every part
         return {}
     if part == "tests":
         return {part: partial(run_tests, work)}
@@ -84,7 +84,7 @@ def part_measures(part: str, config: BenchConfig, work: Workspace) -> dict[str, 
 
 
 def compile_ahead(config: BenchConfig, work: Workspace, rows: ladder.Rows) -> None:
-    """Fill the compiler's cache: train each row for two steps, side by side, in half the time."""
+    """Fill the compile cache: train all rows for two steps in parallel, in half the time left."""
     halfway = work._replace(deadline=(monotonic() + work.deadline) / 2)
     measures = ladder.ladder_measures(replace(config, steps=1), halfway, rows)
     with ThreadPoolExecutor() as pool:
@@ -93,14 +93,14 @@ def compile_ahead(config: BenchConfig, work: Workspace, rows: ladder.Rows) -> No
 
 
 def run_tests(work: Workspace) -> dict[str, float]:
-    """Run the tests for GPUs; returns how many passed and how many were skipped."""
+    """Run the GPU tests; return the number of tests by outcome, such as passed and skipped."""
     args = ("-qrfE", "--tb=short", "--show-capture=no", TEST_FILE)
     summary = work.run("-m", "pytest", *args).splitlines()[-1]  # 13 passed, 2 skipped in 9.87s
     return {outcome: float(count) for count, outcome in re.findall(r"(\d+) ([a-z]+)", summary)}
 
 
 def draw_ladder(path: Path) -> Path:
-    """Draw the ladder of a results file as bars, into a PNG file next to it."""
+    """Plot the ladder of a results file as bars, in a PNG file next to it."""
     file = read_json(path)
     rows = {row: median(runs["tokens/s"]) for row, runs in file["ladder"]["results"].items()}
     title = f"GPT-2 training on one {file['device']}, commit {file['ladder']['commit'][:7]}"
@@ -109,7 +109,7 @@ def draw_ladder(path: Path) -> Path:
     axes.grid(visible=False)
     bars = axes.barh([*rows], [*rows.values()], color=BLUE)
     axes.bar_label(bars, fmt="{:,.0f}", padding=4, color=INK)
-    axes.margins(x=0.12)  # for the numbers
+    axes.margins(x=0.12)  # room for the numbers
     axes.invert_yaxis()
     figure = path.with_name(f"{path.stem}-ladder.png")
     with atomic_write(figure) as png:

@@ -1,8 +1,8 @@
-"""Measures that are taken in turn, and their results: a table, and one JSON file per device.
+"""Run measurements alternately; report them as a table and as one JSON file per device.
 
-The file has the last results of each measurement (`ladder`, `peer_transformers`,
-`component_sample`, …), each with its own date, commit and versions. The files are made to be
-committed: they name no host and no folder.
+The file has the last results of each measurement (`ladder`, `peer_transformers`, `muon`, …), each
+with its date, commit and package versions. The files can be committed: they contain neither host
+names nor folders.
 """
 
 import math
@@ -33,18 +33,18 @@ from runtime.device import cudnn_version, device_name
 from runtime.files import read_json, write_json
 
 PACKAGES = ("triton", "transformers", "numpy", "tiktoken", "gigatoken")
-POLL_SECONDS = 0.1  # between two looks at a child process
-Measure = Callable[[], dict[str, float]]  # what one run measured, by unit
-Results = dict[str, dict[str, list[float]]]  # every run's values, by label and unit
+POLL_SECONDS = 0.1  # between checks of a child process
+Measure = Callable[[], dict[str, float]]  # makes one run; returns values by unit
+Results = dict[str, dict[str, list[float]]]  # values of all runs, by label and unit
 
 
 def measure_in_turn(
     measures: Mapping[str, Measure], rounds: int
 ) -> Iterator[tuple[Results, dict[str, str]]]:
-    """Take each measure once per round (A B A B …), as machines drift; print a line for each.
+    """Run each measurement once per round (A B A B …), and print a line for each run.
 
-    A measure that raises ValueError is not taken again. After each run this yields the results so
-    far, and by label why there are none.
+    Runs alternate because machine speed drifts. A measurement that raises ValueError is not run
+    again. After each run, yield the results so far and the reasons of failures, by label.
     """
     results: Results = {}
     failures: dict[str, str] = {}
@@ -54,7 +54,7 @@ def measure_in_turn(
                 values = measures[label]()
                 line = ", ".join(f"{value:,.5g} {unit}" for unit, value in values.items())
             except ValueError as error:
-                # Results are published, so they name no folders of this machine.
+                # Results are published, so hide the folders of this machine.
                 line = re.sub(r"(/[\w.+-]+){2,}", "PATH", str(error))[:160]
                 values, failures[label] = {}, line
             for unit, value in values.items():
@@ -66,7 +66,7 @@ def measure_in_turn(
 
 
 def format_results(results: Results, failures: Mapping[str, str]) -> str:
-    """A line per label: the median of each unit, and its ratio to that of the first label."""
+    """Format a line per label: the median of each unit, and its ratio to the first label's."""
     lines, first = [], dict[str, float]()
     for label, values in results.items():
         medians = {unit: statistics.median(runs) for unit, runs in values.items()}
@@ -87,18 +87,18 @@ def run_python(
     """Run Python in a child process.
 
     Args:
-        args: Python's arguments.
-        seconds: time limit; then the child and the processes that it started are killed.
+        args: arguments of Python.
+        seconds: time limit, after which the child and the processes that it started are killed.
         folder: working directory.
         log: file to append the output to.
-        is_done: is called with the output so far; the child is killed when it returns True.
-        environment: variables to set.
+        is_done: called with the output so far; the child is killed when it returns True.
+        environment: environment variables to set.
 
     Returns:
         Standard output and standard error, in the order in which they were printed.
 
     Raises:
-        ValueError: the child failed, with its last line as the message, or the time was over.
+        ValueError: the child failed (the message is its last line) or ran out of time.
     """
     if seconds <= 0:
         raise ValueError("no time was left")
@@ -129,7 +129,7 @@ def run_python(
             child.wait()
         if code:
             last_line = output().strip().rpartition("\n")[2].removeprefix("error: ")
-            raise ValueError(last_line if code > 0 else f"ended by signal {-code}: out of memory?")
+            raise ValueError(last_line if code > 0 else f"killed by signal {-code}: out of memory?")
         return output()
 
 
@@ -137,7 +137,7 @@ def run_python(
 
 
 def device_label(device: torch.device) -> str:
-    """The name of a device's kind, such as `NVIDIA H100 80GB HBM3` or `AMD EPYC, 2 cores`."""
+    """Return the model name of a device, as in `NVIDIA H100 80GB HBM3` or `AMD EPYC, 2 cores`."""
     if device.type == "cuda":
         return device_name(device)
     cpuinfo = Path("/proc/cpuinfo")  # on Linux
@@ -147,31 +147,31 @@ def device_label(device: torch.device) -> str:
 
 
 def results_path(config: BenchConfig) -> Path:
-    """The results file of a device.
+    """Return the path of the device's results file.
 
-    Another model or batch than the default has its own file, so that no file
-    compares different ones.
+    A model or batch other than the default has a separate file, so that results in one file are
+    comparable.
     """
-    parts = [device_label(config.torch_device)]
+    words = [device_label(config.torch_device)]
     for name in (*DIMENSIONS, "micro_batch_size"):
         if (value := getattr(config, name)) != getattr(BenchConfig, name):
-            parts.append(f"{name}-{value}")
-    file_name = re.sub("[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")
+            words.append(f"{name}-{value}")
+    file_name = re.sub("[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
     return config.out_dir / f"{file_name}.json"
 
 
 def store_results(
     path: Path, config: BenchConfig, name: str, results: Results, failures: Mapping[str, str]
 ) -> None:
-    """Replace a measurement in the results file of a device."""
+    """Replace a measurement in the device's results file."""
     file = read_json(path) if path.exists() else {"device": device_label(config.torch_device)}
     measured = {"model": asdict(config.model_config()), "not_measured": failures}
     write_json(path, file | {name: provenance() | measured | {"results": results}})
 
 
 def provenance() -> dict[str, Any]:
-    """The date, the commit and the versions of a measurement."""
-    # torch's own version includes its build, such as 2.13.0+cu130.
+    """Return the date, the commit and the package versions of a measurement."""
+    # `torch.__version__` includes the build, as in 2.13.0+cu130.
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     versions |= {package: version(package) for package in PACKAGES if find_spec(package)}
     if torch.cuda.is_available():

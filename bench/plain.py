@@ -1,11 +1,11 @@
-"""A plain trainer, as many projects have one: what the product is compared with.
+"""A plain trainer of the kind many projects use: the baseline for the benchmarks.
 
     python -m bench.plain OPTIMIZATIONS --n-layer 2 …        (`bench.ladder` starts this)
 
-Each of torch's optimizations is off unless the first argument names it, such as
-"compile,fused AdamW"; the other arguments are train_gpt2.py's flags. It trains on the same windows
-from the same weights as `train_gpt2.py --no-shuffle` on one process, and logs the same losses and
-times to `metrics.jsonl`.
+Each optimization is off unless the first argument lists it, as in "compile,fused AdamW"; the other
+arguments are flags of train_gpt2.py. Windows and initial weights are the same as with
+`train_gpt2.py --no-shuffle` on one process, and losses and times are logged to `metrics.jsonl` in
+the same format.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-import runtime.threads  # noqa: F401 - before torch, which reads what it sets
+import runtime.threads  # noqa: F401 - must be imported before torch
 
 import numpy as np
 import torch
@@ -36,18 +36,18 @@ from runtime.device import autocast, peak_memory_gib, select_device, select_dtyp
 from training.config import TrainConfig
 
 OPTIMIZATIONS = (  # in the ladder's order
-    "TF32",  # float32 matrices are multiplied in TF32
-    "bfloat16",  # matrix products take bfloat16, on older GPUs float16
+    "TF32",  # float32 matmuls use TF32
+    "bfloat16",  # matmuls use bfloat16, on older GPUs float16
     "compile",
     "flash attention",  # torch's fused attention, which never stores all attention scores
     "padded vocabulary",  # 50,304 embedding rows, a multiple of 128, instead of 50,257
     "fused AdamW",
 )
-HUGGING_FACE = "Hugging Face"  # may be named, too: its model instead of ours
+HUGGING_FACE = "Hugging Face"  # may also be listed: uses the model of `transformers`
 
 
 def main() -> None:
-    """Train with the optimizations that the first argument names."""
+    """Train with the optimizations that the first argument lists."""
     names, *flags = sys.argv[1:]
     config = parse_flags(TrainConfig, flags)
     path = config.out_dir / (config.run_name or "plain") / "metrics.jsonl"
@@ -57,16 +57,16 @@ def main() -> None:
             print(json.dumps(record), file=file, flush=True)
 
 
-def train(on: Collection[str], config: TrainConfig) -> Iterator[dict[str, float | None]]:
-    """Train from new weights at the rate `max_lr`; yields a record per step."""
+def train(enabled: Collection[str], config: TrainConfig) -> Iterator[dict[str, float | None]]:
+    """Train new weights with the constant learning rate `max_lr`; yield a record per step."""
     device = select_device(config.device)
-    dtype = select_dtype("auto" if "bfloat16" in on else "float32", device)
-    torch.set_float32_matmul_precision("high" if "TF32" in on else "highest")
-    model = plain_model(on, config, device)
-    optimizer = build_optimizer(model, config, fused="fused AdamW" in on)
-    compiled = torch.compile(model, dynamic=False) if "compile" in on else model
+    dtype = select_dtype("auto" if "bfloat16" in enabled else "float32", device)
+    torch.set_float32_matmul_precision("high" if "TF32" in enabled else "highest")
+    model = plain_model(enabled, config, device)
+    optimizer = build_optimizer(model, config, fused="fused AdamW" in enabled)
+    compiled = torch.compile(model, dynamic=False) if "compile" in enabled else model
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    flash = nullcontext() if "flash attention" in on else sdpa_kernel(SDPBackend.MATH)
+    flash = nullcontext() if "flash attention" in enabled else sdpa_kernel(SDPBackend.MATH)
     assert isinstance(config.micro_batch_size, int)
     micro_steps = config.total_batch_size // (config.micro_batch_size * config.block_size)
     batches = read_batches(config, config.micro_batch_size, device)
@@ -94,7 +94,7 @@ def train(on: Collection[str], config: TrainConfig) -> Iterator[dict[str, float 
 def read_batches(
     config: TrainConfig, sequences: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, (B, T) int64 each, of the training tokens in sequence."""
+    """Yield inputs and targets, (B, T) int64 each, from the training tokens in order."""
     shape, count = (sequences, config.block_size), sequences * config.block_size
     shards = open_shards(config.data_dir, "train")
     used = (shards.total_tokens - 1) // count * count
@@ -104,24 +104,24 @@ def read_batches(
         yield on_device[:-1].view(shape), on_device[1:].view(shape)
 
 
-def plain_model(on: Collection[str], config: TrainConfig, device: torch.device) -> nn.Module:
-    """A new GPT-2, or Hugging Face's with the same weights."""
-    # torch's attention, where the product has its own: compiled for a CPU.
+def plain_model(enabled: Collection[str], config: TrainConfig, device: torch.device) -> nn.Module:
+    """Build a new GPT-2, or Hugging Face's model with the same weights."""
+    # Use torch's attention, although `ops` has a faster one for compiled code on CPUs.
     attention = partial(F.scaled_dot_product_attention, is_causal=True)
     vars(gpt2)["causal_attention"] = attention
     torch.manual_seed(config.seed)
     with device:
         model = GPT(config.model_config())
-    if HUGGING_FACE in on:
+    if HUGGING_FACE in enabled:
         return HuggingFaceGPT2(model)
-    if "padded vocabulary" not in on:
+    if "padded vocabulary" not in enabled:
         weight = nn.Parameter(model.lm_head.weight[: model.config.vocab_size].detach().clone())
         model.transformer.wte.weight = model.lm_head.weight = weight
     return model
 
 
 class HuggingFaceGPT2(nn.Module):
-    """Hugging Face's GPT-2 with the weights of ours; returns the loss only, as ours does."""
+    """Hugging Face's GPT-2 with the weights of a `GPT`; like `GPT`, it returns only the loss."""
 
     def __init__(self, source: GPT) -> None:
         super().__init__()
@@ -135,13 +135,13 @@ class HuggingFaceGPT2(nn.Module):
         self.to(source.lm_head.weight.device)
 
     def forward(self, idx: Tensor, targets: Tensor) -> ModelOutput:
-        """Hugging Face's loss; `shift_labels` says that the targets are already one ahead."""
+        """Return Hugging Face's loss; with `shift_labels`, targets are already one token ahead."""
         output = self.model(input_ids=idx, labels=targets, shift_labels=targets)
         return ModelOutput(None, output.loss)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool) -> AdamW:
-    """AdamW with the product's settings; by default torch chooses the implementation."""
+    """Build AdamW with GPT-3's betas; unless `fused`, torch chooses the implementation."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},

@@ -1,10 +1,10 @@
-"""`train_gpt2.py` for models of 124M's proportions that one CPU core trains: see `bench.recipes`.
+"""Run `train_gpt2.py` on a small model with the proportions of 124M; see `bench.recipes`.
 
     python -m bench.proxy WIDTH --flags-of-train_gpt2
 
-The vocabulary is GPT-2's first merges, 32 ids per unit of width, so that the embeddings' share of
-the parameters is 124M's. The initial values' deviation, 0.02 at width 768, grows with the root of
-768 / width.
+The vocabulary consists of GPT-2's first merges, 32 ids per unit of width, so that the ratio of
+embeddings to other parameters is the same as in 124M. The standard deviation of initial weights,
+0.02 at width 768, is multiplied by the square root of 768 / width.
 """
 
 import math
@@ -21,12 +21,12 @@ from train_gpt2 import main
 
 
 def vocab_size(width: int) -> int:
-    """Token ids of a model: the bytes, the first merges, and last `<|endoftext|>`."""
+    """Return the number of token ids: the bytes, the first merges and, last, `<|endoftext|>`."""
     return 32 * width
 
 
 def first_merges(n_vocab: int) -> tiktoken.Encoding:
-    """GPT-2's tokenizer with its first merges only: an exact, smaller byte-level BPE."""
+    """Return GPT-2's tokenizer with only its first merges: an exact, smaller byte-level BPE."""
     gpt2 = gpt2_encoding()
     ranks = {token: gpt2.encode_single_token(token) for token in gpt2.token_byte_values()}
     return tiktoken.Encoding(
@@ -38,13 +38,13 @@ def first_merges(n_vocab: int) -> tiktoken.Encoding:
 
 
 def train_proxy() -> None:
-    """Change what is no flag, and train."""
+    """Patch the settings that have no flag, then train."""
     width, *flags = sys.argv[1:]
     GPT2_SIZES["gpt2"]["vocab_size"] = vocab_size(int(width))
     construct = GPT.__init__
 
     @torch.no_grad()
-    def construct_scaled(self: GPT, *args: Any) -> None:  # noqa: ANN401 - the constructor's
+    def construct_scaled(self: GPT, *args: Any) -> None:  # noqa: ANN401 - of the constructor
         construct(self, *args)
         for parameter in self.parameters():
             if parameter.dim() >= 2:

@@ -1,24 +1,24 @@
-"""What a recipe for GPT-2 124M learns, measured on small models of its proportions: hours, no GPU.
+"""Compare recipes for GPT-2 124M on small models with its proportions: hours on a CPU.
 
-    python -m bench.recipes --source wikipedia_en_sample.parquet    # train what is missing
+    python -m bench.recipes --source wikipedia_en_sample.parquet    # train the missing runs
     python -m bench.recipes                                         # only the table and the figure
 
-A run is complete: all of its recipe's steps, to the last of its schedule. Runs of one seed have the
-same initial weights and the same tokens in the same order, so that their losses compare in pairs.
-Results go to `bench/results/recipes/proxy.jsonl` as they come, one line each, so the same command
-goes on after an interrupt. `--recipe mine.json` adds a recipe of one's own, for 124M; after an
-edit of the code, give another `--results-dir`, for only settings are compared.
+Each run is complete: it trains for all steps of its recipe, to the end of the schedule. Runs with
+the same seed have the same initial weights and the same tokens in the same order, so that their
+losses can be compared in pairs. Each result is appended to `bench/results/recipes/proxy.jsonl`, so
+the same command continues after an interrupt. `--recipe mine.json` adds another recipe for 124M.
+After editing the code, use another `--results-dir`: runs are recognized only by their settings.
 """
 
 import hashlib
 import json
 import math
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,15 @@ from runtime.cli import as_flags, parse_flags, run_command
 from runtime.device import select_device
 from training.config import TrainConfig, read_recipe
 
-VAL_TOKENS, VAL_SPLIT = 524_288, 600_000  # of a validation, and set aside for it
-LONG_STEPS = 19_073  # of the published recipe at 124M, in batches of 524,288 tokens
-POINTS = 64  # of a run's curve
-MOST_PASSES = 2  # over the text: a second teaches about as much (Muennighoff et al. 2023)
+VAL_TOKENS, VAL_SPLIT = 524_288, 600_000  # per validation; set aside for it
+PUBLISHED_STEPS = 19_073  # for 124M with the published recipe, in batches of 524,288 tokens
+POINTS = 64  # on a run's curve
+MAX_PASSES = 2  # over the text: a second teaches about as much (Muennighoff et al. 2023)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A model of 6 layers and a context of 256; the published recipe's batch and steps for it."""
+    """A model with 6 layers and a context of 256, and the published recipe's batch and steps."""
 
     width: int
     batch: int
@@ -50,79 +50,79 @@ class Scale:
 
     @property
     def factor(self) -> float:
-        """Of rates: a narrower model takes larger ones."""
+        """Multiplier for learning rates: narrower models need larger ones."""
         return math.sqrt(768 / self.width)
 
 
 SCALES = {"S29": Scale(64, 8192, 1056), "S117": Scale(64, 16384, 2112)}  # tokens per parameter
 SCALES["M29"] = Scale(128, 16384, 2112)
 
-LONG, SHORT = "gpt2-124m", "gpt2-124m-fast"  # in recipes/
-HALF = {"total_batch_size": 262_144, "max_steps": 38_146, "weight_decay": 0.05}  # decays as much
-RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: the file, and what differs
-    "published": (LONG, {}),
-    "adamw 0.0018": (LONG, {"max_lr": 0.0018, "min_lr": 0.00018}),
-    "adamw 0.0054": (LONG, {"max_lr": 0.0054, "min_lr": 0.00054}),
+BASE, FAST = "gpt2-124m", "gpt2-124m-fast"  # in recipes/
+HALF = {"total_batch_size": 262_144, "max_steps": 38_146, "weight_decay": 0.05}  # same total decay
+RECIPES: Mapping[str, tuple[str, dict[str, Any]]] = {  # by label: file, and settings that differ
+    "published": (BASE, {}),
+    "adamw 0.0018": (BASE, {"max_lr": 0.0018, "min_lr": 0.00018}),
+    "adamw 0.0054": (BASE, {"max_lr": 0.0054, "min_lr": 0.00054}),
     "adamw 0.0018, half the batch": (
-        LONG,
+        BASE,
         {"max_lr": 0.0018, "min_lr": 0.00018, **HALF, "warmup_steps": 1_430},
     ),
-    "anchor": (LONG, {"max_lr": 0.0018, "min_lr": 0.0, "lr_schedule": "wsd", "max_steps": 11_444}),
-    "fast": (SHORT, {"max_steps": 13_352}),  # 0.35 of the published recipe's tokens
-    "fast, half the decay": (SHORT, {"max_steps": 13_352, "weight_decay": 0.05}),
+    "anchor": (BASE, {"max_lr": 0.0018, "min_lr": 0.0, "lr_schedule": "wsd", "max_steps": 11_444}),
+    "fast": (FAST, {"max_steps": 13_352}),  # 0.35 of the published recipe's tokens
+    "fast, half the decay": (FAST, {"max_steps": 13_352, "weight_decay": 0.05}),
     "fast, whole batch": (
-        SHORT,
+        FAST,
         {"max_steps": 6_676, "warmup_steps": 100, "total_batch_size": 524_288},
     ),
 }
-COLOURS = {"published": GRAY, "adamw 0.0018, half the batch": RED, "fast": BLUE}  # of the figure
+COLORS = {"published": GRAY, "adamw 0.0018, half the batch": RED, "fast": BLUE}  # in the figure
 
 
 @dataclass(frozen=True)
 class RecipesConfig:
-    """Train recipes on the same tokens in the same order, and compare their last losses."""
+    """Train recipes on the same tokens in the same order, and compare their final losses."""
 
     source: tuple[str, ...] = ()
-    """Texts, as fineweb.py takes them, of half a run's tokens or more: 5M in S29. Without them
-    nothing is trained."""
+    """Training texts, as for fineweb.py --source; they need at least half as many tokens as a run
+    uses (5M for S29). Without texts, nothing is trained."""
     scale: str = "S29"
-    """S29, S117 or M29: a small or a middle model, and tokens per parameter of its blocks."""
+    """Model and tokens per parameter of its blocks: S29 and S117 (small), or M29 (medium)."""
     seeds: int = 2
-    """Runs of each recipe, with the seeds 1, 2, …"""
+    """Number of runs per recipe, with the seeds 1, 2, …"""
     recipe: tuple[str, ...] = ()
-    """More recipes, besides those of `RECIPES`: their files."""
+    """Files of additional recipes for 124M; default: none."""
     jobs: int = 2
-    """Runs at a time, of one thread each."""
+    """Number of runs at the same time, with one thread each."""
     out_dir: Path = Path("runs/recipes")
-    """Where shards and run folders go."""
+    """Folder for shards and run folders."""
     results_dir: Path = Path("bench/results/recipes")
-    """Where the results and the figure go."""
+    """Folder for the results and the figure."""
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
-            raise ValueError(f"--scale {self.scale} is not {', '.join(SCALES)}")
+            raise ValueError(f"--scale {self.scale} does not exist: use {' or '.join(SCALES)}")
 
 
 def main() -> None:
-    """Train what is not trained yet, then print and draw the results."""
+    """Train the missing runs, then print and plot the results."""
     config = parse_flags(RecipesConfig)
     path = config.results_dir / "proxy.jsonl"
     recipes = {
-        label: (ROOT / f"recipes/{file}.json", own) for label, (file, own) in RECIPES.items()
+        label: (ROOT / f"recipes/{file}.json", diff) for label, (file, diff) in RECIPES.items()
     }
-    own = {Path(file).stem: (Path(file), dict[str, Any]()) for file in config.recipe}
-    recipes |= own
+    added = {Path(file).stem: (Path(file), dict[str, Any]()) for file in config.recipe}
+    recipes |= added
     if config.source:
         data_dir = tokenize(config)
         check_data(data_dir, path, config)
         path.parent.mkdir(parents=True, exist_ok=True)
         done = [(run["recipe"], run["settings"]) for run in read_runs(path)]
         wanted = [
-            (label, scaled(read_recipe(file), own, SCALES[config.scale], seed))
+            (label, scaled(read_recipe(file), diff, SCALES[config.scale], seed))
             for seed in range(1, config.seeds + 1)
-            for label, (file, own) in recipes.items()
+            for label, (file, diff) in recipes.items()
         ]
-        missing = [run for run in wanted if run not in done]  # or its recipe is another now
+        missing = [run for run in wanted if run not in done]  # also if its recipe has changed
 
         def train_one(run: tuple[str, dict[str, Any]]) -> None:
             label, settings = run
@@ -136,21 +136,21 @@ def main() -> None:
             list(pool.map(train_one, missing))
     runs = [run for run in read_runs(path) if run["scale"] == config.scale]
     if not runs:
-        raise ValueError(f"{path} has no run of --scale {config.scale}: give --source")
+        raise ValueError(f"{path} has no run of --scale {config.scale}: use --source to train")
     print(format_table(runs))
-    drawn = [run for run in runs if run["recipe"] in {*COLOURS, *own} and run["seed"] == 1]
+    drawn = [run for run in runs if run["recipe"] in {*COLORS, *added} and run["seed"] == 1]
     print(draw_curves(drawn, config.results_dir / f"{config.scale}.png"))
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
-    """The results so far, of each recipe and seed the last."""
+    """Return the last result of each scale, recipe and seed."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     runs = [json.loads(line) for line in lines]
     return [*{(run["scale"], run["recipe"], run["seed"]): run for run in runs}.values()]
 
 
 def tokenize(config: RecipesConfig) -> Path:
-    """The texts' shards with the scale's vocabulary, the first tokens for validation."""
+    """Write the texts as shards with the scale's vocabulary, the first tokens for validation."""
     size = vocab_size(SCALES[config.scale].width)
     source = file_source(local_files(config.source))
     documents = first_merges(size).encode_ordinary_batch([d.text for d in source.documents(None)])
@@ -163,28 +163,29 @@ def tokenize(config: RecipesConfig) -> Path:
 
 
 def check_data(data_dir: Path, results: Path, config: RecipesConfig) -> None:
-    """Refuse too few tokens, and tokens of another text than earlier runs had."""
+    """Raise if there are too few tokens, or if earlier runs used another text."""
     shards, scale = open_shards(data_dir, "train"), SCALES[config.scale]
-    if MOST_PASSES * shards.total_tokens <= scale.steps * scale.batch:
+    if MAX_PASSES * shards.total_tokens <= scale.steps * scale.batch:
         raise ValueError(
-            f"--source has {shards.total_tokens:,} tokens to train on, and --scale {config.scale} "
-            f"takes {scale.steps * scale.batch:,}, in {MOST_PASSES} passes at most: give more text"
+            f"--scale {config.scale} trains on {scale.steps * scale.batch:,} tokens in at most "
+            f"{MAX_PASSES} passes, but --source has only {shards.total_tokens:,}: add more text"
         )
     earlier = {run["data"] for run in read_runs(results) if run["scale"] == config.scale}
     if earlier - {shards.fingerprint}:
-        raise ValueError(f"{results} is of other text than --source: give another --results-dir")
+        raise ValueError(f"{results} has runs on another text: use another --results-dir")
 
 
-def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale, seed: int) -> dict[str, Any]:
-    """A recipe's settings for 124M, for a small model: those that are not the defaults.
+def scaled(recipe: TrainConfig, diff: Mapping[str, Any], scale: Scale, seed: int) -> dict[str, Any]:
+    """Scale a recipe for 124M to a small model; return the settings that are not the defaults.
 
-    The batch keeps its share of 524,288 tokens, steps theirs of `LONG_STEPS`. Rates grow by
-    `Scale.factor`, and weight decay so that rate times decay times steps is 124M's. AdamW's beta2
-    averages over as many tokens.
+    The batch keeps its ratio to 524,288 tokens, and the steps keep theirs to `PUBLISHED_STEPS`.
+    Learning rates are multiplied by `Scale.factor`. Weight decay is scaled so that learning rate
+    times decay times steps stays the same, and AdamW's beta2 so that it averages over the same
+    number of tokens as 0.95 with 524,288 tokens per step.
     """
-    settings = {**recipe.saved(), **own}
+    settings = {**recipe.saved(), **diff}
     batch = scale.batch * settings["total_batch_size"] // 524_288
-    steps = scale.steps / LONG_STEPS
+    steps = scale.steps / PUBLISHED_STEPS
     for name, factor in (
         *((name, steps) for name in ("max_steps", "warmup_steps")),
         *((name, scale.factor) for name in ("max_lr", "min_lr")),
@@ -198,7 +199,7 @@ def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale, seed: int)
     small |= {"block_size": 256, "total_batch_size": batch, "val_tokens": VAL_TOKENS}
     settings |= {**small, "seed": seed, "beta2": beta2, "val_every": settings["max_steps"]}
     for name in ("hellaswag_every", "sample_every", "checkpoint_every"):
-        del settings[name]  # never: `train`
+        del settings[name]  # `train` turns them off
     defaults = TrainConfig().saved()
     return {name: value for name, value in settings.items() if value != defaults[name]}
 
@@ -206,16 +207,16 @@ def scaled(recipe: TrainConfig, own: Mapping[str, Any], scale: Scale, seed: int)
 def train(
     label: str, settings: dict[str, Any], data_dir: Path, config: RecipesConfig
 ) -> dict[str, Any]:
-    """Train one run in a process of its own; returns its settings, machine and losses."""
-    own = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    name = re.sub(r"\W+", "-", f"{config.scale} {label} {own}")
-    places: dict[str, Any] = {
+    """Train one run in a separate process; return its settings, machine and losses."""
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+    name = re.sub(r"\W+", "-", f"{config.scale} {label} {digest}")
+    run_settings: dict[str, Any] = {
         **{"data_dir": data_dir, "out_dir": config.out_dir.absolute(), "resume": "auto"},
         **{"run_name": name, "device": "cpu", "log_every": 100},
         **{"hellaswag_every": 0, "sample_every": 0, "checkpoint_every": 0},
     }
     width = str(SCALES[config.scale].width)
-    flags = as_flags(settings | places)
+    flags = as_flags(settings | run_settings)
     run_python("-m", "bench.proxy", width, *flags, OMP_NUM_THREADS="1")
     path = config.out_dir / name / METRICS_NAME
     records = read_metrics(path)
@@ -228,32 +229,32 @@ def train(
         "data": logged_values(path, "data_fingerprint")[-1],
         **provenance(),
         "val_loss": [r["val_loss"] for r in records if "val_loss" in r][-1],
-        "curve": [round(mean, 4) for mean in means],  # training loss, in equal parts of the run
+        "curve": [round(m, 4) for m in means],  # training loss, averaged over equal parts
     }
 
 
 def format_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A line per recipe: the mean of its last losses, and of their differences to `published`."""
+    """Format a line per recipe: mean final loss, and mean difference to `published` per seed."""
     losses = {(run["recipe"], run["seed"]): run["val_loss"] for run in runs}
-    lines = ["recipe | seeds | validation loss | to published, in pairs"]
+    lines = ["recipe | seeds | validation loss | difference to published"]
     for label in dict.fromkeys(run["recipe"] for run in runs):
-        own = {seed: loss for (recipe, seed), loss in losses.items() if recipe == label}
-        pairs = [own[s] - losses["published", s] for s in own if ("published", s) in losses]
-        difference = f"{statistics.mean(pairs):+.4f}" if pairs else "-"
-        lines.append(f"{label} | {len(own)} | {statistics.mean(own.values()):.4f} | {difference}")
+        by_seed = {seed: loss for (recipe, seed), loss in losses.items() if recipe == label}
+        pairs = [by_seed[s] - losses["published", s] for s in by_seed if ("published", s) in losses]
+        difference = f"{mean(pairs):+.4f}" if pairs else "-"
+        lines.append(f"{label} | {len(by_seed)} | {mean(by_seed.values()):.4f} | {difference}")
     return "\n".join(lines)
 
 
 def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw training losses over tokens, without the first eighth; the label has the last loss."""
+    """Plot training losses over tokens, without the first eighth; labels have the final losses."""
     axes = new_axes(f"{path.stem}: complete runs", "training loss (nats per token)")
     for run in runs:
         settings, losses = run["settings"], run["curve"][len(run["curve"]) // 8 :]
         tokens = settings["max_steps"] * settings["total_batch_size"]
-        places = np.linspace(tokens / 8, tokens, len(losses))
-        colour = COLOURS.get(run["recipe"])
+        positions = np.linspace(tokens / 8, tokens, len(losses))
+        color = COLORS.get(run["recipe"])
         label = f"{run['recipe']}: validation {run['val_loss']:.3f}"
-        axes.plot(places, losses, color=colour, label=label)
+        axes.plot(positions, losses, color=color, label=label)
     return save_figure(axes, path)
 
 

@@ -246,7 +246,7 @@ def test_script_that_is_slow_is_measured_by_its_steps_until_the_time_limit(
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("print('hello')", "printed 0 rates such as"), ("raise OSError('no GPU')", "OSError: no GPU")],
+    [("print('hello')", "printed 0 speeds such"), ("raise OSError('no GPU')", "OSError: no GPU")],
 )
 def test_script_without_rates_has_a_reason(text, reason, tiny_data, tmp_path):
     (tmp_path / "theirs.py").write_text(text)
@@ -280,7 +280,7 @@ def test_run_python_returns_and_logs_all_output(tmp_path):
     assert log.read_text() == f"earlier\n$ python -c {text}\nout\nerr\nend\n"
     with pytest.raises(ValueError, match=r"^a reason$"):
         run_python("-c", "print('out'); raise SystemExit('error: a reason')")
-    with pytest.raises(ValueError, match=r"^ended by signal 9: out of memory"):
+    with pytest.raises(ValueError, match=r"^killed by signal 9: out of memory"):
         run_python("-c", "import os; os.kill(os.getpid(), 9)")
 
 

@@ -9,7 +9,7 @@ from forked import fork_trainers
 
 from bench import recipes
 from bench.proxy import first_merges, vocab_size
-from bench.recipes import LONG_STEPS, RECIPES, SCALES, Scale, scaled
+from bench.recipes import PUBLISHED_STEPS, RECIPES, SCALES, Scale, scaled
 from tokenizer import VOCAB_SIZE, gpt2_encoding
 from training.config import read_recipe
 
@@ -34,7 +34,7 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
         runs = [json.loads(line) for line in path.read_text().splitlines()]
         return capsys.readouterr().out, {(run["recipe"], run["seed"]): run for run in runs}
 
-    with pytest.raises(ValueError, match=r"proxy.jsonl has no run of --scale S29: give --source"):
+    with pytest.raises(ValueError, match=r"proxy.jsonl has no run of --scale S29: use --source"):
         call()
     source = f"--source={tmp_path}/text.txt"
     call(source, "--seeds=1")
@@ -62,11 +62,11 @@ def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypa
     assert again | {("mine", 1): 0} == runs | {("mine", 1): 0}
     assert (tmp_path / "results/S29.png").stat().st_size > 10_000
     (tmp_path / "text.txt").write_text(TEXT + "other", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"proxy.jsonl is of other text than --source: give"):
+    with pytest.raises(ValueError, match=r"proxy.jsonl has runs on another text: use"):
         call(source)
     (tmp_path / "text.txt").write_text(TEXT[:3800], encoding="utf-8")
     with pytest.raises(
-        ValueError, match=r"has [\d,]+ tokens to train on, and --scale S29 takes 4,096, in 2 passes"
+        ValueError, match=r"trains on 4,096 tokens in at most 2 passes, but --source has only "
     ):
         call(source)
 
@@ -78,7 +78,7 @@ def test_small_model_has_the_proportions_of_124m(label, scale):
     recipe, small = read_recipe(ROOT / f"recipes/{file}.json"), SCALES[scale]
     settings = scaled(recipe, own, small, seed=1)
     large = recipe.saved() | own
-    share = large["max_steps"] / LONG_STEPS
+    share = large["max_steps"] / PUBLISHED_STEPS
     assert settings["max_steps"] == round(share * small.steps)
     assert settings["total_batch_size"] / small.batch == large["total_batch_size"] / 524_288
 
