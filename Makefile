@@ -1,8 +1,8 @@
-# make demo:     text to a trained, scored, exported GPT-2 on this machine, in minutes.
-# make test:     the fast tests, in about two minutes on two cores, then lint and types.
-# make test-all: also faults, several processes and machines, the bench, the extras; then lint.
-# make gpu-check: tests, speed and memory on this machine's GPU, in 12 minutes at most.
-# Each installs what it needs into .venv first.
+# make demo:     train, score and export a GPT-2 from text on this machine, in minutes.
+# make test:     run the fast tests, in about two minutes on two cores, then lint and type checks.
+# make test-all: run all tests, also of faults, several processes and machines, benchmarks and extras.
+# make gpu-check: test and measure this machine's GPU, in at most 12 minutes.
+# Each target first installs the packages that it needs into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
