@@ -37,7 +37,7 @@ from runtime.distributed import DistInfo, print0
 from sample import generate_tokens
 from tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
 from training.checks import check_gradients, check_optimizers, run_preflight
-from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, print_plan, seconds_of
+from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, print_plan, time_call
 from training.resume import parse_config, run_model_config
 from training.run import Run, open_run
 
@@ -211,7 +211,7 @@ def build_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
 def train(run: Run, trainer: Trainer) -> None:
     """Train to `max_steps`; the last turn of the loop only evaluates and saves."""
     with run.recording(), trainer.batches:
-        if run.begins_elsewhere:
+        if run.starts_from_other_run:
             save(run, trainer, run.start_step)  # so that it can be resumed without the other run
         for step in range(run.start_step, run.config.max_steps + 1):
             evaluate(run, trainer, step)
@@ -258,12 +258,12 @@ def train_step(run: Run, trainer: Trainer, step: int) -> tuple[float, float]:
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.grad_clip)
     norm = distributed.full_tensor(norm).to(device)
     # Every rank must make the same decisions: whether to update and whether to stop.
-    mean_loss, mean_norm, stop = distributed.average_over_ranks(loss_sum, norm, run.stop.is_asked)
+    mean_loss, mean_norm, stop = distributed.average_over_ranks(loss_sum, norm, run.stop.signaled)
     if stop:
         run.stop.sync()
     is_finite = math.isfinite(mean_loss) and math.isfinite(mean_norm)
     if not is_finite:
-        raise_unless_overflow(mean_loss, mean_norm, scaler, run.log.next_text())
+        raise_unless_overflow(mean_loss, mean_norm, scaler, run.log.inspect_command())
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -443,10 +443,10 @@ def fit_max_minutes(run: Run, trainer: Trainer) -> Run:
     )
     with trainer.batches:
         step = partial(train_step, run, trainer, 0)
-        step_seconds = seconds_of(step, run.dist_info)
+        step_seconds = time_call(step, run.dist_info)
         with eval_mode(trainer.raw_model):
             others = [
-                (every, times * seconds_of(partial(measure, timed_run, trainer), run.dist_info))
+                (every, times * time_call(partial(measure, timed_run, trainer), run.dist_info))
                 for every, measure, times in evaluations
                 if every
             ]

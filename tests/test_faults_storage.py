@@ -196,7 +196,7 @@ def test_auto_never_begins_a_run_again_that_had_saved(flags, run_dir, copied, wa
         else:
             shutil.rmtree(checkpoint)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    said = "every checkpoint in {} is damaged" if way == "damaged" else "{} had saved step 8"
+    said = "every checkpoint in {} is damaged" if way == "damaged" else "{} saved step 8"
     with pytest.raises(ValueError, match=said.format(run_dir)):
         main([*flags, "--resume=auto"])
     assert (run_dir / "metrics.jsonl").read_bytes() == before
@@ -247,7 +247,7 @@ def test_resume_through_links_is_of_the_same_run_and_leaves_them(flags, run_dir,
 def test_resume_of_a_finished_run_changes_nothing(flags, run_dir, copied, capsys):
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     main([*flags, "--resume=auto"])
-    assert "run is finished: give a larger --max-steps to train on\n" in capsys.readouterr().out
+    assert "run is finished: use a larger --max-steps to continue\n" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 

@@ -205,8 +205,8 @@ def test_lost_rank_ends_the_job_and_leaves_no_process(
     assert code != 0
     assert not any(rank.is_running() for rank in ranks.values())
     [stopped] = [line for line in errors.splitlines() if line.startswith("stopped:")]
-    assert "another process of this run is gone; last checkpoint step_0000000" in stopped
-    assert "go on with --resume" in stopped
+    assert "of this run has exited or cannot be reached; last checkpoint step_0000000" in stopped
+    assert "resume with --resume" in stopped
     assert commands.run_ranks(2, "train_gpt2", *flags).code == 0
     assert losses(run_dir) == pytest.approx(whole, rel=0, abs=1e-5)
 
@@ -216,7 +216,7 @@ def test_kill_of_torchrun_ends_its_ranks_saved(start, slowed, flags, run_dir):
 train_step, steps = train_gpt2.train_step, []
 def when_asked(trainer, *args):  # the twelfth step waits until this process was asked to stop
     steps.append(args)
-    while len(steps) == 12 and not trainer.stop.is_asked:
+    while len(steps) == 12 and not trainer.stop.signaled:
         time.sleep(0.01)
     return train_step(trainer, *args)
 train_gpt2.train_step = when_asked
@@ -261,7 +261,7 @@ def test_signal_saves_marks_and_resumes_bit_for_bit(start, slowed, flags, run_di
     assert reason == number.name
     assert 2 <= step < 24
     assert saved_steps(run_dir) == [step]
-    said = f"after step {step}; last checkpoint step_{step:08d}, go on with --resume {run_dir}\n"
+    said = f"after step {step}; last checkpoint step_{step:08d}, resume with --resume {run_dir}\n"
     if number == signal.SIGINT:
         assert (code, errors) == (130, f"interrupted {said}")
     else:
@@ -335,9 +335,9 @@ def test_stop_request_ignores_what_nohup_ignores_and_ends_at_a_second_ctrl_c_onl
         for first in (signal.SIGTERM, signal.SIGINT):
             with StopRequest(DistInfo()) as stop:
                 os.kill(os.getpid(), signal.SIGHUP)
-                assert not stop.is_asked
+                assert not stop.signaled
                 os.kill(os.getpid(), first)
-                assert stop.is_asked
+                assert stop.signaled
                 with pytest.raises(KeyboardInterrupt) if first == signal.SIGINT else nullcontext():
                     os.kill(os.getpid(), signal.SIGINT)
                 assert stop.signal_name() == first.name

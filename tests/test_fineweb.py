@@ -637,7 +637,7 @@ def test_propose_training_makes_five_passes_at_most_and_five_samples(tokens, rec
     flags = f"--data-dir 'data/my text' --run-name 'my text' {flags}".strip()
     assert line == f"next: python train_gpt2.py --config recipes/gpt2-{recipe}.json {flags}"
     assert re.fullmatch(
-        r"time: about \w+, at 40% MFU: the eta .* says it better(; --max-.*)?", duration
+        r"time: about \w+, at 40% MFU; the eta .* is more accurate(; to train .*)?", duration
     )
 
 

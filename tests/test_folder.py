@@ -41,7 +41,7 @@ def test_lock_run_folder_lets_one_trainer_in(tmp_path):
     with open_named(run_dir) as folder:
         assert folder == run_dir
         saved = fake_checkpoint(run_dir, 1)
-        assert_refused("another trainer is at work", run_dir, saved, resume="auto")
+        assert_refused("another process is already training in", run_dir, saved, resume="auto")
     with open_named(run_dir, saved, resume="auto"):  # free again
         pass
 
@@ -53,7 +53,7 @@ def test_lock_run_folder_refuses_a_folder_that_has_anything_of_another_run(tmp_p
     path.touch() if path.suffix else path.mkdir()
     other = fake_checkpoint(tmp_path / "b", 3)
     for checkpoint, resume in ((None, None), (other, str(other.path))):
-        message = "a already holds a run: give another --run-name, or go on with it by --resume"
+        message = "a already holds a run: use another --run-name, or resume the run with --resume"
         assert_refused(message, tmp_path / "a", checkpoint, resume=resume)
 
 
@@ -105,8 +105,16 @@ def explain(run_dir, stop=None):
     ("error", "kind", "said"),
     [
         (dist.DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
-        (dist.DistBackendError("NCCL error: closed by remote peer"), RunStopped, "is gone; last"),
-        (RuntimeError("gloo: closed by peer"), RunStopped, "gone; last checkpoint step_00000004"),
+        (
+            dist.DistBackendError("NCCL error: closed by remote peer"),
+            RunStopped,
+            "be reached; last",
+        ),
+        (
+            RuntimeError("gloo: closed by peer"),
+            RunStopped,
+            "reached; last checkpoint step_00000004",
+        ),
         (OutOfResources(2, 1, "shared memory"), ValueError, "or add --no-compile"),
     ],
 )

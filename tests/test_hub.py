@@ -50,7 +50,7 @@ def test_data_set_of_the_hub_opens_as_hf_leaves_it_and_preflight_checks_it(
     assert ours == theirs
     preflight = [*TINY_RUN, f"--data-dir={copy}", f"--out-dir={tmp_path}/runs", "--preflight"]
     main(preflight)
-    assert f"hashes of all {len(files) - 1} shards are right" in capsys.readouterr().out
+    assert f"hashes of all {len(files) - 1} shards match" in capsys.readouterr().out
     shard = copy / "train_000002.npy"
     np.save(shard, np.zeros(500, np.uint16))
     with pytest.raises(ValueError, match=r"train_000002\.npy is missing or .* rerun hf download"):

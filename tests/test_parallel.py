@@ -266,5 +266,5 @@ def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, tiny_da
 
 
 def test_cpu_offload_is_refused_where_there_is_no_gpu(tiny_flags):
-    with pytest.raises(ValueError, match="--cpu-offload needs GPUs, and this device is cpu"):
+    with pytest.raises(ValueError, match="--cpu-offload requires a GPU, but this device is cpu"):
         main([*tiny_flags, "--parallel=fsdp", "--cpu-offload"])

@@ -34,7 +34,7 @@ from training.plan import (
     find_device,
     plan_memory,
     split_batch,
-    warn_of_gpu,
+    warn_about_gpu,
 )
 
 CPU = torch.device("cpu")
@@ -167,7 +167,9 @@ def test_split_batch_names_nearest_sizes_that_do_divide(total, micro, world_size
         return
     with pytest.raises(ValueError, match="is not a multiple of") as error:
         plan(total)
-    suggested = [int(size) for size in str(error.value).split("use ")[1].split(" or ")]
+    suggested = [
+        int(size) for size in str(error.value).split("use --total-batch-size ")[1].split(" or ")
+    ]
     assert all(abs(size - total) < unit for size in suggested)
     assert len([plan(size) for size in suggested]) == (2 if total > unit else 1)
 
@@ -245,7 +247,7 @@ def hours_of(time):
 
 def test_the_time_of_a_small_model_on_a_gpu_is_not_known():
     small = GPTConfig(n_layer=4, n_head=1, n_embd=64)
-    assert plan_rows(small, gpus=1)["time"].startswith("not known for this model on this device")
+    assert plan_rows(small, gpus=1)["time"].startswith("unknown for this model on this device")
 
 
 def test_a_plan_says_what_its_recipe_was_shown_to_do():
@@ -260,10 +262,10 @@ def test_describe_plan_of_the_reproduction_on_a_cpu():
     for fact in ("124,475,904", "19,073", "9,999,745,024", "8.6e+18", "1.39 GiB", "8 x cpu"):
         assert fact in text
     # Of a measured peak: 0.1 to 10,000 GFLOP/s of each.
-    days = re.search(r"time +about (\d+)d\d\dh, at 40% MFU: the eta of a run's first", text)[1]
+    days = re.search(r"time +about (\d+)d\d\dh, at 40% MFU; the eta after the first", text)[1]
     assert 3 < int(days) < 3e6
     on_mps = described(config, GPT2, replace(dist_info, device=torch.device("mps")))
-    assert "time        not known for this model on this device: the eta" in on_mps
+    assert "time        unknown for this model on this device; see the eta" in on_mps
 
 
 @pytest.mark.parametrize(
@@ -278,17 +280,17 @@ def test_planned_time_is_that_of_published_runs_at_their_mfu(gpu, mfu, published
     ("free_gib", "cudnn_is", "said"),
     [
         (70, 91500, ""),
-        (20.5, 91500, "warning: GPU 0 has 20.5 GiB free, and the run takes about 25.0: "),
-        (70, 91002, "warning: attention is slow with cuDNN 91002, below 91500: "),
+        (20.5, 91500, "warning: GPU 0 has 20.5 GiB free, but the run needs about 25.0 GiB: "),
+        (70, 91002, "warning: attention is slow with cuDNN 91002, older than 91500: "),
     ],
 )
-def test_warn_of_gpu(free_gib, cudnn_is, said, monkeypatch, capsys):
+def test_warn_about_gpu(free_gib, cudnn_is, said, monkeypatch, capsys):
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "mem_get_info", lambda _: (free_gib * 2**30, 80 * 2**30))
     monkeypatch.setattr(cuda, "get_device_capability", lambda _: (9, 0))  # Hopper
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_is)
-    warn_of_gpu(25 * 2**30, DistInfo(torch.device("cuda", 0)))
+    warn_about_gpu(25 * 2**30, DistInfo(torch.device("cuda", 0)))
     printed = "".join(capsys.readouterr())
     assert printed.startswith(said)
     assert len(printed.splitlines()) == bool(said)
@@ -317,14 +319,14 @@ def test_every_kind_of_gpu_has_a_plan_that_fits(name):
 )
 def test_plan_says_the_disk_that_checkpoints_take(flags, at_once):
     size = 12 * GPT2.n_params / 2**30
-    expected = f"1.39 GiB; {at_once * size:,.2f} on disk for {at_once}"
+    expected = f"1.39 GiB; {at_once * size:,.2f} GiB on disk for {at_once}"
     assert plan_rows(gpus=1, **flags)["checkpoint"] == expected
 
 
 def test_plan_says_what_does_not_fit_and_names_batches_that_divide():
-    assert "; it has 79" in plan_rows(XL, gpus=8, micro_batch_size=32)["memory"]
-    assert "; it has" not in plan_rows(XL, gpus=8)["memory"]
-    with pytest.raises(ValueError, match="use 516096 or 540672"):
+    assert "; the device has 79" in plan_rows(XL, gpus=8, micro_batch_size=32)["memory"]
+    assert "; the device has" not in plan_rows(XL, gpus=8)["memory"]
+    with pytest.raises(ValueError, match="use --total-batch-size 516096 or 540672"):
         plan_rows(gpus=24)
 
 
@@ -334,7 +336,7 @@ def test_plan_and_first_screen_say_how_often_the_run_passes_over_its_data(
 ):
     flags = [*tiny_flags, f"--max-steps={steps}"]
     main([*flags, "--plan"])
-    expected = f"passes      {times} over the data's 18,000 tokens\n"
+    expected = f"passes      {times} over the dataset's 18,000 tokens\n"
     assert expected in capsys.readouterr().out
     main([*flags, "--plan", "--data-dir=none"])
     assert "passes" not in capsys.readouterr().out
@@ -346,8 +348,8 @@ def test_plan_and_first_screen_say_how_often_the_run_passes_over_its_data(
 def test_plan_of_a_time_has_no_number_of_steps_and_that_of_a_long_run_names_the_flag():
     rows = plan_rows(gpus=1, max_minutes=5.0)
     assert {"tokens", "time", "FLOPs"}.isdisjoint(rows)
-    assert plan_rows(XL, gpus=1)["time"].endswith("--max-minutes ends it sooner")
-    assert "sooner" not in plan_rows(gpus=1)["time"]
+    assert plan_rows(XL, gpus=1)["time"].endswith("to train for less time, use --max-minutes")
+    assert "less time" not in plan_rows(gpus=1)["time"]
 
 
 def test_plan_is_printed_by_rank_0_only(commands):
@@ -361,7 +363,7 @@ def test_plan_is_printed_by_rank_0_only(commands):
     ("flags", "message"),
     [
         ({"gpus": 64, "nodes": 7}, "--gpus 64 is not a multiple of --nodes 7"),
-        ({"gpus": 8, "plan": False}, "--gpus goes with --plan; .* --nproc_per_node=8"),
+        ({"gpus": 8, "plan": False}, "--gpus requires --plan; .* --nproc_per_node=8"),
         ({"gpus": 0}, "--gpus must be above 0"),
         ({"mfu": 40.0}, "--mfu 40.0 is above 1"),
         ({"gpu": "6090"}, "--gpu 6090 is not B200, .*, 4090, "),

@@ -82,7 +82,7 @@ def test_preflight_of_two_machines_passes(two_machines):
         ("sys.argv.remove('--resume=auto')", "ranks", "rank 1 has --resume None, rank 0 has --re"),
         (OTHER_DATA, "ranks", "rank 1 has train tokens "),
         ("Path('data/train_000002.npy').write_bytes(b'junk')", "ranks", "on rank 1: data/train_0"),
-        ("os.unlink('runs')", "disk", "rank 0 wrote to runs, and this rank does not see it: give"),
+        ("os.unlink('runs')", "disk", "rank 0 wrote a file to runs that this rank does not see:"),
     ],
     ids=["flag", "resume", "data", "junk", "disk"],
 )
@@ -98,7 +98,7 @@ def test_training_does_not_begin_with_other_code_on_a_machine(two_machines, tmp_
     with (copy / "lr_schedule.py").open("a") as file:
         file.write("# changed\n")
     done = two_machines(f"checks.__file__ = {str(copy / 'training/checks.py')!r}")
-    assert_refused(done, "rank 1 has lr_schedule.py of SHA-256")
+    assert_refused(done, "rank 1 has lr_schedule.py with SHA-256")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_preflight_says_that_a_process_is_gone(two_machines):
 
 def test_preflight_refuses_a_run_that_is_there(tiny_flags):
     main([*tiny_flags, "--run-name=a", "--max-steps=1", "--val-every=0"])
-    with pytest.raises(ValueError, match="already holds a run: give another --run-name"):
+    with pytest.raises(ValueError, match="already holds a run: use another --run-name"):
         main([*tiny_flags, "--run-name=a", "--preflight"])
     main([*tiny_flags, "--run-name=a", "--preflight", "--resume=auto"])
 
@@ -132,7 +132,7 @@ def test_preflight_refuses_a_run_that_is_there(tiny_flags):
         (["--out-dir=/proc/nothing"], OSError, "/proc/nothing"),  # even root cannot make it
         (  # 2 * 10^15 bytes
             *(["--n-layer=16", f"--n-embd={2**20}"], ValueError),
-            r"GiB free, a checkpoint takes \d{7,}.* GiB: give an --out-dir with more room",
+            r"GiB free, a checkpoint needs \d{7,}.* GiB: use an --out-dir with more space",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
         assert checkpoint == found
         assert config.max_lr == 0.1
         assert config.seed == (3 if "--seed=3" in flags else 1337)
-    with pytest.raises(ValueError, match=f"needs the --run-name: the runs in {tmp_path} are a$"):
+    with pytest.raises(ValueError, match=f"requires --run-name; the runs in {tmp_path} are a$"):
         parse_config(auto)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         parse_config(["--resume=nowhere"])
@@ -49,7 +49,7 @@ def test_resume_of_a_run_that_is_not_there_names_those_that_are_and_begins(tmp_p
     for name in ("small", "other"):
         fake_checkpoint(tmp_path / name, 4)
     assert parse_config(["--resume=auto", f"--out-dir={tmp_path}", "--run-name=smal"])[1] is None
-    said = f"no run smal yet, so it begins; the runs in {tmp_path} are other, small\n"
+    said = f"starting a new run: no run named smal yet; the runs in {tmp_path} are other, small\n"
     assert capsys.readouterr().out == said
 
 
@@ -63,7 +63,7 @@ def test_resume_says_what_it_does_not_take_from_a_given_config(tmp_path, capsys)
     write_json(recipe, {"max_lr": 0.2, "seed": 3})
     config, _ = parse_config([*begin, f"--resume={run_dir}"])
     assert config.max_lr == 0.3
-    said = "step_00000004 has the run's settings (max_lr 0.2 -> 0.3)\n"
+    said = "checkpoints/step_00000004 (max_lr 0.2 -> 0.3)\n"
     assert capsys.readouterr().out.endswith(said)
 
 
@@ -77,7 +77,7 @@ def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
 
     check("a", max_steps=9, max_lr=1e-3)
     said = "n_layer 12 -> 3, data_fingerprint a -> b, total_batch_size 524288 -> 2048, "
-    said = re.escape(f"is of another run ({said}shuffle True -> False): leave these as they were")
+    said = re.escape(f"belongs to another run ({said}shuffle True -> False): restore these")
     with pytest.raises(ValueError, match=said):
         check("b", n_layer=3, total_batch_size=2048, shuffle=False)
     with pytest.raises(ValueError, match="init_from None -> gpt2"):  # or it would be noted
@@ -176,8 +176,8 @@ def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "at", "said"),
     [
-        ("wsd", 90, "jumps at step 90 from 0.00036 to 0.0006; the way to a smooth curve is a new"),
-        ("cosine", 100, "jumps at step 100 from 6e-05 to 0.00033; the way to a smooth curve is a"),
+        ("wsd", 90, "jumps at step 90 from 0.00036 to 0.0006: for a smooth curve, start a new run"),
+        ("cosine", 100, "jumps at step 100 from 6e-05 to 0.00033: for a smooth curve, start a new"),
     ],
 )
 def test_longer_run_says_that_its_rate_jumps_and_from_where_it_does_not(
@@ -211,7 +211,7 @@ def test_saved_settings_have_flags_laid_over_them(tmp_path):
     [
         ({"max_steps": True}, "config.json: --max-steps: expected one argument"),
         ({"max_lr": -1}, "config.json: --max-lr must be above 0, not -1"),
-        ({"layers": 3}, "has the setting 'layers', which this version does not know"),
+        ({"layers": 3}, "has the unknown setting 'layers': use the version that wrote the file"),
         ([], "config.json is neither a recipe nor a run's config.json"),
     ],
 )
@@ -235,7 +235,7 @@ def test_init_from_takes_the_models_context_unless_another_is_given(tmp_path):
     write_json(tmp_path / "config.json", config.saved())  # of a run that began so
     assert parse_config([f"--config={tmp_path}/config.json", *init])[0].block_size == 32
     config, _ = parse_config([*init, "--block-size=128"])
-    with pytest.raises(ValueError, match="128 is beyond this model's 48: give --block-size 48 or"):
+    with pytest.raises(ValueError, match="context of 48: use --block-size 48 or less"):
         run_model_config(config, None)
     # Equal sizes are accepted, of a recipe or of flags.
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8}
@@ -248,10 +248,10 @@ def test_init_from_takes_the_models_context_unless_another_is_given(tmp_path):
         (["--size=gpt2-medium"], "n_layer 1 -> 24, n_head 2 -> 16, n_embd 8 -> 1024"),
     ):
         config, _ = parse_config([*flags, *init])
-        refusal = f"model is not of the size of the flags or of --config ({other}): give --n-la"
+        refusal = f"model does not have the size of the flags or of --config ({other}): use --n-la"
         with pytest.raises(ValueError, match=re.escape(refusal)) as refused:
             run_model_config(config, None)
-        remedy = shlex.split(str(refused.value).partition(": give ")[2])
+        remedy = shlex.split(str(refused.value).partition(": use ")[2])
         assert run_model_config(parse_config([*flags, *init, *remedy])[0], None) == own
     # It is not read where a checkpoint is resumed.
     fake_checkpoint(tmp_path / "run", 5, block_size=512)

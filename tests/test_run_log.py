@@ -48,10 +48,11 @@ def test_a_spike_is_one_line_in_a_hundred_steps_and_names_the_command_that_shows
         losses[39] = losses[149] = losses[159] = losses[280] = 9.0
         for step, loss in enumerate(losses, 1):
             log.step(step, loss=loss, lr=0.1, grad_norm=1.0)
-    spikes = [line for line in capsys.readouterr().out.splitlines() if "a spike" in line]
+    spikes = [line for line in capsys.readouterr().out.splitlines() if "loss spike" in line]
     command = f"python read_step.py {tmp_path} --step"
     assert spikes == [
-        f"warning: step {step}: a spike in the loss, see {command} {step}" for step in (150, 281)
+        f"warning: loss spike at step {step}; to print its training text: {command} {step}"
+        for step in (150, 281)
     ]
 
 

@@ -102,8 +102,7 @@ def test_tracker_that_fails_costs_one_warning(recorder, monkeypatch, tmp_path, c
             log.step(step, loss=1.0, lr=0.1, grad_norm=norm)
     [warning] = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert warning == (
-        "warning: --logger wandb has failed, and gets nothing more: "
-        "RuntimeError: the server refuses"
+        "warning: --logger wandb failed and is now disabled: RuntimeError: the server refuses"
     )
     assert recorded(tmp_path) == measured(tmp_path)  # the other one has everything
     assert recorded(tmp_path, "end")

@@ -269,7 +269,7 @@ def test_main_never_saves_weights_that_are_not_finite(tiny_flags, tmp_path):
     main([*flags, "--max-steps=2"])
     saved = tmp_path / "runs/a/checkpoints/step_00000002"
     flags += ["--resume=auto", "--keep-checkpoints=1", "--max-lr=1e38", "--min-lr=1e38"]
-    stopped = r"\.weight is not finite after step 3, .*last checkpoint step_00000002, go on with"
+    stopped = r"\.weight is not finite after step 3, .*last checkpoint step_00000002, resume with"
     with pytest.raises(FloatingPointError, match=stopped):
         main(flags)
     assert latest_checkpoint(tmp_path / "runs/a") == saved

@@ -1,1 +1,1 @@
-"""What surrounds the training loop: settings, resume, plan, checks, the run and its log."""
+"""Everything around the training loop: settings, resuming, planning, checks, run and log."""

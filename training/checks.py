@@ -1,4 +1,4 @@
-"""What is checked: that all ranks agree, with `--preflight` the rest, and that an edit trains."""
+"""Checks: do all ranks agree, can the run start (`--preflight`), does an edited model train?"""
 
 import platform
 import shutil
@@ -38,10 +38,10 @@ def check_ranks_agree(
     dtype: torch.dtype,
     dist_info: DistInfo,
 ) -> tuple[TokenShards, TokenShards]:
-    """Open the training and the validation split, once all ranks agree on what they are to do.
+    """Check that all ranks agree; return the training split and the validation split.
 
-    Ranks that differ would train different weights, without a word, or wait for each other in
-    different collectives.
+    Ranks that differ would silently train different weights, or wait for each other in different
+    collectives.
     """
     with raise_on_all_ranks():
         check_parallel_mode(config, dtype, dist_info)
@@ -50,7 +50,7 @@ def check_ranks_agree(
         if config.val_every and not count_windows(val.total_tokens, model_config.block_size):
             raise ValueError(
                 f"the validation split has {val.total_tokens} tokens, fewer than "
-                f"--block-size {config.block_size} + 1: give more data, or --val-every 0"
+                f"--block-size {config.block_size} + 1: add more data, or use --val-every 0"
             )
         if resumed is not None:
             check_resume_compatible(
@@ -66,38 +66,38 @@ def check_ranks_agree(
 
 
 def describe_software(config: TrainConfig, dtype: torch.dtype) -> list[str]:
-    """Versions, dtype, scripts and flags of this rank, one to a line."""
+    """Return this rank's versions, dtype, script hashes and flags, one per line."""
     root = Path(__file__).parent.parent
     scripts = sorted(path for folder in CODE_FOLDERS for path in (root / folder).glob("[!.]*.py"))
     settings = {"resume": config.resume} | config.saved()
     return [
         f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}",
-        *(f"{path.relative_to(root)} of SHA-256 {sha256_of(path)[:12]}" for path in scripts),
+        *(f"{path.relative_to(root)} with SHA-256 {sha256_of(path)[:12]}" for path in scripts),
         *(f"{flag_of(name)} {value}" for name, value in settings.items()),
     ]
 
 
 def check_parallel_mode(config: TrainConfig, dtype: torch.dtype, dist_info: DistInfo) -> None:
-    """Refuse a `--parallel` or an offload that this device or these processes cannot do."""
+    """Raise if this device or these processes do not support `--parallel` or `--cpu-offload`."""
     device = dist_info.device
     if config.cpu_offload and device.type != "cuda":
-        raise ValueError(f"--cpu-offload needs GPUs, and this device is {device.type}")
+        raise ValueError(f"--cpu-offload requires a GPU, but this device is {device.type}")
     if not config.is_sharded:
         return
     if dtype == torch.float16:
         raise ValueError(
-            f"float16 does not go with --parallel {config.parallel}: use --dtype bfloat16 or, on a "
-            f"GPU that has none, float32"
+            f"--parallel {config.parallel} does not support float16: use --dtype bfloat16 or, "
+            f"if the GPU does not have it, --dtype float32"
         )
     if not dist.is_initialized():
         raise ValueError(
-            f"--parallel {config.parallel} is for processes that torchrun starts, as in torchrun "
-            f"--standalone --nproc_per_node=2 train_gpt2.py; for one process, use --parallel ddp"
+            f"--parallel {config.parallel} requires torchrun: use torchrun --standalone "
+            f"--nproc_per_node=2 train_gpt2.py or, for one process, --parallel ddp"
         )
 
 
 def run_preflight(config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo) -> None:
-    """Make every check; each that passes prints a line."""
+    """Run all checks; print a line for each one that passes."""
     distributed.barrier()
     count, per_machine = dist_info.world_size, dist_info.local_world_size
     print0(f"network   {count} x {device_name(dist_info.device)}, {per_machine} per machine")
@@ -109,18 +109,18 @@ def run_preflight(config: TrainConfig, resumed: Checkpoint | None, dist_info: Di
 
 
 def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
-    """Check every shard's hash, if there is a manifest."""
+    """Check every shard's hash, if there is a manifest; return a line for the report."""
     manifest = Manifest.load(config.data_dir)
     if manifest is None:
-        return "no manifest to check the shards by"
+        return "no manifest, so hashes were not checked"
     with raise_on_all_ranks():  # the ranks of a machine share the work
-        own = manifest.shards[dist_info.local_rank :: dist_info.local_world_size]
-        verify_shards(config.data_dir, own)
-    return f"the hashes of all {len(manifest.shards)} shards are right"
+        rank_shards = manifest.shards[dist_info.local_rank :: dist_info.local_world_size]
+        verify_shards(config.data_dir, rank_shards)
+    return f"the hashes of all {len(manifest.shards)} shards match"
 
 
 def check_disk(config: TrainConfig, resumed: Checkpoint | None, model_config: GPTConfig) -> str:
-    """Check that `--out-dir` is one folder for all ranks, and has room for a checkpoint."""
+    """Check that all ranks share `--out-dir` and that a checkpoint fits; return a report line."""
     needed = CHECKPOINT_BYTES_PER_PARAMETER * model_config.n_params / 2**30
     out_dir, name = config.out_dir, ""
     with ExitStack() as stack:
@@ -134,34 +134,35 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None, model_config: GP
         with raise_on_all_ranks():
             if not (out_dir / name).is_file():
                 raise ValueError(
-                    f"rank 0 wrote to {out_dir}, and this rank does not see it: give an --out-dir "
-                    f"that all machines share"
+                    f"rank 0 wrote a file to {out_dir} that this rank does not see: use an "
+                    f"--out-dir that all machines share"
                 )
             free = shutil.disk_usage(out_dir).free / 2**30
-            found = f"{out_dir} has {free:.2f} GiB free, a checkpoint takes {needed:.2f} GiB"
+            found = f"{out_dir} has {free:.2f} GiB free, a checkpoint needs {needed:.2f} GiB"
             if free < needed:
-                raise ValueError(f"{found}: give an --out-dir with more room")
+                raise ValueError(f"{found}: use an --out-dir with more space")
     return found
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], max_lr: float) -> None:
-    """Refuse optimizers that lack a parameter, hold one twice, or have a rate of their own."""
+    """Raise if a parameter is not in exactly one optimizer, or if the schedule would not apply."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = Counter(p for group in groups for p in group["params"])
+    counts = Counter(p for group in groups for p in group["params"])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if wrong := [f"{name} ({held[p]} times)" for name, p in trained.items() if held[p] != 1]:
-        raise ValueError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
-    if rates := {float(group["lr"]) for group in groups} - {0.0, max_lr}:
+    if wrong := [f"{name} ({counts[p]} times)" for name, p in trained.items() if counts[p] != 1]:
+        raise ValueError(f"the optimizers must hold each parameter once, not {', '.join(wrong)}")
+    if lrs := {float(group["lr"]) for group in groups} - {0.0, max_lr}:
         raise ValueError(
-            f"the schedule would overwrite lr={min(rates):g}: give lr=config.max_lr, and a group's "
-            "own rate as its lr_scale, times that"
+            f"the schedule would overwrite lr={min(lrs):g}: create the optimizer with "
+            "lr=config.max_lr; to change a group's learning rate, set its lr_scale (a multiplier)"
         )
 
 
 def check_gradients(model: nn.Module) -> None:
-    """Refuse a parameter that no gradient has reached: it would stay as it is, in silence."""
+    """Raise if a parameter has no gradient: it would silently keep its initial value."""
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]:
         raise ValueError(
-            f"no gradient reaches {', '.join(unused)}: use it in `GPT.hidden_states` (a loss "
-            "function's own get none), or freeze it by requires_grad_(False)"
+            f"no gradient reaches {', '.join(unused)}: use the parameter in `GPT.hidden_states` "
+            "(parameters of a loss function get no gradient), or freeze it with "
+            "requires_grad_(False)"
         )

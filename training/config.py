@@ -1,4 +1,4 @@
-"""The flags of `train_gpt2.py`: every setting of a run, its default and its limits."""
+"""Flags of `train_gpt2.py`: every setting of a run, with its default and its limits."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -18,21 +18,21 @@ ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
     *("log_every", "max_lr", "grad_clip", "loss_chunks", "gpus", "nodes", "mfu", "max_minutes"),
 )
-NOT_SAVED = (  # flags that name a run, or plan one: not its settings
+NOT_SAVED = (  # flags that select, name or plan a run, so they are not among its settings
     *("config", "resume", "plan", "preflight", "run_name", "max_minutes"),
     *("gpus", "nodes", "gpu", "mfu"),
 )
-MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens, in steps of 524,288
+MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens in steps of 524,288 tokens
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a GPT-2. With no flags: the 124M model on 10B tokens of FineWeb-Edu.
+    """Train a GPT-2. Without flags: the 124M model on 10B tokens of FineWeb-Edu.
 
-    `--help` shows the first sentence of each docstring.
+    `--help` shows only the first sentence of each field's docstring.
     """
 
-    HELP_GROUPS: ClassVar = {  # by the first field of each
+    HELP_GROUPS: ClassVar = {  # titles of the groups, keyed by their first field
         "data_dir": "data",
         "size": "model",
         "total_batch_size": "batch",
@@ -42,143 +42,150 @@ class TrainConfig:
         "activation_checkpointing": "memory",
         "parallel": "several processes",
         "device": "machine",
-        "plan": "look ahead: train nothing",
+        "plan": "plan or check a run without training",
     }
     OTHER_NAMES: ClassVar = {
         **dict.fromkeys(("--lr", "--learning-rate"), "--max-lr"),
-        "--epochs": "--max-steps, of which an epoch has training tokens / --total-batch-size",
+        "--epochs": "--max-steps (steps per epoch = training tokens / --total-batch-size)",
         "--batch-size": "--micro-batch-size (sequences) or --total-batch-size (tokens)",
     }
 
     data_dir: Path = Path("data/fineweb-edu-10BT")
-    """Folder of token shards, as fineweb.py makes it."""
+    """Folder of token shards, as fineweb.py writes it."""
     shuffle: bool = True
-    """A new random order of the windows each epoch. Otherwise in sequence."""
+    """Read the training windows in a new random order each epoch; off reads them in sequence."""
     seed: int = 1337
-    """Of the initial weights, the data order and samples."""
+    """Random seed for initial weights, data order and samples."""
 
     size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
     """Model size: 124M, 350M, 774M or 1558M parameters."""
     n_layer: int | None = None
-    """Number of blocks, instead of the size's."""
+    """Number of transformer blocks; overrides --size."""
     n_head: int | None = None
-    """Number of attention heads, instead of the size's."""
+    """Number of attention heads; overrides --size."""
     n_embd: int | None = None
-    """Width, instead of the size's."""
+    """Embedding width; overrides --size."""
     block_size: int = 1024
-    """Context in tokens; with --init-from, its model's."""
+    """Context length in tokens; default with --init-from: that model's context length."""
     init_from: str | None = None
-    """Start from gpt2, …, a Hugging Face folder, or a run."""
+    """Start from pretrained weights: a run, a checkpoint, a Hugging Face folder or a GPT-2 on the
+    hub (gpt2, OWNER/NAME)."""
 
     total_batch_size: int = 524_288
-    """Tokens in an optimizer step, over all processes. Micro-steps make up what does not fit."""
+    """Tokens per optimizer step, over all processes. Gradients are accumulated over as many
+    micro-steps as needed."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences that a process takes at once; auto is the most that fit and still bring speed."""
+    """Sequences per forward pass on each process; auto picks the largest that fits in memory and
+    still adds speed."""
     loss_chunks: int | None = None
-    """Number of chunks in which logits are computed, to save memory; by default as few as fit on an
-    NVIDIA GPU, 4 on a CPU. The results are the same."""
+    """Compute the logits in this many chunks, to save memory; default: as few as fit on an NVIDIA
+    GPU, 4 on a CPU, 8 on MPS. Results do not change."""
 
     max_steps: int = 19_073
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     max_minutes: float | None = None
-    """Instead of --max-steps: as many as fit. The first steps are timed; a resume keeps the
-    number."""
+    """Train for about this many minutes: time a few steps, then set --max-steps to match. A resumed
+    run keeps its --max-steps."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon, which learns more per token. Muon has the blocks' matrices, AdamW the
-    rest."""
+    """adamw; or muon, which needs fewer tokens: Muon for the blocks' matrices, AdamW for all other
+    parameters."""
     max_lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
-    """Learning rate at the end."""
+    """Final learning rate."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up; by default 715 or a tenth of the run, whichever is less."""
+    """Steps of linear warm-up; default: 715 or a tenth of --max-steps, whichever is smaller."""
     lr_schedule: str = "cosine"
-    """cosine (half of one), wsd (constant, then linear over the last 20 %) or wsd-long (60 %). All
-    begin with the warm-up."""
+    """cosine (half a period), wsd (constant, then linear decay over the last 20 %) or wsd-long
+    (over the last 60 %). All of them start with the warm-up."""
     weight_decay: float = 0.1
-    """Decay of matrices; biases and LayerNorms have none."""
+    """Weight decay of matrices; biases and LayerNorms are not decayed."""
     embedding_decay: float | None = None
-    """Decay of the embeddings; by default --weight-decay."""
+    """Weight decay of the embeddings; default: --weight-decay."""
     spelling_share: float = 0.0
-    """Add to a token's embedding's gradient, times this, those of tokens spelled alike."""
+    """Add the gradients of similarly spelled tokens to each token embedding's gradient, scaled by
+    this factor; 0 = off."""
     beta1: float = 0.9
-    """AdamW's decay of the first moment."""
+    """AdamW's first-moment decay."""
     beta2: float | None = None
-    """AdamW's decay of the second moment; by default 0.95 at 524,288 tokens a step or more, and as
-    slow, in tokens, at fewer."""
+    """AdamW's second-moment decay; default: 0.95 for batches of at least 524,288 tokens, closer to
+    1 for smaller ones. The average then covers the same number of tokens."""
     momentum: float = 0.95
     """Muon's momentum."""
     grad_clip: float = 1.0
-    """Largest global norm of the gradient. Larger ones are scaled down to it."""
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
 
     val_every: int = 250
     """Steps between validations; 0 = never."""
     val_tokens: int = 10_485_760
-    """Tokens in a validation, or what there is."""
+    """Tokens per validation; the whole split if it is smaller."""
     hellaswag_every: int = 250
     """Steps between HellaSwag evaluations; 0 = never."""
     hellaswag_data: Path | None = None
-    """A JSONL file; by default it is downloaded once."""
+    """HellaSwag JSONL file; default: download it once."""
     sample_every: int = 250
     """Steps between samples; 0 = never."""
     sample_prompt: str | None = None
-    """Text that samples continue; by default the first validation text. "" begins a document."""
+    """Text that samples continue; default: the start of the validation split, and "" = a new
+    document."""
 
     out_dir: Path = Path("runs")
-    """Where run folders go."""
+    """Folder in which run folders are created."""
     run_name: str | None = None
-    """Name of the run's folder; by default size and time."""
+    """Name of the run's folder; default: model size and time."""
     resume: str | None = None
-    """From a run's folder, a checkpoint, or auto: --run-name's latest, or a new run if there is
-    none."""
+    """Resume from a run folder or a checkpoint; auto = the latest checkpoint of --run-name, or a
+    new run if there is none."""
     config: Path | None = None
-    """Take defaults from a recipe or a run's config.json."""
+    """Read defaults from a recipe or from a run's config.json."""
     checkpoint_every: int = 1000
-    """Steps between checkpoints; 0 = at the end only. One is saved at the end in any case."""
+    """Steps between checkpoints; 0 = only at the end. The last step is always saved."""
     keep_checkpoints: int = 0
-    """Keep the newest ones, this many, and the best validated; 0 = all."""
+    """Keep this many of the newest checkpoints, and the one with the lowest validation loss; 0 =
+    keep all."""
     step_timeout: float = 20.0
-    """Minutes that a process waits for the others in a collective before it ends; 0 = as long as it
-    takes."""
+    """Minutes a process waits in a collective before it exits with an error; 0 = no limit."""
     log_every: int = 1
-    """Steps between lines on the console. metrics.jsonl has every step."""
+    """Steps between console lines; metrics.jsonl has every step."""
     logger: tuple[TrackerName, ...] = ()
-    """Trackers: tensorboard, wandb, trackio. They get metrics and samples."""
+    """Send metrics and samples to these trackers: tensorboard, wandb, trackio."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Compute again instead of saving: none, selective or full. For the backward pass: nothing, all
-    but matrix products and attention, or every block. Less memory, more time, the same results."""
+    """Recompute activations in the backward pass: none, selective (all but matmuls and attention)
+    or full (whole blocks). Saves memory, costs time, does not change results."""
 
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """ddp: each has the whole model; fsdp: it is sharded; hsdp: sharded within each machine. So are
-    gradients and optimizer state."""
+    """ddp: every process holds the whole model; fsdp: parameters, gradients and optimizer state are
+    sharded over all processes; hsdp: sharded within a machine, replicated across machines."""
     reshard_after_forward: bool = True
-    """With fsdp: ZeRO-3; off: ZeRO-2, faster. Every block is gathered again for the backward pass,
-    or stays gathered."""
+    """With fsdp or hsdp: free a block's parameters after its forward pass and gather them again for
+    the backward pass (ZeRO-3); off keeps them (ZeRO-2), faster but more memory."""
     cpu_offload: bool = False
-    """With fsdp on GPUs: parameters in CPU memory. The optimizer's state, too."""
+    """With fsdp or hsdp on GPUs: keep parameters, gradients and optimizer state in CPU memory."""
 
     device: DeviceName = "auto"
-    """Device to train on."""
+    """Device to train on; auto = CUDA, else MPS, else the CPU."""
     dtype: DtypeName = "auto"
-    """Of matrix products; auto is bfloat16 where it is faster."""
+    """Dtype for matrix multiplications; auto = bfloat16 where it is fast, float16 on older NVIDIA
+    GPUs, else float32."""
     deterministic: bool = False
-    """On GPUs: resume bit for bit; slower. Every sum is repeated in the same order. CPUs always do
-    so."""
+    """Use deterministic GPU kernels, so that a resumed run repeats its losses bit for bit; slower.
+    CPU training is always deterministic."""
     compile: bool = True
-    """torch.compile the model, where there is a compiler."""
+    """Compile the model with torch.compile, if a compiler is available."""
     plan: bool = False
-    """Print what the run would take, and exit."""
+    """Print the run's plan (memory, batch, time) and exit."""
     preflight: bool = False
-    """Check that the run can start, and exit. One line each: network, software, data and disk."""
+    """Check that the run can start (network, software, data, disk) and exit. Each check prints a
+    line."""
     gpus: int | None = None
-    """With --plan: number of GPUs, not this machine's."""
+    """With --plan: plan for this many GPUs instead of this machine."""
     nodes: int = 1
-    """With --gpus: number of machines that have them."""
+    """With --gpus: number of machines that the GPUs are in."""
     gpu: str = "H100"
-    """With --gpus: their kind, such as A100, H200, B200, L4, T4, 4090."""
+    """With --gpus: GPU model, such as A100, H200, B200, L4, T4 or 4090."""
     mfu: float = 0.4
-    """With --plan: share of its peak that a device reaches. Measure it in a short run."""
+    """With --plan: fraction of its peak FLOP/s that a device reaches. Measure it in a short run."""
 
     def __post_init__(self) -> None:
         problems = [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]
@@ -190,7 +197,7 @@ class TrainConfig:
             raise ValueError("; ".join(problems))
 
     def _conflicts(self) -> Iterator[str]:
-        """What is wrong with flags that do not go together."""
+        """Describe values that are out of range and flags that conflict."""
         if self.min_lr > self.max_lr:
             yield f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}"
         if self.lr_schedule not in SCHEDULES:
@@ -210,16 +217,19 @@ class TrainConfig:
             if not (is_plain and name.isprintable()):
                 yield f"--run-name {name!r} must be a plain folder name"
         if self.max_minutes is not None and self.resume not in (None, "auto"):
-            yield "leave out --max-minutes: a run that is resumed has its --max-steps"
+            yield (
+                "leave out --max-minutes: the resumed run already has its number of steps "
+                "(--max-steps)"
+            )
         if self.cpu_offload and not self.is_sharded:
-            yield "--cpu-offload goes with --parallel fsdp or hsdp"
+            yield "--cpu-offload requires --parallel fsdp or hsdp"
         if self.mfu > 1:
-            yield f"--mfu {self.mfu} is above 1, the device's peak: use 0.4, say"
+            yield f"--mfu {self.mfu} is above 1, the device's peak: use a value such as --mfu 0.4"
         if self.gpu not in GPUS:
             yield f"--gpu {self.gpu} is not {', '.join(GPUS)}"
         if self.gpus and not self.plan:
             yield (
-                f"--gpus goes with --plan; to train on {self.gpus}: "
+                f"--gpus requires --plan; to train on {self.gpus} GPUs: "
                 f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
             )
         if self.gpus and self.nodes and self.gpus % self.nodes:
@@ -227,42 +237,43 @@ class TrainConfig:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no process has the whole model."""
+        """Whether parameters are sharded over processes (FSDP or HSDP)."""
         return self.parallel != "ddp"
 
     @property
     def default_warmup(self) -> int:
-        """Steps of warm-up of a run as long as this one."""
+        """Default number of warm-up steps, for this `max_steps`."""
         return min(MAX_DEFAULT_WARMUP_STEPS, self.max_steps // 10)
 
     @property
     def warmup(self) -> int:
-        """Steps of warm-up: as given, else the default."""
+        """Number of warm-up steps: `warmup_steps`, or the default if it is None."""
         return self.default_warmup if self.warmup_steps is None else self.warmup_steps
 
     @property
     def embedding_weight_decay(self) -> float:
-        """Decay of the matrices outside the blocks: as given, else that of the others."""
+        """Weight decay of matrices outside the blocks: `embedding_decay`, else `weight_decay`."""
         return self.weight_decay if self.embedding_decay is None else self.embedding_decay
 
     @property
     def adam_beta2(self) -> float:
-        """AdamW's beta2: as given, else averaging over the tokens of 0.95 at 524,288 per step.
+        """AdamW's beta2: `beta2`, else a value that depends on the batch size.
 
-        A row of the embedding has a gradient only where its token occurs (Marek et al. 2025).
+        For batches below 524,288 tokens, it averages over as many tokens as 0.95 does at 524,288
+        (Marek et al. 2025).
         """
         if self.beta2 is not None:
             return self.beta2
         return 0.95 ** min(1.0, self.total_batch_size / 524_288)
 
     def model_config(self) -> GPTConfig:
-        """The size with its overrides, and every other field that both classes have."""
+        """Return the size with its overrides, and every other field that both classes have."""
         names = {field.name for field in fields(GPTConfig)} & {field.name for field in fields(self)}
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return GPTConfig(**(GPT2_SIZES[self.size] | given))
+        overrides = {name: v for name in names if (v := getattr(self, name)) is not None}
+        return GPTConfig(**(GPT2_SIZES[self.size] | overrides))
 
     def saved(self) -> dict[str, Any]:
-        """The settings as JSON values, for `config.json` and checkpoints."""
+        """Return the settings as JSON values, for `config.json` and checkpoints."""
         settings = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self).items()
@@ -272,11 +283,11 @@ class TrainConfig:
 
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
-    """The configuration whose `saved()` was `settings`; missing fields have their defaults."""
+    """Return the configuration whose `saved()` is `settings`; missing fields get their defaults."""
     for name in settings.keys() - {field.name for field in fields(TrainConfig)}:
         raise ValueError(
-            f"{source} has the setting {name!r:.60}, which this version does not know: use the "
-            f"version that wrote it, or take the setting out"
+            f"{source} has the unknown setting {name!r:.60}: use the version that wrote "
+            f"the file, or remove the setting"
         )
     try:
         return parse_flags(TrainConfig, as_flags(settings))
@@ -285,13 +296,13 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
 
 
 def read_recipe(path: Path) -> TrainConfig:
-    """The configuration in a recipe or in a run's `config.json`, for a new run.
+    """Return the configuration in a recipe or in a run's `config.json`, for a new run.
 
-    A recipe's `about` says what it is for, and is no setting.
+    A recipe's `about` describes the recipe and is not a setting.
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"--config {path} is not a file: give one of recipes/ or a run's config.json"
+            f"--config {path} is not a file: use a recipe from recipes/ or a run's config.json"
         )
     settings = read_json(path)
     if not isinstance(settings, dict):

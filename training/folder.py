@@ -1,4 +1,4 @@
-"""A run's folder: which one it is, whether a run may go into it, its lock, how to resume it."""
+"""A run's folder: choosing, locking and checking it, and how to resume the run in it."""
 
 import itertools
 import time
@@ -22,10 +22,10 @@ from training.stopping import StopRequest
 
 @contextmanager
 def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator[Path]:
-    """Lock the run's folder for the length of the body; rank 0 does it for all.
+    """Lock the run's folder while the body runs; rank 0 does it for all ranks.
 
-    The folder may hold a run already if `--resume` found its checkpoint, or found none because the
-    run ended before its first.
+    The folder may already hold a run if `--resume` found a checkpoint in it, or if it found none
+    because the run ended before its first checkpoint.
     """
     with ExitStack() as stack:
         run_dir = Path()
@@ -35,19 +35,19 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
                 try:
                     stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME))
                 except Timeout:
-                    raise ValueError(f"another trainer is at work in {run_dir}") from None
+                    raise ValueError(f"another process is already training in {run_dir}") from None
                 check_usable(run_dir, config, resumed)
                 clean_up(run_dir / "checkpoints")
         yield Path(distributed.gather_text(str(run_dir))[0])
 
 
 def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
-    """The run's folder: that of the resumed checkpoint, of the given name, or of size and time."""
+    """Return the run's folder: from `--run-name`, the resumed checkpoint, or size and time."""
     if resumed is not None and config.run_name is None:
         folder = resumed.path.absolute().parent
         if folder.name != "checkpoints":
             raise ValueError(
-                f"{resumed.path} is not in a run's checkpoints folder: give a --run-name"
+                f"{resumed.path} is not in a run's checkpoints folder: add a --run-name"
             )
         return folder.parent
     if config.run_name is not None:
@@ -55,48 +55,49 @@ def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
     for seconds in itertools.count(int(time.time())):
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
         run_dir = config.out_dir / f"{config.size}-{stamp}"
-        with suppress(FileExistsError):  # of a run that has begun in the same second
+        with suppress(FileExistsError):  # another run started in the same second
             run_dir.mkdir(parents=True)
             break
     return run_dir
 
 
-def is_own(resumed: Checkpoint, run_dir: Path) -> bool:
-    """Whether a checkpoint is of this run, under whatever path they are given."""
-    parents = (resumed.path.parent.resolve(), resumed.path.resolve().parent)  # it may be a link
+def belongs_to_run(resumed: Checkpoint, run_dir: Path) -> bool:
+    """Return whether a checkpoint is in this run's folder, whatever paths or links lead there."""
+    # The checkpoint's folder may itself be a link.
+    parents = (resumed.path.parent.resolve(), resumed.path.resolve().parent)
     return (run_dir / "checkpoints").resolve() in parents
 
 
 def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None) -> None:
-    """Refuse a folder in which the run can be neither resumed nor started."""
+    """Raise if the run can be neither started nor resumed in this folder."""
     checkpoints = run_dir / "checkpoints"
     holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
     step, complete = last_saved_step(run_dir / METRICS_NAME), complete_checkpoints(checkpoints)
-    is_resumed = config.resume is not None and (resumed is None or is_own(resumed, run_dir))
+    is_resumed = config.resume is not None and (resumed is None or belongs_to_run(resumed, run_dir))
     if resumed and step and not (complete or logged_values(run_dir / METRICS_NAME, "saved_step")):
-        is_resumed = True  # the same command, which was killed in its first save
+        is_resumed = True  # a rerun of a command that was killed during its first save
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
-            f"{run_dir} already holds a run: give another --run-name, or go on with it by "
+            f"{run_dir} already holds a run: use another --run-name, or resume the run with "
             f"{shell_line('--resume', run_dir)}"
         )
-    # By the step: a copy that is resumed from may have any name.
+    # Compare by step, because a copy of a checkpoint may have any name.
     resumed_name = f"step_{resumed.state.step:08d}" if resumed else ""
     for other in complete:
         if other.name > resumed_name and is_valid(other):
             raise ValueError(
-                f"{run_dir} has a newer checkpoint, {other.name}: resume from that, or train on "
-                f"from the older one as another run, by another --run-name"
+                f"{run_dir} has a newer checkpoint, {other.name}: resume from it, or continue "
+                f"from the older one as a new run with another --run-name"
             )
     if resumed is None and step:
         raise ValueError(
-            f"{run_dir} had saved step {step} and has no checkpoint any more: mount or restore "
-            f"{checkpoints}, or begin again with another --run-name"
+            f"{run_dir} saved step {step}, but its checkpoints are gone: mount or restore "
+            f"{checkpoints}, or start over with another --run-name"
         )
 
 
 def is_valid(checkpoint: Path) -> bool:
-    """Whether a checkpoint is undamaged."""
+    """Return whether a checkpoint is undamaged."""
     with suppress(OSError, ValueError):
         verify_checkpoint(checkpoint)
         return True
@@ -104,45 +105,47 @@ def is_valid(checkpoint: Path) -> bool:
 
 
 def describe_run(run_dir: Path) -> str:
-    """Where a run is, and how to follow, stop and resume it."""
+    """Describe where a run is, and how to follow, stop and resume it."""
     path = shell_line(run_dir)
     return (
         f"run folder  {path}\n"
         f"figures     python plot.py {path}, at any time\n"
-        f"to stop     Ctrl-C or SIGTERM, which save first\n"
+        f"to stop     Ctrl-C or SIGTERM; the run saves a checkpoint first\n"
         f"to resume   {distributed.train_command('--resume', run_dir)}"
     )
 
 
 def resume_hint(run_dir: Path) -> str:
-    """The last checkpoint, and the flags that resume from it."""
+    """Return the name of the last checkpoint and the flags that resume from it."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
         return no_checkpoint_hint(run_dir)
-    return f"last checkpoint {checkpoint.name}, go on with {shell_line('--resume', run_dir)}"
+    return f"last checkpoint {checkpoint.name}, resume with {shell_line('--resume', run_dir)}"
 
 
 @contextmanager
 def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
-    """Add to a failure of the body which checkpoint is left, and what to do."""
+    """If the body fails, add the last checkpoint and the fix to the error message."""
     try:
         yield
     except FloatingPointError as error:
-        distributed.barrier()  # all ranks come here, rank 0 when its last save is complete
-        remedy = f"{resume_hint(run_dir)} and a lower --max-lr"
+        distributed.barrier()  # every rank gets here, rank 0 once its last save is complete
+        fix = f"{resume_hint(run_dir)} and a lower --max-lr"
         for earlier in complete_checkpoints(run_dir / "checkpoints")[1:2]:
-            remedy += f"; if this fails, another --run-name with {shell_line('--resume', earlier)}"
-        raise FloatingPointError(f"{error}; {remedy}") from None
-    except Exception as error:  # Triton's are no RuntimeErrors
-        if is_out_of_memory(error):  # asked first: NCCL's is a DistError, too
-            remedy = f"give a smaller --micro-batch-size; {resume_hint(run_dir)}"
-            raise ValueError(f"the device ran out of memory: {remedy}") from None
+            back = shell_line("--resume", earlier)
+            fix += f"; if that fails too, go back one checkpoint: {back} with a new --run-name"
+        raise FloatingPointError(f"{error}; {fix}") from None
+    except Exception as error:  # Triton's errors are not RuntimeErrors
+        if is_out_of_memory(error):  # first, because NCCL's is also a DistError
+            fix = f"use a smaller --micro-batch-size; {resume_hint(run_dir)}"
+            raise ValueError(f"the device ran out of memory: {fix}") from None
         if distributed.is_lost_process(error):
             raise RunStopped(
-                f"another process of this run is gone; {resume_hint(run_dir)}"
+                f"another process of this run has exited or cannot be reached; "
+                f"{resume_hint(run_dir)}"
             ) from None
         if problem := compile_error(error):
-            if stop.is_asked:  # the signal also ended the compiler's processes
+            if stop.signaled:  # the signal also stopped the compiler's processes
                 raise KeyboardInterrupt(resume_hint(run_dir)) from None
             raise ValueError(f"{problem}; {resume_hint(run_dir)}") from None
         raise

@@ -1,4 +1,4 @@
-"""Flags, the checkpoint to resume from, and what may not differ from it."""
+"""Flags, the checkpoint to resume from, and the settings that must match it."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -20,17 +20,17 @@ from runtime.cli import as_flags, parse_flags, shell_line
 from runtime.distributed import print0
 from training.config import TrainConfig, config_from_settings, read_recipe
 
-RATE_JUMP = 1.1  # a rate that is higher by this factor than the step before has jumped
-# A resume refuses other values of these and of the model's; docs/reliability.md has all flags.
-KEPT_SETTINGS = ("size", "init_from", "total_batch_size", "seed", "shuffle", "val_tokens")
+LR_JUMP = 1.1  # warn if the learning rate rises by more than this factor in one step
+# A resumed run must keep these and the model's settings; docs/reliability.md covers all flags.
+FIXED_SETTINGS = ("size", "init_from", "total_batch_size", "seed", "shuffle", "val_tokens")
 
 
 def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
-    """The configuration, and the checkpoint to resume from, if any; its hashes are checked.
+    """Return the configuration and the verified checkpoint to resume from, if any.
 
-    Flags that are not given have the values of the resumed checkpoint or of `--config`, and
-    `--block-size` is the context of the model of a given `--init-from`. A resumed run keeps its
-    warm-up, whatever `--max-steps` becomes: the schedule so far must not change.
+    Flags that are not passed keep their values from the resumed checkpoint or from `--config`. With
+    `--init-from`, `--block-size` defaults to that model's context length. A resumed run keeps its
+    warm-up when `--max-steps` changes, so that the schedule so far does not change.
     """
     locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("config", "resume", "out-dir", "run-name", "init-from"):
@@ -41,55 +41,55 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         defaults = read_recipe(Path(given.config))
     if given.resume:
         out_dir = Path(given.out_dir or defaults.out_dir)
-        path = _find_to_resume(given.resume, out_dir, given.run_name)
+        path = _find_resume_checkpoint(given.resume, out_dir, given.run_name)
         if path is not None:
             checkpoint = Checkpoint(path, read_state(path))
             defaults = config_from_settings(checkpoint.state.train_config, path)
     if given.init_from and checkpoint is None and defaults.init_from is None:
-        own = model_config_of(given.init_from).block_size
-        defaults = replace(defaults, block_size=own)
+        block_size = model_config_of(given.init_from).block_size
+        defaults = replace(defaults, block_size=block_size)
     config = parse_flags(TrainConfig, args, defaults)
     if checkpoint is not None:
-        if config.max_minutes is not None:  # the run has found its steps
+        if config.max_minutes is not None:  # the run has already set its number of steps
             config = replace(config, max_steps=defaults.max_steps)
-        _warn_of_jump(checkpoint, defaults, config)
+        _warn_about_lr_jump(checkpoint, defaults, config)
         if given.config:
-            meant = parse_flags(TrainConfig, args, read_recipe(Path(given.config)))
-            if unused := differences(meant.saved(), config.saved()):
+            requested = parse_flags(TrainConfig, args, read_recipe(Path(given.config)))
+            if unused := differences(requested.saved(), config.saved()):
                 print0(
-                    f"warning: --config {given.config} is not used: {checkpoint.path} has the "
-                    f"run's settings ({', '.join(unused)})"
+                    f"warning: ignoring --config {given.config}: the run keeps its settings from "
+                    f"{checkpoint.path} ({', '.join(unused)})"
                 )
     return config, checkpoint
 
 
-def _warn_of_jump(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
-    """Say so if the resumed run lifts the learning rate in one step."""
+def _warn_about_lr_jump(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
+    """Warn if the resumed run raises the learning rate in one step."""
     step = checkpoint.state.step
     before = max(learning_rate(saved, max(step - 1, 0)), learning_rate(saved, step))
-    if (rate := learning_rate(config, step)) > RATE_JUMP * before:
+    if (after := learning_rate(config, step)) > LR_JUMP * before:
         print0(
-            f"warning: the learning rate jumps at step {step} from {before:.2g} to {rate:.2g}; the "
-            f"way to a smooth curve is a new run or, with wsd, a checkpoint from before its decay"
+            f"warning: the learning rate jumps at step {step} from {before:.2g} to {after:.2g}: "
+            f"for a smooth curve, start a new run or, with wsd, resume from before the decay"
         )
 
 
-def _find_to_resume(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
-    """The checkpoint that `--resume` means; None if it is auto and the run has to begin."""
+def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
+    """Return the checkpoint that `--resume` names; None if it is auto and the run is new."""
     if resume != "auto":
         path = find_checkpoint(Path(resume))
         try:
             verify_checkpoint(path)
         except ValueError as error:
             run_dir = path.absolute().parent.parent
-            place = ("--run-name", run_dir.name, "--out-dir", run_dir.parent)
-            goes_back = shell_line("--resume", "auto", *place)
-            raise ValueError(f"{error}: give an earlier checkpoint, or {goes_back}") from None
+            flags = ("--run-name", run_dir.name, "--out-dir", run_dir.parent)
+            auto = shell_line("--resume", "auto", *flags)
+            raise ValueError(f"{error}: use an earlier checkpoint, or {auto}") from None
         return path
     if run_name is None:
-        raise ValueError(f"--resume auto needs the --run-name: {list_runs(out_dir)}")
+        raise ValueError(f"--resume auto requires --run-name; {list_runs(out_dir)}")
     if run_name not in run_names(out_dir):
-        print0(f"no run {run_name} yet, so it begins; {list_runs(out_dir)}")
+        print0(f"starting a new run: no run named {run_name} yet; {list_runs(out_dir)}")
     return latest_valid_checkpoint(out_dir / run_name)
 
 
@@ -100,24 +100,24 @@ def check_resume_compatible(
     data_fingerprint: str,
     val_fingerprint: str,
 ) -> None:
-    """Refuse to resume with another model, batch, order or data set than the checkpoint's."""
+    """Raise if the model, batch, data order or dataset differs from the checkpoint's."""
     path, state = resumed
     found = asdict(model_config)
     found |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
-    expected = asdict(GPTConfig(**state.model_config))  # a field that it lacks has its default
+    expected = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
     expected["data_fingerprint"] = state.data_fingerprint
     expected["val_fingerprint"] = state.val_fingerprint
-    for name in KEPT_SETTINGS:
+    for name in FIXED_SETTINGS:
         found[name], expected[name] = getattr(config, name), state.train_config.get(name)
     if changes := differences(expected, found):
         raise ValueError(
-            f"{path} is of another run ({', '.join(changes)}): leave these as they were, or start "
-            f"a new run, with another --run-name and without --resume"
+            f"{path} belongs to another run ({', '.join(changes)}): restore these settings, or "
+            f"start a new run with another --run-name and without --resume"
         )
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """What is found and not as expected, as `name expected -> found`."""
+    """Return the values that differ from the expected ones, as `name expected -> found`."""
     return [
         f"{name} {expected.get(name)} -> {value}"
         for name, value in found.items()
@@ -126,10 +126,10 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
 
 
 def run_model_config(config: TrainConfig, resumed: Checkpoint | None) -> GPTConfig:
-    """The model's configuration as the flags give it or, with `--init-from`, its model has it.
+    """Return the model configuration from the flags or, with `--init-from`, from that model.
 
-    That has its own dimensions, and other --size or --n-… are refused, there or by the resume. Of
-    other fields that are flags, those count that were given.
+    With `--init-from`, the dimensions come from that model, and conflicting --size or --n-* flags
+    are errors, here or when the run is resumed. Other model flags apply only if they were passed.
     """
     flags = config.model_config()
     if config.init_from is None:
@@ -138,24 +138,24 @@ def run_model_config(config: TrainConfig, resumed: Checkpoint | None) -> GPTConf
     if config.size != TrainConfig.size:
         sizes = GPT2_SIZES[config.size] | sizes
     settings = TrainConfig().saved() | (resumed.state.train_config if resumed else {})
-    if resumed is not None:  # --init-from may be gone by now
-        own = GPTConfig(**resumed.state.model_config)
+    if resumed is not None:  # the --init-from model may no longer exist
+        source = GPTConfig(**resumed.state.model_config)
     else:
-        own = model_config_of(config.init_from)
-        if flags.block_size > own.block_size:
+        source = model_config_of(config.init_from)
+        if flags.block_size > source.block_size:
             raise ValueError(
-                f"--block-size {flags.block_size} is beyond this model's {own.block_size}: "
-                f"give --block-size {own.block_size} or less"
+                f"--block-size {flags.block_size} exceeds the model's context of "
+                f"{source.block_size}: use --block-size {source.block_size} or less"
             )
-        if other := differences(asdict(own), sizes):
-            remedy = as_flags({name: getattr(own, name) for name in GPT2_SIZES["gpt2"]})
+        if other := differences(asdict(source), sizes):
+            model_flags = as_flags({name: getattr(source, name) for name in GPT2_SIZES["gpt2"]})
             raise ValueError(
-                f"--init-from {config.init_from} is not of the size of the flags or of --config "
-                f"({', '.join(other)}): give {shell_line(*remedy)}"
+                f"--init-from {config.init_from} does not have the size of the flags or of "
+                f"--config ({', '.join(other)}): use {shell_line(*model_flags)}"
             )
     given = {
         name: value
         for name, value in asdict(flags).items()
         if name in settings and name not in GPT2_SIZES["gpt2"] and value != settings[name]
     }
-    return replace(own, **given | sizes | {"block_size": flags.block_size})
+    return replace(source, **given | sizes | {"block_size": flags.block_size})

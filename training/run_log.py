@@ -1,6 +1,6 @@
 """A run's log: `metrics.jsonl`, the console, samples and trackers.
 
-`metrics.jsonl` has one JSON object per line, one line per event, and is only ever appended to.
+`metrics.jsonl` has one JSON object per event, on its own line, and is append-only.
 """
 
 import json
@@ -30,26 +30,27 @@ from training.config import TrainConfig
 from training.folder import describe_run
 from training.trackers import Trackers
 
-SPIKE, SPIKE_STEPS = 10, 100  # so many standard deviations, of so many losses before
-ETA_STEPS = 50  # recent ones, that the time left is estimated from
+# A spike is 10 standard deviations above the mean of the last 100 losses.
+SPIKE_STDS, SPIKE_STEPS = 10, 100
+ETA_STEPS = 50  # number of recent steps that the ETA is estimated from
 
 
 @dataclass
 class RunLog:
-    """Writes and shows what a run measures, and times its steps; a context manager.
+    """Log of a run's metrics, and the clock that times its steps; a context manager.
 
-    Every rank enters it and calls its methods; only rank 0 writes, shows and tracks. The clock
-    starts on entering.
+    Every rank enters it and calls its methods; only rank 0 writes, prints and calls the trackers.
+    The clock starts on entry.
     """
 
     run_dir: Path
     config: TrainConfig
     start_step: int
-    """Updates done before."""
+    """Number of updates done before this start or resume."""
     flops_per_token: int
     dist_info: DistInfo
     dtype: torch.dtype
-    """Of matrix products."""
+    """Dtype for matrix multiplications."""
 
     def __post_init__(self) -> None:
         self._last_step = self.start_step
@@ -57,13 +58,13 @@ class RunLog:
 
     def __enter__(self) -> Self:
         self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
-        self._lock = threading.Lock()  # the thread that writes checkpoints records `saved_step`
+        self._lock = threading.Lock()  # the thread that writes checkpoints calls `saved`
         names = self.config.logger if is_main() else ()
         self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
         float32 = self.dtype == torch.float32
         self._peak_flops = peak_flops(device_name(self.dist_info.device), float32=float32)
-        self._step_seconds = list[float]()  # without the first, which compiles
-        self._paused_seconds = self._pause_share = 0.0
+        self._step_seconds = list[float]()  # without the first step, which compiles
+        self._paused_seconds = self._pause_ratio = 0.0
         self._begun = self._step_begun = perf_counter()
         return self
 
@@ -73,7 +74,7 @@ class RunLog:
             self._file.close()
 
     def start(self, data_fingerprint: str) -> None:
-        """Show how to follow the run; log where a resumed one begins, the machine and the data."""
+        """Print how to follow the run; record where it resumes, the machine and the data."""
         print0(describe_run(self.run_dir))
         if self.config.resume is not None:
             self.record(resumed_from=self.start_step)
@@ -87,23 +88,23 @@ class RunLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock of the steps for evaluation and saving."""
-        synchronize(self.dist_info.device)  # a step's last work is not to fall into the pause
+        """Stop the step clock during evaluation and saving."""
+        synchronize(self.dist_info.device)  # the pause must not include work of the last step
         begun = perf_counter()
         yield
         seconds = perf_counter() - begun
         self._step_begun += seconds
-        if self._step_seconds:  # evaluations before may compile
+        if self._step_seconds:  # earlier evaluations may include compiling
             self._paused_seconds += seconds
-            self._pause_share = self._paused_seconds / sum(self._step_seconds)
+            self._pause_ratio = self._paused_seconds / sum(self._step_seconds)
 
-    def next_text(self) -> str:
-        """The command that prints the text of the step after the last logged one."""
+    def inspect_command(self) -> str:
+        """Return the command that prints the text of the step after the last logged one."""
         step = ("--step", self._last_step + 1)
         return shell_line("python", "read_step.py", self.run_dir, *step)
 
     def step(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
-        """Log a step, which the device has finished; `step` updates are done by now."""
+        """Log a step that the device has finished, the `step`-th update."""
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
         if step > self.start_step + 1:
@@ -123,23 +124,26 @@ class RunLog:
             "peak_memory_gib": peak_memory_gib(self.dist_info.device),
         }
         self.record(**record)
-        before = self._losses
-        if len(before) == SPIKE_STEPS and loss > np.mean(before) + SPIKE * np.std(before):
-            print0(f"warning: step {step}: a spike in the loss, see {self.next_text()}")
-            before.clear()
-        before.append(loss)
+        recent = self._losses
+        if len(recent) == SPIKE_STEPS and loss > np.mean(recent) + SPIKE_STDS * np.std(recent):
+            print0(
+                f"warning: loss spike at step {step}; to print its training text: "
+                f"{self.inspect_command()}"
+            )
+            recent.clear()
+        recent.append(loss)
         self._last_step = step
         if step % self.config.log_every == 0 or step == self.config.max_steps:
-            steps_left, recent = self.config.max_steps - step, self._step_seconds[-ETA_STEPS:]
-            eta_seconds = steps_left * fmean(recent) * (1 + self._pause_share) if recent else None
+            steps_left, last = self.config.max_steps - step, self._step_seconds[-ETA_STEPS:]
+            eta_seconds = steps_left * fmean(last) * (1 + self._pause_ratio) if last else None
             print0(format_step(record, self.config.max_steps, eta_seconds))
 
     @contextmanager
     def evaluation(self, step: int) -> Iterator[dict[str, float]]:
-        """Stop the clock of the steps; log what the body has measured after `step` updates.
+        """Stop the step clock; log what the body measures after `step` updates.
 
         Yields:
-            The record to fill. What is in it when an evaluation is cut short is logged, too.
+            The record to fill. If the evaluation is interrupted, its entries so far are logged.
         """
         metrics = dict[str, float]()
         self._evaluated_step = step
@@ -149,22 +153,22 @@ class RunLog:
             seconds = perf_counter() - begun
         if not metrics:
             return
-        # An evaluation of one's own may return tensors.
-        shown = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
-        shown["evaluation_seconds"] = seconds
-        if step > self.start_step:  # with compiling, evaluations and saves
+        # A custom evaluation may return tensors.
+        values = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
+        values["evaluation_seconds"] = seconds
+        if step > self.start_step:  # includes compiling, evaluations and saves
             tokens = (step - self.start_step) * self.config.total_batch_size
-            shown["overall_tokens_per_second"] = tokens / (perf_counter() - self._begun)
-        self.record(step=step, tokens_seen=step * self.config.total_batch_size, **shown)
-        print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in shown.items())]))
+            values["overall_tokens_per_second"] = tokens / (perf_counter() - self._begun)
+        self.record(step=step, tokens_seen=step * self.config.total_batch_size, **values)
+        print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in values.items())]))
 
     def samples(self, texts: Sequence[str]) -> None:
-        """Append texts that the present evaluation has sampled to `samples.txt`; show them."""
+        """Print the texts that the current evaluation sampled, and append them to `samples.txt`."""
         if not is_main():
             return
         step = self._evaluated_step
         lines = [f"step {step} | sample: {text!r}" for text in texts]
-        with warn_of_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
+        with warn_on_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
         self._trackers.log(step, {"sample_text": "\n".join(lines)})
         for line in lines:
@@ -176,11 +180,11 @@ class RunLog:
         self.record(saved_step=step)
 
     def record(self, **values: float | str | None) -> None:
-        """Append one record to `metrics.jsonl`, whole, and give it to the trackers.
+        """Append one record to `metrics.jsonl` atomically, and pass it to the trackers.
 
-        A float that is not finite becomes null, for JSON has no NaN. A record of a step has `step`
-        and `tokens_seen`; others are for `metrics.jsonl` only. A resumed run records
-        `resumed_from` before anything else, and `saved_step` tells of a complete checkpoint.
+        A float that is not finite becomes null, because JSON has no NaN. Records of a step have
+        `step` and `tokens_seen`; other records go to `metrics.jsonl` only. A resumed run first
+        records `resumed_from`; a complete checkpoint is recorded as `saved_step`.
         """
         if self._file is None:
             return
@@ -189,15 +193,15 @@ class RunLog:
             for name, value in values.items()
         }
         line = json.dumps(finite, allow_nan=False) + "\n"
-        with warn_of_write_error(), self._lock:
+        with warn_on_write_error(), self._lock:
             append_atomically(self._file, line.encode())
         if isinstance(step := finite.pop("step", None), int):
             self._trackers.log(step, finite)
 
 
 @contextmanager
-def warn_of_write_error() -> Iterator[None]:
-    """A file that cannot be written is a warning: the run itself goes on."""
+def warn_on_write_error() -> Iterator[None]:
+    """If the body cannot write a file, print a warning and continue."""
     try:
         yield
     except OSError as error:
@@ -205,18 +209,18 @@ def warn_of_write_error() -> Iterator[None]:
 
 
 def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:
-    """One console line of a training record; what is None is left out."""
+    """Return the console line of a training record, without values that are None."""
     device = [f"{format_count(record['tokens_per_second'])} tok/s"]
     if record["mfu"] is not None:
         device.append(f"mfu {record['mfu']:.0%}")
     if record["peak_memory_gib"] is not None:
         device.append(f"{record['peak_memory_gib']:.3g} GiB")
     lr, norm = f"{record['lr']:.1e}".replace("e-0", "e-"), record["grad_norm"]
-    parts = [
+    columns = [
         f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
         f"loss {record['train_loss']:.4f}",
         f"lr {lr}, norm {norm:{'.3g' if norm < 1000 else '.0f'}}",
         ", ".join(device),
         f"eta {format_duration(eta_seconds)}",
     ]
-    return " | ".join(parts)
+    return " | ".join(columns)

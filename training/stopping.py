@@ -1,7 +1,7 @@
-"""Stop together: what one process is asked to do, all processes do after the same step.
+"""Coordinated stop: a signal to one process stops all processes after the same step.
 
-SIGTERM and SIGUSR1 (schedulers send them before they kill), SIGHUP (the terminal is closed) and
-Ctrl-C are remembered here, until all processes learn of them.
+SIGTERM and SIGUSR1 (schedulers send them before they kill a job), SIGHUP (the terminal was closed)
+and Ctrl-C are recorded here until all processes know about them.
 """
 
 import os
@@ -18,7 +18,7 @@ SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
     for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
     if hasattr(signal, name)
 ]
-BATCHES_PER_SYNC = 8  # of an evaluation: ranks wait for each other when they sync
+BATCHES_PER_SYNC = 8  # in evaluations; ranks wait for each other when they sync
 
 
 class _EvaluationStopped(Exception):  # noqa: N818 - not an error
@@ -26,36 +26,37 @@ class _EvaluationStopped(Exception):  # noqa: N818 - not an error
 
 
 class StopRequest:
-    """Whether training is to stop; as a context manager, it listens for signals.
+    """Request to stop training; as a context manager, it handles signals.
 
-    The first signal only asks to stop. A second Ctrl-C ends the process at once, except under
-    `torchrun`, which repeats the first one to processes that had it from the terminal already.
+    The first signal only requests a stop. A second Ctrl-C ends a single process immediately.
+    Several processes ignore it, because `torchrun` forwards the first Ctrl-C to processes that
+    already received it from the terminal.
     """
 
     def __init__(self, dist_info: DistInfo) -> None:
-        self.is_agreed = False  # all processes know that they are to stop
-        self.cut_evaluation = False  # before its end
-        self._is_alone = dist_info.world_size == 1
-        self._signal = 0  # that this process got
+        self.is_agreed = False  # all processes know that they must stop
+        self.interrupted_evaluation = False
+        self._is_single_process = dist_info.world_size == 1
+        self._signal = 0  # received by this process; 0 = none
         self._batches = 0
         self._handlers: dict[int, Any] = {}
 
     @property
-    def is_asked(self) -> bool:
-        """Whether this process was asked to stop; the others may not know it yet."""
+    def signaled(self) -> bool:
+        """Whether this process received a stop signal; the others may not know about it yet."""
         return self._signal > 0
 
     def sync(self) -> None:
-        """Agree to stop if any process was asked to; all must call this."""
-        self.is_agreed = all_reduce_max(self.is_asked) > 0
+        """Agree to stop if any process received a signal; every process must call this."""
+        self.is_agreed = all_reduce_max(self.signaled) > 0
 
     def signal_name(self) -> str | None:
-        """The signal that any process got; every process must call this."""
+        """Return the name of the signal that any process received; every process must call this."""
         number = all_reduce_max(self._signal)
         return signal.Signals(number).name if number else None
 
     def interrupt_evaluation(self) -> None:
-        """Leave an `interruptible` body if any process was asked to stop; all must call this."""
+        """Leave an `interruptible` body if any process got a signal; all processes must call it."""
         self._batches += 1
         if self._batches % BATCHES_PER_SYNC == 0:
             self.sync()
@@ -64,15 +65,15 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Around an evaluation that calls `interrupt_evaluation` before each batch."""
+        """Run an evaluation that calls `interrupt_evaluation` before each batch."""
         try:
             yield
         except _EvaluationStopped:
-            self.cut_evaluation = True
+            self.interrupted_evaluation = True
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and shells ask for
+            if signal.getsignal(number) is not signal.SIG_IGN:  # which nohup and shells set
                 self._handlers[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -81,10 +82,10 @@ class StopRequest:
             signal.signal(*self._handlers.popitem())
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._signal == number == signal.SIGINT and self._is_alone:
+        if self._signal == number == signal.SIGINT and self._is_single_process:
             raise KeyboardInterrupt
         if not self._signal and is_main() and os.isatty(2):
             line = f"{signal.Signals(number).name}: stopping after this step\n"
-            with suppress(OSError):  # the terminal is gone
-                os.write(2, line.encode())  # not print: a signal may come in the middle of one
+            with suppress(OSError):  # the terminal was closed
+                os.write(2, line.encode())  # not print, which the signal may have interrupted
         self._signal = self._signal or number

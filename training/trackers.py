@@ -1,10 +1,10 @@
 """Trackers: a run's metrics and samples in TensorBoard, Weights & Biases or Trackio.
 
-Rank 0 calls them; their libraries have threads and processes of their own, so that a call does not
-wait for a disk or a network. A tracker that fails costs one warning, and gets nothing more.
+Rank 0 calls them. Their libraries write and send in separate threads or processes, so a call does
+not wait for a disk or a network. A tracker that fails prints one warning and is disabled.
 
-To add a tracker, write a function and give it a name in `TrackerName` and `TRACKERS`: the flag
-`--logger` takes that name.
+To add a tracker, write a function and add its name to `TrackerName` and `TRACKERS`: the flag
+`--logger` then accepts that name.
 """
 
 import contextlib
@@ -22,24 +22,24 @@ from runtime.files import read_json, write_json
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 Values = Mapping[str, float | str]
-PROJECT = "gpt2"  # where the environment names none
-PACKAGES = ("tensorboard", "wandb", "trackio")  # of the trackers of these names
-WANDB_SECONDS = 60  # that a run waits at its end for W&B
+PROJECT = "gpt2"  # unless an environment variable names another
+PACKAGES = ("tensorboard", "wandb", "trackio")  # trackers that need the package of the same name
+WANDB_SECONDS = 60  # maximum time that a run waits for W&B at its end
 
 
 class Tracker(NamedTuple):
-    """What shows a run."""
+    """Functions that report a run to a tracker."""
 
     log: Callable[[int, Values], object]
-    """Adds values of a step: a number is a metric, a `str` a text."""
+    """Adds the values of a step: a number is a metric, a `str` is a text."""
     finish: Callable[[], object]
-    """Waits until all that is left is written or sent."""
+    """Waits until everything is written or sent."""
 
 
 def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
-    """Event files in the run's folder, with scalars in float32: `tensorboard --logdir runs`.
+    """Write event files to the run's folder; `tensorboard --logdir runs` shows them.
 
-    The steps that a resumed run does again are removed.
+    Scalars are float32. Steps that a resumed run repeats are removed.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -58,9 +58,9 @@ def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: in
 
 
 def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
-    """Weights & Biases, as `wandb login` and WANDB_* variables say, such as WANDB_MODE=offline.
+    """Report to Weights & Biases, configured with `wandb login` and WANDB_* environment variables.
 
-    A file in the run's folder keeps the id, random or given, that a resumed run goes on under.
+    A file in the run's folder stores the run id, so that a resumed run continues under this id.
     """
     import wandb
 
@@ -79,14 +79,14 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
     run.define_metric("*", step_metric="step")
 
     def log(step: int, values: Values) -> None:
-        shown = _with_texts(values, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"))
+        shown = _convert_texts(values, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"))
         run.log({"step": step} | shown)
 
     return Tracker(log, run.finish)
 
 
 def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
-    """Trackio; a resumed run goes on under its folder's name."""
+    """Report to Trackio; a resumed run continues under the name of its folder."""
     import trackio
 
     run: Any = trackio.init(
@@ -97,13 +97,13 @@ def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -
     )
 
     def log(step: int, values: Values) -> None:
-        run.log(_with_texts(values, lambda text: trackio.Markdown(_fenced(text))), step=step)
+        run.log(_convert_texts(values, lambda text: trackio.Markdown(_fenced(text))), step=step)
 
     return Tracker(log, run.finish)
 
 
-# Each takes the run's folder, whose name is the run's; its settings as JSON values; and the updates
-# done: 0, or those of the checkpoint that the run resumes from.
+# Arguments: the run's folder, whose name is the run's name; its settings as JSON values; and the
+# number of updates done (0, or the step of the checkpoint that the run resumes from).
 TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": start_tensorboard,
     "wandb": start_wandb,
@@ -111,58 +111,59 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
 }
 
 
-def _with_texts(values: Values, text: Callable[[str], object]) -> dict[str, object]:
-    """Values of a step, with texts as a library's own objects."""
+def _convert_texts(values: Values, text: Callable[[str], object]) -> dict[str, object]:
+    """Return the values of a step, with texts converted by `text`."""
     return {name: text(v) if isinstance(v, str) else v for name, v in values.items()}
 
 
 def _fenced(text: str) -> str:
-    """Text as Markdown that shows it as it is."""
+    """Return text as a Markdown code block."""
     return f"```text\n{text}\n```"
 
 
 def check_installed(names: Iterable[str]) -> None:
-    """Refuse trackers whose package is missing, with the remedy."""
+    """Raise if the package of a tracker is not installed."""
     for name in names:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"--logger {name} needs the package {name}, which is not installed: "
-                f"pip install -r requirements-extras.txt, or give --logger without a name"
+                f"pip install -r requirements-extras.txt, or use --logger without a name"
             )
 
 
 class Trackers:
-    """The trackers of a run, by their names in `TRACKERS`. One that fails is warned of and dropped.
+    """The trackers of a run, by their names in `TRACKERS`.
 
-    Takes what the functions in `TRACKERS` take.
+    A tracker that fails is disabled with a warning. The other arguments are passed to the
+    functions in `TRACKERS`.
     """
 
     def __init__(
         self, names: Iterable[str], run_dir: Path, settings: Mapping[str, Any], start_step: int
     ) -> None:
-        self.working: dict[str, Tracker] = {}
+        self.active: dict[str, Tracker] = {}
         for name in names:
-            with self._dropping(name):
-                self.working[name] = TRACKERS[name](run_dir, settings, start_step)
+            with self._disable_on_error(name):
+                self.active[name] = TRACKERS[name](run_dir, settings, start_step)
 
     def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        """Give each tracker the values of a step that are not None."""
+        """Pass the values of a step that are not None to each tracker."""
         known = {name: value for name, value in values.items() if value is not None}
-        for name, tracker in list(self.working.items()):
-            with self._dropping(name):
+        for name, tracker in list(self.active.items()):
+            with self._disable_on_error(name):
                 tracker.log(step, known)
 
     def finish(self) -> None:
         """Finish each tracker."""
-        for name, tracker in list(self.working.items()):
-            with self._dropping(name):
+        for name, tracker in list(self.active.items()):
+            with self._disable_on_error(name):
                 tracker.finish()
 
     @contextlib.contextmanager
-    def _dropping(self, name: str) -> Iterator[None]:
+    def _disable_on_error(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a library raises: training goes on without it
-            self.working.pop(name, None)
+        except Exception as error:  # a library may raise anything; training continues
+            self.active.pop(name, None)
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            print0(f"warning: --logger {name} has failed, and gets nothing more: {problem}")
+            print0(f"warning: --logger {name} failed and is now disabled: {problem}")
