@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import re
@@ -100,72 +101,128 @@ def test_first_merges_are_an_exact_smaller_bpe():
     assert len(ids) > len(gpt2.encode_ordinary(TEXT))
 
 
+def rows_of(document, header):
+    """The cells of the table below `header`, by row."""
+    document = document.replace("\u00d7", "x")
+    lines = document[document.index(header) :].splitlines()
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[2:])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def losses_in(cell):
+    return [float(loss) for loss in cell.split(", ") if loss]
+
+
 def test_committed_results_are_what_the_documents_say():
     lines = (ROOT / "bench/results/recipes/proxy.jsonl").read_text().splitlines()
     runs = [json.loads(line) for line in lines]
     losses = {(run["scale"], run["recipe"], run["seed"]): run["val_loss"] for run in runs}
     document = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
 
-    def given(start):
-        (row,) = (line for line in document.splitlines() if line.startswith(f"| {start}"))
-        return [float(loss) for loss in re.findall(r"\b\d\.\d{3}\b", row)]
-
     def found(scale, label):
         return [losses[scale, label, s] for s in (1, 2, 3) if (scale, label, s) in losses]
 
-    for label, start in (
-        ("published", "`gpt2-124m`, the published one | 1"),
-        ("adamw 0.0018", "AdamW, three times its rate |"),
-        ("adamw 0.0018, half the batch", "the same, half the batch"),
-        ("adamw 0.0054", "AdamW, nine times"),
-        ("anchor", "AdamW, three times its rate, `wsd`"),
-        ("fast", "`gpt2-124m-fast` | 0.35"),
-        ("fast, half the decay", "the same, half the decay"),
-        ("fast, whole batch", "also the whole batch"),
-    ):
-        assert given(start) == pytest.approx(found("S29", label), abs=6e-4)
-    text = " ".join(document.split())
-    for scale in ("S117", "M29"):
-        values = (found(scale, label) for label in ("published", "fast", "fast, half the decay"))
-        long, fast, half = (", ".join(f"{loss:.3f}" for loss in seeds) for seeds in values)
-        sentence = f"published {long}, fast {fast}, half the decay {half}"
-        assert sentence in text[text.index(f"{scale}, w") :]
-    assert f"the whole batch, too, {losses['S117', 'fast, whole batch', 1]:.3f}." in text
-    tried = {
-        run: loss
-        for run, loss in losses.items()
-        if run[1].startswith("fast, ")
-        if not re.search(r"as it was|of the tokens|(whole batch|half the decay)$", run[1])
+    shown = set()
+    none = "none of the embeddings"
+    tables = {
+        "| recipe | tokens | S29": {
+            "`gpt2-124m` (published) 100 %": "published",
+            "AdamW, 3x the learning rate 100 %": "adamw 0.0018",
+            "AdamW, 9x the learning rate 100 %": "adamw 0.0054",
+            "AdamW, 3x the learning rate, half the batch 100 %": "adamw 0.0018, half the batch",
+            "AdamW, 3x the learning rate, `wsd` 60 %": "anchor",
+            "`gpt2-124m-fast` 35 %": "fast",
+            "`gpt2-124m-fast` 55 %": "fast, 0.55 of the tokens",
+            "fast, half the weight decay 35 %": "fast, half the decay",
+            "fast, full batch 35 %": "fast, whole batch",
+        },
+        "| variant | S29": {
+            "a quarter of the batch": "fast, a quarter of the batch",
+            "1.4x the learning rate": "fast, 1.4 times the rate",
+            "half the weight decay, a quarter of the batch": (
+                "fast, half the decay, a quarter of the batch"
+            ),
+            "half the weight decay, 0.7x the learning rate": (
+                "fast, half the decay, 0.7 times the rate"
+            ),
+            "half the weight decay, none for the embeddings": f"fast, half the decay, {none}",
+            "half the weight decay, none for the embeddings, 1.4x the learning rate": (
+                f"fast, half the decay, {none}, 1.4 times the rate"
+            ),
+            "a quarter of the weight decay": "fast, a quarter of the decay",
+            "a quarter of the weight decay, none for the embeddings": (
+                f"fast, a quarter of the decay, {none}"
+            ),
+            "cautious weight decay": (
+                "fast, decay of 8 / (rate x steps) where update and weight agree"
+            ),
+        },
     }
-    whole = losses["S29", "fast, whole batch", 1]
-    worse = [tried.pop(run) for run in list(tried) if "whole batch" in run[1]]
-    assert min(worse) > whole
-    part = document[document.index("Tried with the fast recipe") : document.index("## Small texts")]
-    numbers = sorted(map(float, re.findall(r"\b[34]\.\d{3}\b", part)))
-    assert numbers == pytest.approx(sorted([*tried.values(), min(worse), max(worse)]), abs=6e-4)
+    for header, labels in tables.items():
+        rows = rows_of(document, header)
+        assert [" ".join(row[:-3]) for row in rows] == [*labels]
+        for row, label in zip(rows, labels.values(), strict=True):
+            for cell, scale in zip(row[-3:], ("S29", "S117", "M29"), strict=True):
+                assert losses_in(cell) == pytest.approx(found(scale, label), abs=6e-4)
+                shown.add((scale, label))
+    changes = {
+        "none": "",
+        "`c_proj` weights start at 0": ", c_proj begins at 0",
+        "embeddings: 2x the learning rate": ", embeddings at twice the rate",
+        "EMA-Nesterov ([arXiv 2605.25395](https://arxiv.org/abs/2605.25395))": ", EMA-Nesterov",
+        "LayerNorm gains and biases: 4x the learning rate": (
+            ", gains and biases at four times the rate"
+        ),
+        "2x the learning rate": ", twice the rate",
+        "embeddings: half the learning rate": ", embeddings at half the rate",
+        "all but the embeddings: half the learning rate": (
+            ", half the rate for all but the embeddings"
+        ),
+    }
+    rows = dict(rows_of(document, "| change | loss |"))
+    assert [*rows] == [*changes]
+    assert [*rows.values()] == sorted(rows.values())  # none of them helps
+    for change, label in changes.items():
+        loss = losses["S29", f"fast, whole batch{label}", 1]
+        assert losses_in(rows[change]) == pytest.approx([loss], abs=6e-4)
+        shown.add(("S29", f"fast, whole batch{label}"))
+    left_out = {label for scale, label, _ in losses if (scale, label) not in shown}
+    assert all(re.search("as it was|all of the candidate|0.65 of the", label) for label in left_out)
+
     for scale, label in (("S29", "fast, half the decay"), ("M29", "fast"), ("S117", "fast")):
         assert max(found(scale, label)) < min(found(scale, "published"))
     pairs = zip(found("S29", "fast"), found("S29", "published"), strict=True)
     assert sum(fast > long for fast, long in pairs) == 2  # of three, as recipes/ says, too
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for scale, label in (("S29", "fast, half the decay"), ("S117", "fast")):
+        quarter = losses[scale, f"{label}, a quarter of the batch", 1]
+        assert losses[scale, label, 1] - quarter == pytest.approx(0.03, abs=0.002)
     labels = ("fast", "published", "adamw 0.0018, half the batch", "fast, 0.55 of the tokens")
-    fast, long, adamw, longer = (losses["S117", label, 1] for label in labels)
-    assert f"ended at {fast:.3f} after 0.35 of the tokens, at {long:.3f} by" in readme
-    assert longer < adamw < fast
-    assert f"lower, at {adamw:.3f} after all; the fast recipe reached {longer:.3f} after" in readme
-    assert f"fast reaches {longer:.3f}, AdamW with three times its rate" in text
-    assert f"half the batch {adamw:.3f} with all" in text
-    tuned = losses["M29", "adamw 0.0018, half the batch", 1]
-    assert f"AdamW with half the batch {tuned:.3f}." in text
+    fast, long, adamw, longer = quoted = [losses["S117", label, 1] for label in labels]
+    assert longer < adamw < fast < long
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"\b3\.\d{3}\b", readme)} == {f"{loss:.3f}" for loss in quoted}
 
 
 def test_the_document_has_the_committed_losses_of_small_texts():
-    runs = json.loads((ROOT / "bench/results/recipes/spelling.json").read_text())["runs"]
+    folder = ROOT / "bench/results/recipes"
+    runs = json.loads((folder / "spelling.json").read_text())["runs"]
     ends = {f"{losses[-1][1]:.3f}" for losses in runs.values()}
     document = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    start = document.index("| layers, `--spelling-share`, batch by rule")
-    part = document[start : document.index("**Another offset")]
-    assert ends >= set(re.findall(r"\b[2-7]\.\d{3}\b", part))
-    for token, character in re.findall(r"(\d\.\d{3}) \((\d\.\d{3})\)", part):
+    texts = rows_of(document, "| model | `--spelling-share` | batch")
+    languages = rows_of(document, "| text, `gpt2-4m` |")
+    cells = [cell for row in texts for cell in (row[4], *row[6:])]
+    cells += [cell for row in languages for cell in row[1:]]
+    assert len(cells) == 42
+    assert ends >= {loss for cell in cells for loss in cell.split(", ") if loss}
+    for *_, token, character, _, _ in texts:
         # nanoGPT's split has 36,059 tokens to validate on, which are 111,540 characters.
-        assert float(token) * 36_059 / 111_540 == pytest.approx(float(character), abs=6e-4)
+        expected = [loss * 36_059 / 111_540 for loss in losses_in(token)[:1]]
+        assert losses_in(character) == pytest.approx(expected, abs=6e-4)
+    small = json.loads((folder / "small.json").read_text())["runs"]
+    before, after = (small[f"code_{decay}"][-1][1] for decay in ("0.1", "1.0"))
+    text = " ".join(document.split())
+    assert f"a decay of 1 instead of 0.1 lowered the loss from {before:.3f} to {after:.3f}" in text
+    runs = json.loads((folder / "offsets.json").read_text())["runs"]
+    ends = {name: losses[-1][1] for name, losses in runs.items()}
+    gains = [ends[n] - ends[n.replace("same", "offsets")] for n in ends if n.endswith("same")]
+    assert f"this lowered the loss by {sum(gains) / len(gains):.3f} on average" in text
