@@ -31,7 +31,7 @@ from runtime.gpus import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: a parameter and two moments
-MEMORY_FRACTION = {"cuda": 0.9, "mps": 0.8, "cpu": 0.8}  # of the device's memory, for a plan
+MEMORY_FRACTION = {"cuda": 0.9, "mps": 0.8, "cpu": 0.8}  # usable part of device memory
 MAX_MICRO_BATCH_TOKENS = {"cuda": 131_072, "mps": 8192, "cpu": 4096}  # larger ones are not faster
 MAX_CHUNKS = 8  # more chunks save little memory
 # On GPUs, fewer chunks are faster as long as a chunk has fewer than 2**31 logits; with more logits,
@@ -55,7 +55,7 @@ HEAD_BYTES = 10  # per LM head weight: its gradients as LM head and as embedding
 HEAD_REDUCE_BYTES = 10  # per LM head weight, while its gradient is reduced to shards
 EMBED_AND_NORM_BYTES = 12  # per token and channel: embedding, final LayerNorm
 TIMED_SECONDS = 5.0
-STEP_DEPENDENT_ROWS = ("tokens", "FLOPs", "passes", "time")  # of a plan
+STEP_DEPENDENT_ROWS = ("tokens", "FLOPs", "passes", "time")  # in a plan
 HOPPER_MIN_CUDNN = 91500  # 9.15; with an older cuDNN, torch uses FlashAttention-2 on Hopper
 
 

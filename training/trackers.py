@@ -102,7 +102,7 @@ def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -
     return Tracker(log, run.finish)
 
 
-# Arguments: the run's folder, whose name is the run's name; its settings as JSON values; and the
+# Arguments: the run's folder (its name is the run's name), the settings as JSON values, and the
 # number of updates done (0, or the step of the checkpoint that the run resumes from).
 TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": start_tensorboard,
