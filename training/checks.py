@@ -150,7 +150,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], max_lr: 
     counts = Counter(p for group in groups for p in group["params"])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if wrong := [f"{name} ({counts[p]} times)" for name, p in trained.items() if counts[p] != 1]:
-        raise ValueError(f"the optimizers must hold each parameter once, not {', '.join(wrong)}")
+        raise ValueError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
     if lrs := {float(group["lr"]) for group in groups} - {0.0, max_lr}:
         raise ValueError(
             f"the schedule would overwrite lr={min(lrs):g}: create the optimizer with "
