@@ -108,7 +108,7 @@ def test_other_logits_are_those_of_every_use_and_are_not_exported(patched, tiny_
         done = capped.run("sample", "--model=runs/whole", "--device=cpu", "--temperature=0")
         assert len(set(done.stdout.split("\n")[1])) < 5  # always the same token
     done = commands.run("export", "--model=runs/whole", "--out=exported")
-    assert_refused(done, "does not compute what GPT-2 computes")
+    assert_refused(done, "this model's logits are not GPT-2's")
 
 
 def test_a_rate_of_its_own_is_lr_scale(patched, tiny_data):
