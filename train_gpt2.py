@@ -310,7 +310,9 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
         return
     with run.log.evaluation(step) as record, eval_mode(trainer.raw_model), run.stop.interruptible():
         for measure in due:
-            record |= measure(run, trainer)
+            metrics = measure(run, trainer)
+            run.log.claim_names(measure.__name__, metrics)
+            record |= metrics
 
 
 def validate(run: Run, trainer: Trainer) -> dict[str, float]:

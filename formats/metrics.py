@@ -27,7 +27,8 @@ METRICS_NAME = "metrics.jsonl"
 STANDARD_METRICS = {  # logged by every run
     *("step", "tokens_seen", "train_loss", "lr", "grad_norm", "step_time_ms", "tokens_per_second"),
     *("mfu", "peak_memory_gib", "val_loss", "val_bpb", "hellaswag_acc", "hellaswag_acc_norm"),
-    *("samples", "hellaswag_total", "evaluation_seconds", "overall_tokens_per_second"),
+    *("samples", "hellaswag_total", "hellaswag_left_out"),
+    *("evaluation_seconds", "overall_tokens_per_second"),
 }
 SMOOTHING = 0.02  # window of the running mean, as a fraction of the records
 
@@ -67,7 +68,7 @@ def read_run(run_dir: Path) -> list[dict[str, Any]]:
 def user_metrics(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the numbers that only a modified trainer logs."""
     # Figures use the names in file names, so names that are not identifiers are left out.
-    numbers = {name for record in records for name, x in record.items() if isinstance(x, float)}
+    numbers = {name for r in records for name, x in r.items() if isinstance(x, int | float)}
     return sorted(name for name in numbers - STANDARD_METRICS if name.isidentifier())
 
 

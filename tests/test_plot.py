@@ -31,6 +31,7 @@ def pixels_of(path):
         ({"steps": 5, "hellaswag_every": 5, "total": 40}, ["loss", "hellaswag"]),
         ({"steps": 19_073, "val_every": 250, "mfu": 0.5}, ["loss"]),
         ({"steps": 5, "spread": 0.5, "/tmp/x": 0.5}, ["loss", "own_spread"]),
+        ({"steps": 5, "experts": 3}, ["loss", "own_experts"]),
     ],
 )
 def test_plot_run_draws_what_there_is(tmp_path, settings, names, recwarn):

@@ -519,6 +519,23 @@ def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_
             train_step(run, trainer, 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("val_loss", "write_samples and validate both log 'val_loss': rename one of them"),
+        ("grad_norm", "train_step and write_samples both log 'grad_norm'"),
+        ("tokens_seen", "write_samples and the log both log 'tokens_seen'"),
+    ],
+)
+def test_a_metric_that_another_function_logs_is_an_error(tiny_flags, monkeypatch, name, message):
+    def write_samples(run, trainer):
+        return {name: 1.0}
+
+    monkeypatch.setattr(train_gpt2, "write_samples", write_samples)
+    with pytest.raises(ValueError, match=message):
+        main([*tiny_flags, "--run-name=a", "--sample-every=4"])
+
+
 def test_build_refuses_optimizers_that_lack_a_parameter(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr(
         train_gpt2, "AdamW", lambda groups, **options: torch.optim.AdamW(groups[:1], **options)

@@ -8,7 +8,7 @@ import math
 import platform
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -32,6 +32,7 @@ from training.trackers import Trackers
 
 # A spike is 10 standard deviations above the mean of the last 100 losses.
 SPIKE_STDS, SPIKE_STEPS = 10, 100
+LOG_NAMES = {"step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"}
 ETA_STEPS = 50  # number of recent steps that the ETA is estimated from
 
 
@@ -55,6 +56,7 @@ class RunLog:
     def __post_init__(self) -> None:
         self._last_step = self.start_step
         self._losses = deque[float](maxlen=SPIKE_STEPS)
+        self._owners = dict.fromkeys(LOG_NAMES, "the log")
 
     def __enter__(self) -> Self:
         self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
@@ -123,6 +125,7 @@ class RunLog:
             ),
             "peak_memory_gib": peak_memory_gib(self.dist_info.device),
         }
+        self.claim_names("train_step", record.keys() - LOG_NAMES)
         self.record(**record)
         recent = self._losses
         if len(recent) == SPIKE_STEPS and loss > np.mean(recent) + SPIKE_STDS * np.std(recent):
@@ -137,6 +140,12 @@ class RunLog:
             steps_left, last = self.config.max_steps - step, self._step_seconds[-ETA_STEPS:]
             eta_seconds = steps_left * fmean(last) * (1 + self._pause_ratio) if last else None
             print0(format_step(record, self.config.max_steps, eta_seconds))
+
+    def claim_names(self, function: str, names: Iterable[str]) -> None:
+        """Raise ValueError if another function has already logged a metric with the same name."""
+        for name in names:
+            if (owner := self._owners.setdefault(name, function)) != function:
+                raise ValueError(f"{function} and {owner} both log {name!r}: rename one of them")
 
     @contextmanager
     def evaluation(self, step: int) -> Iterator[dict[str, float]]:
