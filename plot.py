@@ -57,7 +57,7 @@ def main() -> None:
 def plot_run(run_dir: Path) -> list[Path]:
     """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`.
 
-    Each additional float that a modified trainer logs gets a separate figure: `spread` is drawn in
+    Each additional number that a modified trainer logs gets a separate figure: `spread` is drawn in
     `own_spread.png`.
     """
     records, figures = read_run(run_dir), run_dir / "figures"

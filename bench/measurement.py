@@ -125,7 +125,7 @@ def run_python(
                 sleep(POLL_SECONDS)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+                os.killpg(child.pid, signal.SIGKILL) if os.name == "posix" else child.kill()
             child.wait()
         if code:
             last_line = output().strip().rpartition("\n")[2].removeprefix("error: ")
