@@ -217,13 +217,13 @@ class CompiledBlocks(nn.Module):
         # A tuple keeps the blocks from being registered as submodules a second time.
         self.compiled = blocks, compiled(model.head_loss)
 
-    def forward(self, *inputs: Tensor) -> Any:  # noqa: ANN401 - a ModelOutput
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a GPT's
         """Call the GPT with its blocks and its loss replaced by the compiled ones."""
         model: Any = self.model
         eager = model.transformer.h, model.head_loss
         model.transformer.h, model.head_loss = self.compiled
         try:
-            return model(*inputs)
+            return model(*args, **kwargs)
         finally:
             model.transformer.h, model.head_loss = eager
 

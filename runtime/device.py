@@ -207,6 +207,8 @@ def prepare_compiler(device: torch.device) -> str | None:
         # Also cache compiled code that contains custom autograd functions, as `ops` has them.
         functorch_config.autograd_cache_allow_custom_autograd_functions = True
         dynamo_config.optimize_ddp = False  # it splits graphs at DDP buckets; blocks are short
+        # If blocks differ in a number, each needs a program for training and one for validation.
+        dynamo_config.recompile_limit = 128
         # A warning of six lines for each loss, if the vocabulary is large relative to the model.
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
         if device.type == "cpu":  # recompute GELU in the backward pass: 3.3, not 3.9 GiB for 124M

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch._inductor.config as inductor_config
@@ -5,8 +7,10 @@ from conftest import needs_compiler
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from model import GPT, GPTConfig
+import model as model_module
+from model import GPT, Block, GPTConfig
 from ops import QUERY_BLOCKS, BlockCausalAttention, CompiledBlocks, lm_head_loss
+from runtime.device import prepare_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +64,7 @@ def test_compiled_blocks_leave_the_model_itself_eager():
     expected = torch.autograd.grad(model(idx, targets).loss, [*model.parameters()])
     trained, graphs = CompiledBlocks(model), counters["stats"]
     graphs.clear()
-    found = torch.autograd.grad(trained(idx, targets).loss, [*model.parameters()])
+    found = torch.autograd.grad(trained(idx, targets=targets).loss, [*model.parameters()])
     assert graphs["unique_graphs"] == 2  # one of the three blocks, one of the loss
     for gradient, other in zip(found, expected, strict=True):
         assert (gradient - other).abs().max() <= 1e-5
@@ -73,6 +77,29 @@ def test_compiled_blocks_leave_the_model_itself_eager():
     assert [*model.state_dict()] == names
     assert [*model.transformer.h] == blocks
     assert len({*trained.parameters()}) == len({*model.parameters()})
+
+
+@needs_compiler
+def test_blocks_that_all_differ_are_all_compiled_for_training_and_validation(monkeypatch):
+    class ScaledBlock(Block):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.scale = 1 / (layer + 1)  # a number, which compiled code has as a constant
+
+        def forward(self, x, mask=None, cache=None):
+            return self.scale * super().forward(x, mask, cache)
+
+    assert prepare_compiler(torch.device("cpu")) is None
+    monkeypatch.setattr(model_module, "Block", ScaledBlock)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(block_size=16, n_layer=12, n_head=2, n_embd=32))
+    trained, idx = CompiledBlocks(model), torch.zeros(1, 16, dtype=torch.int64)
+    counters["stats"].clear()
+    trained(idx, idx)
+    with torch.no_grad():
+        trained(idx, idx)
+    assert counters["stats"]["unique_graphs"] == 2 * (12 + 1)  # and the loss
 
 
 @needs_compiler
