@@ -311,7 +311,7 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
     with run.log.evaluation(step) as record, eval_mode(trainer.raw_model), run.stop.interruptible():
         for measure in due:
             metrics = measure(run, trainer)
-            run.log.claim_names(measure.__name__, metrics)
+            run.log.claim_names(getattr(measure, "__name__", repr(measure)), metrics)
             record |= metrics
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -534,6 +535,10 @@ def test_a_metric_that_another_function_logs_is_an_error(tiny_flags, monkeypatch
     monkeypatch.setattr(train_gpt2, "write_samples", write_samples)
     with pytest.raises(ValueError, match=message):
         main([*tiny_flags, "--run-name=a", "--sample-every=4"])
+    again = partial(train_gpt2.validate)  # has no name
+    monkeypatch.setattr(train_gpt2, "write_samples", again)
+    with pytest.raises(ValueError, match=r"partial.* and validate both log 'val_loss'"):
+        main([*tiny_flags, "--run-name=b", "--sample-every=4"])
 
 
 def test_build_refuses_optimizers_that_lack_a_parameter(tiny_data, tmp_path, monkeypatch):
