@@ -1,4 +1,4 @@
-"""Batches from token shards, as a pure function of the step.
+"""Batches from token shards, as a pure function of the position.
 
 The training tokens are cut into N windows. Window i is tokens [i·T, i·T + T + 1). Its last token is
 the first one of the next window, so that every token but the first is a target once, up to the
@@ -6,9 +6,10 @@ end of the last window. An epoch is a permutation of the N windows. From the sec
 windows begin some tokens later, so that repeated text is cut at other places. Both depend only on
 the seed and the epoch.
 
-With G windows in a global batch, step s reads positions [s·G, (s+1)·G) of this order, split over
-micro-steps and ranks. Therefore a step sees the same windows on any number of processes, and the
-step is the loader's only state.
+Position p of this order is window p of the first epoch, and so on in the next epochs. A step reads
+the next windows of the order, as many as its global batch has, split over micro-steps and ranks.
+Therefore a step sees the same windows on any number of processes, and the position is the loader's
+only state.
 """
 
 import hashlib
@@ -84,24 +85,21 @@ def epoch_offset(epoch: int, block_size: int, seed: int) -> int:
 
 @dataclass
 class ShardedDataLoader:
-    """Endless iterator over this process's micro-batches, starting at `start_step`.
+    """Endless iterator over this process's micro-batches, from a position on.
 
-    Each optimizer step uses `grad_accum_steps` of them. During a micro-step, a thread reads the
-    next micro-batch and copies it to the device: with several GPUs, reading can take as long as the
-    step.
+    During a micro-step, a thread reads the next micro-batch and copies it to the device: with
+    several GPUs, reading can take as long as the step.
 
         with ShardedDataLoader(...) as batches:  # starts and stops the thread
             inputs, targets = next(batches)
 
-    Raises ValueError if the split is smaller than one step or, during iteration, if an id is too
-    large.
+    Raises ValueError during iteration if an id is too large.
     """
 
     shards: TokenShards
     block_size: int
     micro_batch_size: int
     """Sequences per micro-batch."""
-    grad_accum_steps: int
     seed: int
     shuffle: bool
     """False: read the windows in order, in every epoch from the first token."""
@@ -109,23 +107,18 @@ class ShardedDataLoader:
     """Token ids must be below this number."""
     dist_info: DistInfo
     """This process, with the device for the batches."""
-    start_step: int = 0
-    """Number of updates done before."""
+    position: int = 0
+    """Windows that all processes have taken since the start of the run, without prefetched ones."""
 
     def __post_init__(self) -> None:
-        world_size = self.dist_info.world_size
-        self.windows_per_step = self.micro_batch_size * self.grad_accum_steps * world_size
         self.windows_per_epoch = count_windows(self.shards.total_tokens, self.block_size)
-        if self.windows_per_epoch < self.windows_per_step:
-            windows, per_micro_step = self.windows_per_epoch, self.micro_batch_size * world_size
-            max_windows = windows // per_micro_step * per_micro_step or windows
-            raise ValueError(
-                f"the training split in {self.shards.paths[0].parent} has "
-                f"{self.shards.total_tokens:,} tokens, but one step needs "
-                f"{self.windows_per_step * self.block_size + 1:,}: use --total-batch-size "
-                f"{max_windows * self.block_size} or less, or add data"
-            )
-        self._micro_batches = self._read_micro_batches(self.start_step)
+        self.windows_per_micro_step = self.micro_batch_size * self.dist_info.world_size
+        self._micro_batches = self._read_micro_batches(self.position)
+
+    @property
+    def tokens_seen(self) -> int:
+        """Number of targets in the windows that all processes have taken."""
+        return self.position * self.block_size
 
     def __enter__(self) -> "ShardedDataLoader":
         self._thread = ThreadPoolExecutor(1, "dataloader", initializer=self._choose_gpu)
@@ -141,17 +134,16 @@ class ShardedDataLoader:
     def __next__(self) -> Batch:
         batch = self._upcoming.result()
         self._upcoming = self._thread.submit(next, self._micro_batches)
+        self.position += self.windows_per_micro_step
         return Batch(*(tensor.to(self.dist_info.device) for tensor in batch))
 
     def _choose_gpu(self) -> None:  # each thread has its own current GPU
         if self.dist_info.device.type == "cuda":
             torch.cuda.set_device(self.dist_info.device)
 
-    def window_starts(self, step: int, micro_step: int) -> IndexArray:
-        """Return where the windows of one micro-batch of this process start: (B,) int64."""
-        index = micro_step * self.dist_info.world_size + self.dist_info.rank  # in the global batch
-        first = step * self.windows_per_step + index * self.micro_batch_size
-        positions = first + np.arange(self.micro_batch_size, dtype=np.int64)
+    def window_starts(self, position: int, count: int) -> IndexArray:
+        """Return the first tokens of `count` windows, from a position of the order on: int64."""
+        positions = position + np.arange(count, dtype=np.int64)
         epochs, positions = np.divmod(positions, self.windows_per_epoch)
         if not self.shuffle:
             return positions * self.block_size
@@ -164,16 +156,16 @@ class ShardedDataLoader:
         # The offset may move the last window beyond the end of the split.
         return np.minimum(starts, self.shards.total_tokens - self.block_size - 1)
 
-    def _read_micro_batches(self, step: int) -> Iterator[Batch]:
+    def _read_micro_batches(self, position: int) -> Iterator[Batch]:
         # MPS crashes if two threads use it (pytorch #197805), so `__next__` copies the batch to it.
         device = self.dist_info.device
         device = torch.device("cpu") if device.type == "mps" else device
         while True:
-            for micro_step in range(self.grad_accum_steps):
-                starts = self.window_starts(step, micro_step)
-                tokens = read_windows(self.shards, starts, self.block_size, self.vocab_size)
-                yield to_batch(tokens, device)
-            step += 1
+            first = position + self.dist_info.rank * self.micro_batch_size
+            starts = self.window_starts(first, self.micro_batch_size)
+            tokens = read_windows(self.shards, starts, self.block_size, self.vocab_size)
+            yield to_batch(tokens, device)
+            position += self.windows_per_micro_step
 
 
 def validation_batches(

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step.
+"""The settings of a step: learning rate and batch size, as pure functions of the step.
 
 `step` is the number of updates done, so step 0 is the first update. During warmup, the learning
 rate grows linearly, by max_lr / warmup_steps per update: it is above 0 for the first update, and
@@ -63,7 +63,7 @@ SCHEDULES: Mapping[str, Callable[..., float]] = {
 
 
 def learning_rate(config: Any, step: int) -> float:  # noqa: ANN401 - a TrainConfig
-    """Return the learning rate of the next update, after `step` updates."""
+    """Return the learning rate of the update after `step` updates."""
     return SCHEDULES[config.lr_schedule](
         step,
         max_lr=config.max_lr,
@@ -71,3 +71,22 @@ def learning_rate(config: Any, step: int) -> float:  # noqa: ANN401 - a TrainCon
         warmup_steps=config.warmup,
         max_steps=config.max_steps,
     )
+
+
+def settings_at(config: Any, step: int) -> dict[str, float]:  # noqa: ANN401 - a TrainConfig
+    """Return factors for the optimizers' settings in the update after `step` updates.
+
+    Each factor multiplies the number that a parameter group was built with under its name: `lr`,
+    `weight_decay`, `momentum`, … A group without that name ignores it.
+    """
+    return {"lr": learning_rate(config, step) / config.max_lr}
+
+
+def windows_at(config: Any, step: int) -> int:  # noqa: ANN401 - a TrainConfig
+    """Return the number of windows of `block_size` tokens in the update after `step` updates."""
+    return config.total_batch_size // config.block_size
+
+
+def position_at(config: Any, step: int) -> int:  # noqa: ANN401 - a TrainConfig
+    """Return the number of windows that the first `step` updates consume: the loader's position."""
+    return sum(windows_at(config, earlier) for earlier in range(step))

@@ -78,11 +78,18 @@ class ModelOutput(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """A linear layer with GPT-2's initial values: weights N(0, std), biases 0."""
+    """A linear layer with GPT-2's initial values: weights N(0, std), biases 0.
 
-    def __init__(self, n_in: int, n_out: int, *, bias: bool = True, std: float = 0.02) -> None:
+    If its weight stacks several matrices, such as queries, keys and values, `n_out` has the rows of
+    each one: Muon updates them separately.
+    """
+
+    def __init__(
+        self, n_in: int, n_out: int | tuple[int, ...], *, bias: bool = True, std: float = 0.02
+    ) -> None:
+        self.rows = n_out if isinstance(n_out, tuple) else (n_out,)
         self.std = std  # set first: `super().__init__` calls `reset_parameters`
-        super().__init__(n_in, n_out, bias)
+        super().__init__(n_in, sum(self.rows), bias)
 
     def reset_parameters(self) -> None:
         """Set the initial values."""
@@ -135,7 +142,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.n_head = config.n_head
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * (config.n_embd,))  # queries, keys, values
         self.c_proj = Linear(config.n_embd, config.n_embd, std=config.residual_std)
 
     def forward(
@@ -143,7 +150,7 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         """Attend to the past, or to where `mask` is True. (B, T, C) -> (B, T, C)."""
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = self.c_attn(x).split(self.c_attn.rows, dim=2)
         q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         k = k.view(B, T, self.n_head, -1).transpose(1, 2)
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runtime.distributed import DistInfo, distribute_like, full_tensor
+from parallel import Ranks
 from tokenizer import spelling_features
 
 UPDATE_RMS = 0.2  # typical of AdamW (Liu et al. 2025, Muon is Scalable, section 2.2)
@@ -32,29 +32,42 @@ class Muon(torch.optim.Optimizer):
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, section 2.2.
 
     Args:
-        params: groups of matrices, (rows, columns) each. A group's `stacked` is the number of
-            matrices that are stacked along the rows of each: 3 for queries, keys and values. It
-            defaults to 1.
+        params: groups of matrices, (rows, columns) each. If matrices are stacked along the rows
+            of each, as queries, keys and values are, the group's `rows` has the rows of each one.
+        lr: the learning rate.
         weight_decay: times the learning rate, the fraction of the weights that an update removes.
         momentum: decay of the exponential average of gradients; updates are Nesterov's.
-        dist_info: this process. Every rank has the same gradients, or its shard of them.
+        ranks: the processes. Every rank has the same gradients, or its shard of them.
         dtype: dtype for the matmuls of the orthogonalization, bfloat16 where it is fast.
         compile: whether to compile the orthogonalization.
+
+    Raises:
+        ValueError: a parameter is not a matrix, or `rows` do not add up to its rows.
     """
 
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
         *,
+        lr: float,
         weight_decay: float,
         momentum: float,
-        dist_info: DistInfo,
+        ranks: Ranks,
         dtype: torch.dtype,
         compile: bool,
     ) -> None:
-        defaults = {"lr": 0.0, "weight_decay": weight_decay, "momentum": momentum, "stacked": 1}
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "rows": ()}
         super().__init__(params, defaults)
-        self.dist_info = dist_info
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                total = sum(group["rows"]) or len(parameter)
+                if parameter.dim() != 2 or total != len(parameter):
+                    raise ValueError(
+                        f"Muon cannot cut a parameter of shape {tuple(parameter.shape)} into "
+                        f"matrices of {group['rows']} rows: correct the group's rows, or give the "
+                        f"parameter to AdamW"
+                    )
+        self.ranks = ranks
         self.dtype = dtype
         self.orthogonalize: Callable[[Tensor], Tensor] = orthogonalize
         if compile:
@@ -65,23 +78,28 @@ class Muon(torch.optim.Optimizer):
         """Update every matrix that has a gradient; all ranks must call this."""
         grouped = defaultdict(list)  # by shape and settings; a list is updated together
         for group in self.param_groups:
-            settings = (group["lr"], group["weight_decay"], group["momentum"], group["stacked"])
+            settings = (group["lr"], group["weight_decay"], group["momentum"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    grouped[parameter.shape, *settings].append(parameter)
+                    rows = group["rows"] or parameter.shape[:1]
+                    grouped[parameter.shape, *settings, rows].append(parameter)
         updates = [self._next_updates(params, key[3]) for key, params in grouped.items()]
-        matrices = [  # (n * stacked, rows / stacked, columns)
-            full_tensor(update).reshape(-1, rows // stacked, columns)
-            for update, ((rows, columns), *_, stacked) in zip(updates, grouped, strict=True)
+        matrices = [  # of all updates: (n, rows of a stacked matrix, columns)
+            matrix
+            for update, (*_, rows) in zip(updates, grouped, strict=True)
+            for matrix in torch.split(self.ranks.gather(update), rows, dim=1)
         ]
-        results = self._orthogonalize_all(matrices)
-        for (key, params), update, result in zip(grouped.items(), updates, results, strict=True):
-            _, lr, weight_decay, *_ = key
+        results = iter(self._orthogonalize_all(matrices))
+        for ((_, lr, weight_decay, _, rows), params), update in zip(
+            grouped.items(), updates, strict=True
+        ):
+            pieces = [next(results) for _ in rows]
             # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
-            rms = max(result.shape[1:]) ** -0.5
-            shard = distribute_like(result.reshape(update.shape), update).to(params[0].dtype)
+            rms = [max(piece.shape[1:]) ** -0.5 for piece in pieces]
+            full = torch.cat([p * (rms[0] / each) for p, each in zip(pieces, rms, strict=True)], 1)
+            shard = self.ranks.shard(full, update).to(params[0].dtype)
             torch._foreach_mul_(params, 1 - lr * weight_decay)
-            torch._foreach_add_(params, shard.unbind(), alpha=-lr * UPDATE_RMS / rms)
+            torch._foreach_add_(params, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
 
     def _next_updates(self, parameters: list[Tensor], momentum: float) -> Tensor:
         """Return Nesterov's updates before orthogonalization: (n, rows, columns), or its shard."""
@@ -107,7 +125,7 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalize_slice(self, matrices: Tensor) -> Tensor:
         """Orthogonalize (n, rows, columns), a slice on each rank; every rank gets all results."""
-        world_size, rank = self.dist_info.world_size, self.dist_info.rank
+        world_size, rank = self.ranks.world_size, self.ranks.rank
         if world_size == 1:
             return self.orthogonalize(matrices)
         n = len(matrices)
@@ -119,7 +137,9 @@ class Muon(torch.optim.Optimizer):
         return results[:n]
 
 
-def share_by_spelling(embedding: nn.Parameter, strength: float) -> Callable[..., None]:
+def share_by_spelling(
+    embedding: nn.Parameter, strength: float, ranks: Ranks
+) -> Callable[..., None]:
     """Return an optimizer pre-step hook that shares gradients between similarly spelled tokens.
 
     The embedding of a rare token gets few gradients. To each token's gradient, the hook adds
@@ -140,10 +160,10 @@ def share_by_spelling(embedding: nn.Parameter, strength: float) -> Callable[...,
     @torch.no_grad()
     def add_gradients(*_: object) -> None:
         if (gradient := embedding.grad) is not None:
-            shared = full_tensor(gradient)  # (V, C)
+            shared = ranks.gather(gradient)  # (V, C)
             for items, starts, w in sums:  # faster than with sparse matrices
                 shared = F.embedding_bag(items, shared, starts, mode="sum", per_sample_weights=w)
-            gradient.add_(distribute_like(shared, gradient), alpha=strength)
+            gradient.add_(ranks.shard(shared, gradient), alpha=strength)
 
     return add_gradients
 

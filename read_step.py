@@ -1,7 +1,7 @@
 """Print the text of one training step: `python read_step.py runs/NAME --step 12345`.
 
-The order of the data is a pure function of the step, so the text of any step can be read again, for
-example after a spike in the loss. With `--model`, each text is printed with its loss under that
+The data of a step is a pure function of the step, so its text can be read again, for example after
+a spike in the loss. With `--model`, each text is printed with its loss under that
 model, highest loss first.
 """
 
@@ -17,6 +17,7 @@ from corpus.shards import TokenArray, open_shards
 from dataloader import ShardedDataLoader, to_batch
 from formats.load import RUN_CONFIG_NAME, load_model
 from formats.metrics import METRICS_NAME, logged_values
+from lr_schedule import position_at, windows_at
 from runtime.cli import POSITIONAL, bad_numbers, parse_flags, run_command
 from runtime.device import select_device
 from runtime.distributed import DistInfo
@@ -62,9 +63,9 @@ def read_step(run_dir: Path, step: int) -> Iterator[tuple[Path, int, TokenArray]
     shards, T = open_shards(run.data_dir, "train"), run.block_size
     if shards.fingerprint not in logged_values(run_dir / METRICS_NAME, "data_fingerprint"):
         raise ValueError(f"{run.data_dir} has changed since {run_dir} was trained on it")
-    order = (run.seed, run.shuffle, 1 << 16, DistInfo())
-    batches = ShardedDataLoader(shards, T, run.total_batch_size // T, 1, *order)
-    for start in batches.window_starts(step - 1, micro_step=0).tolist():
+    batches = ShardedDataLoader(shards, T, 1, run.seed, run.shuffle, 1 << 16, DistInfo())
+    position, count = position_at(run, step - 1), windows_at(run, step - 1)
+    for start in batches.window_starts(position, count).tolist():
         yield *shards.locate(start), shards.read(start, T + 1)
 
 

@@ -2,8 +2,9 @@
 
     runs/NAME/checkpoints/step_00000500/
         model.safetensors        float32 parameters, and buffers
-        optimizer.safetensors    the optimizers' tensors, such as exp_avg.transformer.wte.weight
-        trainer_state.json       step, configuration, generator states, data fingerprint
+        optimizer.safetensors    the optimizers' tensors, such as exp_avg.transformer.wte.weight,
+                                 and the tensors of `Trainer.state`, such as trainer.NAME
+        trainer_state.json       step, position, configuration, generator states, data fingerprint
         manifest.json            size and SHA-256 of each file, written last
 
 Tensors are saved unsharded, so that any number of processes can load them. A folder without a
@@ -36,16 +37,9 @@ from torch.optim import Optimizer
 from formats.huggingface import check_tensors, is_finite, read_tensors, shapes_of
 from formats.metrics import validations
 from model import GPT, GPTConfig
+from parallel import SINGLE_PROCESS, Ranks
 from runtime.cli import print_error, shell_line
-from runtime.distributed import (
-    all_reduce_max,
-    distribute_like,
-    full_tensor,
-    gather_text,
-    is_main,
-    print0,
-    raise_on_all_ranks,
-)
+from runtime.distributed import all_reduce_max, gather_text, is_main, print0, raise_on_all_ranks
 from runtime.files import read_json, sha256_of, sync_folder, write_json
 
 MODEL_NAME = "model.safetensors"
@@ -55,6 +49,7 @@ CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
+OWN = "trainer."  # prefix of the tensors of `Trainer.state`
 # Rounding causes 2e-7; exact GELU instead of its tanh approximation causes 3e-5.
 MAX_CODE_ERROR = 5e-6
 
@@ -81,6 +76,12 @@ class RunState:
     """Class names of the optimizers."""
     optimizer_values: dict[str, Any]
     """Optimizer state other than tensors, as JSON values: see `optimizer_state`."""
+    position: int = 0
+    """Windows of the data order that the updates have consumed."""
+    optimizer_groups: list[dict[str, float]] = field(default_factory=list)
+    """Numbers that the optimizers changed in their groups, for each group."""
+    own: dict[str, float] = field(default_factory=dict)
+    """The numbers of `Trainer.state`."""
     code_logits: list[float] = field(default_factory=list)
     """Logits that identify the code: see `code_logits`; empty in older checkpoints."""
 
@@ -108,6 +109,7 @@ class CheckpointWriter:
         keep: number of newest checkpoints to keep, in addition to the one with the lowest
             validation loss; 0 keeps all.
         on_saved: called in the thread, with the step and the folder of each complete checkpoint.
+        ranks: the processes that share the state.
     """
 
     def __init__(
@@ -115,31 +117,40 @@ class CheckpointWriter:
         checkpoints_dir: Path | None,
         keep: int = 0,
         on_saved: Callable[[int, Path], object] = lambda *_: None,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self.error: OSError | None = None
         """Error that prevented the last checkpoint from being saved; None if it was saved."""
         self._checkpoints_dir = checkpoints_dir
         self._keep = keep
         self._on_saved = on_saved
+        self._ranks = ranks
         self._copies: dict[str, dict[str, Tensor]] = {}  # by file name, then by tensor name
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
 
     @torch.no_grad()
-    def save(self, state: RunState, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def save(
+        self,
+        state: RunState,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        own: Mapping[str, Tensor | float] | None = None,
+    ) -> None:
         """Wait for the previous checkpoint, copy the current state, and start to write the copy.
 
-        `model` is the raw model, neither compiled nor wrapped. If it is sharded, every rank must
-        call this: tensors are gathered one at a time.
+        `model` is the raw model, neither compiled nor wrapped, and `own` is `Trainer.state`. If the
+        model is sharded, every rank must call this: tensors are gathered one at a time.
         """
         self.wait()
+        own_tensors = {f"{OWN}{n}": t for n, t in (own or {}).items() if isinstance(t, Tensor)}
         tensors = {
             MODEL_NAME: model_state(model),
-            OPTIMIZER_NAME: optimizer_state(model, optimizers, tensors=True),
+            OPTIMIZER_NAME: optimizer_state(model, optimizers, tensors=True) | own_tensors,
         }
         if self._checkpoints_dir is None:
             for tensor in (tensor for named in tensors.values() for tensor in named.values()):
-                full_tensor(tensor)
+                self._ranks.gather(tensor)
             return
         self._copies = {
             file: {name: self._copy(file, name, tensor) for name, tensor in named.items()}
@@ -153,9 +164,17 @@ class CheckpointWriter:
         The memory is not pinned: torch rounds each pinned tensor up to a power of two, which would
         need 2.31 GiB instead of 1.39 GiB.
         """
-        full = full_tensor(tensor)
+        full = self._ranks.gather(tensor).contiguous()
         copy = self._copies.get(file, {}).get(name)
         return full.to("cpu", copy=True) if copy is None else copy.copy_(full)
+
+    def delete_old(self) -> None:
+        """Delete, in the thread, all checkpoints except the newest `keep` and the best one.
+
+        Call this after a validation: it may have found the best checkpoint.
+        """
+        if self._checkpoints_dir is not None and self._keep:
+            self._last = self._thread.submit(self._delete_old, self._checkpoints_dir)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete or has failed: see `error`.
@@ -179,17 +198,23 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _write(self, checkpoints_dir: Path, state: RunState) -> None:
-        self.error, saved = None, None
+        self.error = None
         try:
             saved = _write_checkpoint(checkpoints_dir, state, self._copies)
-            self._on_saved(state.step, saved)
-            older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < saved.name]
-            for checkpoint in older[self._keep - 1 :] if self._keep else ():
-                if checkpoint != best_checkpoint(checkpoints_dir.parent):
-                    _delete(checkpoint)
         except OSError as error:
-            # Failing to delete an old checkpoint only costs disk space.
-            self.error = None if saved else error
+            self.error = error
+            print0(f"warning: {error}")
+            return
+        self._on_saved(state.step, saved)
+        self._delete_old(checkpoints_dir)
+
+    def _delete_old(self, checkpoints_dir: Path) -> None:
+        try:
+            best = best_checkpoint(checkpoints_dir.parent)
+            for checkpoint in complete_checkpoints(checkpoints_dir)[self._keep or None :]:
+                if checkpoint != best:
+                    _delete(checkpoint)
+        except OSError as error:  # only costs disk space
             print0(f"warning: {error}")
 
 
@@ -273,16 +298,32 @@ def optimizer_state(
     }
 
 
-def find_nonfinite(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
+def check_saveable(
+    model: nn.Module, optimizers: Sequence[Optimizer], own: Mapping[str, Tensor | float]
+) -> None:
+    """Raise ValueError if a checkpoint could not hold the optimizers' state or `Trainer.state`."""
+    values = optimizer_state(model, optimizers, tensors=False)
+    values |= {f"{OWN}{name}": value for name, value in own.items()}
+    for name, value in values.items():
+        if not isinstance(value, Tensor | int | float | str | None):
+            raise ValueError(
+                f"a checkpoint cannot hold {name}, a {type(value).__name__}: keep tensors, numbers "
+                f"and texts in the state, each under its own name"
+            )
+
+
+def find_nonfinite(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    ranks: Ranks = SINGLE_PROCESS,
+) -> str | None:
     """Return the name of a tensor to be saved that is not finite; None if all are finite.
 
     Every process must call this; all get the same name.
     """
     state = model_state(model) | optimizer_state(model, optimizers, tensors=True)
     local = {
-        name: tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        for name, tensor in state.items()
-        if tensor.is_floating_point()
+        name: ranks.local(tensor) for name, tensor in state.items() if tensor.is_floating_point()
     }
     name = "" if is_finite(*local.values()) else next(n for n in local if not is_finite(local[n]))
     return next(filter(None, gather_text(name)), None)
@@ -342,8 +383,11 @@ def read_state(checkpoint: Path) -> RunState:
     """Read a checkpoint's `trainer_state.json`."""
     path = checkpoint / STATE_NAME
     try:
-        return RunState(**read_json(path))
-    except TypeError as error:
+        values = read_json(path)
+        # Older checkpoints lack it.
+        block_size = values["model_config"]["block_size"]
+        return RunState(**{"position": values["tokens_seen"] // block_size} | values)
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
 
 
@@ -386,8 +430,12 @@ def load_checkpoint(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     scaler: torch.amp.GradScaler | None = None,
+    own: dict[str, Tensor | float] | None = None,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> None:
     """Restore a raw model, its optimizers, the loss scaler and this rank's random generators.
+
+    `own` is `Trainer.state`, whose values are replaced.
 
     Every process must call this. The model may be sharded. The optimizers' hyperparameters
     (`param_groups`) are left unchanged. Hashes are not checked here: see `verify_checkpoint`.
@@ -401,17 +449,38 @@ def load_checkpoint(
                 f"{' and '.join(built)}: use the same --optimizer, or start a new run with "
                 f"{shell_line('--init-from', path)}"
             )
-        copy_state(read_tensors(path / MODEL_NAME), model, path)
+        copy_state(read_tensors(path / MODEL_NAME), model, path, ranks)
         warn_if_code_changed(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
-    _load_optimizers(values, model, optimizers)
+        own_values = {n: values.pop(n) for n in list(values) if n.startswith(OWN)}
+        own_values |= {f"{OWN}{name}": number for name, number in state.own.items()}
+        _load_own({} if own is None else own, own_values, path, ranks)
+    _load_optimizers(values, model, optimizers, ranks)
     if scaler is not None and state.grad_scaler:
         scaler.load_state_dict(state.grad_scaler)
-    restore_rng_states(state.rng_states)
+    restore_rng_states(state.rng_states, ranks.rank)
+
+
+@torch.no_grad()
+def _load_own(
+    own: dict[str, Tensor | float], saved: Mapping[str, Any], path: Path, ranks: Ranks
+) -> None:
+    """Set the values of `Trainer.state` that were saved; print a line about all others."""
+    for name in own.keys() & {name.removeprefix(OWN) for name in saved}:
+        built, value = own[name], saved[f"{OWN}{name}"]
+        if isinstance(built, Tensor):
+            if not isinstance(value, Tensor) or value.shape != built.shape:
+                raise ValueError(f"{path} has another {name!r} in Trainer.state: rename yours")
+            built.copy_(ranks.shard(value.to(built.device), built))
+        else:
+            own[name] = value
+    if other := sorted({f"{OWN}{name}" for name in own} ^ saved.keys()):
+        names = ", ".join(name.removeprefix(OWN) for name in other)
+        print0(f"note: {path} and Trainer.state do not both have {names}: not resumed")
 
 
 def _load_optimizers(
-    values: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
+    values: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks
 ) -> None:
     """Set the optimizers' state from the values that `optimizer_state` returned."""
     by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -423,29 +492,28 @@ def _load_optimizers(
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state_dict = optimizer.state_dict()
         state_dict["state"] = {
-            index: {key: _place_like(p, value) for key, value in by_parameter[names[p]].items()}
+            index: {key: _place_like(p, v, ranks) for key, v in by_parameter[names[p]].items()}
             for index, p in enumerate(parameters)
         }
         optimizer.load_state_dict(state_dict)
 
 
-def _place_like(parameter: Tensor, value: Any) -> Any:  # noqa: ANN401 - a tensor or a plain value
+def _place_like(parameter: Tensor, value: Any, ranks: Ranks) -> Any:  # noqa: ANN401 - any state
     """Return a copy of a saved value, sharded like the parameter.
 
     Without the copy, the entire file would stay mapped into memory.
     """
     if not isinstance(value, Tensor):
         return value
-    return (distribute_like(value, parameter) if value.dim() else value).clone()
+    return (ranks.shard(value, parameter) if value.dim() else value).clone()
 
 
-def restore_rng_states(states: list[dict[str, str]]) -> None:
+def restore_rng_states(states: list[dict[str, str]], rank: int = 0) -> None:
     """Set this rank's generators to the states that `rng_states` returned.
 
     A rank that the saved run did not have keeps its current states: with another rank's states, it
     would draw the same random numbers.
     """
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for device_type, text in (states[rank] if rank < len(states) else {}).items():
         state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
         if device_type == "cpu":
@@ -455,7 +523,7 @@ def restore_rng_states(states: list[dict[str, str]]) -> None:
 
 
 @torch.no_grad()
-def copy_weights(source: GPT, target: GPT) -> None:
+def copy_weights(source: GPT, target: GPT, ranks: Ranks) -> None:
     """Copy a model's state into a model that may be sharded or have a shorter context.
 
     Position embeddings beyond the target's `block_size` are dropped.
@@ -464,13 +532,18 @@ def copy_weights(source: GPT, target: GPT) -> None:
         name: tensor[: target.config.block_size] if ".wpe." in name else tensor
         for name, tensor in model_state(source).items()
     }
-    copy_state(tensors, target, "the --init-from model")
+    copy_state(tensors, target, "the --init-from model", ranks)
 
 
 @torch.no_grad()
-def copy_state(tensors: Mapping[str, Tensor], model: nn.Module, source: str | Path) -> None:
+def copy_state(
+    tensors: Mapping[str, Tensor],
+    model: nn.Module,
+    source: str | Path,
+    ranks: Ranks = SINGLE_PROCESS,
+) -> None:
     """Copy tensors by name into a model, sharded or not; raise if they do not fit it."""
     targets = model_state(model)
     check_tensors(tensors, shapes_of(targets), f"{source} does not fit the model in model.py")
     for name, target in targets.items():
-        target.copy_(distribute_like(tensors[name], target))
+        target.copy_(ranks.shard(tensors[name], target))

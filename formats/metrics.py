@@ -55,11 +55,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's records that have `tokens_seen`; raise if none of them has a loss."""
+    """Return a run's records, all with `tokens_seen`; raise if none of them has a loss.
+
+    A record without `tokens_seen` gets it from the records of the steps around it.
+    """
     path = run_dir / METRICS_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: pass a run folder, such as runs/NAME")
-    records = [r for r in read_metrics(path) if isinstance(r.get("tokens_seen"), int)]
+    records = read_metrics(path)
+    known = {r["step"]: r["tokens_seen"] for r in records if isinstance(r.get("tokens_seen"), int)}
+    if known:
+        steps = sorted(known)
+        tokens = [known[step] for step in steps]
+        for r in records:
+            r["tokens_seen"] = round(float(np.interp(r["step"], steps, tokens)))
+    else:
+        records = []
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
         raise ValueError(f"{path} has no losses yet: wait for the run's first step")
     return records

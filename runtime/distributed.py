@@ -1,4 +1,4 @@
-"""Multiple processes as one trainer: process group, sharding (FSDP2), reductions, agreement.
+"""Multiple processes: process group, reductions, agreement.
 
 `torchrun` sets each process's rank in its environment. Without it there is a single process, for
 which the collectives here do nothing.
@@ -8,22 +8,19 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from runtime.threads import usable_cores
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import GPT, Block
 from runtime.cli import RunStopped, shell_line
 from runtime.device import DeviceName, select_device
 
@@ -126,111 +123,6 @@ def setup_distributed(
         ) from None
 
 
-def build_sharded(
-    build: Callable[[], GPT],
-    dist_info: DistInfo,
-    *,
-    replicate: bool,
-    reshard_after_forward: bool,
-    cpu_offload: bool,
-    dtype: torch.dtype,
-) -> GPT:
-    """Build a GPT whose parameters, gradients and optimizer moments are sharded (FSDP2).
-
-    Each block is sharded as soon as it is created, so that no process ever holds all blocks. The
-    parameters keep the values from the constructors, which must be the same on every rank.
-
-    A block's parameters are gathered before its forward pass. With `reshard_after_forward`, they
-    are freed after it and gathered again for the backward pass (ZeRO-3; Rajbhandari et al. 2020,
-    section 5); otherwise they stay gathered (ZeRO-2). Embeddings and the last LayerNorm are
-    gathered once per forward pass. With `replicate`, the model is sharded within each machine and
-    replicated across machines (HSDP). On GPUs, blocks are gathered in `dtype`.
-    """
-    # Imported here because the import takes more than a second.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
-
-    shape: tuple[int, ...] = (dist_info.world_size,)
-    if replicate:
-        shape = (dist_info.world_size // dist_info.local_world_size, dist_info.local_world_size)
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh(dist_info.device.type, shape, mesh_dim_names=names)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    # A block's inputs are not cast: `ops.residual_stream` chooses their dtype. On a CPU, blocks
-    # are gathered in float32, because LayerNorm does not accept other gains under CPU autocast.
-    mixed_precision = MixedPrecisionPolicy(
-        param_dtype=dtype if dist_info.device.type == "cuda" else torch.float32,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )
-
-    def shard_block(_parent: nn.Module, _name: str, module: nn.Module) -> None:
-        if isinstance(module, Block):
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=reshard_after_forward,
-                mp_policy=mixed_precision,
-                offload_policy=offload,
-            )
-
-    hook = register_module_module_registration_hook(shard_block)
-    try:
-        model = build()
-    finally:
-        hook.remove()
-    # The root holds the tied embedding and LM head. Like an unsharded model, it is gathered in
-    # float32, because HellaSwag and sampling need its logits in full precision.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
-    register_fsdp_forward_method(model, "hidden_states")
-    return model
-
-
-def distribute_like(full: Tensor, like: Tensor) -> Tensor:
-    """Return this process's shard of `full`, which every process has, placed like `like`."""
-    if not hasattr(like, "device_mesh"):  # not a DTensor
-        return full
-    from torch.distributed.tensor import distribute_tensor
-
-    sharded: Any = like
-    shard = distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
-    return shard.to(like.device)  # with `cpu_offload`, `distribute_tensor` moved it to the GPU
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor, which every process must do; return other tensors unchanged."""
-    return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the parameters that a forward pass without a backward pass leaves gathered."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            cast(Any, module).reshard()
-
-
-def set_gradient_sync(models: Iterable[nn.Module], enabled: bool) -> None:
-    """Set whether the next backward pass averages gradients over ranks or only accumulates them."""
-    for model in models:  # DDP wraps the trained model, FSDP2 the raw model
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = enabled
-        elif hasattr(model, "set_requires_gradient_sync"):
-            cast(Any, model).set_requires_gradient_sync(enabled)
-
-
-def sync_buffers(model: nn.Module) -> None:
-    """Copy the buffers of rank 0, which are the ones that are saved, to every process."""
-    if world_size() > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
-
-
 def world_size() -> int:
     """Return the number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -251,16 +143,6 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
-
-
-def average_over_ranks(*values: Tensor | float) -> list[float]:
-    """Return the mean of each scalar over all processes, on every process; wait for the device."""
-    device = next(value.device for value in values if isinstance(value, Tensor))
-    scalars = [
-        value if isinstance(value, Tensor) else torch.full((), float(value), device=device)
-        for value in values
-    ]
-    return (all_reduce_sum(torch.stack(scalars)) / world_size()).tolist()
 
 
 def all_reduce_max(value: int) -> int:

@@ -1,21 +1,18 @@
-"""Checks: do all ranks agree, can the run start (`--preflight`), does an edited model train?"""
+"""Checks: do all ranks agree, and can the run start (`--preflight`)?"""
 
 import platform
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from corpus.shards import Manifest, TokenShards, open_shards, verify_shards
 from dataloader import count_windows
 from formats.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
+from lr_schedule import windows_at
 from model import GPTConfig
 from runtime import distributed
 from runtime.cli import flag_of
@@ -51,6 +48,17 @@ def check_ranks_agree(
             raise ValueError(
                 f"the validation split has {val.total_tokens} tokens, fewer than "
                 f"--block-size {config.block_size} + 1: add more data, or use --val-every 0"
+            )
+        windows = max(windows_at(config, step) for step in range(config.max_steps))
+        if (found := count_windows(train.total_tokens, model_config.block_size)) < windows:
+            unit = dist_info.world_size * (
+                1 if config.micro_batch_size == "auto" else config.micro_batch_size
+            )
+            most = (found // unit * unit or found) * config.block_size
+            raise ValueError(
+                f"the training split in {config.data_dir} has {train.total_tokens:,} tokens, but "
+                f"one step needs {windows * config.block_size + 1:,}: use --total-batch-size "
+                f"{most} or less, or add data"
             )
         if resumed is not None:
             check_resume_compatible(
@@ -142,27 +150,3 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None, model_config: GP
             if free < needed:
                 raise ValueError(f"{found}: use an --out-dir with more space")
     return found
-
-
-def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], max_lr: float) -> None:
-    """Raise if a parameter is not in exactly one optimizer, or if the schedule would not apply."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    counts = Counter(p for group in groups for p in group["params"])
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if wrong := [f"{name} ({counts[p]} times)" for name, p in trained.items() if counts[p] != 1]:
-        raise ValueError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
-    if lrs := {float(group["lr"]) for group in groups} - {0.0, max_lr}:
-        raise ValueError(
-            f"the schedule would overwrite lr={min(lrs):g}: create the optimizer with "
-            "lr=config.max_lr; to change a group's learning rate, set its lr_scale (a multiplier)"
-        )
-
-
-def check_gradients(model: nn.Module) -> None:
-    """Raise if a parameter has no gradient: it would silently keep its initial value."""
-    if unused := [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]:
-        raise ValueError(
-            f"no gradient reaches {', '.join(unused)}: use the parameter in `GPT.hidden_states` "
-            "(parameters of a loss function get no gradient), or freeze it with "
-            "requires_grad_(False)"
-        )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from corpus.shards import TokenShards, open_shards
+from lr_schedule import position_at, windows_at
 from model import GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import format_duration
@@ -162,7 +163,6 @@ class BatchSplit(NamedTuple):
     """Split of the global batch over processes and micro-steps."""
 
     micro_batch_size: int  # sequences per forward pass on each process
-    grad_accum_steps: int  # micro-batches per optimizer step on each process
     loss_chunks: int  # chunks of a micro-batch in which logits are computed
 
 
@@ -191,7 +191,15 @@ def split_batch(
             f"--total-batch-size {total} is not a multiple of {unit} tokens (one micro-batch per "
             f"process): use --total-batch-size {' or '.join(map(str, nearest))}"
         )
-    sequences = total // (block_size * dist_info.world_size)  # per step on each process
+    step_sizes = {windows_at(config, step) for step in range(config.max_steps)}
+    for size in sorted(step_sizes):
+        if size < 1 or size * block_size % unit:
+            raise ValueError(
+                f"lr_schedule.windows_at returns {size}, which is not a multiple of "
+                f"{unit // block_size} (one micro-batch per process): change its return value, or "
+                f"--micro-batch-size"
+            )
+    sequences = math.gcd(*step_sizes) // dist_info.world_size  # in each step on each process
     chunks = config.loss_chunks or (4 if kind == "cpu" else MAX_CHUNKS)
     limit = max(1, MAX_MICRO_BATCH_TOKENS[kind] // block_size)
     sizes = (n for n in range(min(limit, sequences), 0, -1) if sequences % n == 0)
@@ -202,7 +210,7 @@ def split_batch(
             chunks *= 2
         while chunks < MAX_CHUNKS and not fits(micro_batch_size, chunks):
             chunks *= 2
-    return BatchSplit(micro_batch_size, sequences // micro_batch_size, chunks)
+    return BatchSplit(micro_batch_size, chunks)
 
 
 # --- plan -------------------------------------------------------------------------------------
@@ -233,8 +241,9 @@ def describe_plan(
     """Return a run's plan as a table."""
     n_params = model_config.n_params
     world_size, block_size = dist_info.world_size, model_config.block_size
-    tokens = config.total_batch_size * config.max_steps
+    tokens = position_at(config, config.max_steps) * block_size
     flops = flops_per_token(model_config) * tokens
+    micro_steps = config.total_batch_size // (split.micro_batch_size * block_size * world_size)
     memory = plan_memory(config, model_config, device.dtype, dist_info, split.loss_chunks)
     state = memory.state / 2**30
     activations = memory.per_token * split.micro_batch_size * block_size / 2**30
@@ -247,7 +256,7 @@ def describe_plan(
         f"heads, width {model_config.n_embd}, context {block_size:,}",
         "device": f"{world_size} x {device.name}, {str(device.dtype).removeprefix('torch.')}",
         "batch": f"{config.total_batch_size:,} tokens = {split.micro_batch_size} sequences x "
-        f"{block_size:,} tokens x {split.grad_accum_steps} micro-steps x world size {world_size}",
+        f"{block_size:,} tokens x {micro_steps} micro-steps x world size {world_size}",
         "tokens": f"{tokens:,} in {config.max_steps:,} steps, "
         f"{tokens / n_params:.3g} per parameter",
         "FLOPs": f"{flops:.3g}, {flops / tokens / 1e6:,.0f}M per token",
@@ -295,8 +304,8 @@ def describe_time(
     if peak is None:
         unknown = "unknown for this model on this device"
         return {"time": f"{unknown}; see the eta after the first steps"}
-    flops = flops_per_token(model_config) * config.total_batch_size * config.max_steps
-    seconds = flops / (config.mfu * peak)  # on one device
+    tokens = position_at(config, config.max_steps) * model_config.block_size
+    seconds = flops_per_token(model_config) * tokens / (config.mfu * peak)  # on one device
     time = f"about {format_duration(seconds / dist_info.world_size)}, at {config.mfu:.0%} MFU"
     if dist_info.device.type == "cpu":  # may be wrong by a factor of two
         time += "; the eta after the first steps is more accurate"

@@ -1,28 +1,47 @@
 """A run: everything that is set up once before training, its folder and its signals."""
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 
 import torch
+from torch import Tensor, nn
 
 from corpus.shards import TokenShards
+from dataloader import ShardedDataLoader
+from formats import checkpoint
 from formats.checkpoint import Checkpoint, CheckpointWriter
-from formats.load import RUN_CONFIG_NAME, describe_best
+from formats.load import RUN_CONFIG_NAME, describe_best, load_model
+from formats.metrics import METRICS_NAME, read_metrics
 from hellaswag import Example, examples_or_none
-from model import GPTConfig
+from lr_schedule import windows_at
+from model import GPT, GPTConfig
+from parallel import DDP, FSDP, Ranks
 from runtime import distributed
-from runtime.device import prepare_compiler
+from runtime.device import autocast, make_deterministic, prepare_compiler, tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import write_json
 from runtime.gpus import flops_per_token
-from training.checks import check_ranks_agree
+from training.checks import check_ranks_agree, run_preflight
 from training.config import TrainConfig
 from training.folder import belongs_to_run, explain_failures, lock_run_folder, resume_hint
-from training.plan import describe_plan, find_device, plan_memory, split_batch, warn_about_gpu
-from training.resume import run_model_config
+from training.groups import GroupSettings, check_gradients, check_optimizers
+from training.plan import (
+    CHECKPOINT_BYTES_PER_PARAMETER,
+    describe_plan,
+    find_device,
+    plan_memory,
+    print_plan,
+    split_batch,
+    time_call,
+    warn_about_gpu,
+)
+from training.resume import parse_config, run_model_config
 from training.run_log import RunLog, warn_on_write_error
 from training.stopping import StopRequest
 
@@ -34,7 +53,8 @@ class Run:
     """A run before its model is built; the same on every rank."""
 
     config: TrainConfig
-    dist_info: DistInfo
+    ranks: Ranks
+    """This process among all, and how they train together."""
     resumed: Checkpoint | None
     model_config: GPTConfig
     dtype: torch.dtype
@@ -42,7 +62,6 @@ class Run:
     compiles: bool
     micro_batch_size: int
     """Sequences per forward pass on each rank."""
-    grad_accum_steps: int
     loss_chunks: int
     train_shards: TokenShards
     val_shards: TokenShards
@@ -58,9 +77,29 @@ class Run:
         return self.resumed.state.step if self.resumed else 0
 
     @property
+    def start_position(self) -> int:
+        """Windows of the data order that the updates before this start consumed."""
+        return self.resumed.state.position if self.resumed else 0
+
+    @property
     def starts_from_other_run(self) -> bool:
         """Whether the run continues another run's checkpoint, and has no checkpoint itself yet."""
         return self.resumed is not None and not belongs_to_run(self.resumed, self.folder)
+
+    def micro_steps(self, step: int) -> int:
+        """Return the number of micro-batches of each rank in the update after `step` updates."""
+        return windows_at(self.config, step) // (self.micro_batch_size * self.ranks.world_size)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Run matmuls of float32 parameters in the run's dtype."""
+        return autocast(self.ranks.device, self.dtype)
+
+    def copy_init_weights(self, model: GPT) -> None:
+        """With `--init-from`, copy that model's weights into the model of a new run."""
+        if self.config.init_from is not None and self.resumed is None:
+            with distributed.raise_on_all_ranks():
+                source = load_model(self.config.init_from)
+            checkpoint.copy_weights(source, model, self.ranks)
 
     def is_due(self, every: int, step: int) -> bool:
         """Return whether work done every `every` steps and after the last is due; 0 = never."""
@@ -89,7 +128,46 @@ class Run:
             try:
                 yield
             finally:
-                gc.unfreeze()  # `train` called gc.freeze()
+                gc.unfreeze()  # `after_first_step` called gc.freeze()
+
+    def after_first_step(self, trainer: "Trainer") -> None:
+        """Raise ValueError on all ranks if a checkpoint cannot hold the trainer's state."""
+        with distributed.raise_on_all_ranks():
+            checkpoint.check_saveable(trainer.raw_model, trainer.optimizers, trainer.state)
+        # Later collections would rescan all compiled objects, for half a second on one rank while
+        # the others wait.
+        gc.collect()
+        gc.freeze()
+
+    def fit_max_minutes(
+        self,
+        train_step: Callable[[], object],
+        evaluations: Sequence[tuple[int, float, Callable[[], object]]],
+    ) -> "Run":
+        """Return the run with the number of steps that fits into `--max-minutes`.
+
+        `evaluations` have the steps between two of them, a part to time, and how many times longer
+        the whole takes.
+        """
+        config, start = self.config, perf_counter()
+        step_seconds = time_call(train_step, self.ranks)
+        others = [
+            (every, times * time_call(part, self.ranks))
+            for every, times, part in evaluations
+            if every
+        ]
+        save_seconds = CHECKPOINT_BYTES_PER_PARAMETER * self.model_config.n_params / 1e9  # 1 GB/s
+        others.append((config.checkpoint_every or sys.maxsize, save_seconds))
+        # Evaluations also run at the start and at the end, which is once or twice more.
+        left = 60 * (config.max_minutes or 0) - (perf_counter() - start)
+        left -= sum(1.5 * seconds for _, seconds in others)
+        seconds_per_step = step_seconds + sum(seconds / every for every, seconds in others)
+        steps = -distributed.all_reduce_max(-max(1, int(left / seconds_per_step)))
+        print0(
+            f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each"
+        )
+        self.log.config = replace(config, max_steps=steps, max_minutes=None)
+        return replace(self, config=self.log.config)
 
     def finish(self, step: int) -> None:
         """Print how the run ended; create the file `PREEMPTED` if the run should be resumed.
@@ -123,6 +201,117 @@ class Run:
         print0(f"{reason}: stopped {message}")
 
 
+@dataclass
+class Trainer:
+    """State of the training loop: what a step changes and a checkpoint saves."""
+
+    raw_model: GPT
+    """Neither compiled nor wrapped: for HellaSwag, sampling and saving."""
+    model: nn.Module
+    """The same parameters, compiled and wrapped: for training and validation."""
+    optimizers: Sequence[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    """Scales the loss; enabled for float16 only."""
+    batches: ShardedDataLoader
+    """This rank's micro-batches."""
+    state: dict[str, Tensor | float] = field(default_factory=dict)
+    """Numbers and tensors of your own, saved and resumed; a tensor is on the device and, unless it
+    is sharded, the same on every rank."""
+
+    def __post_init__(self) -> None:
+        check_optimizers(self.raw_model, self.optimizers)
+        self.settings = GroupSettings(self.optimizers)
+
+    def load(self, resumed: Checkpoint, ranks: Ranks) -> None:
+        """Restore everything from a checkpoint, except the position, which `batches` starts at."""
+        checkpoint.load_checkpoint(
+            resumed, self.raw_model, self.optimizers, self.scaler, self.state, ranks
+        )
+        self.settings.load_state(resumed.state.optimizer_groups)
+        print0(f"resumed from {resumed.path}")
+
+    def check_gradients(self) -> None:
+        """Raise ValueError if a parameter has no gradient."""
+        check_gradients(self.raw_model)
+
+    def raise_unless_overflow(self, metrics: Mapping[str, float], inspect_command: str) -> None:
+        """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
+
+        An overflow only skips this update and halves the loss scale, which never goes below 1.
+        """
+        loss, norm = metrics["train_loss"], metrics["grad_norm"]
+        if not math.isfinite(loss) or self.scaler.get_scale() <= 1:  # 1 without float16
+            raise FloatingPointError(
+                f"loss {loss:.4f}, gradient norm {norm}: no update was made; to see the text of "
+                f"the step, run {inspect_command}"
+            )
+        print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
+
+    def check_finite(self, step: int, ranks: Ranks) -> None:
+        """Raise FloatingPointError on every rank if a tensor to be saved is not finite."""
+        if name := checkpoint.find_nonfinite(self.raw_model, self.optimizers, ranks):
+            raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
+
+    def run_state(self, step: int, run: Run) -> checkpoint.RunState:
+        """Return all that a checkpoint saves after `step` updates, except the tensors."""
+        return checkpoint.RunState(
+            step=step,
+            position=self.batches.position,
+            tokens_seen=self.batches.tokens_seen,
+            model_config=asdict(self.raw_model.config),
+            train_config=run.config.saved(),
+            data_fingerprint=run.train_shards.fingerprint,
+            val_fingerprint=run.val_shards.fingerprint,
+            rng_states=checkpoint.rng_states(),
+            grad_scaler=self.scaler.state_dict(),
+            optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
+            optimizer_values=checkpoint.optimizer_state(
+                self.raw_model, self.optimizers, tensors=False
+            ),
+            optimizer_groups=self.settings.state(),
+            own={n: value for n, value in self.state.items() if not isinstance(value, Tensor)},
+        )
+
+
+@contextmanager
+def start_run(args: Sequence[str] | None) -> Iterator[Run | None]:
+    """Parse the flags, join `torchrun`'s processes and open the run, while the body runs.
+
+    Yields:
+        The run; None if there is nothing to train: the run is finished, or the flags only ask for
+        its plan (`--plan`) or for a check of the machines (`--preflight`).
+    """
+    config, resumed = parse_config(sys.argv[1:] if args is None else args)
+    if config.plan:
+        print_plan(config, run_model_config(config, resumed))
+        yield None
+        return
+    if config.deterministic:
+        make_deterministic()  # before the process group, because it changes how NCCL sums
+    with distributed.setup_distributed(
+        config.device, config.cpu_offload, config.step_timeout
+    ) as dist_info:
+        if config.preflight:
+            run_preflight(config, resumed, dist_info)
+            yield None
+            return
+        with open_run(config, resumed, dist_info) as run:
+            yield run
+
+
+def choose_ranks(config: TrainConfig, dist_info: DistInfo, dtype: torch.dtype) -> Ranks:
+    """Return how the processes train together: `--parallel`, or as a single process."""
+    if config.is_sharded:
+        return FSDP(
+            **vars(dist_info),
+            replicate=config.parallel == "hsdp",
+            reshard_after_forward=config.reshard_after_forward,
+            cpu_offload=config.cpu_offload,
+            dtype=dtype,
+        )
+    return (DDP if dist_info.world_size > 1 else Ranks)(**vars(dist_info))
+
+
 @contextmanager
 def open_run(
     config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo
@@ -139,6 +328,9 @@ def open_run(
         print0("the run is finished: use a larger --max-steps to continue")
         yield None
         return
+    if dist_info.device.type == "cpu":
+        make_deterministic()
+        tune_malloc()
     stop = StopRequest(dist_info)
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, model_config, device, dist_info)
@@ -153,13 +345,15 @@ def open_run(
             folder,
             config,
             start_step=resumed.state.step if resumed else 0,
+            tokens_seen=resumed.state.tokens_seen if resumed else 0,
             flops_per_token=flops_per_token(model_config),
             dist_info=dist_info,
             dtype=device.dtype,
         )
+        ranks = choose_ranks(config, dist_info, device.dtype)
         yield Run(
             config=config,
-            dist_info=dist_info,
+            ranks=ranks,
             resumed=resumed,
             model_config=model_config,
             dtype=device.dtype,
@@ -175,19 +369,27 @@ def open_run(
                 folder / "checkpoints" if is_main() else None,
                 config.keep_checkpoints,
                 on_saved=log.saved,
+                ranks=ranks,
             ),
         )
 
 
 def is_finished(resumed: Checkpoint | None, config: TrainConfig) -> bool:
-    """Return whether the last step is saved and the run was not preempted after it.
+    """Return whether the last step is saved and evaluated, and the run was not preempted after it.
 
     All ranks get the same answer, because they have agreed on the checkpoint.
     """
-    if resumed is None:
+    if resumed is None or resumed.state.step < config.max_steps:
         return False
-    step, preempted_path = resumed.state.step, resumed.path.parent.parent / PREEMPTED_NAME
-    return step > config.max_steps or (step == config.max_steps and not preempted_path.is_file())
+    if resumed.state.step > config.max_steps:
+        return True
+    run_dir = resumed.path.parent.parent
+    records = read_metrics(run_dir / METRICS_NAME) if (run_dir / METRICS_NAME).is_file() else ()
+    if records and (config.val_every or config.hellaswag_every or config.sample_every):
+        evaluated = [record["step"] for record in records if "train_loss" not in record]
+        if config.max_steps not in evaluated:  # the run was killed during its last evaluation
+            return False
+    return not (run_dir / PREEMPTED_NAME).is_file()
 
 
 def can_compile(dist_info: DistInfo) -> bool:

@@ -32,7 +32,10 @@ from training.trackers import Trackers
 
 # A spike is 10 standard deviations above the mean of the last 100 losses.
 SPIKE_STDS, SPIKE_STEPS = 10, 100
-LOG_NAMES = {"step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"}
+LOG_NAMES = {  # which the log itself sets
+    *("step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"),
+    *("step_time_ms", "tokens_per_second", "mfu", "peak_memory_gib"),
+}
 ETA_STEPS = 50  # number of recent steps that the ETA is estimated from
 
 
@@ -48,13 +51,15 @@ class RunLog:
     config: TrainConfig
     start_step: int
     """Number of updates done before this start or resume."""
+    tokens_seen: int
+    """Tokens of all updates so far."""
     flops_per_token: int
     dist_info: DistInfo
     dtype: torch.dtype
     """Dtype for matrix multiplications."""
 
     def __post_init__(self) -> None:
-        self._last_step = self.start_step
+        self._last_step, self._start_tokens = self.start_step, self.tokens_seen
         self._losses = deque[float](maxlen=SPIKE_STEPS)
         self._owners = dict.fromkeys(LOG_NAMES, "the log")
 
@@ -105,19 +110,23 @@ class RunLog:
         step = ("--step", self._last_step + 1)
         return shell_line("python", "read_step.py", self.run_dir, *step)
 
-    def step(self, step: int, *, loss: float, lr: float, grad_norm: float) -> None:
-        """Log a step that the device has finished, the `step`-th update."""
+    def step(self, step: int, tokens_seen: int, metrics: Mapping[str, float]) -> None:
+        """Log a step that the device has finished, the `step`-th update.
+
+        `tokens_seen` are the tokens of all updates so far, and `metrics` is what `train_step`
+        returns: at least `train_loss`, `lr` and `grad_norm`.
+        """
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
         if step > self.start_step + 1:
             self._step_seconds.append(seconds)
-        tokens_per_second = self.config.total_batch_size / seconds
+        tokens_per_second = (tokens_seen - self.tokens_seen) / seconds
+        self.tokens_seen, loss = tokens_seen, metrics["train_loss"]
+        self.claim_names("train_step", metrics)
         record = {
             "step": step,
-            "tokens_seen": step * self.config.total_batch_size,
-            "train_loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
+            "tokens_seen": tokens_seen,
+            **metrics,
             "step_time_ms": 1000 * seconds,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu(
@@ -125,7 +134,6 @@ class RunLog:
             ),
             "peak_memory_gib": peak_memory_gib(self.dist_info.device),
         }
-        self.claim_names("train_step", record.keys() - LOG_NAMES)
         self.record(**record)
         recent = self._losses
         if len(recent) == SPIKE_STEPS and loss > np.mean(recent) + SPIKE_STDS * np.std(recent):
@@ -166,9 +174,9 @@ class RunLog:
         values = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
         values["evaluation_seconds"] = seconds
         if step > self.start_step:  # includes compiling, evaluations and saves
-            tokens = (step - self.start_step) * self.config.total_batch_size
-            values["overall_tokens_per_second"] = tokens / (perf_counter() - self._begun)
-        self.record(step=step, tokens_seen=step * self.config.total_batch_size, **values)
+            tokens, seconds = self.tokens_seen - self._start_tokens, perf_counter() - self._begun
+            values["overall_tokens_per_second"] = tokens / seconds
+        self.record(step=step, tokens_seen=self.tokens_seen, **values)
         print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in values.items())]))
 
     def samples(self, texts: Sequence[str]) -> None:

@@ -1,0 +1,200 @@
+"""How the ranks train one model together: as a single process, with DDP or with FSDP2.
+
+`Ranks` is the story of a single process; `DDP` and `FSDP` change it where several processes must
+exchange something. `train_gpt2.py` calls each method where it acts. Who reads about one GPU need
+not open this file.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from runtime.distributed import DistInfo, all_reduce_sum
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Ranks(DistInfo):
+    """A single process. Every rank must call each method, because some of them exchange data."""
+
+    def build(self, new_model: Callable[[], Model], unit: type[nn.Module]) -> Model:
+        """Build a model on the device; with FSDP, shard each module of class `unit`, a block."""
+        with self.device:
+            return new_model()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model to train: with DDP, it averages its gradients over the ranks."""
+        return model
+
+    def accumulate(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+        """Run a micro-step of the wrapped model; only the last one averages over the ranks."""
+        return nullcontext()
+
+    def average(self, scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Average scalars over the ranks in one all-reduce; waits for the device."""
+        stack = torch.stack(
+            [
+                self.gather(value.detach()).to(self.device, torch.float32)
+                if isinstance(value, Tensor)
+                else torch.full((), float(value), device=self.device)
+                for value in scalars.values()
+            ]
+        )
+        means = (all_reduce_sum(stack) / self.world_size).tolist()
+        return dict(zip(scalars, means, strict=True))
+
+    def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the global L2 norm of the parameters' gradients, a scalar on the device."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return self.gather(nn.utils.get_total_norm(gradients)).to(self.device)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the full tensor of which each rank may have a shard."""
+        return tensor
+
+    def shard(self, full: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor that every rank has, placed like `like`."""
+        return full
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor that this rank holds."""
+        return tensor
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free the parameters that a forward pass without a backward pass leaves gathered."""
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Copy the buffers of rank 0, which are the ones that are saved, to every rank."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
+
+SINGLE_PROCESS = Ranks()
+
+
+@dataclass(frozen=True)
+class DDP(Ranks):
+    """Every rank holds the whole model; gradients are averaged during the backward pass."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap with DistributedDataParallel; `sync_buffers` copies buffers in its place."""
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        wrapped.broadcast_buffers = False  # as an attribute: torch deprecates the argument
+        return wrapped
+
+    def accumulate(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+        """Only add up gradients on this rank, except in the last micro-step."""
+        return nullcontext() if is_last else cast(DistributedDataParallel, model).no_sync()
+
+
+@dataclass(frozen=True)
+class FSDP(Ranks):
+    """Every rank holds a shard of the parameters, gradients and optimizer state (FSDP2).
+
+    A block's parameters are gathered before its forward pass. With `reshard_after_forward`, they
+    are freed after it and gathered again for the backward pass (ZeRO-3; Rajbhandari et al. 2020,
+    section 5); otherwise they stay gathered (ZeRO-2). Embeddings and the last LayerNorm are
+    gathered once per forward pass. With `replicate`, the model is sharded within each machine and
+    replicated across machines (HSDP). On GPUs, blocks are gathered in `dtype`.
+    """
+
+    replicate: bool = False
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def build(self, new_model: Callable[[], Model], unit: type[nn.Module]) -> Model:
+        """Build a model and shard each block as soon as it exists: no rank ever holds all blocks.
+
+        Parameters keep the values from their constructors, which must be the same on every rank.
+        """
+        # Imported here because the import takes more than a second.
+        from torch.distributed import fsdp
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape: tuple[int, ...] = (self.world_size,)
+        if self.replicate:
+            shape = (self.world_size // self.local_world_size, self.local_world_size)
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        offload = fsdp.CPUOffloadPolicy() if self.cpu_offload else fsdp.OffloadPolicy()
+        # A block's inputs are not cast: `ops.residual_stream` chooses their dtype. On a CPU, blocks
+        # are gathered in float32: LayerNorm does not accept other gains under CPU autocast.
+        mixed_precision = fsdp.MixedPrecisionPolicy(
+            param_dtype=self.dtype if self.device.type == "cuda" else torch.float32,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+
+        def shard_unit(_parent: nn.Module, _name: str, module: nn.Module) -> None:
+            if isinstance(module, unit):
+                fsdp.fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=self.reshard_after_forward,
+                    mp_policy=mixed_precision,
+                    offload_policy=offload,
+                )
+
+        hook = register_module_module_registration_hook(shard_unit)
+        try:
+            with self.device:
+                model = new_model()
+        finally:
+            hook.remove()
+        # The root holds the tied embedding and LM head. Like an unsharded model, it is gathered in
+        # float32, because HellaSwag and sampling need its logits in full precision.
+        fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+        fsdp.register_fsdp_forward_method(model, "hidden_states")
+        return model
+
+    def accumulate(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+        """Only add up gradients on this rank, except in the last micro-step."""
+        root = next(module for module in model.modules() if self._is_sharded(module))
+        cast(Any, root).set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Gather a sharded tensor; buffers, among others, are not sharded."""
+        return cast(Any, tensor).full_tensor() if self._is_shard(tensor) else tensor
+
+    def shard(self, full: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's shard; on the CPU with `cpu_offload`."""
+        if not self._is_shard(like):
+            return full
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = cast(Any, like).device_mesh, cast(Any, like).placements
+        return distribute_tensor(full, mesh, placements, src_data_rank=None).to(like.device)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """Return the rank's shard as a plain tensor."""
+        return cast(Any, tensor).to_local() if self._is_shard(tensor) else tensor
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free gathered parameters, block by block."""
+        for module in model.modules():
+            if self._is_sharded(module):
+                cast(Any, module).reshard()
+
+    @staticmethod
+    def _is_sharded(module: nn.Module) -> bool:
+        from torch.distributed.fsdp import FSDPModule
+
+        return isinstance(module, FSDPModule)
+
+    @staticmethod
+    def _is_shard(tensor: Tensor) -> bool:
+        from torch.distributed.tensor import DTensor
+
+        return isinstance(tensor, DTensor)
