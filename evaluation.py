@@ -38,14 +38,18 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
         (config.hellaswag_every, score_hellaswag),
         (config.sample_every, write_samples),
     )
-    due = [measure for every, measure in evaluations if run.is_due(every, step)]
+    due = [
+        (measure, f"evaluation {number}, {getattr(measure, '__name__', repr(measure))},")
+        for number, (every, measure) in enumerate(evaluations, start=1)
+        if run.is_due(every, step)
+    ]
     if not due:
         return
     with run.log.evaluation(step) as record, eval_mode(trainer.raw_model), run.stop.interruptible():
-        for measure in due:
+        for measure, name in due:
             metrics = measure(run, trainer)
-            run.ranks.reshard(trainer.raw_model)
-            run.log.claim_names(getattr(measure, "__name__", repr(measure)), metrics)
+            run.ranks.reshard(trainer.raw_model)  # its forward passes left parameters gathered
+            run.log.claim_names(name, metrics)
             record |= metrics
     run.writer.delete_old()  # now it is known which checkpoint is the best
 

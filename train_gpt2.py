@@ -177,7 +177,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
 
     To log a number of your own, add a scalar tensor to `scalars`, which are averaged over
     micro-steps and ranks, or to `totals`, which are averaged over ranks. A module may keep a number
-    from its forward pass in an attribute: `self.entropy = entropy.detach()`.
+    from its forward pass in an attribute, such as `self.entropy`.
 
     Returns:
         The numbers to log: the mean loss of the global batch, its gradient's global norm before
@@ -202,9 +202,9 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
             with run.autocast():
                 loss = trainer.model(inputs, targets).loss * (1 - masked)
             scaler.scale(loss / micro_steps).backward()
-        scalars = {"train_loss": loss.detach(), "masked": masked}
+        scalars = {"train_loss": loss, "masked": masked}
         for name, scalar in scalars.items():
-            totals[name] = totals.get(name, 0.0) + scalar / micro_steps
+            totals[name] = totals.get(name, 0.0) + scalar.detach() / micro_steps
     if step == run.start_step:
         trainer.check_gradients()
     for optimizer in trainer.optimizers:

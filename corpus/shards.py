@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -319,8 +319,8 @@ class TokenShards:
         return tokens
 
 
-def open_shards(folder: Path | str, split: Split) -> TokenShards:
-    """Open one split of a data folder, and check each file's dtype, shape and size.
+def open_shards(folder: Path | str, split: Split | Literal["all"]) -> TokenShards:
+    """Open one split of a data folder, or all of it; check each file's dtype, shape and size.
 
     The hashes are checked by `verify_shards`, the token ids by the data loader as it reads them.
     """
@@ -328,14 +328,19 @@ def open_shards(folder: Path | str, split: Split) -> TokenShards:
     manifests = find_manifests(folder)
     if manifests and not (manifests[0].part == FULL_DATASET and manifests[0].complete):
         raise ValueError(f"{folder} is incomplete: rerun the fineweb.py command that created it")
-    infos = [info for found in manifests for info in found.shards if info.split == split]
-    paths = [folder / info.file for info in infos] if manifests else _find_shards(folder, split)
+    splits = ("val", "train") if split == "all" else (split,)
+    infos = [info for found in manifests for info in found.shards if info.split in splits]
+    paths = [folder / info.file for info in infos] if manifests else _find_shards(folder, splits)
     if folder.is_file():
         command = shell_line("python", "fineweb.py", "--source", folder)
         raise ValueError(f"{folder} is a file, not a folder of shards: make shards with {command}")
     if not paths:
         exists = folder.is_dir()
-        problem = f"{folder} has no {split} shards" if exists else f"{folder} does not exist"
+        problem = (
+            f"{folder} has no {' or '.join(splits)} shards"
+            if exists
+            else f"{folder} does not exist"
+        )
         raise FileNotFoundError(
             f"{problem}: make data/stdlib (11 MB, seconds, no network) with python fineweb.py "
             f"--source stdlib, make data/fineweb-edu-10BT (20 GB) with python fineweb.py, or "
@@ -375,7 +380,7 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
             )
 
 
-def _find_shards(folder: Path, split: Split) -> list[Path]:
+def _find_shards(folder: Path, splits: Collection[str]) -> list[Path]:
     """Return the shards of a folder without a manifest, by name, such as `a_train000.bin`."""
     for kind in ("npy", "bin"):
         files = sorted(folder.glob(f"[!.]*.{kind}"))  # skip hidden files
@@ -387,7 +392,7 @@ def _find_shards(folder: Path, split: Split) -> list[Path]:
                 f"shows: make shards from the text with python fineweb.py --source FILE"
             )
         if train or val:
-            return train if split == "train" else val
+            return [*(val if "val" in splits else ()), *(train if "train" in splits else ())]
     return []
 
 
