@@ -173,7 +173,7 @@ class CheckpointWriter:
 
         Call this after a validation: it may have found the best checkpoint.
         """
-        if self._checkpoints_dir is not None and self._keep:
+        if self._checkpoints_dir is not None:
             self._last = self._thread.submit(self._delete_old, self._checkpoints_dir)
 
     def wait(self) -> None:
@@ -210,8 +210,9 @@ class CheckpointWriter:
 
     def _delete_old(self, checkpoints_dir: Path) -> None:
         try:
-            best = best_checkpoint(checkpoints_dir.parent)
-            for checkpoint in complete_checkpoints(checkpoints_dir)[self._keep or None :]:
+            older = complete_checkpoints(checkpoints_dir)[self._keep :] if self._keep else []
+            best = best_checkpoint(checkpoints_dir.parent) if older else None
+            for checkpoint in older:
                 if checkpoint != best:
                     _delete(checkpoint)
         except OSError as error:  # only costs disk space

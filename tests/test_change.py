@@ -111,8 +111,8 @@ def test_other_logits_are_those_of_every_use_and_are_not_exported(patched, tiny_
     assert_refused(done, "this model's logits are not GPT-2's")
 
 
-def test_a_rate_of_its_own_is_lr_scale(patched, tiny_data):
-    commands = patched("lr_scale")
+def test_a_group_may_have_a_rate_of_its_own(patched, tiny_data):
+    commands = patched("rate")
     whole, halves = losses_of_a_run_and_of_one_in_halves(commands, run_flags(tiny_data))
     assert halves == whole
     flags = run_flags(tiny_data, "--max-steps=1", "--run-name=one", "--optimizer=muon")
@@ -166,7 +166,7 @@ def test_a_buffer_is_saved_resumed_sharded_and_loaded(patched, tiny_data, parall
     assert done.code == 0, done.stderr
 
 
-EDITS = ("loss", "logits", "lr_scale", "parameter", "buffer", "dropout")
+EDITS = ("loss", "logits", "rate", "parameter", "buffer", "dropout")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_all_edits_together_resume_bit_for_bit(patched, tiny_data, ranks, flags)
         (["logits"], False),
         (["parameter", "buffer"], False),
         (["rotary"], False),
-        (["dropout", "loss", "lr_scale"], True),
+        (["dropout", "loss", "rate"], True),
     ],
 )
 def test_a_checkpoint_has_what_its_code_computes(patched, tiny_data, patches, is_same):
@@ -345,3 +345,195 @@ def test_another_source_is_one_function_and_one_line(patched):
     assert tokens[0] == END_OF_TEXT
     done = commands.run("fineweb", "--source=letters")
     assert_refused(done, "--source letters is not fineweb-edu, fineweb, stdlib, numbers")
+
+
+WAYS = [  # to split the same step
+    (1, ["--micro-batch-size=8"]),
+    (1, ["--micro-batch-size=2", "--activation-checkpointing=full"]),
+    (2, ["--micro-batch-size=2", "--activation-checkpointing=selective"]),
+    (2, ["--micro-batch-size=1", "--parallel=fsdp"]),
+    pytest.param(1, ["--micro-batch-size=4", "--compile"], marks=needs_compiler),
+    pytest.param(
+        2,
+        ["--micro-batch-size=1", "--compile", "--activation-checkpointing=full"],
+        marks=needs_compiler,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def plain_series():
+    """Series of runs that other runs are compared with, by patch and metric."""
+    return {}
+
+
+@pytest.mark.parametrize(("ranks", "flags"), WAYS)
+def test_a_number_from_the_forward_pass_does_not_depend_on_the_split(
+    patched, tiny_data, plain_series, ranks, flags
+):
+    commands = patched("number", "gradient")
+    never = ["--val-every=0"]
+    train(commands, *run_flags(tiny_data, *flags, *never), "--run-name=never", ranks=ranks)
+    train(commands, *run_flags(tiny_data, *flags), "--run-name=every", ranks=ranks)
+    for name in ("attention_rms", "attention_grad_norm"):
+        found = series(commands.folder / "runs/never", name)
+        assert sorted(found) == [*range(1, 9)]
+        # A validation between two steps changes nothing.
+        assert series(commands.folder / "runs/every", name) == found
+        expected = plain_series.setdefault(name, found)
+        assert found == pytest.approx(expected, rel=2e-2)
+    assert found[8] > 0
+
+
+def test_numbers_of_a_step_are_drawn(patched, tiny_data):
+    commands = patched("number", "gradient")
+    train(commands, *run_flags(tiny_data, "--run-name=a"))
+    done = commands.run("plot", "runs/a")
+    assert done.code == 0, done.stderr
+    figures = {path.stem for path in (commands.folder / "runs/a/figures").iterdir()}
+    assert {"own_attention_rms", "own_attention_grad_norm"} <= figures
+
+
+@pytest.mark.parametrize(("ranks", "flags"), WAYS)
+def test_each_counted_target_has_the_same_weight(patched, tiny_data, plain_series, ranks, flags):
+    commands = patched("masks")
+    train(commands, *run_flags(tiny_data, *flags), "--run-name=a", ranks=ranks)
+    run = commands.folder / "runs/a"
+    for name, tolerance in (("train_loss", 1e-3), ("grad_norm", 2e-2), ("val_loss", 1e-3)):
+        found = series(run, name)
+        assert all(math.isfinite(value) for value in found.values())
+        expected = plain_series.setdefault(("masks", name), found)
+        assert found == pytest.approx(expected, rel=tolerance)
+
+
+def test_settings_of_a_step_are_factors_on_those_of_the_groups(patched, tiny_data):
+    commands = patched("momentum")
+    flags = run_flags(tiny_data, "--optimizer=muon")
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags)
+    assert halves == whole
+    train(commands, *flags, "--run-name=less", "--momentum=0.5")
+    assert series(commands.folder / "runs/less", "train_loss") != whole
+    done = commands.run("train_gpt2", *run_flags(tiny_data, "--run-name=none"))
+    assert_refused(done, "no parameter group has a momentum")  # AdamW has betas
+
+
+def test_weight_decay_may_follow_the_step_and_a_flag_acts_on_a_resume(patched, tiny_data):
+    commands = patched("decay")
+    flags = run_flags(tiny_data, "--min-lr=1e-2")
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags)
+    assert halves == whole
+    runs = commands.folder / "runs"
+    plain, more = (final_state(commands, run)["transformer.wte.weight"] for run in ("whole",) * 2)
+    shutil.copytree(runs / "whole", runs / "flag")
+    shutil.rmtree(runs / "flag/checkpoints/step_00000008")
+    train(commands, *flags, "--run-name=flag", "--resume=auto", "--weight-decay=0")
+    more = final_state(commands, "flag")["transformer.wte.weight"]
+    assert plain.norm() < 0.95 * more.norm()  # four steps, each with a decay of 5 %
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(1, []), (2, []), (2, ["--parallel=fsdp"])])
+def test_state_of_ones_own_is_saved_evaluated_and_resumed(patched, tiny_data, ranks, flags):
+    commands = patched("ema")
+    flags = run_flags(tiny_data, "--micro-batch-size=2", *flags)
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags, ranks=ranks)
+    assert halves == whole
+    runs = commands.folder / "runs"
+    losses = [series(runs / run, "ema_loss") for run in ("whole", "halves")]
+    assert losses[0] == losses[1]
+    val = series(runs / "whole", "val_loss")
+    assert losses[0][0] == pytest.approx(val[0], abs=1e-5)  # at the start, it is the weights
+    assert val[8] + 1e-3 < losses[0][8] < val[0] - 1e-3
+    # Another number of ranks goes on with it.
+    more = ["--run-name=more", "--resume=runs/whole", "--max-steps=9", "--parallel=ddp"]
+    train(commands, *flags, *more)
+    assert series(runs / "more", "ema_loss")[8] == pytest.approx(losses[0][8], abs=1e-5)
+
+
+def test_state_that_one_side_lacks_is_one_line(commands, patched, tiny_data):
+    flags = run_flags(tiny_data, f"--out-dir={patched.runs}")
+    train(commands, *flags, "--run-name=plain", "--max-steps=4")
+    changed = patched("ema")
+    done = changed.run("train_gpt2", "--resume=runs/plain", "--max-steps=6")
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("Trainer.state") == 1
+    done = commands.run("train_gpt2", f"--resume={patched.runs}/plain", "--max-steps=8")
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("Trainer.state") == 1
+
+
+def test_a_second_validation_text_is_two_lines(patched, tiny_data):
+    commands = patched("text")
+    shutil.copytree(tiny_data, commands.folder / "second")
+    flags = run_flags(tiny_data, "--micro-batch-size=2", "--val-tokens=20000")
+    train(commands, *flags, "--run-name=one")
+    train(commands, *flags, "--run-name=two", ranks=2)
+    runs = commands.folder / "runs"
+    one, two = (series(runs / run, "second_loss") for run in ("one", "two"))
+    assert sorted(one) == [0, 4, 8]
+    assert one == pytest.approx(two, abs=1e-5)
+    assert one[8] != series(runs / "one", "val_loss")[8]
+    edited = commands.folder / "copy/evaluation.py"
+    edited.write_text(edited.read_text().replace('"second"))', '"val"))'))
+    with Commands(commands.folder, commands.folder / "copy") as same:
+        done = same.run("train_gpt2", *flags, "--run-name=same")
+    assert_refused(done, "evaluation 1, validate, ", "'val_loss'")
+
+
+def test_a_batch_size_may_follow_the_step(patched, tiny_data):
+    commands = patched("batch")
+    flags = run_flags(tiny_data, "--micro-batch-size=2")
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags)
+    assert halves == whole
+    tokens = series(commands.folder / "runs/whole", "tokens_seen")
+    assert [tokens[step] for step in range(1, 9)] == [128, 256, 384, 640, 896, 1152, 1408, 1664]
+    train(commands, *flags, "--run-name=two", ranks=2)
+    two = series(commands.folder / "runs/two", "train_loss")
+    assert two == pytest.approx(whole, abs=1e-4)
+    done = commands.run("read_step", "runs/whole", "runs/two", "--step=4")
+    assert done.code == 0, done.stderr
+    texts = [text.strip() for text in done.stdout.split("--- ")[1:]]
+    assert len(texts) == 16
+    assert texts[:8] == texts[8:]
+    done = commands.run("train_gpt2", *flags, "--micro-batch-size=8", "--run-name=large")
+    assert_refused(done, "lr_schedule.windows_at returns 4, which is not a multiple of 8")
+
+
+def test_an_optimizer_state_that_cannot_be_saved_ends_the_run_after_the_first_update(
+    patched, tiny_data
+):
+    commands = patched("lists")
+    for ranks in (1, 2):
+        run = commands.run if ranks == 1 else lambda *args: commands.run_ranks(2, *args)
+        flags = run_flags(tiny_data, "--micro-batch-size=2", f"--run-name=lists-{ranks}")
+        done = run("train_gpt2", *flags)
+        assert done.code == 2
+        assert "a checkpoint cannot hold GG.transformer.h.0.attn.c_attn.weight" in done.stderr
+        assert not [*(commands.folder / f"runs/lists-{ranks}").glob("checkpoints/*")]
+
+
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_resumed(patched, tiny_data):
+    commands = patched("counter")
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, run_flags(tiny_data))
+    assert halves == whole
+    state = commands.folder / "runs/whole/checkpoints/step_00000008/trainer_state.json"
+    assert json.loads(state.read_text())["optimizer_groups"] == [{"k": 8, "lr_max": 1e-2}] * 3
+
+
+def test_fewer_heads_of_keys_and_values_train_with_muon_and_resume(patched, tiny_data):
+    commands = patched("gqa")
+    flags = run_flags(tiny_data, "--optimizer=muon", "--sample-every=8")
+    whole, halves = losses_of_a_run_and_of_one_in_halves(commands, flags)
+    assert halves == whole
+    train(commands, *flags, "--run-name=two", "--micro-batch-size=2", "--parallel=fsdp", ranks=2)
+    two = series(commands.folder / "runs/two", "train_loss")
+    assert two == pytest.approx(whole, abs=1e-3)
+    # Each of the three matrices gets an update of the same RMS.
+    flags += ["--max-steps=1", "--min-lr=0"]
+    for name, rate in (("one", 1e-2), ("none", 1e-9)):
+        train(commands, *flags, f"--run-name={name}", f"--max-lr={rate}")
+    after, before = (
+        final_state(commands, name, 1)["transformer.h.0.attn.c_attn.weight"]
+        for name in ("one", "none")
+    )
+    for part in (after - before).split((32, 16, 16)):
+        assert part.square().mean().sqrt() == pytest.approx(2e-3, rel=0.25)
