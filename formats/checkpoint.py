@@ -121,6 +121,7 @@ class CheckpointWriter:
     ) -> None:
         self.error: OSError | None = None
         """Error that prevented the last checkpoint from being saved; None if it was saved."""
+        self._newest: Path | None = None  # saved by this writer
         self._checkpoints_dir = checkpoints_dir
         self._keep = keep
         self._on_saved = on_saved
@@ -174,7 +175,7 @@ class CheckpointWriter:
         Call this after a validation: it may have found the best checkpoint.
         """
         if self._checkpoints_dir is not None:
-            self._last = self._thread.submit(self._delete_old, self._checkpoints_dir)
+            self._thread.submit(self._delete_old, self._checkpoints_dir)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete or has failed: see `error`.
@@ -200,19 +201,22 @@ class CheckpointWriter:
     def _write(self, checkpoints_dir: Path, state: RunState) -> None:
         self.error = None
         try:
-            saved = _write_checkpoint(checkpoints_dir, state, self._copies)
+            self._newest = _write_checkpoint(checkpoints_dir, state, self._copies)
         except OSError as error:
             self.error = error
             print0(f"warning: {error}")
             return
-        self._on_saved(state.step, saved)
+        self._on_saved(state.step, self._newest)
         self._delete_old(checkpoints_dir)
 
     def _delete_old(self, checkpoints_dir: Path) -> None:
+        if not self._keep or self._newest is None:
+            return
         try:
-            older = complete_checkpoints(checkpoints_dir)[self._keep :] if self._keep else []
-            best = best_checkpoint(checkpoints_dir.parent) if older else None
-            for checkpoint in older:
+            best, newest = best_checkpoint(checkpoints_dir.parent), self._newest.name
+            # Checkpoints of later steps are damaged, or the run would have resumed from them.
+            older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < newest]
+            for checkpoint in older[self._keep - 1 :]:
                 if checkpoint != best:
                     _delete(checkpoint)
         except OSError as error:  # only costs disk space
