@@ -15,6 +15,7 @@ from formats.checkpoint import (
     rng_states,
 )
 from model import GPT, GPTConfig
+from parallel import SINGLE_PROCESS
 from runtime.files import read_json, sha256_of, write_json
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -54,6 +55,7 @@ def new_training(config=TINY, kind="AdamW"):
 def run_state(step, model, optimizers):
     return RunState(
         step=step,
+        position=step * 4,
         tokens_seen=step * 64,
         model_config=asdict(model.config),
         train_config={"seed": 1},
@@ -74,9 +76,9 @@ def save(folder, step, model, optimizers, **options):
     return folder / f"step_{step:08d}"
 
 
-def load(path, model, optimizers):
+def load(path, model, optimizers, ranks=SINGLE_PROCESS):
     state = read_state(path)
-    load_checkpoint(Checkpoint(path, state), model, optimizers)
+    load_checkpoint(Checkpoint(path, state), model, optimizers, ranks=ranks)
     return state
 
 

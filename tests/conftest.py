@@ -120,6 +120,11 @@ def check_on_ranks(commands, source, tmp_path, processes=2, **environment):
     assert done.stdout.count("fine") == processes
 
 
+def change_function(monkeypatch, function, changed):
+    """Change a function as an edit of its file would, in all modules that have imported it."""
+    monkeypatch.setattr(function, "__code__", changed.__code__)
+
+
 def randomize_weights(model, scale=0.1):
     """Change every parameter: biases start at 0 and gains at 1, which would hide a swap."""
     import torch

@@ -39,7 +39,14 @@ def write_run(run_dir, steps, val_every=0, hellaswag_every=0, total=10042, loss_
 def new_log(run_dir, start_step=0, **settings):
     """The log of a run of ten steps; its settings can be others."""
     config = TrainConfig(**({"max_steps": 10, "total_batch_size": 1000} | settings))
-    return RunLog(run_dir, config, start_step, 10**6, DistInfo(), torch.float32)
+    tokens_seen = start_step * config.total_batch_size
+    return RunLog(run_dir, config, start_step, tokens_seen, 10**6, DistInfo(), torch.float32)
+
+
+def log_step(log, step, loss=3.0, lr=1e-3, grad_norm=1.0):
+    """Log a step as `train` does."""
+    metrics = {"train_loss": loss, "lr": lr, "grad_norm": grad_norm}
+    log.step(step, step * log.config.total_batch_size, metrics)
 
 
 def log_session(run_dir, tracker, start_step, end):
@@ -49,7 +56,7 @@ def log_session(run_dir, tracker, start_step, end):
         log.record(resumed_from=start_step)
         for step in range(start_step, end + 1):
             if step > start_step:
-                log.step(step, loss=1 / step, lr=1e-3, grad_norm=float(end))
+                log_step(log, step, loss=1 / step, grad_norm=float(end))
             if step % 4 == 0:
                 with log.evaluation(step) as record:
                     log.samples(["<b>one</b>"])

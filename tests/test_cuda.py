@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from corpus.shards import open_shards
 from dataloader import validation_batches
+from evaluation import evaluate_loss
 from formats.huggingface import save_pretrained
 from formats.metrics import read_metrics
 from hellaswag import evaluate_hellaswag, load_examples, score_examples
@@ -19,7 +20,6 @@ from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from runtime.device import autocast, inference, is_out_of_memory
 from runtime.distributed import DistInfo
 from sample import generate_tokens, next_token_logits, sample_token
-from train_gpt2 import evaluate_loss
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 needs_gpu = pytest.mark.skipif(not GPUS, reason="this machine has no CUDA GPU")

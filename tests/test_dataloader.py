@@ -1,5 +1,6 @@
 import itertools
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -37,11 +38,9 @@ def loader(data_dir, rank=0, world_size=1, **changes):
     options = {
         "block_size": T,
         "micro_batch_size": 4,
-        "grad_accum_steps": 2,
         "seed": 1,
         "shuffle": True,
         "vocab_size": 50257,
-        "start_step": 0,
     }
     dist_info = DistInfo(CPU, rank=rank, world_size=world_size)
     return ShardedDataLoader(
@@ -83,13 +82,8 @@ def test_loader_targets_are_inputs_one_token_ahead_across_shard_edges(data_dir):
 
 
 def test_loader_step_across_an_epoch_edge_repeats_nothing(data_dir):
-    batches = loader(data_dir)  # 8 windows a step, 124 an epoch: step 15 crosses
-    seen = [
-        start
-        for step in range(31)  # 248 windows: two epochs
-        for micro_step in range(2)
-        for start in batches.window_starts(step, micro_step).tolist()
-    ]
+    batches = loader(data_dir)  # 8 windows a step, 124 an epoch: step 15 crosses; two epochs
+    seen = [start for step in range(31) for start in batches.window_starts(8 * step, 8).tolist()]
     offset = epoch_offset(1, T, seed=1)
     assert sorted(seen[:124]) == list(range(0, 124 * T, T))
     assert sorted(seen[124:]) == list(range(offset, 124 * T + offset, T))
@@ -99,9 +93,9 @@ def test_loader_step_across_an_epoch_edge_repeats_nothing(data_dir):
 
 def test_loader_reads_the_last_window_of_a_later_epoch_where_it_fits(data_dir):
     # 111 windows of 9 tokens, which fill the split: one step takes them all.
-    batches = loader(data_dir, block_size=9, micro_batch_size=111, grad_accum_steps=1)
+    batches = loader(data_dir, block_size=9)
     offset = epoch_offset(1, 9, seed=1)
-    first, second = (sorted(batches.window_starts(step, 0).tolist()) for step in (0, 1))
+    first, second = (sorted(batches.window_starts(111 * step, 111).tolist()) for step in (0, 1))
     assert first == list(range(0, 991, 9))
     assert offset > 0
     assert second == [*range(offset, 990, 9), 990]  # the last one is tokens [990, 1000)
@@ -114,42 +108,52 @@ def test_epochs_all_begin_elsewhere_and_the_first_at_the_beginning():
     assert [epoch_offset(epoch, T, seed=4) for epoch in range(T)] != offsets
 
 
+def test_loader_order_depends_on_the_position_only(data_dir):
+    order = loader(data_dir).window_starts(0, 300).tolist()
+    for position, count in ((0, 1), (3, 8), (120, 8), (123, 1), (124, 125), (299, 1)):
+        other = loader(data_dir, rank=1, world_size=2, micro_batch_size=3, position=7)
+        found = other.window_starts(position, count).tolist()
+        assert found == order[position : position + count]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "micro_batch_size", "grad_accum_steps"),
-    [(1, 2, 4), (2, 2, 2), (4, 2, 1), (2, 1, 4)],
+    ("world_size", "micro_batch_size"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)]
 )
-def test_loader_step_has_the_same_windows_however_it_is_split(
-    data_dir, world_size, micro_batch_size, grad_accum_steps
+def test_loader_steps_have_the_same_windows_at_every_world_size(
+    data_dir, world_size, micro_batch_size
 ):
-    step = 15  # crosses from the first epoch into the second
-    whole = loader(data_dir, micro_batch_size=8, grad_accum_steps=1).window_starts(step, 0)
-    shares = [
-        loader(
-            data_dir,
-            rank=rank,
-            world_size=world_size,
-            micro_batch_size=micro_batch_size,
-            grad_accum_steps=grad_accum_steps,
-        ).window_starts(step, micro_step)
+    """Also if the steps differ in size and cross from the first epoch into the second."""
+    sizes, position = (4, 8, 8, 16, 4), 100
+    ranks = [
+        loader(data_dir, rank, world_size, micro_batch_size=micro_batch_size, position=position)
         for rank in range(world_size)
-        for micro_step in range(grad_accum_steps)
     ]
-    assert sorted(np.concatenate(shares).tolist()) == sorted(whole.tolist())
+    with ExitStack() as stack:
+        for batches in ranks:
+            stack.enter_context(batches)
+        for size in sizes:
+            micro_steps = size // (world_size * micro_batch_size)
+            seen = [next(batches).inputs[:, 0] for batches in ranks for _ in range(micro_steps)]
+            expected = ranks[0].window_starts(position, size)  # each token is its own position
+            assert sorted(torch.cat(seen).tolist()) == sorted(expected.tolist())
+            position += size
+            assert {batches.position for batches in ranks} == {position}
 
 
-@pytest.mark.parametrize("start_step", [3, 15, 16])  # step 15 crosses from epoch to epoch
-def test_loader_starts_where_another_would_be(data_dir, start_step):
+@pytest.mark.parametrize("taken", [0, 6, 31, 33])  # of 4 windows; batch 31 ends the first epoch
+def test_loader_continues_at_the_position_of_what_was_taken(data_dir, taken):
     with loader(data_dir) as batches:
-        straight = list(itertools.islice(batches, 2 * start_step + 4))
-    with loader(data_dir, start_step=start_step) as batches:
-        resumed = list(itertools.islice(batches, 4))
-    for ours, theirs in zip(resumed, straight[2 * start_step :], strict=True):
-        assert torch.equal(ours.inputs, theirs.inputs)
-        assert torch.equal(ours.targets, theirs.targets)
+        list(itertools.islice(batches, taken))
+        batches._upcoming.result()  # the next one is already read
+        assert (batches.position, batches.tokens_seen) == (4 * taken, 4 * taken * T)
+        with loader(data_dir, position=batches.position) as resumed:
+            for _ in range(2):
+                for ours, theirs in zip(next(resumed), next(batches), strict=True):
+                    assert torch.equal(ours, theirs)
 
 
 def test_loader_seed_changes_the_order(data_dir):
-    orders = [loader(data_dir, seed=seed).window_starts(0, 0).tolist() for seed in (1, 2)]
+    orders = [loader(data_dir, seed=seed).window_starts(0, 8).tolist() for seed in (1, 2)]
     assert orders[0] != orders[1]
 
 
@@ -162,14 +166,6 @@ def test_loader_thread_begins_and_ends_with_the_body(data_dir):
         started = {*threading.enumerate()} - before
         assert started
     assert not any(thread.is_alive() for thread in started)
-
-
-def test_loader_refuses_a_split_below_one_step(data_dir):
-    # Of 124 windows of 8 tokens, two micro-batches of 60 fit into a step; of 130 none does.
-    with pytest.raises(ValueError, match="needs 1,441: use --total-batch-size 960 or less"):
-        loader(data_dir, micro_batch_size=60, grad_accum_steps=3)
-    with pytest.raises(ValueError, match="needs 1,041: use --total-batch-size 992 or less"):
-        loader(data_dir, micro_batch_size=130, grad_accum_steps=1)
 
 
 def test_loader_refuses_an_impossible_id(data_dir):

@@ -12,14 +12,16 @@ from conftest import ROOT
 FLOORS = (
     ("model", "ops", "tokenizer", "lr_schedule"),
     ("runtime",),
+    ("parallel",),
     ("formats",),
     ("corpus",),
     (*("dataloader", "optimizers", "hellaswag", "sample", "export", "plot", "report", "demo"),),
     ("training",),
-    ("train_gpt2", "fineweb", "read_step"),
+    ("train_gpt2", "evaluation", "fineweb", "read_step"),
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+MAX_TRAINING_IMPORTS = 9
 WINGS = ("runtime", "formats", "corpus", "training", "bench")
 PATHS = [path for part in (".", *WINGS) for path in sorted((ROOT / part).glob("[!.]*.py"))]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
@@ -88,6 +90,14 @@ def test_module_imports_go_down_and_it_says_what_it_is_for(module):
     if module != "runtime.threads":  # it sets what torch reads when it is loaded
         assert work_at_import(tree) == []
     assert ast.get_docstring(tree)
+
+
+def test_train_gpt2_imports_few_modules_and_runtime_not_the_model():
+    """Who changes the training script opens few files; `runtime` serves any model."""
+    assert len({*imported_modules(parse("train_gpt2"))}) <= MAX_TRAINING_IMPORTS
+    for module in MODULES:
+        if module.startswith("runtime."):
+            assert "model" not in imported_modules(parse(module)), module
 
 
 def test_imports_never_go_in_a_circle():

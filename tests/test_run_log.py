@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from run_files import new_log
+from run_files import log_step, new_log
 
 from training import run_log
 from training.run_log import format_step
@@ -47,7 +47,7 @@ def test_a_spike_is_one_line_in_a_hundred_steps_and_names_the_command_that_shows
         losses = [3 + 0.01 * (step % 5) for step in range(1, 301)]
         losses[39] = losses[149] = losses[159] = losses[280] = 9.0
         for step, loss in enumerate(losses, 1):
-            log.step(step, loss=loss, lr=0.1, grad_norm=1.0)
+            log_step(log, step, loss)
     spikes = [line for line in capsys.readouterr().out.splitlines() if "loss spike" in line]
     command = f"python read_step.py {tmp_path} --step"
     assert spikes == [
@@ -60,7 +60,7 @@ def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with new_log(tmp_path / "run", logger=("tensorboard",)) as log:
         log.record(resumed_from=0)
-        log.step(1, loss=3.0, lr=0.1, grad_norm=1.0)
+        log_step(log, 1)
         with log.evaluation(1) as record:
             log.samples(["text"])
             record["val_loss"] = 3.0
@@ -74,16 +74,16 @@ def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
         with log.paused():
             clock.now += 97.0
         clock.now += 0.5
-        log.step(101, loss=3.0, lr=1e-3, grad_norm=0.5)
+        log_step(log, 101, loss=3.0, lr=1e-3, grad_norm=0.5)
         clock.now += 1.0
-        log.step(102, loss=2.5, lr=1e-4, grad_norm=0.25)
+        log_step(log, 102, loss=2.5, lr=1e-4, grad_norm=0.25)
         with log.evaluation(102) as record:
             clock.now += 30.0
             record["val_loss"] = 2.75
         with log.evaluation(102):  # nothing was measured
             pass
         clock.now += 1.0
-        log.step(103, loss=2.0, lr=1e-4, grad_norm=0.25)
+        log_step(log, 103, loss=2.0, lr=1e-4, grad_norm=0.25)
     first, second, evaluation, _ = lines_of(tmp_path)
     assert first.pop("peak_memory_gib") > 0
     assert first == {
@@ -99,11 +99,25 @@ def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
     assert [line.partition(" | ")[0] for line in shown] == ["step 102/200", "step 102"]
 
 
+def test_step_logs_the_rate_of_its_tokens_and_what_train_step_returns(tmp_path, clock):
+    metrics = {"train_loss": 3.0, "lr": 1e-3, "grad_norm": 0.5, "entropy": 2.0}
+    with new_log(tmp_path) as log:
+        for step, tokens_seen in ((1, 500), (2, 2500)):
+            clock.now += 1.0
+            log.step(step, tokens_seen, metrics)
+        clock.now += 1.0
+        with pytest.raises(ValueError, match="train_step and the log both log 'mfu'"):
+            log.step(3, 4500, metrics | {"mfu": 0.5})
+    records = lines_of(tmp_path)
+    assert [record["tokens_per_second"] for record in records] == [500.0, 2000.0]
+    assert all(record.items() >= metrics.items() for record in records)
+
+
 def test_eta_follows_the_recent_steps_after_the_first_which_compiles(tmp_path, clock, capsys):
     with new_log(tmp_path, max_steps=1000) as log:
         for step in range(1, 501):
             clock.now += 60.0 if step == 1 else 1.0 if step <= 300 else 5.0
-            log.step(step, loss=3.0, lr=1e-3, grad_norm=1.0)
+            log_step(log, step)
     shown = capsys.readouterr().out.splitlines()
     etas = [shown[step - 1].rpartition(" | ")[2] for step in (1, 2, 500)]
     assert etas == ["eta n/a", "eta 16m38s", "eta 41m40s"]
@@ -114,7 +128,7 @@ def test_eta_has_the_time_of_evaluations_as_far_as_they_were_seen(tmp_path, cloc
         for step in range(301):
             if step:
                 clock.now += 60.0 if step == 1 else 1.0
-                log.step(step, loss=3.0, lr=1e-3, grad_norm=1.0)
+                log_step(log, step)
             if step % 100 == 0:
                 with log.evaluation(step) as record:
                     clock.now += 90.0 if step == 0 else 25.0  # the first of each kind compiles

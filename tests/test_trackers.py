@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 from conftest import ROOT
-from run_files import new_log
+from run_files import log_step, new_log
 
 from formats.metrics import read_metrics
 from report import collect_run
@@ -99,7 +99,7 @@ def test_tracker_that_fails_costs_one_warning(recorder, monkeypatch, tmp_path, c
     monkeypatch.setitem(TRACKERS, "wandb", failing)
     with new_log(tmp_path, logger=("wandb", "tensorboard")) as log:
         for step, norm in ((1, 1.0), (2, math.nan)):  # what is not finite is left out
-            log.step(step, loss=1.0, lr=0.1, grad_norm=norm)
+            log_step(log, step, grad_norm=norm)
     [warning] = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert warning == (
         "warning: --logger wandb failed and is now disabled: RuntimeError: the server refuses"
