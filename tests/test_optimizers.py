@@ -1,32 +1,33 @@
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import TINY_RUN, check_on_ranks, needs_compiler, series, tiny_run
+from torch.optim import SGD
 
 from model import GPT, GPTConfig
 from optimizers import Muon, orthogonalize, share_by_spelling
-from runtime.distributed import DistInfo
+from parallel import SINGLE_PROCESS
 from tokenizer import VOCAB_SIZE, gpt2_encoding
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig
+from training.groups import GroupSettings
 
 RATE, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 
 
-def new_muon(parameters, dtype=torch.float32, parts=1, compiled=False):
-    groups = [{"params": parameters, "stacked": parts}]
-    muon = Muon(
-        groups,
+def new_muon(parameters, dtype=torch.float32, rows=(), compiled=False):
+    return Muon(
+        [{"params": parameters, "rows": rows}],
+        lr=RATE,
         weight_decay=DECAY,
         momentum=MOMENTUM,
-        dist_info=DistInfo(),
+        ranks=SINGLE_PROCESS,
         dtype=dtype,
         compile=compiled,
     )
-    muon.param_groups[0]["lr"] = RATE
-    return muon
 
 
 def train(optimizer, parameters, gradients):
@@ -85,12 +86,20 @@ def test_muon_in_bfloat16_is_near_to_torchs():
         assert (ours - their).norm() < 0.02 * (their - start).norm()
 
 
-def test_muon_orthogonalises_stacked_parts_one_by_one():
-    (whole,), gradients = random_matrices((36, 12))
-    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().chunk(3)]
-    train(new_muon([whole], parts=3), [whole], gradients)
-    train(new_muon(parts), parts, [gradient.chunk(3) for (gradient,) in gradients])
+@pytest.mark.parametrize("rows", [(12, 12, 12), (12, 4, 4), (24, 1, 12)])
+def test_muon_orthogonalizes_stacked_matrices_one_by_one(rows):
+    """Queries, keys and values, of which keys and values may have fewer rows."""
+    (whole,), gradients = random_matrices((sum(rows), 12))
+    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
+    train(new_muon([whole], rows=rows), [whole], gradients)
+    train(new_muon(parts), parts, [gradient.split(rows) for (gradient,) in gradients])
     torch.testing.assert_close(whole, torch.cat(parts), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((8, 4), (4, 2)), ((2, 4, 4), ()), ((8,), ())])
+def test_muon_refuses_what_it_cannot_cut_into_matrices(shape, rows):
+    with pytest.raises(ValueError, match=rf"shape {re.escape(str(shape))} into"):
+        new_muon([torch.nn.Parameter(torch.zeros(shape))], rows=rows)
 
 
 def test_orthogonalize_brings_singular_values_near_one_and_keeps_their_vectors():
@@ -107,6 +116,7 @@ def test_orthogonalize_brings_singular_values_near_one_and_keeps_their_vectors()
 RANKS_CHECK = """
 import torch
 from optimizers import Muon
+from parallel import Ranks
 
 def check(dist_info):
     results = []
@@ -115,9 +125,8 @@ def check(dist_info):
         shapes = [(8, 16), (16, 8), (8, 16), (8, 16), (8, 16), (8, 8)]
         parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
         groups = [{"params": parameters}]
-        settings = dict(weight_decay=0.1, momentum=0.95, dtype=DTYPE, compile=False)
-        muon = Muon(groups, dist_info=info, **settings)
-        muon.param_groups[0]["lr"] = 0.1
+        settings = dict(lr=0.1, weight_decay=0.1, momentum=0.95, dtype=DTYPE, compile=False)
+        muon = Muon(groups, ranks=Ranks(**vars(info)), **settings)
         for _ in range(2):
             for p in parameters:
                 p.grad = torch.randn_like(p)
@@ -140,6 +149,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from optimizers import Muon
+from parallel import FSDP, SINGLE_PROCESS
 
 def check(dist_info):
     mesh = init_device_mesh("cpu", (2,))
@@ -151,11 +161,11 @@ def check(dist_info):
         parameters = [torch.nn.Parameter(place(w)) for w in weights]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = place(gradient)
-        groups = [{"params": [p], "lr": 0.1} for p in parameters]
+        groups = [{"params": [p]} for p in parameters]
         settings = dict(weight_decay=0.1, momentum=0.95, dtype=torch.float32, compile=False)
-        info = dist_info if results else DistInfo()
+        ranks = FSDP(**vars(dist_info)) if results else SINGLE_PROCESS
         with CommDebugMode() as communication:
-            Muon(groups, dist_info=info, **settings).step()
+            Muon(groups, lr=0.1, ranks=ranks, **settings).step()
         results.append(parameters)
     gathered = {str(name): n for name, n in communication.get_comm_counts().items()}
     # Of each shape the updates, and what the other rank has orthogonalised.
@@ -175,9 +185,9 @@ def test_build_optimizers_gives_muon_the_blocks_matrices(tiny_data, tmp_path):
     with tiny_run(tiny_data, tmp_path, optimizer="muon") as run:
         muon, adamw = build_optimizers(model, run)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    matrices = {names[p]: g["stacked"] for g in muon.param_groups for p in g["params"]}
+    matrices = {names[p]: g["rows"] for g in muon.param_groups for p in g["params"]}
     assert len(matrices) == 12 * 4
-    assert {name for name in matrices if matrices[name] == 3} == {
+    assert {name for name, rows in matrices.items() if rows == (768, 768, 768)} == {
         f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(12)
     }
     others = {names[p] for group in adamw.param_groups for p in group["params"]}
@@ -202,13 +212,64 @@ def test_adamw_remembers_as_many_tokens_at_every_batch(batch, beta2):
     assert replace(config, beta2=0.9).adam_beta2 == 0.9  # what is given is what counts
 
 
+class ScheduleFree(SGD):
+    """Changes two numbers of its group in each step, as schedule-free optimizers do."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["momentum"] /= 2
+            group["weight_sum"] = group.get("weight_sum", 0.0) + 1.0
+
+
+def new_settings(weight_decay=0.1):
+    """An optimizer of two groups, the second with an `lr` of its own, and their settings."""
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    groups = [{"params": [first]}, {"params": [second], "lr": 0.4, "momentum": 0.6}]
+    optimizer = ScheduleFree(groups, lr=0.1, weight_decay=weight_decay, momentum=0.8)
+    return optimizer, GroupSettings([optimizer])
+
+
+def values(optimizer, name):
+    return [group.get(name) for group in optimizer.param_groups]
+
+
+def test_group_settings_scale_the_numbers_that_groups_were_built_with():
+    optimizer, settings = new_settings()
+    for _ in range(2):  # the factors do not add up
+        settings.scale({"lr": 0.5, "weight_decay": 2.0})
+        assert values(optimizer, "lr") == [0.05, 0.2]
+        assert values(optimizer, "weight_decay") == [0.2, 0.2]
+    assert values(optimizer, "momentum") == [0.8, 0.6]
+    with pytest.raises(ValueError, match="no parameter group has a moment or rate, which"):
+        settings.scale({"lr": 1.0, "rate": 1.0, "moment": 1.0})
+
+
+def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
+    optimizer, settings = new_settings()
+    settings.scale({"lr": 0.5})
+    assert settings.state() == [{}, {}]
+    optimizer.step()
+    saved = settings.state()
+    assert saved == [{"momentum": 0.4, "weight_sum": 1.0}, {"momentum": 0.3, "weight_sum": 1.0}]
+    other, resumed = new_settings(weight_decay=0.7)
+    resumed.load_state(saved)
+    assert values(other, "weight_sum") == [1.0, 1.0]
+    assert values(other, "momentum") == [0.4, 0.3]
+    assert values(other, "weight_decay") == [0.7, 0.7]
+    assert values(other, "lr") == [0.1, 0.4]
+    assert resumed.state() == saved
+    resumed.load_state([])  # of an older checkpoint
+    with pytest.raises(ValueError, match="state of 1 parameter groups, but .* builds 2: restore"):
+        resumed.load_state(saved[:1])
+
+
 def test_words_that_are_spelled_alike_learn_from_each_other():
     rare, common, plural, other = map(
         gpt2_encoding().encode_single_token, ("House", " house", " houses", "Sun")
     )
     embedding = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, 2))
     optimizer = torch.optim.SGD([embedding], lr=1.0)
-    optimizer.register_step_pre_hook(share_by_spelling(embedding, 0.5))
+    optimizer.register_step_pre_hook(share_by_spelling(embedding, 0.5, SINGLE_PROCESS))
     optimizer.step()  # without a gradient
     embedding.grad = torch.zeros_like(embedding)
     embedding.grad[common] = torch.tensor([-8.0, 4.0])
@@ -218,7 +279,7 @@ def test_words_that_are_spelled_alike_learn_from_each_other():
     assert 0 < embedding[plural][0] < 1
     assert not embedding[other].any()
     with pytest.raises(ValueError, match=r"100 ids are not GPT-2's: leave out --spelling-share"):
-        share_by_spelling(torch.nn.Parameter(torch.zeros(100, 2)), 0.5)
+        share_by_spelling(torch.nn.Parameter(torch.zeros(100, 2)), 0.5, SINGLE_PROCESS)
 
 
 @pytest.fixture(scope="module")
