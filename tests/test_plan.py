@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from conftest import ROOT, check_on_ranks, tiny_run
+from conftest import ROOT, change_function, check_on_ranks, tiny_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
@@ -20,7 +20,9 @@ from formats.checkpoint import (
     rng_states,
 )
 from formats.load import latest_checkpoint, load_model
+from lr_schedule import position_at, windows_at
 from model import GPT, GPT2_SIZES, GPTConfig
+from parallel import SINGLE_PROCESS
 from runtime.cli import parse_flags
 from runtime.device import DTYPES
 from runtime.distributed import DistInfo
@@ -127,7 +129,7 @@ def test_no_path_takes_twice_the_model(tmp_path, tiny_data):
         resumed_optimizers,
     )
     assert peak < (in_file + 3.1) * size  # moments and, as in a step, gradients
-    assert peak_bytes(copy_weights, model, resumed) < 0.01 * size
+    assert peak_bytes(copy_weights, model, resumed, SINGLE_PROCESS) < 0.01 * size
     peak = peak_bytes(generate_tokens, model, idx.repeat(4, 1), 8)
     assert peak < 0.2 * size  # not of 4096 tokens
 
@@ -141,25 +143,40 @@ def test_no_path_takes_twice_the_model(tmp_path, tiny_data):
 )
 def test_split_batch_splits_every_token(micro, accum, world_size, block_size):
     total = micro * accum * world_size * block_size
-    model = GPTConfig(block_size=block_size)
     dist_info = DistInfo(CPU, world_size=world_size)
-    config = TrainConfig(total_batch_size=total)
+    config = TrainConfig(total_batch_size=total, block_size=block_size)
+    model = config.model_config()
     device = find_device(config, dist_info)
     plan = split_batch(replace(config, micro_batch_size=micro), model, device, dist_info)
-    assert (plan.micro_batch_size, plan.grad_accum_steps) == (micro, accum)
+    assert plan.micro_batch_size == micro
     chosen = split_batch(config, model, device, dist_info)
-    assert chosen.micro_batch_size * chosen.grad_accum_steps * world_size * block_size == total
+    assert total % (chosen.micro_batch_size * world_size * block_size) == 0
+
+
+def test_split_batch_fits_steps_of_different_sizes(monkeypatch):
+    change_function(monkeypatch, windows_at, lambda config, step: 12 if step < 3 else 36)
+
+    config = TrainConfig(total_batch_size=72 * 64, block_size=64)
+    assert [position_at(config, step) for step in (0, 3, 5)] == [0, 3 * 12, 3 * 12 + 2 * 36]
+    sizes, device = {}, Device("cpu", 64, torch.float32)
+    for world_size in (1, 2, 3, 6, 12):
+        dist_info = DistInfo(CPU, world_size=world_size)
+        split = split_batch(config, config.model_config(), device, dist_info)
+        sizes[world_size] = split.micro_batch_size
+    assert sizes == {1: 12, 2: 6, 3: 4, 6: 2, 12: 1}
+    dist_info = DistInfo(CPU, world_size=8)  # cannot split 12
+    with pytest.raises(ValueError, match="windows_at returns 12, which is not a multiple of 8"):
+        split_batch(config, config.model_config(), device, dist_info)
 
 
 @settings(max_examples=10)
 @given(total=st.integers(1, 10**6), micro=st.integers(1, 20), world_size=st.integers(1, 9))
 def test_split_batch_names_nearest_sizes_that_do_divide(total, micro, world_size):
-    model = GPTConfig(block_size=64)
-
     def plan(size):
-        config = TrainConfig(total_batch_size=size, micro_batch_size=micro)
+        config = TrainConfig(total_batch_size=size, micro_batch_size=micro, block_size=64)
         dist_info = DistInfo(CPU, world_size=world_size)
-        return split_batch(config, model, find_device(config, dist_info), dist_info)
+        model, device = config.model_config(), find_device(config, dist_info)
+        return split_batch(config, model, device, dist_info)
 
     unit = micro * 64 * world_size
     if total % unit == 0:

@@ -11,31 +11,28 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import HELLASWAG, ROOT, needs_compiler, series, tiny_run
+from conftest import HELLASWAG, ROOT, change_function, needs_compiler, series, tiny_run
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import evaluation
 import train_gpt2
 from dataloader import Batch
+from evaluation import evaluate_loss
 from formats.checkpoint import verify_checkpoint
 from formats.load import latest_checkpoint, load_model
 from formats.metrics import read_metrics
-from lr_schedule import learning_rate
+from lr_schedule import learning_rate, windows_at
 from model import GPT, GPTConfig
+from ops import IGNORE_INDEX
 from runtime.device import make_deterministic
 from runtime.distributed import DistInfo
 from tokenizer import gpt2_encoding
-from train_gpt2 import (
-    build,
-    build_optimizers,
-    evaluate_loss,
-    main,
-    raise_unless_overflow,
-    train_step,
-)
-from training.checks import check_optimizers
+from train_gpt2 import build, build_optimizers, main, train_step
 from training.config import TrainConfig
+from training.groups import check_optimizers
+from training.run import Trainer
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 SCORED = ["--block-size=64", "--hellaswag-every=4", f"--hellaswag-data={HELLASWAG}"]
@@ -94,13 +91,12 @@ def test_main_learns_validates_and_saves(tiny_flags, tiny_data, tmp_path, capsys
         series(run_dir, name) for name in ("tokens_per_second", "overall_tokens_per_second")
     )
     assert 0 < overall[12] < max(fastest.values())
-    # Checkpoints are announced once they are complete.
+    # Checkpoints are announced once they are complete, which may be after the evaluation.
     paths = [run_dir / "checkpoints" / f"step_{step:08d}" for step in (4, 8, 12)]
     assert sorted((run_dir / "checkpoints").iterdir()) == paths
     lines = capsys.readouterr().out.splitlines()
     saved = [f"step {step} | saved {path}" for step, path in zip((4, 8, 12), paths, strict=True)]
     assert [line for line in lines if " | saved " in line] == saved
-    assert lines[-3] == saved[-1]
     assert lines[-2].startswith("best val_loss ")
     assert lines[-1] == f"done: {run_dir}"
     for path in paths:
@@ -179,7 +175,7 @@ def test_main_two_ranks_equal_one(commands, tiny_flags, tmp_path):
 def test_main_evaluation_that_a_signal_cuts_short_at_the_last_step_is_done_by_the_resumed_run(
     tiny_flags, tmp_path, monkeypatch
 ):
-    validation_batches, validations = train_gpt2.validation_batches, []
+    validation_batches, validations = evaluation.validation_batches, []
 
     def interrupted(*args, **kwargs):
         validations.append(args)
@@ -187,7 +183,7 @@ def test_main_evaluation_that_a_signal_cuts_short_at_the_last_step_is_done_by_th
             os.kill(os.getpid(), signal.SIGTERM)
         return validation_batches(*args, **kwargs)
 
-    monkeypatch.setattr(train_gpt2, "validation_batches", interrupted)
+    monkeypatch.setattr(evaluation, "validation_batches", interrupted)
     flags = [*tiny_flags, "--run-name=a", "--val-tokens=1900", "--resume=auto"]
     main(flags)
     run_dir = tmp_path / "runs/a"
@@ -200,6 +196,74 @@ def test_main_evaluation_that_a_signal_cuts_short_at_the_last_step_is_done_by_th
     assert sorted(series(run_dir, "train_loss")) == list(range(1, 9))
     assert not (run_dir / "PREEMPTED").exists()
     assert (saved.name, saved.stat().st_mtime_ns) == ("step_00000008", before)
+
+
+def test_main_saves_before_the_last_evaluation_which_a_resume_repeats_if_it_failed(
+    tiny_flags, tmp_path, monkeypatch, capsys
+):
+    validations = []
+
+    def fail(*args, **kwargs):
+        validations.append(args)
+        if len(validations) == 3:  # after the last step
+            raise RuntimeError("the evaluation failed")
+        return validation_batches(*args, **kwargs)
+
+    validation_batches = evaluation.validation_batches
+    flags, run_dir = [*tiny_flags, "--run-name=a", "--resume=auto"], tmp_path / "runs/a"
+    monkeypatch.setattr(evaluation, "validation_batches", fail)
+    with pytest.raises(RuntimeError, match="the evaluation failed"):
+        main(flags)
+    saved = latest_checkpoint(run_dir)
+    assert saved.name == "step_00000008"
+    verify_checkpoint(saved)
+    before = saved.stat().st_mtime_ns
+    assert sorted(series(run_dir, "val_loss")) == [0, 4]
+    main(flags)
+    assert sorted(series(run_dir, "val_loss")) == [0, 4, 8]
+    assert sorted(series(run_dir, "train_loss")) == list(range(1, 9))
+    assert saved.stat().st_mtime_ns == before
+    assert "the run is finished" not in capsys.readouterr().out
+    main(flags)
+    assert "the run is finished" in capsys.readouterr().out
+
+
+def test_main_keeps_the_newest_and_the_best_checkpoint_after_the_last_validation(
+    tiny_flags, tmp_path
+):
+    flags = [*tiny_flags, "--run-name=a", "--keep-checkpoints=1", "--resume=auto"]
+    run_dir = tmp_path / "runs/a"
+
+    def train(steps, rate):
+        main([*flags, f"--max-steps={steps}", f"--max-lr={rate}", f"--min-lr={rate}"])
+        loss = series(run_dir, "val_loss")
+        best = min(sorted(loss)[1:], key=loss.get)
+        return best, sorted(int(c.name[5:]) for c in (run_dir / "checkpoints").iterdir())
+
+    assert train(8, 0.01) == (8, [8])
+    assert train(16, 1.0) == (8, [8, 16])
+
+
+def test_main_resumes_a_run_whose_batch_size_changes(tiny_flags, tmp_path, monkeypatch):
+    change_function(monkeypatch, windows_at, lambda config, step: 4 if step < 4 else 12)
+    main([*tiny_flags, "--run-name=whole"])
+    main([*tiny_flags, "--run-name=halves", "--checkpoint-every=1", "--val-every=0"])
+    whole, halves = tmp_path / "runs/whole", tmp_path / "runs/halves"
+    for step in (7, 8):
+        shutil.rmtree(halves / f"checkpoints/step_0000000{step}")
+    main([*tiny_flags, "--run-name=halves", "--resume=auto", "--max-steps=8"])
+    assert series(halves, "train_loss") == series(whole, "train_loss")
+    tokens = [128, 256, 384, 512, 896, 1280, 1664, 2048]
+    for run_dir in (whole, halves):
+        seen = series(run_dir, "tokens_seen")
+        assert [seen[step] for step in range(1, 9)] == tokens
+
+
+def test_main_refuses_a_step_that_the_ranks_cannot_split(tiny_flags, tmp_path, monkeypatch):
+    change_function(monkeypatch, windows_at, lambda config, step: 4 if step < 7 else 6)
+    with pytest.raises(ValueError, match="windows_at returns 6, which is not a multiple of 4"):
+        main([*tiny_flags, "--run-name=a"])
+    assert not (tmp_path / "runs/a").exists()
 
 
 def test_main_float16_on_cpu_scales_the_loss(tiny_flags, tmp_path):
@@ -227,8 +291,12 @@ def test_main_init_from_continues_a_model_and_is_resumed_without_it(tiny_flags, 
 def test_main_refuses_other_data_too_little_data_and_a_run_that_is_there(
     tiny_flags, tiny_data, tmp_path
 ):
-    with pytest.raises(ValueError, match="one step needs"):
+    # The split has 562 windows of 32 tokens; a micro-batch has 4 or 600.
+    with pytest.raises(ValueError, match="needs 65,537: use --total-batch-size 17920 or less"):
         main([*tiny_flags, "--run-name=a", "--total-batch-size=65536"])
+    too_large = ["--total-batch-size=19200", "--micro-batch-size=600"]
+    with pytest.raises(ValueError, match="needs 19,201: use --total-batch-size 17984 or less"):
+        main([*tiny_flags, "--run-name=a", *too_large])
     assert not (tmp_path / "runs/a").exists()
     main([*tiny_flags, "--run-name=a", "--max-steps=4"])
     for path in tiny_data.glob("*.npy"):
@@ -320,14 +388,20 @@ run_command(train_gpt2.main)
 # --- one step -------------------------------------------------------------------------------------
 
 
-def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step):
+@pytest.mark.parametrize("ignored_rows", [0, 3, 8])
+def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step, ignored_rows):
+    """Also if the first micro-batch, half of the second one, or all have only ignored targets."""
     torch.manual_seed(0)
     whole, parts = GPT(TINY), GPT(TINY)
     parts.load_state_dict(whole.state_dict())
-    batch = random_batch(8)
+    inputs, targets = random_batch(8)
+    is_ignored = torch.arange(8)[:, None] < ignored_rows
+    batch = Batch(inputs, targets.masked_fill(is_ignored, IGNORE_INDEX))
     pieces = [Batch(*pair) for pair in zip(*(part.split(2) for part in batch), strict=True)]
     result_whole, result_parts = one_step(whole, [batch]), one_step(parts, pieces)
     assert result_parts == pytest.approx(result_whole, rel=1e-5)
+    if ignored_rows < 8:
+        assert result_whole["train_loss"] == pytest.approx(math.log(100), abs=0.2)
 
 
 @pytest.mark.slow
@@ -360,7 +434,7 @@ def test_train_step_clips_to_the_norm(one_step):
         parameter.register_post_accumulate_grad_hook(
             lambda p, name=name: grads.update({name: p.grad})
         )
-    _, norm = one_step(model, [random_batch(4)], grad_clip=0.25)
+    norm = one_step(model, [random_batch(4)], grad_clip=0.25)["grad_norm"]
     clipped = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
     assert norm > 0.25
     assert clipped == pytest.approx(0.25, rel=1e-4)
@@ -380,16 +454,16 @@ def test_train_step_stops_before_an_update_that_is_not_finite(one_step):
 
 
 def test_raise_unless_overflow_gives_up_once_the_scale_is_down_to_1():
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    raise_unless_overflow(
-        1.0, math.inf, scaler, "a command"
-    )  # this step is left out, and the scale halved
+    model, scaler = GPT(TINY), torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainer = Trainer(model, model, [SGD(model.parameters())], scaler, batches=None)
+    overflow, nan = {"train_loss": 1.0, "grad_norm": math.inf}, math.nan
+    trainer.raise_unless_overflow(overflow, "a command")  # only this update is left out
+    with pytest.raises(FloatingPointError, match="loss nan"):
+        trainer.raise_unless_overflow({"train_loss": nan, "grad_norm": nan}, "")
     scaler.scale(torch.ones(()))  # sets it up
     scaler.update(1.0)
     with pytest.raises(FloatingPointError, match=r"gradient norm inf: .*, run a command"):
-        raise_unless_overflow(1.0, math.inf, scaler, "a command")
-    with pytest.raises(FloatingPointError, match="loss nan"):
-        raise_unless_overflow(math.nan, 1.0, torch.amp.GradScaler("cpu", init_scale=4.0), "")
+        trainer.raise_unless_overflow(overflow, "a command")
 
 
 def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data, tmp_path, capsys):
@@ -401,8 +475,8 @@ def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data
             scale = trainer.scaler.get_scale()
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             model.transformer.ln_f.bias.register_hook(lambda grad: grad * math.inf)
-            _, norm = train_step(run, trainer, 0)  # AdamW's overflows, none of Muon's does
-    assert not math.isfinite(norm)
+            metrics = train_step(run, trainer, 0)  # AdamW's overflows, none of Muon's does
+    assert not math.isfinite(metrics["grad_norm"])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     assert trainer.scaler.get_scale() == scale / 2
@@ -491,21 +565,13 @@ def test_check_optimizers_names_parameters_that_are_missing_or_twice():
     model = GPT(TINY)
     first, *_, last = model.parameters()
     rest = [p for p in model.parameters() if p is not last]
-    optimizers = [SGD(rest, lr=0.0), SGD([first], lr=0.0)]
+    optimizers = [SGD(rest), SGD([first])]
     message = r"once: transformer\.wte\.weight \(2 times\), transformer\.ln_f\.bias \(0 times\)$"
     with pytest.raises(ValueError, match=message):
-        check_optimizers(model, optimizers, max_lr=0.1)
-    check_optimizers(model, [SGD(rest, lr=0.0), SGD([last], lr=0.1)], max_lr=0.1)
+        check_optimizers(model, optimizers)
+    check_optimizers(model, [SGD(rest), SGD([last])])
     last.requires_grad_(False)  # nothing trains it
-    check_optimizers(model, [SGD(rest, lr=0.0)], max_lr=0.1)
-
-
-def test_check_optimizers_refuses_a_rate_that_the_schedule_would_overwrite():
-    model = GPT(TINY)
-    first, *rest = model.parameters()
-    groups = [{"params": [first], "lr": 0.3}, {"params": rest}]
-    with pytest.raises(ValueError, match=r"overwrite lr=0\.3: create .* lr=config\.max_lr; to"):
-        check_optimizers(model, [SGD(groups, lr=0.1)], max_lr=0.1)
+    check_optimizers(model, [SGD(rest)])
 
 
 def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_path):
@@ -532,11 +598,11 @@ def test_a_metric_that_another_function_logs_is_an_error(tiny_flags, monkeypatch
     def write_samples(run, trainer):
         return {name: 1.0}
 
-    monkeypatch.setattr(train_gpt2, "write_samples", write_samples)
+    monkeypatch.setattr(evaluation, "write_samples", write_samples)
     with pytest.raises(ValueError, match=message):
         main([*tiny_flags, "--run-name=a", "--sample-every=4"])
-    again = partial(train_gpt2.validate)  # has no name
-    monkeypatch.setattr(train_gpt2, "write_samples", again)
+    again = partial(evaluation.validate)  # has no name
+    monkeypatch.setattr(evaluation, "write_samples", again)
     with pytest.raises(ValueError, match=r"partial.* and validate both log 'val_loss'"):
         main([*tiny_flags, "--run-name=b", "--sample-every=4"])
 
