@@ -41,6 +41,7 @@ from formats.load import (
     model_config_of,
 )
 from model import GPT, GPTConfig
+from parallel import SINGLE_PROCESS
 from runtime.files import lock_folder
 
 
@@ -82,6 +83,7 @@ from formats.checkpoint import restore_rng_states
 sys.path.append({str(ROOT / "tests")!r})
 from checkpoints import *
 from formats.checkpoint import copy_weights, restore_rng_states
+from parallel import FSDP
 
 def sharded(kind):
     model = GPT(TINY)
@@ -90,35 +92,36 @@ def sharded(kind):
     return model, OPTIMIZERS[kind](model)
 
 def check(dist_info):
+    ranks = FSDP(**vars(dist_info))
     for kind in ("AdamW", "Muon"):
         torch.manual_seed(0)
         model, optimizers = sharded(kind)
         train(model, optimizers, 2)
         torch.rand(dist_info.rank)  # from here on each rank has random numbers of its own
         folder = Path("FOLDER") / kind
-        with CheckpointWriter(folder if dist_info.rank == 0 else None) as writer:
+        with CheckpointWriter(folder if ranks.rank == 0 else None, ranks=ranks) as writer:
             writer.save(run_state(2, model, optimizers), model, optimizers)
         barrier()
         train(model, optimizers, 2)
         other, other_optimizers = sharded(kind)
-        state = load(folder / "step_00000002", other, other_optimizers)
+        state = load(folder / "step_00000002", other, other_optimizers, ranks)
         train(other, other_optimizers, 2)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
     before = torch.get_rng_state()
-    restore_rng_states(state.rng_states[:1])  # of a run of one rank
+    restore_rng_states(state.rng_states[:1], ranks.rank)  # of a run of one rank
     assert dist_info.rank == 0 or torch.equal(torch.get_rng_state(), before)
     # Muon's step communicates: a file that one rank cannot read must end both before that step.
     path = folder / ("step_00000002" if dist_info.rank == 0 else "nothing")
     error, message = (ValueError, "rank 1: .*nothing") if dist_info.rank == 0 else (SystemExit, "2")
     with pytest.raises(error, match=message):
-        load_checkpoint(Checkpoint(path, state), other, other_optimizers)
+        load_checkpoint(Checkpoint(path, state), other, other_optimizers, ranks=ranks)
     torch.manual_seed(1)  # the same on each rank
     source = GPT(GPTConfig(32, 100, n_layer=2, n_head=2, n_embd=16))
-    copy_weights(source, model)
+    copy_weights(source, model, ranks)
     for name, parameter in model.named_parameters():
         whole = source.get_parameter(name)
-        assert torch.equal(full_tensor(parameter), whole[:16] if "wpe" in name else whole), name
+        assert torch.equal(ranks.gather(parameter), whole[:16] if "wpe" in name else whole), name
 """
 
 
@@ -328,13 +331,13 @@ def test_copy_weights_crops_the_position_embeddings():
         GPT(GPTConfig(block_size, 100, n_layer=n_layer, n_head=2, n_embd=16))
         for block_size, n_layer in ((16, 2), (8, 2), (17, 2), (16, 3))
     )
-    copy_weights(source, target)
+    copy_weights(source, target, SINGLE_PROCESS)
     idx = torch.randint(0, 100, (2, 8))
     assert torch.equal(target(idx).logits, source(idx).logits)
     with pytest.raises(ValueError, match=r"wpe\.weight is \(16, 16\), expected \(17, 16\)"):
-        copy_weights(source, longer)
+        copy_weights(source, longer, SINGLE_PROCESS)
     with pytest.raises(ValueError, match=r"h\.2\..* is missing"):
-        copy_weights(source, deeper)
+        copy_weights(source, deeper, SINGLE_PROCESS)
 
 
 # --- writing while training goes on -------------------------------------------------------------

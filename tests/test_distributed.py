@@ -9,6 +9,7 @@ from runtime.distributed import DistInfo, read_dist_env, setup_distributed
 RANK_CHECK = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from parallel import DDP
 
 def fail_on_one(dist_info):
     with raise_on_all_ranks():
@@ -40,19 +41,23 @@ def check(dist_info):
 
     torch.manual_seed(0)
     raw = torch.nn.Linear(3, 1)
-    model = torch.nn.parallel.DistributedDataParallel(raw, gradient_as_bucket_view=True)
-    synced = []
+    ranks, synced = DDP(**vars(dist_info)), []
+    model = ranks.wrap(raw)
     def count(state, bucket):
         synced.append(bucket.index())
         return default_hooks.allreduce_hook(None, bucket)
     model.register_comm_hook(None, count)
     for micro_step in range(3):
-        set_gradient_sync([model], micro_step == 2)
-        model(torch.full((1, 3), me + 1)).sum().backward()
+        with ranks.accumulate(model, is_last=micro_step == 2):
+            model(torch.full((1, 3), me + 1)).sum().backward()
         assert len(synced) == (micro_step == 2), (micro_step, synced)
         if micro_step < 2:  # not averaged yet: each process has its own
             assert raw.weight.grad.flatten()[0] == (micro_step + 1) * (me + 1)
     assert raw.weight.grad.flatten()[0] == 3 * 1.5
+    assert ranks.average({"a": torch.tensor(me), "b": 1 - me}) == {"a": 0.5, "b": 0.5}
+    model.register_buffer("count", torch.tensor([me]))
+    ranks.sync_buffers(model)
+    assert model.count.tolist() == [0.0]
 """
 
 

@@ -31,7 +31,7 @@ SLOWED = """
 import os, sys, time
 from contextlib import suppress
 sys.path.insert(0, {root!r})
-import train_gpt2
+import evaluation, train_gpt2
 from runtime.cli import run_command
 
 def slowed(function, word, seconds=0.3):
@@ -45,8 +45,8 @@ def slowed(function, word, seconds=0.3):
 
 slow = {slow!r}
 if "validation" in slow:
-    validation_batches = train_gpt2.validation_batches
-    train_gpt2.validation_batches = lambda *args, **kwargs: map(
+    validation_batches = evaluation.validation_batches
+    evaluation.validation_batches = lambda *args, **kwargs: map(
         slowed(lambda batch: batch, "validating", 0.1), validation_batches(*args, **kwargs)
     )
 if "disk" in slow:

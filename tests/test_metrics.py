@@ -8,6 +8,7 @@ from formats.metrics import (
     last_saved_step,
     logged_values,
     read_metrics,
+    read_run,
 )
 from model import GPTConfig
 from runtime.cli import format_count, format_duration
@@ -61,6 +62,24 @@ def test_read_metrics_has_the_last_evaluation_of_a_step(path):
     expected = [trained, again | {"samples": 4}, {"step": 3, "train_loss": 7.0}]
     assert read_metrics(path) == expected
     assert Series.of(read_metrics(path), "val_loss").values.tolist() == [8.5]
+
+
+def test_read_run_fills_in_tokens_seen_from_the_steps_around(path):
+    write(
+        path,
+        {"step": 0, "custom": 1.0},  # before the first step that has it
+        *({"step": step, "tokens_seen": 100 * step, "train_loss": 9.0} for step in (1, 2)),
+        {"step": 2, "val_loss": 8.0},
+        {"step": 3, "custom": 2.0},
+        {"step": 4, "tokens_seen": 400, "train_loss": 8.0},
+        {"saved_step": 4},
+    )
+    tokens = [(record["step"], record["tokens_seen"]) for record in read_run(path.parent)]
+    assert tokens == [(0, 100), (1, 100), (2, 200), (2, 200), (3, 300), (4, 400)]
+    assert Series.of(read_run(path.parent), "custom").tokens.tolist() == [100, 300]
+    write(path, {"step": 1, "train_loss": 9.0})
+    with pytest.raises(ValueError, match="has no losses yet"):
+        read_run(path.parent)
 
 
 def test_last_saved_step_is_the_largest_saved_or_resumed_from(path):

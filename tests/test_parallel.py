@@ -120,7 +120,7 @@ for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
 train_step = train_gpt2.train_step
 def counting(run, *args):
     result = train_step(run, *args)
-    if run.dist_info.rank == 0:
+    if run.ranks.rank == 0:
         print("calls", *calls, flush=True)
     calls.clear()
     return result
@@ -147,20 +147,17 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor.debug import CommDebugMode
 sys.path.append({str(ROOT / "tests")!r})
 from conftest import tiny_run
-from train_gpt2 import build_model, compile_and_wrap
+from train_gpt2 import build_model, compile_model
 
 def build(dist_info, **settings):
     with tiny_run("DATA", "FOLDER", dist_info, total_batch_size=64, **settings) as run:
         raw = build_model(run)
-        return raw, compile_and_wrap(raw, run)
+        return run.ranks, raw, run.ranks.wrap(compile_model(raw, run))
 
 def share(raw):
     whole = sum(p.numel() for p in raw.parameters())
     assert whole == raw.config.n_params
     return sum(p.to_local().numel() for p in raw.parameters()) / whole
-
-def clipped_norm(model, most):
-    return full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
 
 def count(communication, name):
     counts = communication.get_comm_counts()
@@ -169,30 +166,29 @@ def count(communication, name):
 ZERO_CHECK = """
 def check(dist_info):
     for reshard in (True, False):  # ZeRO-3, ZeRO-2
-        raw, model = build(dist_info, parallel="fsdp", reshard_after_forward=reshard)
+        ranks, raw, model = build(dist_info, parallel="fsdp", reshard_after_forward=reshard)
         assert share(raw) <= 0.51
         idx = torch.zeros(1, 16, dtype=torch.int64)
         gathered, reduced = [], []
         for last in (False, False, True):
-            set_gradient_sync([model], last)
-            with CommDebugMode() as communication:
+            with CommDebugMode() as communication, ranks.accumulate(model, last):
                 model(idx, idx).loss.backward()
             gathered.append(count(communication, "gather"))
             reduced.append(count(communication, "reduce_scatter"))
         # Two blocks, each twice a micro-step in ZeRO-3, and the root.
         assert gathered == [5 if reshard else 3] * 3, gathered
         assert reduced == [0, 0, 3], reduced
-        assert clipped_norm(model, 1.0).shape == ()
+        assert ranks.grad_norm(model.parameters()).shape == ()
 """
 HYBRID_CHECK = """
 def check(dist_info):
-    raw, model = build(dist_info, parallel="hsdp")
+    ranks, raw, model = build(dist_info, parallel="hsdp")
     assert 0.5 <= share(raw) <= 0.51  # of two processes on each of two machines
     idx = torch.full((1, 16), dist_info.rank)
     with CommDebugMode() as communication:
         model(idx, idx).loss.backward()
     assert count(communication, "allreduce") == 3  # between the machines
-    norm = clipped_norm(model, 1e9)
+    norm = ranks.grad_norm(model.parameters())
     assert torch.equal(norm, all_reduce_sum(norm.clone()) / 4)
 """
 
@@ -201,7 +197,7 @@ GRAPHS_CHECK = """
 def check(dist_info):
     counter = CompileCounter()
     torch.compile = partial(torch.compile, backend=counter)
-    raw, model = build(dist_info, parallel="fsdp", compile=True)
+    _, _, model = build(dist_info, parallel="fsdp", compile=True)
     idx = torch.zeros(1, 16, dtype=torch.int64)
     model(idx, idx).loss.backward()
     assert counter.frame_count == 3, counter.frame_count
@@ -236,7 +232,7 @@ def check(dist_info):
     idx = torch.zeros(1, 16, dtype=torch.int64)
     backward = {}
     for mode in ("none", "selective", "full"):
-        raw, model = build(dist_info, compile=True, activation_checkpointing=mode)
+        _, _, model = build(dist_info, compile=True, activation_checkpointing=mode)
         torch._dynamo.reset()
         for counts in products.values():
             counts.clear()
