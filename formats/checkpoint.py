@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from zlib import crc32
@@ -385,15 +385,23 @@ def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> No
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Read a checkpoint's `trainer_state.json`."""
+    """Read a checkpoint's `trainer_state.json`, without fields that this version does not have."""
     path = checkpoint / STATE_NAME
     try:
         values = read_json(path)
-        # Older checkpoints lack it.
-        block_size = values["model_config"]["block_size"]
-        return RunState(**{"position": values["tokens_seen"] // block_size} | values)
+        state = RunState(**_known_fields(RunState, values))
+        state = replace(state, model_config=_known_fields(GPTConfig, state.model_config))
+        if "position" in values:
+            return state
+        position = state.tokens_seen // state.model_config["block_size"]  # in an older checkpoint
+        return replace(state, position=position)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
+
+
+def _known_fields(config_class: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are fields of a dataclass."""
+    return {f.name: values[f.name] for f in fields(config_class) if f.name in values}
 
 
 def code_logits(model_config: GPTConfig) -> list[float]:

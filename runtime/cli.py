@@ -64,16 +64,39 @@ def parse_flags(
         for arg in (sys.argv[1:] if args is None else args)
     ]
     try:
-        given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
-        if unknown:
-            raise ValueError(_explain_unknown(unknown, config_class))
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
-        return replace(cast(Any, default), **values) if default else config_class(**values)
+        return _parse(config_class, dashed, default)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":  # print the error once under torchrun
             raise ValueError(f"{error} (--help lists the flags)") from None
     time.sleep(RANK_0_SECONDS)
     raise SystemExit(2)
+
+
+def _parse(config_class: type[Config], args: Sequence[str], default: Config | None) -> Config:
+    """Build a dataclass from flags; raise ValueError on every rank if one is invalid."""
+    given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(args)
+    if unknown:
+        raise ValueError(_explain_unknown(unknown, config_class))
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
+    return replace(cast(Any, default), **values) if default else config_class(**values)
+
+
+def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, saved by another version, without unknown names and invalid values."""
+    names = [field.name for field in fields(config_class)]
+    usable = {name: settings[name] for name in names if name in settings}
+
+    def problem(left_out: str = "") -> str:
+        try:
+            _parse(config_class, as_flags({n: usable[n] for n in usable if n != left_out}), None)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    while found := problem():
+        # Leaving out the cause of a problem changes the problem.
+        del usable[next(name for name in usable if problem(name) != found)]
+    return usable
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:

@@ -279,15 +279,26 @@ def test_a_new_field_is_a_flag_that_old_checkpoints_lack(commands, patched, tiny
     flags = run_flags(tiny_data, f"--out-dir={patched.runs}", "--run-name=old")
     train(commands, *flags, "--max-steps=4")
     changed = patched("dropout")
-    train(changed, "--resume=runs/old", "--max-steps=6")  # with the default
-    done = changed.run("train_gpt2", "--resume=runs/old", "--max-steps=8", "--dropout=0.1")
-    assert_refused(done, "dropout 0.0 -> 0.1")
+    resume = ["train_gpt2", "--resume=runs/old"]
+    done = changed.run(*resume, "--max-steps=6")  # with the default
+    assert done.code == 0, done.stderr
+    assert "note: " not in done.stdout
+    done = changed.run(*resume, "--max-steps=8", "--dropout=0.1")
+    assert done.stdout.count("note: dropout 0.0 -> 0.1\n") == 1, done.stderr
+    assert done.stderr == ""
+    done = changed.run(*resume, "--max-steps=9")  # which keeps it
+    assert "note: " not in done.stdout
     init = [flag for flag in flags[:-1] if not flag.startswith("--n-")]
     train(changed, *init, "--init-from=runs/old", "--run-name=new", "--dropout=0.2")
     state = json.loads(
         (patched.runs / "new/checkpoints/step_00000008/trainer_state.json").read_text()
     )
     assert state["model_config"]["dropout"] == 0.2
+    # Without the edit, its setting is ignored.
+    done = commands.run("train_gpt2", f"--resume={patched.runs}/old", "--max-steps=10")
+    assert done.code == 0, done.stderr
+    ignored = "step_00000009 has values that this version ignores: dropout 0.1\n"
+    assert done.stdout.count(ignored) == 1
 
 
 def test_dropout_resumes_bit_for_bit_and_is_off_in_evaluations(patched, tiny_data):

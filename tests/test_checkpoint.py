@@ -14,6 +14,7 @@ from checkpoints import (
     load,
     new_training,
     rewrite_manifest,
+    rewrite_state,
     run_state,
     save,
     saved_tensors,
@@ -253,6 +254,13 @@ def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
         assert torch.equal(loaded(idx).logits, expected(idx).logits)
         assert model_config_of(source) == expected.config
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_load_model_ignores_settings_that_the_model_no_longer_has(saved):
+    path, model, _ = saved
+    rewrite_state(path, lambda s: s | {"model_config": s["model_config"] | {"z_loss": 0.5}})
+    assert_same_parameters(load_model(path), model)
+    assert model_config_of(path) == model.config
 
 
 def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runtime.cli import parse_flags
+from runtime.cli import parse_flags, usable_settings
 from training.config import ABOVE_ZERO, TrainConfig, config_from_settings
 
 FLAGS = [field.name for field in fields(TrainConfig)]
@@ -55,6 +55,16 @@ def test_train_config_of_any_values_is_valid_or_refused(values):
     # What a run saves is what a resumed one reads.
     saved = config.saved()
     assert config_from_settings(saved, Path("config.json")).saved() == saved
+
+
+@settings(max_examples=10)
+@given(st.dictionaries(st.sampled_from(FLAGS), VALUES | st.none() | st.booleans(), max_size=4))
+@example({"min_lr": "1", "max_lr": "0.5", "n_head": "5", "lr_schedule": "none"})
+def test_usable_settings_of_any_values_are_a_configuration(values):
+    saved = TrainConfig().saved()
+    usable = usable_settings(TrainConfig, saved | values)
+    assert saved.keys() - usable.keys() <= values.keys()
+    config_from_settings(usable, Path("config.json"))
 
 
 def test_all_problems_of_a_configuration_come_together():

@@ -1,16 +1,19 @@
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
+from checkpoints import rewrite_state
 from conftest import ROOT, TINY_RUN, fake_checkpoint
 
+import formats.checkpoint
 from formats.huggingface import save_pretrained
 from model import GPT, GPTConfig
 from runtime.cli import as_flags, flag_of
 from runtime.files import write_json
 from train_gpt2 import main
+from training import resume
 from training.config import NOT_SAVED, TrainConfig
 from training.resume import check_resume_compatible, parse_config, run_model_config
 
@@ -84,6 +87,58 @@ def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
         check("a", init_from="gpt2")
 
 
+def test_resume_ignores_values_that_this_version_does_not_have_and_prints_them_once(
+    tmp_path, capsys, monkeypatch
+):
+    settings = TrainConfig().saved() | {"max_lr": 0.1, "old_flag": None, "z_loss": 0.5}
+    settings |= {"logger": ["paper"], "lr_schedule": "flat", "dtype": "float8", "parallel": "hsdp"}
+    path = fake_checkpoint(tmp_path / "a", 4, **settings).path
+    rewrite_state(
+        path,
+        lambda state: state | {"old": [1], "model_config": state["model_config"] | {"z_loss": 0.5}},
+    )
+    config, checkpoint = parse_config([f"--resume={path}"])
+    expected = TrainConfig(resume=str(path), max_lr=0.1, warmup_steps=715, parallel="hsdp")
+    assert config == expected
+    names = "old, z_loss 0.5, lr_schedule flat, logger ['paper'], dtype float8, old_flag None"
+    assert (
+        capsys.readouterr().out == f"note: {path} has values that this version ignores: {names}\n"
+    )
+    check_resume_compatible(checkpoint, config, GPTConfig(), "a", "v")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "1")
+    assert parse_config([f"--resume={path}"]) == (config, checkpoint)
+    assert capsys.readouterr().out == ""
+
+
+@dataclass(frozen=True)
+class EditedConfig(GPTConfig):
+    """The configuration of an edited model."""
+
+    z_loss: float = 1e-4
+
+
+def test_resume_accepts_a_new_value_of_a_field_that_an_edit_added_and_prints_it(
+    tmp_path, capsys, monkeypatch
+):
+    for module in (resume, formats.checkpoint):
+        monkeypatch.setattr(module, "GPTConfig", EditedConfig)
+    saved = fake_checkpoint(tmp_path / "a", 1, **TrainConfig().saved())
+
+    def printed(z_loss, **changes):
+        model_config = EditedConfig(z_loss=z_loss, **changes)
+        check_resume_compatible(saved, TrainConfig(), model_config, "a", "v")
+        return capsys.readouterr().out
+
+    assert printed(1e-4) == ""  # the default, which the checkpoint lacks
+    assert printed(1e-3) == "note: z_loss 0.0001 -> 0.001\n"
+    for name, value in {"block_size": 8, "vocab_size": 9, "n_layer": 3, "n_head": 6}.items():
+        with pytest.raises(ValueError, match=rf"another run \({name} \d+ -> {value}\): "):
+            printed(1e-3, **{name: value})
+    with pytest.raises(ValueError, match=r"another run \(n_embd 768 -> 24\): "):
+        printed(1e-4, n_embd=24)
+
+
 OTHER_VALUES = {  # of every flag, than those of `tiny_flags`
     **{"size": "gpt2-medium", "n_layer": 3, "n_head": 4, "n_embd": 96, "block_size": 8},
     **{"init_from": "gpt2-medium", "total_batch_size": 512, "seed": 5, "shuffle": False},
@@ -125,7 +180,7 @@ def resumable(tiny_data, tmp_path_factory):
 def test_resume_does_with_each_flag_what_the_table_says(resumable, run, name):
     does = flags_by_what_a_resume_does().get(name)
     if does is None and name in GPTConfig.__dataclass_fields__:
-        return  # a setting of an edited model: any other is refused
+        return  # a setting of an edited model: any other value is accepted
     assert does, f"say in docs/reliability.md what a resume does with {flag_of(name)}, and why"
     if does == "applies":
         assert name in NOT_SAVED

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import Checkpoint, read_state, verify_checkpoint
+from formats.checkpoint import STATE_NAME, Checkpoint, read_state, verify_checkpoint
 from formats.load import (
     find_checkpoint,
     latest_valid_checkpoint,
@@ -16,13 +16,15 @@ from formats.load import (
 )
 from lr_schedule import learning_rate
 from model import GPT2_SIZES, GPTConfig
-from runtime.cli import as_flags, parse_flags, shell_line
+from runtime.cli import as_flags, parse_flags, shell_line, usable_settings
 from runtime.distributed import print0
+from runtime.files import read_json
 from training.config import TrainConfig, config_from_settings, read_recipe
 
 LR_JUMP = 1.1  # warn if the learning rate rises by more than this factor in one step
-# A resumed run must keep these and the model's settings; docs/reliability.md covers all flags.
+# A resumed run must keep these settings; docs/reliability.md covers all flags.
 FIXED_SETTINGS = ("size", "init_from", "total_batch_size", "seed", "shuffle", "val_tokens")
+FIXED_MODEL_SETTINGS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 
 
 def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
@@ -44,7 +46,9 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         path = _find_resume_checkpoint(given.resume, out_dir, given.run_name)
         if path is not None:
             checkpoint = Checkpoint(path, read_state(path))
-            defaults = config_from_settings(checkpoint.state.train_config, path)
+            settings = usable_settings(TrainConfig, checkpoint.state.train_config)
+            defaults = config_from_settings(settings, path)
+            _print_ignored(checkpoint, settings)
     if given.init_from and checkpoint is None and defaults.init_from is None:
         block_size = model_config_of(given.init_from).block_size
         defaults = replace(defaults, block_size=block_size)
@@ -61,6 +65,19 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
                     f"{checkpoint.path} ({', '.join(unused)})"
                 )
     return config, checkpoint
+
+
+def _print_ignored(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
+    """Print the values of a checkpoint that this version does not have or accept, if any."""
+    path, state = checkpoint
+    saved = read_json(path / STATE_NAME)
+    ignored = [name for name in saved if name not in vars(state)]
+    used = {**state.model_config, **settings}
+    for values in (saved["model_config"], state.train_config):
+        ignored += [f"{name} {value}" for name, value in values.items() if name not in used]
+    if ignored:
+        names = ", ".join(dict.fromkeys(ignored))  # a setting of the model is in both
+        print0(f"note: {path} has values that this version ignores: {names}")
 
 
 def _warn_about_lr_jump(checkpoint: Checkpoint, saved: TrainConfig, config: TrainConfig) -> None:
@@ -100,11 +117,16 @@ def check_resume_compatible(
     data_fingerprint: str,
     val_fingerprint: str,
 ) -> None:
-    """Raise if the model, batch, data order or dataset differs from the checkpoint's."""
+    """Raise if the dimensions, batch, data order or dataset differ from the checkpoint's.
+
+    Print the other settings of the model that differ.
+    """
     path, state = resumed
-    found = asdict(model_config)
+    saved = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
+    current = asdict(model_config)
+    expected = {name: saved.pop(name) for name in FIXED_MODEL_SETTINGS}
+    found = {name: current.pop(name) for name in FIXED_MODEL_SETTINGS}
     found |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
-    expected = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
     expected["data_fingerprint"] = state.data_fingerprint
     expected["val_fingerprint"] = state.val_fingerprint
     for name in FIXED_SETTINGS:
@@ -114,6 +136,8 @@ def check_resume_compatible(
             f"{path} belongs to another run ({', '.join(changes)}): restore these settings, or "
             f"start a new run with another --run-name and without --resume"
         )
+    if changes := differences(saved, current):
+        print0(f"note: {', '.join(changes)}")
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
