@@ -14,7 +14,6 @@ written.
 
 import base64
 import json
-import math
 import os
 import re
 import shutil
@@ -22,11 +21,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
-from zlib import crc32
 
 import torch
 from safetensors import SafetensorError
@@ -34,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from formats.code_hashes import CORE_FILES, code_hashes
 from formats.huggingface import check_tensors, is_finite, read_tensors, shapes_of
 from formats.metrics import validations
 from model import GPT, GPTConfig
@@ -50,8 +48,7 @@ FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
-# Rounding causes 2e-7; exact GELU instead of its tanh approximation causes 3e-5.
-MAX_CODE_ERROR = 5e-6
+MAX_NAMED_EDITS = 8
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,8 @@ class RunState:
     """Numbers that the optimizers changed in their groups, for each group."""
     own: dict[str, float] = field(default_factory=dict)
     """The numbers of `Trainer.state`."""
-    code_logits: list[float] = field(default_factory=list)
-    """Logits that identify the code: see `code_logits`; empty in older checkpoints."""
+    code: dict[str, str] = field(default_factory=dict)
+    """Hashes of the code that trained: see `code_hashes`; empty in older checkpoints."""
 
 
 class Checkpoint(NamedTuple):
@@ -129,6 +126,7 @@ class CheckpointWriter:
         self._copies: dict[str, dict[str, Tensor]] = {}  # by file name, then by tensor name
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
+        code_hashes()  # read the code that runs now, because files may be edited during the run
 
     @torch.no_grad()
     def save(
@@ -404,35 +402,17 @@ def _known_fields(config_class: type[Any], values: Mapping[str, Any]) -> dict[st
     return {f.name: values[f.name] for f in fields(config_class) if f.name in values}
 
 
-def code_logits(model_config: GPTConfig) -> list[float]:
-    """Return logits that the current `model.py` and `ops.py` compute for a tiny model.
-
-    A formula sets the weights and the input, so the logits change only if the code does. The list
-    is empty if an edited model cannot be so small.
-    """
-    size = {"block_size": 8, "vocab_size": 50, "n_layer": 2, "n_embd": 8 * model_config.n_head}
-    for dtype in (torch.float64, torch.float32):  # an edited model may support only float32
-        with suppress(Exception), torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
-            model = GPT(replace(model_config, **size)).to(dtype).eval()
-            for name, tensor in model_state(model).items():
-                if tensor.is_floating_point():
-                    numbers = torch.arange(tensor.numel()).view_as(tensor) ** 2
-                    tensor.copy_((numbers + crc32(name.encode())) % 101 / 101 - 0.5)
-            logits = model(7 * torch.arange(16).view(2, 8) % 50).logits[:, -1, :4].flatten()
-            if is_finite(logits):
-                return [float(logit) for logit in logits]
-    return []
-
-
-def warn_if_code_changed(path: Path, state: RunState) -> None:
-    """Warn if the current code computes other logits than the code that saved a checkpoint."""
-    saved, found = state.code_logits, code_logits(GPTConfig(**state.model_config))
-    error = math.dist(saved, found) / math.hypot(*saved) if saved and found else 0.0
-    if is_main() and error > MAX_CODE_ERROR:
-        print_error(  # on stderr, because `sample.py` prints texts on stdout
-            f"warning: {path} was saved by different code (relative logit difference {error:.1e}): "
-            f"restore model.py and ops.py (git stash, git checkout), or results will differ"
-        )
+def warn_if_code_changed(path: Path, state: RunState, files: Sequence[str] = CORE_FILES) -> None:
+    """Warn if functions, classes or constants in `files` changed since a checkpoint was saved."""
+    current = code_hashes(files)
+    saved = {name: digest for name, digest in state.code.items() if name.split()[0] in files}
+    edits = [name for name in current | saved if current.get(name) != saved.get(name)]
+    if state.code and edits and is_main():
+        names = ", ".join(edits[:MAX_NAMED_EDITS])
+        if len(edits) > MAX_NAMED_EDITS:
+            names += f" and {len(edits) - MAX_NAMED_EDITS} more"
+        # On stderr, because `sample.py` prints texts on stdout.
+        print_error(f"warning: {path} was saved by different code ({names}): results may differ")
 
 
 # --- resuming ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from formats.checkpoint import (
     verify_checkpoint,
     warn_if_code_changed,
 )
+from formats.code_hashes import MODEL_FILES
 from formats.huggingface import (
     is_local,
     load_pretrained,
@@ -166,7 +167,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     state = read_state(path)
     model = new_model(GPTConfig(**state.model_config), device)
     copy_state(read_tensors(path / MODEL_NAME), model, path)
-    warn_if_code_changed(path, state)
+    warn_if_code_changed(path, state, MODEL_FILES)
     return model.eval()
 
 

@@ -16,6 +16,7 @@ from corpus.shards import TokenShards
 from dataloader import ShardedDataLoader
 from formats import checkpoint
 from formats.checkpoint import Checkpoint, CheckpointWriter
+from formats.code_hashes import code_hashes
 from formats.load import RUN_CONFIG_NAME, describe_best, load_model
 from formats.metrics import METRICS_NAME, read_metrics
 from hellaswag import Example, examples_or_none
@@ -270,6 +271,7 @@ class Trainer:
             ),
             optimizer_groups=self.settings.state(),
             own={n: value for n, value in self.state.items() if not isinstance(value, Tensor)},
+            code=code_hashes(),
         )
 
 

@@ -1,0 +1,81 @@
+"""Checkpoints of earlier versions resume: their exact state, and one line about what is gone.
+
+`fixtures/trainer_state_1f2b603.json` was written by commit 1f2b603, after step 4 of a run on the
+fixture `tiny_data`. That commit's `train_gpt2.py --resume` printed the losses below.
+"""
+
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, series
+from safetensors.torch import save_file
+
+from runtime.files import read_json, sha256_of, write_json
+from train_gpt2 import main
+
+STATE = ROOT / "tests/fixtures/trainer_state_1f2b603.json"
+SHAPES = {  # of the parameters, by their names at that commit
+    "transformer.wte.weight": (50304, 4),
+    "transformer.wpe.weight": (32, 4),
+    **{
+        f"transformer.h.0.{ln}.{name}": (4,)
+        for ln in ("ln_1", "ln_2")
+        for name in ("weight", "bias")
+    },
+    "transformer.h.0.attn.c_attn.weight": (12, 4),
+    "transformer.h.0.attn.c_attn.bias": (12,),
+    "transformer.h.0.attn.c_proj.weight": (4, 4),
+    "transformer.h.0.attn.c_proj.bias": (4,),
+    "transformer.h.0.mlp.c_fc.weight": (16, 4),
+    "transformer.h.0.mlp.c_fc.bias": (16,),
+    "transformer.h.0.mlp.c_proj.weight": (4, 16),
+    "transformer.h.0.mlp.c_proj.bias": (4,),
+    "transformer.ln_f.weight": (4,),
+    "transformer.ln_f.bias": (4,),
+}
+TRAIN_LOSSES = {5: 10.9363861, 6: 10.9172211, 7: 10.9402771, 8: 10.9625311}
+VAL_LOSSES = {4: 11.0102453, 8: 11.0078321}
+ROUNDING = 2e-5  # step counts of zero in the optimizer would change the losses by 3e-4
+
+
+def waves(shape, start):
+    """Numbers between -1 and 1 that any machine computes alike."""
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
+    return (numbers * 0.7 + start).cos().float().view(shape)
+
+
+def write_old_checkpoint(run_dir):
+    """Write a checkpoint in the format of commit 1f2b603, with tensors that follow a rule."""
+    path = run_dir / "checkpoints/step_00000004"
+    path.mkdir(parents=True)
+    shutil.copy(STATE, path / "trainer_state.json")
+    weights, moments = {}, {}
+    for start, (name, shape) in enumerate(SHAPES.items()):
+        weights[name] = 0.5 * waves(shape, start)
+        moments[f"exp_avg.{name}"] = 0.02 * waves(shape, start + 0.5)
+        moments[f"exp_avg_sq.{name}"] = 1e-3 * waves(shape, start + 0.5).square() + 1e-4
+        moments[f"step.{name}"] = torch.tensor(4.0)
+    save_file(weights, path / "model.safetensors")
+    save_file(moments, path / "optimizer.safetensors")
+    files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in path.iterdir()}
+    write_json(path / "manifest.json", {"format": 1, "files": files})
+    return path
+
+
+def test_checkpoint_of_1f2b603_resumes_exactly_with_one_line_about_what_is_ignored(
+    tiny_data, tmp_path, capsys
+):
+    path = write_old_checkpoint(tmp_path / "old")
+    main([f"--resume={path}", f"--data-dir={tiny_data}", f"--out-dir={tmp_path}"])
+    said = capsys.readouterr()
+    notes = [line for line in said.out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1
+    assert notes[0].startswith(f"note: {path} has values that this version ignores: code_logits")
+    assert "warning: " not in said.out + said.err
+    assert series(path.parent.parent, "train_loss") == pytest.approx(TRAIN_LOSSES, abs=ROUNDING)
+    assert series(path.parent.parent, "val_loss") == pytest.approx(VAL_LOSSES, abs=ROUNDING)
+    assert series(path.parent.parent, "tokens_seen")[8] == 2048
+    state = read_json(path.with_name("step_00000008") / "trainer_state.json")
+    assert state["step"] == 8
+    assert state["code"]
