@@ -160,17 +160,17 @@ class FSDP(Ranks):
 
     def accumulate(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
         """Only add up gradients on this rank, except in the last micro-step."""
-        root = next(module for module in model.modules() if self._is_sharded(module))
-        cast(Any, root).set_requires_gradient_sync(is_last)
+        root: Any = next(m for m in model.modules() if hasattr(m, "set_requires_gradient_sync"))
+        root.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Gather a sharded tensor; buffers, among others, are not sharded."""
-        return cast(Any, tensor).full_tensor() if self._is_shard(tensor) else tensor
+        return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
     def shard(self, full: Tensor, like: Tensor) -> Tensor:
         """Return this rank's shard; on the CPU with `cpu_offload`."""
-        if not self._is_shard(like):
+        if not hasattr(like, "device_mesh"):
             return full
         from torch.distributed.tensor import distribute_tensor
 
@@ -179,22 +179,10 @@ class FSDP(Ranks):
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return the rank's shard as a plain tensor."""
-        return cast(Any, tensor).to_local() if self._is_shard(tensor) else tensor
+        return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, block by block."""
         for module in model.modules():
-            if self._is_sharded(module):
+            if hasattr(module, "reshard"):
                 cast(Any, module).reshard()
-
-    @staticmethod
-    def _is_sharded(module: nn.Module) -> bool:
-        from torch.distributed.fsdp import FSDPModule
-
-        return isinstance(module, FSDPModule)
-
-    @staticmethod
-    def _is_shard(tensor: Tensor) -> bool:
-        from torch.distributed.tensor import DTensor
-
-        return isinstance(tensor, DTensor)
