@@ -36,11 +36,16 @@ def main(args: Sequence[str] | None = None) -> None:
         if run is None:  # finished, or only `--plan` or `--preflight`
             return
         if run.config.max_minutes is not None and run.resumed is None:
-            trainer = build(run)  # only to find out how many steps fit
-            with trainer.batches:
-                step = partial(train_step, run, trainer, 0)
-                run = run.fit_max_minutes(step, timed_parts(run, trainer))
+            run = fit_max_minutes(run)
         train(run, build(run))
+
+
+def fit_max_minutes(run: Run) -> Run:
+    """Return the run with as many steps as fit into `--max-minutes`, after timing some."""
+    trainer = build(run)  # used only here, because it is freed when this function returns
+    with trainer.batches:
+        step = partial(train_step, run, trainer, 0)
+        return run.fit_max_minutes(step, timed_parts(run, trainer))
 
 
 # --- model and optimizers ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A run: everything that is set up once before training, its folder and its signals."""
+"""A run, which is set up once before training, and the state of its training loop."""
 
 import gc
 import math
