@@ -57,9 +57,10 @@ def one_step(tiny_data, tmp_path):
     return step
 
 
-def random_batch(rows, seed=0):
+def random_batch(rows, seed=0, ignored_rows=0):
     tokens = torch.randint(0, 100, (rows, 17), generator=torch.Generator().manual_seed(seed))
-    return Batch(tokens[:, :-1], tokens[:, 1:])
+    is_ignored = torch.arange(rows)[:, None] < ignored_rows
+    return Batch(tokens[:, :-1], tokens[:, 1:].masked_fill(is_ignored, IGNORE_INDEX))
 
 
 def assert_same_run(run_dir, other, tolerance=0.0):
@@ -394,9 +395,7 @@ def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step, ignored_r
     torch.manual_seed(0)
     whole, parts = GPT(TINY), GPT(TINY)
     parts.load_state_dict(whole.state_dict())
-    inputs, targets = random_batch(8)
-    is_ignored = torch.arange(8)[:, None] < ignored_rows
-    batch = Batch(inputs, targets.masked_fill(is_ignored, IGNORE_INDEX))
+    batch = random_batch(8, ignored_rows=ignored_rows)
     pieces = [Batch(*pair) for pair in zip(*(part.split(2) for part in batch), strict=True)]
     result_whole, result_parts = one_step(whole, [batch]), one_step(parts, pieces)
     assert result_parts == pytest.approx(result_whole, rel=1e-5)
@@ -425,7 +424,8 @@ def test_compiled_gradients_are_the_same_each_time_with_two_threads():
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-def test_train_step_clips_to_the_norm(one_step):
+@pytest.mark.parametrize("ignored_rows", [0, 3])
+def test_train_step_clips_to_the_norm(one_step, ignored_rows):
     torch.manual_seed(0)
     model = GPT(TINY)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -434,7 +434,7 @@ def test_train_step_clips_to_the_norm(one_step):
         parameter.register_post_accumulate_grad_hook(
             lambda p, name=name: grads.update({name: p.grad})
         )
-    norm = one_step(model, [random_batch(4)], grad_clip=0.25)["grad_norm"]
+    norm = one_step(model, [random_batch(4, 0, ignored_rows)], grad_clip=0.25)["grad_norm"]
     clipped = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
     assert norm > 0.25
     assert clipped == pytest.approx(0.25, rel=1e-4)
