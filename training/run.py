@@ -387,7 +387,7 @@ def is_finished(resumed: Checkpoint | None, config: TrainConfig) -> bool:
         return True
     run_dir = resumed.path.parent.parent
     records = read_metrics(run_dir / METRICS_NAME) if (run_dir / METRICS_NAME).is_file() else ()
-    if records and (config.val_every or config.hellaswag_every or config.sample_every):
+    if records and (config.val_every or config.sample_every):
         evaluated = [record["step"] for record in records if "train_loss" not in record]
         if config.max_steps not in evaluated:  # the run was killed during its last evaluation
             return False
