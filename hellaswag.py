@@ -8,13 +8,13 @@ the ending with the lowest summed loss, `acc_norm` the one with the lowest mean 
 harness` scores as lm-evaluation-harness does: with its prompt, and a mean over characters
 (docs/evaluation.md).
 
-Each example is packed into one row, in which the four endings share their context:
+Each ending is scored in a separate row, of which the model sees the context, the ending except for
+its last token, and padding:
 
-    tokens     c0 c1 c2 | a0 a1 | b0 | d0 d1 d2 | e0 e1
-    positions   0  1  2 |  3  4 |  3 |  3  4  5 |  3  4
+    inputs     c0 c1 c2 e0 e1  0  0
+    targets           e0 e1 e2
 
-A token attends to the context and to its ending. The last token of each ending is predicted, but
-predicts nothing, so the row does not contain it.
+Attention is causal, so the padding on the right does not change the losses.
 """
 
 import json
@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import runtime.threads  # noqa: F401 - before torch, which reads its settings
 
@@ -34,6 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from formats.hub import explain_hub_errors, fetch_files
 from formats.load import load_model
 from model import GPT
+from ops import IGNORE_INDEX
 from runtime import distributed
 from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_dtype, to_device
@@ -44,7 +45,6 @@ from tokenizer import gpt2_encoding
 DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 N_ENDINGS = 4
-CONTEXT = 1  # segment number of the context in a packed row; endings have 2 to 5, padding has 0
 Style = Literal["completion", "harness"]
 CONTEXT_FIELDS = {"completion": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}
 
@@ -65,7 +65,7 @@ class HellaSwagConfig:
     output: Path | None = None
     """Write the losses and predictions of each scored example to this JSONL file."""
     batch_size: int = 16
-    """Number of examples per forward pass."""
+    """Number of examples per forward pass, in four rows each."""
     device: DeviceName = "auto"
     """Device to run on."""
     dtype: DtypeName = "auto"
@@ -91,6 +91,13 @@ class Example:
     def fits(self, block_size: int) -> bool:
         """Return whether a model with a context of `block_size` tokens can score the example."""
         return len(self.context) + max(map(len, self.endings)) <= block_size
+
+
+class Row(NamedTuple):
+    """A context and one of its endings, as token ids."""
+
+    context: list[int]
+    ending: list[int]
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,7 @@ def evaluate_hellaswag(
         examples: see `load_examples`.
         dist_info: the processes; default: a single process on the model's device.
         dtype: dtype for matrix multiplications, except the LM head's, which is float32.
-        batch_size: examples per forward pass.
+        batch_size: examples per forward pass, in four rows each.
         before_batch: see `distributed.rank_batches`.
     """
     fitting = [example for example in examples if example.fits(model.config.block_size)]
@@ -245,69 +252,38 @@ def evaluate_hellaswag(
             f"{model.config.block_size} tokens: train one with a larger --block-size"
         )
     dist_info = dist_info or DistInfo(next(model.parameters()).device)
+    rows = [Row(each.context, ending) for each in fitting for ending in each.endings]
     # Sort by length to save padding, longest first, so that a lack of memory shows at the start.
-    lengths = [len(example.context) + sum(map(len, example.endings)) for example in fitting]
-    order = sorted(range(len(fitting)), key=lambda i: -lengths[i])
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    summed = torch.zeros(len(fitting), N_ENDINGS, device=dist_info.device)
+    order = sorted(range(len(rows)), key=lambda i: -sum(map(len, rows[i])))
+    n_rows = N_ENDINGS * batch_size
+    batches = [order[start : start + n_rows] for start in range(0, len(order), n_rows)]
+    summed = torch.zeros(len(rows), device=dist_info.device)
     rounds = distributed.rank_batches(batches, dist_info, before_batch, "HellaSwag")
     # With a single autocast for all batches, the weights are cast only once.
     with inference(model, dist_info.device, dtype):
         for batch, is_counted in rounds:
-            losses = score_examples(model, [fitting[i] for i in batch], dist_info.device)
+            losses = score_rows(model, [rows[i] for i in batch], dist_info.device)
             if is_counted:
                 summed[to_device(torch.tensor(batch), dist_info.device)] = losses
-    # Each row has the losses on one rank and zeros on the other ranks.
-    summed = distributed.all_reduce_sum(summed).cpu()
+    # Each row has its loss on one rank and zero on the other ranks.
+    summed = distributed.all_reduce_sum(summed).cpu().view(-1, N_ENDINGS)
     return HellaSwagResult(fitting, summed, len(examples) - len(fitting))
 
 
 @torch.no_grad()
-def score_examples(model: GPT, examples: Sequence[Example], device: torch.device) -> Tensor:
-    """Return the summed loss of each ending of B examples, in nats: (B, 4) float32 on `device`."""
-    rows = [_pack(example.context, example.endings) for example in examples]
-    tokens = pad_sequence([tokens for tokens, _ in rows], batch_first=True)  # (B, T, 3)
-    idx, positions, segments = to_device(tokens.permute(2, 0, 1).contiguous(), device)
-    hidden = model.hidden_states(idx, positions, _attention_mask(segments))  # (B, T, C)
+def score_rows(model: GPT, rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Return the summed loss of the ending of each of B rows, in nats: (B,) float32 on `device`."""
+    inputs = [torch.tensor((context + ending)[:-1]) for context, ending in rows]
+    labels = [torch.tensor([IGNORE_INDEX] * (len(c) - 1) + ending) for c, ending in rows]
+    idx = pad_sequence(inputs, batch_first=True)  # (B, T)
+    targets = pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX).flatten()
+    queries = (targets != IGNORE_INDEX).nonzero().squeeze(1)  # (N,): N tokens in all endings
+    targets, queries = to_device(targets[queries], device), to_device(queries, device)
 
-    T = idx.size(1)
-    queries = torch.tensor([T * i + query for i, (_, row) in enumerate(rows) for query in row])
-    endings = [torch.tensor(ending) for example in examples for ending in example.endings]
-    hidden = hidden.flatten(0, 1)[to_device(queries, device)]  # (N, C): N tokens in all endings
-    targets = to_device(torch.cat(endings), device)
+    hidden = model.hidden_states(to_device(idx, device)).flatten(0, 1)[queries]  # (N, C)
     losses = F.cross_entropy(model.logits(hidden), targets, reduction="none")  # (N,)
-    by_ending = pad_sequence([*torch.split(losses, [*map(len, endings)])], batch_first=True)
-    return by_ending.sum(dim=1).view(-1, N_ENDINGS)
-
-
-def _pack(context: list[int], endings: list[list[int]]) -> tuple[Tensor, list[int]]:
-    """Pack a context and its endings into a row of T tokens, as the module's docstring shows.
-
-    Returns:
-        The id, position and segment of each token, (T, 3) int64, and the indices of the tokens that
-        predict the endings.
-    """
-    n_context, queries = len(context), list[int]()
-    idx, positions, segments = [*context], [*range(n_context)], [CONTEXT] * n_context
-    for segment, ending in enumerate(endings, start=CONTEXT + 1):
-        inputs = ending[:-1]
-        queries += [n_context - 1, *range(len(idx), len(idx) + len(inputs))]
-        idx += inputs
-        positions += range(n_context, n_context + len(inputs))
-        segments += [segment] * len(inputs)
-    return torch.tensor([idx, positions, segments]).T, queries
-
-
-def _attention_mask(segments: Tensor) -> Tensor:
-    """Turn (B, T) segments into a (B, 1, T, T) bool mask that is True where a token attends.
-
-    A token attends to itself and to earlier tokens of the context and of its segment. So does
-    padding to padding, because a row of the mask must not be empty.
-    """
-    T = segments.size(1)
-    causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
-    same_segment = segments[:, :, None] == segments[:, None, :]
-    return (causal & (same_segment | (segments == CONTEXT)[:, None, :]))[:, None]
+    by_token = losses.new_zeros(idx.numel()).index_copy(0, queries, losses)
+    return by_token.view(idx.shape).sum(dim=1)
 
 
 def write_predictions(path: str | Path, result: HellaSwagResult) -> None:

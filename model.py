@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-from ops import causal_attention, gelu, lm_head_loss, lm_logits, residual_stream
+from cpu_attention import scaled_dot_product_attention
+from ops import gelu, lm_head_loss, lm_logits, residual_stream
 
 GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
@@ -135,6 +136,25 @@ class KVCache:
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to the past, in training, validation, HellaSwag and sampling.
+
+    The function called here is torch's, but faster in code compiled for a CPU.
+
+    Args:
+        q: (B, H, T, D) queries.
+        k: (B, H, S, D) keys. With a cache, S >= T: the queries belong to the last T tokens.
+        v: (B, H, S, D) values.
+
+    Returns:
+        (B, H, T, D).
+    """
+    n_queries, n_keys = q.size(2), k.size(2)
+    # One query alone is the last token, which attends to all keys.
+    bias = None if n_queries in (1, n_keys) else causal_lower_right(n_queries, n_keys)
+    return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=n_queries == n_keys)
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention over the past (Vaswani et al. 2017, section 3.2)."""
 
@@ -145,10 +165,8 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * (config.n_embd,))  # queries, keys, values
         self.c_proj = Linear(config.n_embd, config.n_embd, std=config.residual_std)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
-        """Attend to the past, or to where `mask` is True. (B, T, C) -> (B, T, C)."""
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(self.c_attn.rows, dim=2)
         q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
@@ -156,12 +174,7 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        is_one_token = T == 1  # may attend to the whole cache
-        if mask is None and not is_one_token:
-            # F.scaled_dot_product_attention or, in code compiled for a CPU, a faster version.
-            y = causal_attention(q, k, v)  # (B, H, T, D)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = causal_attention(q, k, v)  # (B, H, T, D)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -188,11 +201,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), mask, cache)
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -224,33 +235,22 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
 
-    def hidden_states(
-        self,
-        idx: Tensor,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
+    def hidden_states(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the last layer's normalized output, from which the LM head computes logits.
 
         Args:
             idx: (B, T) int64 token ids.
-            positions: (T,) or (B, T) int64 positions; by default 0…T-1, or the positions that
-                follow the cache.
-            mask: (B, 1, T, T) bool, True where a query may attend to a key; by default causal.
-            cache: gets this call's keys and values. An empty cache accepts several tokens in a
-                call, any other cache one token.
+            cache: keys and values of the tokens before `idx`; gets those of `idx`.
 
         Returns:
             (B, T, C), in the autocast dtype or float32.
         """
         past = 0 if cache is None else cache.length
-        if positions is None:
-            positions = torch.arange(past, past + idx.size(1), device=idx.device)
+        positions = torch.arange(past, past + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)
         x = residual_stream(x)  # (B, T, C)
         for block in self.transformer.h:
-            x = block(x, mask, cache)
+            x = block(x, cache)
         if cache is not None:
             cache.length += idx.size(1)
         return self.transformer.ln_f(x)
@@ -281,7 +281,7 @@ class GPT(nn.Module):
             `ops.cross_entropy` in eval mode.
         """
         # `self.hidden_states` would gather the parameters of a sharded model (FSDP2) once more.
-        hidden = GPT.hidden_states(self, idx, cache=cache)  # (B, T, C)
+        hidden = GPT.hidden_states(self, idx, cache)  # (B, T, C)
         if targets is None:
             return ModelOutput(self.logits(hidden), None)
         hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)

@@ -8,11 +8,11 @@ The default model is OpenAI's GPT-2 124M. In Python, call `generate(model, text)
 """
 
 import codecs
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ from torch import Tensor
 
 from formats.load import load_model
 from model import GPT, KVCache
-from runtime.cli import bad_numbers, parse_flags, run_command
+from runtime.cli import bad_numbers, parse_flags, print_error, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
+from runtime.distributed import is_main
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
 GREETING = """Type some text; the model continues all of the text so far.
 Empty line: keep going. /new: start over. Ctrl-C: stop generating. Ctrl-D: quit."""
+
+# Largest relative difference between hidden states with and without the cache.
+CACHE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def main() -> None:
     config = parse_flags(SampleConfig)
     prompts = read_prompts(config)
     device = select_device(config.device)
-    continue_tokens: Callable[..., list[list[int]]] = partial(
+    continue_tokens: Callable[..., list[list[int]]] = functools.partial(
         generate_tokens,
         load_model(config.model, device),
         max_new_tokens=config.max_new_tokens,
@@ -210,7 +214,8 @@ def generate_tokens(
     """Continue each row of (B, T) tokens, T >= 1; return the rows, each with its continuation.
 
     Beyond `block_size` tokens, the model sees a window that moves by half a block at a time, so the
-    cache of keys and values is refilled once per half block, not for every token.
+    cache of keys and values is refilled once per half block, not for every token. The cache is not
+    used if `cache_agrees` returns False.
 
     `model` is the raw model, neither compiled nor wrapped, on the same device as `tokens` and
     `generator`. A row ends before the first sampled `stop_token`; with None, it never ends early.
@@ -218,11 +223,13 @@ def generate_tokens(
     """
     B, T = tokens.shape
     start, device, block_size = 0, tokens.device, model.config.block_size
-    n_cached = min(T + max_new_tokens, block_size)
-    cache = KVCache(model.config, B, n_cached, device, dtype) if use_cache else None
+    cache = None
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     # With a single autocast for all tokens, the weights are cast only once.
     with inference(model, device, dtype):
+        if use_cache and cache_agrees(model, device, dtype):
+            n_cached = min(T + max_new_tokens, block_size)
+            cache = KVCache(model.config, B, n_cached, device, dtype)
         for _ in range(max_new_tokens):
             while tokens.size(1) - start > block_size:
                 start += max(1, block_size // 2)
@@ -238,6 +245,36 @@ def generate_tokens(
                 on_token(next_token)
     rows = tokens.tolist()
     return [row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in rows]
+
+
+def cache_agrees(model: GPT, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a token's hidden state is the same with and without the cache.
+
+    It is not if the model mixes neighboring tokens outside attention, because the cache has only
+    keys and values of earlier tokens. Every rank must call this, under `inference`.
+    """
+    n_tokens = min(8, model.config.block_size)
+    if n_tokens == 1:  # the cache is empty whenever such a model runs
+        return True
+    idx = torch.arange(n_tokens, device=device)[None] % model.config.vocab_size
+    cache = KVCache(model.config, 1, n_tokens, device, dtype)
+    model.hidden_states(idx[:, :-1], cache)
+    cached = model.hidden_states(idx[:, -1:], cache)[0, -1].float()  # (C,)
+    expected = model.hidden_states(idx)[0, -1].float()
+    differs = bool((cached - expected).norm() > CACHE_TOLERANCE[dtype] * expected.norm())
+    if differs:  # NaN does not differ
+        warn_without_cache()
+    return not differs
+
+
+@functools.cache
+def warn_without_cache() -> None:
+    """Print a warning on rank 0, once per process."""
+    if is_main():
+        print_error(
+            "warning: sampling without the cache of keys and values, which is slower: the model "
+            "computes different hidden states with it"
+        )
 
 
 def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -106,9 +105,8 @@ def read_batches(
 
 def plain_model(enabled: Collection[str], config: TrainConfig, device: torch.device) -> nn.Module:
     """Build a new GPT-2, or Hugging Face's model with the same weights."""
-    # Use torch's attention, although `ops` has a faster one for compiled code on CPUs.
-    attention = partial(F.scaled_dot_product_attention, is_causal=True)
-    vars(gpt2)["causal_attention"] = attention
+    # Use torch's attention, although `cpu_attention` has a faster one for compiled code on CPUs.
+    vars(gpt2)["scaled_dot_product_attention"] = F.scaled_dot_product_attention
     torch.manual_seed(config.seed)
     with device:
         model = GPT(config.model_config())

@@ -27,9 +27,8 @@ def code_hashes(files: Sequence[str] = CORE_FILES) -> dict[str, str]:
 
 @cache
 def _read_hashes(file: str) -> dict[str, str]:
-    """Return the hashes of a file's definitions; a file that does not exist has none."""
-    path = ROOT / file
-    return definition_hashes(path.read_bytes()) if path.is_file() else {}
+    """Return the hashes of a file's definitions."""
+    return definition_hashes((ROOT / file).read_bytes())
 
 
 def definition_hashes(source: bytes) -> dict[str, str]:

@@ -44,9 +44,9 @@ KERNELS = {
 @pytest.fixture
 def own_numerics():
     """Undo what a training run changes in its process."""
-    attention = model.causal_attention
+    attention = model.scaled_dot_product_attention
     yield
-    model.causal_attention = attention
+    model.scaled_dot_product_attention = attention
     torch.set_float32_matmul_precision("highest")
     torch._dynamo.reset()
 

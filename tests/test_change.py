@@ -193,7 +193,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
 ):
     changed = patched()
     for file, text, edited in (
-        ("model.py", "gelu(self.c_fc(x))", "F.relu(self.c_fc(x))"),
+        ("model.py", "gelu(self.c_fc(x))", "torch.relu(self.c_fc(x))"),
         ("lr_schedule.py", "if step < warmup_steps", "if warmup_steps > step"),
         ("hellaswag.py", "def main", "def unused() -> None: ...\n\n\ndef main"),  # not compared
     ):
@@ -250,6 +250,48 @@ def test_another_position_embedding_trains_resumes_and_is_not_exported(patched, 
     done = commands.run("export", "--model=runs/whole", "--out=exported")
     assert_refused(done, "transformer.wpe.weight")
     assert not list((commands.folder / "exported").iterdir())
+
+
+def endings_and_sample(commands, run):
+    """The losses of HellaSwag's endings by a run's model; what `sample.py` prints to stderr."""
+    output = commands.folder / "endings.jsonl"
+    model = [f"--model={run}", "--device=cpu", "--dtype=float32"]
+    done = commands.run("hellaswag", *model, f"--data={HELLASWAG}", f"--output={output}")
+    assert done.code == 0, done.stderr
+    endings = [json.loads(line)["summed_losses"] for line in output.read_text().splitlines()]
+    done = commands.run("sample", *model, "--max-new-tokens=70")  # beyond the context
+    assert done.code == 0, done.stderr
+    return np.array(endings), done.stderr
+
+
+NO_CACHE = "warning: sampling without the cache"
+
+
+@pytest.mark.parametrize(
+    ("patch", "warnings", "mode"),
+    [
+        ("window", 0, "--no-compile"),
+        pytest.param("window", 0, "--compile", marks=needs_compiler),
+        ("token_shift", 1, "--no-compile"),
+    ],
+)
+def test_mixing_tokens_otherwise_acts_in_every_use_and_resumes(
+    commands, patched, tiny_data, patch, warnings, mode
+):
+    changed, runs = patched(patch), patched.runs
+    flags = run_flags(tiny_data, "--block-size=64", "--sample-every=4", "--hellaswag-every=4", mode)
+    flags.append(f"--hellaswag-data={HELLASWAG}")
+    whole, halves = losses_of_a_run_and_of_one_in_halves(changed, flags)
+    assert halves == whole
+    never = ["--sample-every=0", "--hellaswag-every=0", "--max-steps=1"]
+    train(commands, *flags, *never, f"--out-dir={runs}", "--run-name=plain")
+    for name, step in (("train_loss", 1), ("val_loss", 0)):  # with the same weights
+        loss, other = (series(runs / run, name)[step] for run in ("plain", "whole"))
+        assert 1e-6 < abs(loss - other) < 0.1
+    endings, stderr = endings_and_sample(changed, runs / "whole")
+    assert stderr.count("warning") == stderr.count(NO_CACHE) == warnings
+    other, _ = endings_and_sample(commands, runs / "whole")  # the code before the patch
+    assert np.abs(endings - other).max() > 1e-3
 
 
 def test_a_new_field_is_a_flag_that_old_checkpoints_lack(commands, patched, tiny_data):

@@ -14,7 +14,7 @@ from dataloader import validation_batches
 from evaluation import evaluate_loss
 from formats.huggingface import save_pretrained
 from formats.metrics import read_metrics
-from hellaswag import evaluate_hellaswag, load_examples, score_examples
+from hellaswag import Row, evaluate_hellaswag, load_examples, score_rows
 from model import GPT, GPTConfig, KVCache
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from runtime.device import autocast, inference, is_out_of_memory
@@ -164,12 +164,13 @@ def test_samples_and_hellaswag_are_those_of_the_cpu(both):
 def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
     _, model = both
     examples = [e for e in load_examples(HELLASWAG) if e.fits(CONFIG.block_size)][:8]
+    rows = [Row(each.context, ending) for each in examples for ending in each.endings]
     shards, dist_info = open_shards(tiny_data, "val"), DistInfo(CUDA)
     batches = {"block_size": 128, "micro_batch_size": 4, "max_tokens": 1024, "vocab_size": 50257}
     for mode in ("default", "error"):  # first what is only made once, such as cuBLAS's handle
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            score_examples(model, examples, CUDA)
+            score_rows(model, rows, CUDA)
             for inputs, targets in validation_batches(shards, **batches, dist_info=dist_info):
                 with torch.no_grad():
                     model(inputs, targets)
@@ -213,4 +214,5 @@ def test_no_tensor_of_an_evaluation_is_left_on_the_cpu(monkeypatch):
                 token = sample_token(logits, 1.0, 50, 0.9, None)
                 idx = torch.cat([idx, token[:, None]], dim=1)
         assert model(idx, idx).loss.device == CUDA
-        assert score_examples(model, examples, CUDA).device == CUDA
+        rows = [Row(each.context, each.endings[0]) for each in examples]
+        assert score_rows(model, rows, CUDA).device == CUDA

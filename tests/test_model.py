@@ -1,11 +1,14 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from conftest import needs_compiler, randomize_weights
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from cpu_attention import QUERY_BLOCKS
 from model import GPT, GPT2_SIZES, GPTConfig, KVCache
-from ops import IGNORE_INDEX, QUERY_BLOCKS
+from ops import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 STAND_INS = {  # each size's layers to heads to head size in small, and an odd vocabulary
@@ -132,8 +135,12 @@ def test_gpt_later_tokens_do_not_change_earlier_logits(position):
     assert (before[position:] - after[position:]).abs().amax(dim=1).min() > 1e-3
 
 
-@pytest.mark.parametrize("prompt_length", [1, 5, BLOCK_SIZE])
-def test_gpt_with_cache_equals_without(prompt_length):
+@pytest.mark.parametrize(
+    "ends",  # of the pieces that pass through the model
+    [[*range(1, BLOCK_SIZE + 1)], [*range(5, BLOCK_SIZE + 1)], [BLOCK_SIZE], [5, 6, 9, BLOCK_SIZE]],
+    ids=["one by one", "a prompt, then one by one", "all at once", "several at a time"],
+)
+def test_gpt_with_cache_equals_without(ends):
     model = randomize_weights(tiny())
     idx = random_ids(3, BLOCK_SIZE)
     cache = KVCache(
@@ -142,26 +149,12 @@ def test_gpt_with_cache_equals_without(prompt_length):
 
     with torch.no_grad():
         expected = model(idx).logits
-        pieces = [model(idx[:, :prompt_length], cache=cache).logits]
-        for position in range(prompt_length, BLOCK_SIZE):
-            pieces.append(model(idx[:, position : position + 1], cache=cache).logits)
+        pieces = [
+            model(idx[:, start:end], cache=cache).logits for start, end in pairwise([0, *ends])
+        ]
 
     assert cache.length == BLOCK_SIZE
     assert (torch.cat(pieces, dim=1) - expected).abs().max() <= 1e-5
-
-
-def test_hidden_states_packs_sequences_by_mask_and_positions():
-    model = randomize_weights(tiny())
-    first, second = random_ids(1, 6), random_ids(1, 9)
-    positions = torch.cat([torch.arange(6), torch.arange(9)])
-    document = torch.tensor([0] * 6 + [1] * 9)
-    mask = (document[:, None] == document) & torch.ones(15, 15, dtype=torch.bool).tril()
-
-    with torch.no_grad():
-        packed = model.hidden_states(torch.cat([first, second], dim=1), positions, mask[None, None])
-        apart = [model.hidden_states(first), model.hidden_states(second)]
-
-    assert (packed - torch.cat(apart, dim=1)).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,17 @@ from conftest import randomize_weights
 from forked import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
+import model as model_module
 import sample
 from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
-from model import GPT, GPTConfig
+from model import GPT, Block, GPTConfig
 from sample import generate, generate_tokens, sample_token, text_loss, token_printer
 from tokenizer import gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
+CHECK = 3  # passes that find out whether the model can use the cache
 SMALL_VOCAB = GPTConfig(block_size=8, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 
 
@@ -66,6 +69,41 @@ def test_generate_greedy_is_the_same_without_the_cache(block_size, prompt_length
     cached = greedy(model, idx, 25)
     assert cached == greedy(model, idx, 25, use_cache=False)
     assert [len(row) for row in cached] == [prompt_length + 25] * 3
+
+
+def test_generate_greedy_with_a_window_in_attention_is_the_same_without_the_cache(
+    monkeypatch, capsys
+):
+    def window_attention(q, k, v):
+        mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool)
+        mask = mask.tril(k.size(2) - q.size(2)).triu(k.size(2) - q.size(2) - 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 3, 5)
+    plain = greedy(model, idx, 25)
+    monkeypatch.setattr(model_module, "causal_attention", window_attention)
+    cached = greedy(model, idx, 25)
+    assert cached == greedy(model, idx, 25, use_cache=False)
+    assert cached != plain
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generate_greedy_with_shifted_tokens_is_without_the_cache_and_warns_once(
+    monkeypatch, capsys, dtype
+):
+    class ShiftedBlock(Block):
+        def forward(self, x, cache=None):
+            shifted = F.pad(x, (0, 0, 1, -1))  # each token gets the one before
+            return super().forward(torch.cat([x[..., :8], shifted[..., 8:]], dim=-1), cache)
+
+    sample.warn_without_cache.cache_clear()
+    monkeypatch.setattr(model_module, "Block", ShiftedBlock)
+    model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 3, 5)
+    for _ in range(2):
+        rows = greedy(model, idx, 25, dtype=dtype)
+        assert rows == greedy(model, idx, 25, dtype=dtype, use_cache=False)
+    assert capsys.readouterr().err.count("warning: sampling without the cache") == 1
 
 
 def test_generate_seed_decides_the_samples_and_leaves_the_global_state():
@@ -290,7 +328,7 @@ def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(
 
     def interrupt(*_):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == CHECK + 3:
             signal.raise_signal(signal.SIGINT)
 
     def load_model(*args):
@@ -301,7 +339,7 @@ def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(
     monkeypatch.setattr(sample, "load_model", load_model)
     printed = run_main("--interactive", stdin="Once upon\n\n")
     whole = continued(original(folder), "Once upon", 7)
-    assert len(calls) == 3 + 5  # two tokens came, then five more
+    assert len(calls) == CHECK + 3 + CHECK + 5  # two tokens came, then five more
     assert "".join(printed.removeprefix(sample.GREETING).split("\n> ")).strip() == whole
 
 
