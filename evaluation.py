@@ -39,7 +39,7 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
         (config.sample_every, write_samples),
     )
     due = [
-        (measure, f"evaluation {number}, {getattr(measure, '__name__', repr(measure))},")
+        (measure, f"{getattr(measure, '__name__', repr(measure))} (evaluation {number})")
         for number, (every, measure) in enumerate(evaluations, start=1)
         if run.is_due(every, step)
     ]

@@ -508,7 +508,7 @@ def test_a_second_validation_text_is_two_lines(patched, tiny_data):
     edited.write_text(edited.read_text().replace('"second"))', '"val"))'))
     with Commands(commands.folder, commands.folder / "copy") as same:
         done = same.run("train_gpt2", *flags, "--run-name=same")
-    assert_refused(done, "evaluation 1, validate, ", "'val_loss'")
+    assert_refused(done, "validate (evaluation 1)", "'val_loss'")
 
 
 def test_a_batch_size_may_follow_the_step(patched, tiny_data):

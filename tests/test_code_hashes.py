@@ -98,6 +98,9 @@ def edited_root(tmp_path, monkeypatch):
     """A folder that has the hashed files."""
     monkeypatch.setattr(code_hashes, "ROOT", tmp_path)
     code_hashes._read_hashes.cache_clear()
+    (tmp_path / "training").mkdir()
+    for file in code_hashes.CORE_FILES:
+        (tmp_path / file).touch()
     (tmp_path / "model.py").write_text("def one(): pass\ndef two(): pass\n")
     (tmp_path / "train_gpt2.py").write_text("def three(): pass\n")
     yield tmp_path
