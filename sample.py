@@ -32,7 +32,7 @@ GREETING = """Type some text; the model continues all of the text so far.
 Empty line: keep going. /new: start over. Ctrl-C: stop generating. Ctrl-D: quit."""
 
 # Largest relative difference between hidden states with and without the cache.
-CACHE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+CACHE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 7e-2}
 
 
 @dataclass(frozen=True)
