@@ -32,8 +32,8 @@ class Muon(torch.optim.Optimizer):
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, section 2.2.
 
     Args:
-        params: groups of matrices, (rows, columns) each. If matrices are stacked along the rows
-            of each, as queries, keys and values are, the group's `rows` has the rows of each one.
+        params: groups of parameters, (rows, columns) each. If a parameter stacks several matrices
+            along its rows, such as queries, keys and values, the group's `rows` has their sizes.
         lr: the learning rate.
         weight_decay: times the learning rate, the fraction of the weights that an update removes.
         momentum: decay of the exponential average of gradients; updates are Nesterov's.
@@ -60,12 +60,11 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             for parameter in group["params"]:
-                total = sum(group["rows"]) or len(parameter)
-                if parameter.dim() != 2 or total != len(parameter):
+                if parameter.dim() != 2 or sum(group["rows"]) not in (0, len(parameter)):
                     raise ValueError(
                         f"Muon cannot cut a parameter of shape {tuple(parameter.shape)} into "
-                        f"matrices of {group['rows']} rows: correct the group's rows, or give the "
-                        f"parameter to AdamW"
+                        f"matrices of {group['rows']} rows: correct the group's rows, or use "
+                        f"AdamW for the parameter"
                     )
         self.ranks = ranks
         self.dtype = dtype
@@ -84,7 +83,7 @@ class Muon(torch.optim.Optimizer):
                     rows = group["rows"] or parameter.shape[:1]
                     grouped[parameter.shape, *settings, rows].append(parameter)
         updates = [self._next_updates(params, key[3]) for key, params in grouped.items()]
-        matrices = [  # of all updates: (n, rows of a stacked matrix, columns)
+        matrices = [  # (n, rows of one stacked matrix, columns)
             matrix
             for update, (*_, rows) in zip(updates, grouped, strict=True)
             for matrix in torch.split(self.ranks.gather(update), rows, dim=1)

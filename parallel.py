@@ -1,8 +1,7 @@
-"""How the ranks train one model together: as a single process, with DDP or with FSDP2.
+"""Training as a single process, with DDP or with FSDP2, behind the same methods.
 
-`Ranks` is the story of a single process; `DDP` and `FSDP` change it where several processes must
-exchange something. `train_gpt2.py` calls each method where it acts. Who reads about one GPU need
-not open this file.
+`Ranks` is a single process, and its methods do almost nothing. `DDP` and `FSDP` override those in
+which several processes exchange data. To follow a run on one GPU, you do not need this file.
 """
 
 from collections.abc import Callable, Iterable, Mapping

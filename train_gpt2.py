@@ -198,11 +198,12 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     totals: dict[str, Tensor | float] = {}
     for micro_step in range(micro_steps):
         inputs, targets = next(trainer.batches)
-        # Every counted target has the same weight, in whatever micro-batch it lies. So a mean loss
-        # is weighed by the part of its targets that is counted: without masks, by exactly 1.
+        # Each counted target must have the same weight in the step, in whatever micro-batch it is.
+        # So a mean loss is multiplied by its counted part: by exactly 1 if no target is masked.
         masked = (targets == IGNORE_INDEX).sum() / targets.numel()
         targets = torch.where(masked < 1, targets, inputs)  # a mean over no target would be NaN
-        # Each backward pass adds to the gradients; the last one also averages them over the ranks.
+        # Backward passes add up gradients, so each loss is divided by the number of micro-steps.
+        # Only the last one averages the gradients over the ranks: once per step is enough.
         with ranks.accumulate(trainer.model, is_last=micro_step == micro_steps - 1):
             with run.autocast():
                 loss = trainer.model(inputs, targets).loss * (1 - masked)
@@ -215,12 +216,12 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     for optimizer in trainer.optimizers:
         scaler.unscale_(optimizer)
     totals["grad_norm"] = norm = ranks.grad_norm(raw_model.parameters())
-    # One all-reduce. It also tells all ranks to stop together if one of them received a signal.
+    # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
     metrics = ranks.average(totals | {"stop": run.stop.signaled})
     if metrics.pop("stop"):
         run.stop.sync()
     counted = 1 - metrics.pop("masked") or 1.0  # part of all targets; 1 if none is counted
-    if counted < 1:  # so far, a masked target counts as a loss of 0
+    if counted < 1:  # so far, a masked target counts as one with a loss of 0
         metrics |= {name: metrics[name] / counted for name in ("train_loss", "grad_norm")}
         for gradient in (p.grad for p in raw_model.parameters() if p.grad is not None):
             gradient /= counted
@@ -234,7 +235,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     ranks.sync_buffers(raw_model)  # GPT-2 has none
-    return metrics | {"lr": run.config.max_lr * factors["lr"]}
+    return metrics | {"lr": run.config.max_lr * factors.get("lr", 1.0)}
 
 
 # --- saving -----------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 
 class GroupSettings:
-    """The numbers in the groups of optimizers: as they were built, and in the current step.
+    """The numbers in the optimizers' groups, such as `lr`: those of the build and of the step.
 
-    The built values are never saved, so that a flag that changes when a run is resumed acts.
+    The numbers of the build are never saved, so a flag that is changed on a resume acts.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
