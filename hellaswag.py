@@ -37,7 +37,14 @@ from model import GPT
 from ops import IGNORE_INDEX
 from runtime import distributed
 from runtime.cli import bad_numbers, parse_flags, run_command
-from runtime.device import DeviceName, DtypeName, inference, select_dtype, to_device
+from runtime.device import (
+    DeviceName,
+    DtypeName,
+    inference,
+    select_dtype,
+    to_device,
+    tune_malloc,
+)
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write, sha256_of
 from tokenizer import gpt2_encoding
@@ -137,6 +144,7 @@ class HellaSwagResult:
 def main() -> None:
     """Score a model and print its accuracy."""
     config = parse_flags(HellaSwagConfig)
+    tune_malloc()
     with distributed.setup_distributed(config.device) as dist_info:
         model = load_model(config.model, dist_info.device)
         path = config.data or download_hellaswag()
