@@ -19,30 +19,36 @@ from runtime.device import autocast, eval_mode
 from runtime.distributed import DistInfo, all_reduce_sum
 from sample import generate_tokens
 from tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
+from training.config import TrainConfig
 from training.run import Run, Trainer
 
 TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # how much of an evaluation --max-minutes times
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
 PROMPT_TOKENS = 16  # without --sample-prompt, samples continue the start of the validation split
+Evaluation = Callable[[Run, Trainer], dict[str, float]]
 
 
-def evaluate(run: Run, trainer: Trainer, step: int) -> None:
-    """Run and log the evaluations that are due after `step` updates.
+def evaluations(config: TrainConfig) -> list[tuple[int, Evaluation]]:
+    """Return each evaluation with the number of steps between two of them; 0 = never.
 
-    Every rank must run the same number of batches: `distributed.rank_batches` splits them. Before
-    each batch, `run.stop.interrupt_evaluation` lets a signal stop all ranks.
+    An evaluation must run the same number of batches on every rank: `rank_batches` of
+    `runtime.distributed` splits them. Before each batch, `run.stop.interrupt_evaluation` raises an
+    exception on all ranks if one of them received a signal.
     """
-    config = run.config
-    evaluations = (  # steps between two evaluations; function that returns metrics to log
+    return [
         (config.val_every, validate),
         (config.hellaswag_every, score_hellaswag),
         (config.sample_every, write_samples),
-    )
-    due = [
-        (measure, f"{getattr(measure, '__name__', repr(measure))} (evaluation {number})")
-        for number, (every, measure) in enumerate(evaluations, start=1)
-        if run.is_due(every, step)
     ]
+
+
+def evaluate(run: Run, trainer: Trainer, step: int) -> None:
+    """Run and log the evaluations that are due after `step` updates."""
+    due = []
+    for number, (every, measure) in enumerate(evaluations(run.config), start=1):
+        name = getattr(getattr(measure, "func", measure), "__name__", "")  # `func` of a partial
+        if run.is_due(every, step):
+            due.append((measure, f"{name} (evaluation {number})"))
     if not due:
         return
     with run.log.evaluation(step) as record, eval_mode(trainer.raw_model), run.stop.interruptible():
@@ -100,6 +106,8 @@ def evaluate_loss(
         totals[1] += is_counted.sum()
         totals[2] += (lengths[targets.clamp(min=0)] * is_counted).sum()
     loss_sum, count_sum, byte_sum = all_reduce_sum(totals).tolist()
+    if not count_sum:
+        raise ValueError(f"the text of {name}_loss is shorter than --block-size: use a longer text")
     metrics = {f"{name}_loss": loss_sum / count_sum}
     if byte_sum:
         metrics[f"{name}_bpb"] = loss_sum / math.log(2) / byte_sum
@@ -146,8 +154,12 @@ def timed_parts(run: Run, trainer: Trainer) -> list[tuple[int, float, Callable[[
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * block_size
     part = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
-    parts = (  # steps between two evaluations, times as long as the part, function
-        (config.val_every, max(1, val_tokens / tokens), validate),
-        (config.hellaswag_every, len(run.hellaswag) / max(1, len(examples)), score_hellaswag),
-    )
-    return [(every, times, partial(measure, part, trainer)) for every, times, measure in parts]
+    times: dict[Evaluation, float] = {  # as long as the part; other evaluations are timed whole
+        validate: max(1, val_tokens / tokens),
+        score_hellaswag: len(run.hellaswag) / max(1, len(examples)),
+    }
+    return [
+        (every, times.get(measure, 1.0), partial(measure, part, trainer))
+        for every, measure in evaluations(config)
+        if every and measure is not write_samples
+    ]

@@ -194,10 +194,14 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpoi
 
 
 def _only_in_training(
-    forward: Callable[..., Tensor], recompute: Callable[..., Tensor], *inputs: object
+    forward: Callable[..., Tensor],
+    recompute: Callable[..., Tensor],
+    *args: object,
+    **kwargs: object,
 ) -> Tensor:
     """Return a block's output; evaluations save no activations and need no recomputation."""
-    return recompute(forward, *inputs) if torch.is_grad_enabled() else forward(*inputs)
+    forward = partial(recompute, forward) if torch.is_grad_enabled() else forward
+    return forward(*args, **kwargs)
 
 
 # --- compiling --------------------------------------------------------------------------------

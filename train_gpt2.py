@@ -6,7 +6,7 @@
 Without flags, this reproduces GPT-2 124M on FineWeb-Edu: 10B tokens in 19,073 steps.
 
 The file reads from top to bottom: model, compiling, optimizers, the loop, the step, saving.
-`run` is what was worked out once, such as the settings, and `trainer` is what training changes.
+`run` holds what is fixed during training, such as the settings; `trainer` holds what changes.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from dataloader import ShardedDataLoader
 from evaluation import evaluate, timed_parts
-from lr_schedule import settings_at
+from lr_schedule import settings_at, windows_at
 from model import GPT, Block, Linear
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from optimizers import Muon, share_by_spelling
@@ -43,8 +43,9 @@ def main(args: Sequence[str] | None = None) -> None:
 def fit_max_minutes(run: Run) -> Run:
     """Return the run with as many steps as fit into `--max-minutes`, after timing some."""
     trainer = build(run)  # used only here, because it is freed when this function returns
+    largest = max(range(run.config.max_steps), key=partial(windows_at, run.config))
     with trainer.batches:
-        step = partial(train_step, run, trainer, 0)
+        step = partial(train_step, run, trainer, largest)
         return run.fit_max_minutes(step, timed_parts(run, trainer))
 
 
@@ -141,10 +142,10 @@ def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
     ]
     betas = (config.beta1, config.adam_beta2)
     optimizers.append(AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=True))
-    if config.spelling_share:  # the hook must run before any optimizer updates the weights
+    if config.spelling_share:  # changes the gradient of `wte` before AdamW uses it
         wte = model.get_parameter("transformer.wte.weight")
         hook = share_by_spelling(wte, config.spelling_share, run.ranks)
-        optimizers[0].register_step_pre_hook(hook)
+        optimizers[-1].register_step_pre_hook(hook)
     return optimizers
 
 
@@ -194,7 +195,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     """
     ranks, raw_model, scaler = run.ranks, trainer.raw_model, trainer.scaler
     factors, micro_steps = settings_at(run.config, step), run.micro_steps(step)
-    trainer.settings.scale(factors)
+    trainer.settings.multiply(factors)
     totals: dict[str, Tensor | float] = {}
     for micro_step in range(micro_steps):
         inputs, targets = next(trainer.batches)
@@ -220,7 +221,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     metrics = ranks.average(totals | {"stop": run.stop.signaled})
     if metrics.pop("stop"):
         run.stop.sync()
-    counted = 1 - metrics.pop("masked") or 1.0  # part of all targets; 1 if none is counted
+    counted = max(0.0, 1 - metrics.pop("masked")) or 1.0  # part of all targets; 1 for none
     if counted < 1:  # so far, a masked target counts as one with a loss of 0
         metrics |= {name: metrics[name] / counted for name in ("train_loss", "grad_norm")}
         for gradient in (p.grad for p in raw_model.parameters() if p.grad is not None):

@@ -48,7 +48,7 @@ FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
-MAX_NAMED_EDITS = 8
+MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def find_nonfinite(
     optimizers: Sequence[Optimizer],
     ranks: Ranks = SINGLE_PROCESS,
 ) -> str | None:
-    """Return the name of a tensor to be saved that is not finite; None if all are finite.
+    """Return the name of a tensor of model or optimizers that is not finite; None if all are.
 
     Every process must call this; all get the same name.
     """
@@ -408,11 +408,16 @@ def warn_if_code_changed(path: Path, state: RunState, files: Sequence[str] = COR
     saved = {name: digest for name, digest in state.code.items() if name.split()[0] in files}
     edits = [name for name in current | saved if current.get(name) != saved.get(name)]
     if state.code and edits and is_main():
-        names = ", ".join(edits[:MAX_NAMED_EDITS])
-        if len(edits) > MAX_NAMED_EDITS:
-            names += f" and {len(edits) - MAX_NAMED_EDITS} more"
         # On stderr, because `sample.py` prints texts on stdout.
-        print_error(f"warning: {path} was saved by different code ({names}): results may differ")
+        print_error(
+            f"warning: {path} was saved by different code ({shorten(edits)}): results may differ"
+        )
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return the first names as a list for a message, and the number of the others."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 # --- resuming ---------------------------------------------------------------------------------
@@ -468,7 +473,7 @@ def _load_own(
         else:
             own[name] = value
     if other := sorted({f"{OWN}{name}" for name in own} ^ saved.keys()):
-        names = ", ".join(name.removeprefix(OWN) for name in other)
+        names = shorten([name.removeprefix(OWN) for name in other])
         print0(f"note: {path} and Trainer.state do not both have {names}: not resumed")
 
 

@@ -194,7 +194,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
     changed = patched()
     for file, text, edited in (
         ("model.py", "gelu(self.c_fc(x))", "torch.relu(self.c_fc(x))"),
-        ("lr_schedule.py", "if step < warmup_steps", "if warmup_steps > step"),
+        ("lr_schedule.py", "if step < config.warmup", "if config.warmup > step"),
         ("hellaswag.py", "def main", "def unused() -> None: ...\n\n\ndef main"),  # not compared
     ):
         path = changed.folder / "copy" / file
@@ -216,7 +216,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
         assert done.code == 0, done.stderr
         edits = "model.py MLP"
         if script == "train_gpt2":
-            edits += ", lr_schedule.py cosine_lr"
+            edits += ", lr_schedule.py learning_rate"
         said = f"warning: {run}/checkpoints/step_00000005 was saved by different code ({edits}): "
         assert done.stderr.count(said) == 1, done.stderr
         if script == "sample":

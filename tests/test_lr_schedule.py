@@ -1,4 +1,5 @@
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from lr_schedule import SCHEDULES, cosine_lr, wsd_lr
+from lr_schedule import SCHEDULES, learning_rate
+
+
+def rates_of(name, steps, **run):
+    config = SimpleNamespace(lr_schedule=name, **run)
+    return [learning_rate(config, step) for step in range(steps)]
+
 
 RATES = [(6e-4, 6e-5), (1.8e-3, 0.0), (3e-4, 3e-4)]  # max_lr, min_lr
 
@@ -19,10 +26,10 @@ def test_cosine_lr_equals_torch_linear_then_cosine(max_lr, min_lr, warmup_steps,
     warmup = LinearLR(optimizer, 1 / warmup_steps, total_iters=max(warmup_steps - 1, 1))
     decay = CosineAnnealingLR(optimizer, T_max=max_steps - warmup_steps, eta_min=min_lr)
     scheduler = SequentialLR(optimizer, [warmup, decay], [warmup_steps])
-    run = {"max_lr": max_lr, "min_lr": min_lr, "warmup_steps": warmup_steps, "max_steps": max_steps}
-    for step in range(max_steps + 1):
+    run = {"max_lr": max_lr, "min_lr": min_lr, "warmup": warmup_steps, "max_steps": max_steps}
+    for rate in rates_of("cosine", max_steps + 1, **run):
         expected = optimizer.param_groups[0]["lr"]
-        assert cosine_lr(step, **run) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        assert rate == pytest.approx(expected, rel=1e-9, abs=1e-15)
         optimizer.step()
         scheduler.step()
 
@@ -35,14 +42,13 @@ def test_cosine_lr_equals_torch_linear_then_cosine(max_lr, min_lr, warmup_steps,
     ],
 )
 def test_wsd_lr_worked_by_hand(warmup_steps, expected):
-    run = {"max_lr": 10.0, "min_lr": 2.0, "warmup_steps": warmup_steps, "max_steps": 10}
-    assert [wsd_lr(step, **run) for step in range(12)] == pytest.approx(expected)
+    run = {"max_lr": 10.0, "min_lr": 2.0, "warmup": warmup_steps, "max_steps": 10}
+    assert rates_of("wsd", 12, **run) == pytest.approx(expected)
 
 
 def test_long_decay_takes_the_last_sixty_percent():
-    run = {"max_lr": 10.0, "min_lr": 1.0, "warmup_steps": 2, "max_steps": 15}
-    rates = [SCHEDULES["wsd-long"](step, **run) for step in range(16)]
-    assert rates == pytest.approx([5.0, *[10.0] * 6, *range(9, 0, -1)])
+    run = {"max_lr": 10.0, "min_lr": 1.0, "warmup": 2, "max_steps": 15}
+    assert rates_of("wsd-long", 16, **run) == pytest.approx([5.0, *[10.0] * 6, *range(9, 0, -1)])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -56,8 +62,7 @@ def test_every_schedule_rises_to_the_peak_in_warmup_and_then_never(
     name, max_lr, min_share, warmup_steps, max_steps
 ):
     run = {"max_lr": max_lr, "min_lr": max_lr * min_share}
-    run |= {"warmup_steps": warmup_steps, "max_steps": max_steps}
-    rates = [SCHEDULES[name](step, **run) for step in range(130)]
+    rates = rates_of(name, 130, warmup=warmup_steps, max_steps=max_steps, **run)
     rise, rest = rates[:warmup_steps], rates[max(warmup_steps - 1, 0) :]
     assert rise == pytest.approx(
         [max_lr * (step + 1) / warmup_steps for step in range(warmup_steps)]

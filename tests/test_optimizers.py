@@ -236,17 +236,17 @@ def values(optimizer, name):
 def test_group_settings_scale_the_numbers_that_groups_were_built_with():
     optimizer, settings = new_settings()
     for _ in range(2):  # the factors do not add up
-        settings.scale({"lr": 0.5, "weight_decay": 2.0})
+        settings.multiply({"lr": 0.5, "weight_decay": 2.0})
         assert values(optimizer, "lr") == [0.05, 0.2]
         assert values(optimizer, "weight_decay") == [0.2, 0.2]
     assert values(optimizer, "momentum") == [0.8, 0.6]
     with pytest.raises(ValueError, match="no parameter group has a moment or rate, which"):
-        settings.scale({"lr": 1.0, "rate": 1.0, "moment": 1.0})
+        settings.multiply({"lr": 1.0, "rate": 1.0, "moment": 1.0})
 
 
 def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
     optimizer, settings = new_settings()
-    settings.scale({"lr": 0.5})
+    settings.multiply({"lr": 0.5})
     assert settings.state() == [{}, {}]
     optimizer.step()
     saved = settings.state()

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -15,8 +15,10 @@ class GroupSettings:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
+        if any(isinstance(g.get("lr"), Tensor) for o in optimizers for g in o.param_groups):
+            raise ValueError("an optimizer's lr is a tensor: pass a number, which can be scheduled")
         self._built = self._numbers()
-        self._scaled = set[str]()  # names that `scale` has set
+        self._scaled = set[str]()  # names that `multiply` has set
 
     def _numbers(self) -> list[dict[str, float]]:
         return [
@@ -30,7 +32,7 @@ class GroupSettings:
         for group, numbers in zip(groups, values, strict=True):
             group.update(numbers)
 
-    def scale(self, factors: Mapping[str, float]) -> None:
+    def multiply(self, factors: Mapping[str, float]) -> None:
         """Multiply the built numbers of the same names; raise ValueError if no group has a name."""
         if unknown := factors.keys() - {name for built in self._built for name in built}:
             raise ValueError(
@@ -45,7 +47,7 @@ class GroupSettings:
         )
 
     def state(self) -> list[dict[str, float]]:
-        """Return the numbers that the optimizers themselves changed, as schedule-free ones do."""
+        """Return the numbers that something else changed, such as a schedule-free optimizer."""
         return [
             {n: v for n, v in now.items() if v != built.get(n) and n not in self._scaled}
             for now, built in zip(self._numbers(), self._built, strict=True)

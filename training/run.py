@@ -51,7 +51,7 @@ PREEMPTED_NAME = "PREEMPTED"
 
 @dataclass(frozen=True)
 class Run:
-    """A run before its model is built; the same on every rank."""
+    """All that is known before the model is built."""
 
     config: TrainConfig
     ranks: Ranks
@@ -249,7 +249,7 @@ class Trainer:
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
     def check_finite(self, step: int, ranks: Ranks) -> None:
-        """Raise FloatingPointError on every rank if a tensor to be saved is not finite."""
+        """Raise FloatingPointError on every rank if a weight or a moment is not finite."""
         if name := checkpoint.find_nonfinite(self.raw_model, self.optimizers, ranks):
             raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
 
