@@ -549,14 +549,14 @@ def test_embeddings_have_a_decay_of_their_own(tiny_data, tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_spelling_is_shared_before_any_update(tiny_data, tmp_path, optimizer):
+def test_spelling_is_shared_before_the_embedding_is_updated(tiny_data, tmp_path, optimizer):
     model = GPT(GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=16))
     with tiny_run(tiny_data, tmp_path, optimizer=optimizer, spelling_share=0.5) as run:
-        first, *_ = build_optimizers(model, run)
+        *_, adamw = build_optimizers(model, run)
     gradient = model.transformer.wte.weight.grad = torch.zeros_like(model.transformer.wte.weight)
     upper, lower = map(gpt2_encoding().encode_single_token, ("House", " house"))
     gradient[lower] = 1.0
-    first.step()
+    adamw.step()
     assert gradient[lower].tolist() == pytest.approx([1.5] * 16)
     assert gradient[upper].tolist() == pytest.approx([0.5] * 16, rel=0.05)
 
@@ -601,9 +601,9 @@ def test_a_metric_that_another_function_logs_is_an_error(tiny_flags, monkeypatch
     monkeypatch.setattr(evaluation, "write_samples", write_samples)
     with pytest.raises(ValueError, match=message):
         main([*tiny_flags, "--run-name=a", "--sample-every=4"])
-    again = partial(evaluation.validate)  # has no name
+    again = partial(evaluation.validate)  # has no name of its own
     monkeypatch.setattr(evaluation, "write_samples", again)
-    with pytest.raises(ValueError, match=r"partial.* and validate .* both log 'val_loss'"):
+    with pytest.raises(ValueError, match=r"validate \(evaluation 3\) and validate \(evaluation 1\) both"):
         main([*tiny_flags, "--run-name=b", "--sample-every=4"])
 
 
