@@ -54,7 +54,8 @@ def fit_max_minutes(run: Run) -> Run:
 
 def build(run: Run) -> Trainer:
     """Build the model, its optimizers and batches; load the checkpoint, if any."""
-    torch.set_float32_matmul_precision("high")  # TF32: float32 matmuls on a GPU's tensor cores
+    if run.ranks.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: float32 matmuls on tensor cores
     raw_model = build_model(run)
     trainer = Trainer(
         raw_model=raw_model,
