@@ -1,7 +1,7 @@
 """Every remedy that a message names works as a user would paste it.
 
 Others are followed where what calls for them is tested: a killed rank (`test_faults_training.py`),
-a damaged checkpoint, a rate that jumps (`test_run_dir.py`), report.py (`test_plot.py`), trackers,
+a damaged checkpoint, a rate that jumps (`test_resume.py`), report.py (`test_plot.py`), trackers,
 a GPU that torch cannot use (`test_device.py`), a damaged download (`test_hub.py`).
 """
 
