@@ -18,7 +18,7 @@ from ops import IGNORE_INDEX
 from runtime.device import autocast, eval_mode
 from runtime.distributed import DistInfo, all_reduce_sum
 from sample import generate_tokens
-from tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
+from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
 from training.run import Run, Trainer
 
@@ -131,9 +131,9 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
     Every rank samples, so that no rank waits long for another; rank 0 writes.
     """
     device, encoding = run.ranks.device, gpt2_encoding()
-    prompt = run.val_shards.read(0, PROMPT_TOKENS).tolist()
-    if (text := run.config.sample_prompt) is not None:
-        prompt = encoding.encode_ordinary(text) or [END_OF_TEXT]
+    text = run.config.sample_prompt
+    start = run.val_shards.read(0, PROMPT_TOKENS).tolist()
+    prompt = start if text is None else prompt_ids(text)
     sequences = generate_tokens(
         trainer.raw_model,
         torch.tensor([prompt] * SAMPLE_COUNT, device=device),

@@ -26,7 +26,7 @@ from model import GPT, KVCache
 from runtime.cli import bad_numbers, parse_flags, print_error, run_command
 from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
 from runtime.distributed import is_main
-from tokenizer import END_OF_TEXT, gpt2_encoding
+from tokenizer import END_OF_TEXT, gpt2_encoding, prompt_ids
 
 GREETING = """Type some text; the model continues all of the text so far.
 Empty line: keep going. /new: start over. Ctrl-C: stop generating. Ctrl-D: quit."""
@@ -96,7 +96,7 @@ def main() -> None:
         converse(continue_tokens, device)
         return
     for prompt in prompts:
-        ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
+        ids = prompt_ids(prompt)
         samples = continue_tokens(torch.tensor([ids] * config.num_samples, device=device))
         for index, tokens in enumerate(samples):
             text = gpt2_encoding().decode(tokens[len(ids) :])
@@ -172,7 +172,7 @@ def generate(
     state is used. `options` are passed to `generate_tokens`: temperature, top_k, top_p, dtype, …
     """
     device = next(model.parameters()).device
-    ids = gpt2_encoding().encode_ordinary(prompt) or [END_OF_TEXT]
+    ids = prompt_ids(prompt)
     tokens = torch.tensor([ids] * num_samples, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     rows = generate_tokens(model, tokens, max_new_tokens, generator=generator, **options)

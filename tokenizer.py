@@ -87,6 +87,11 @@ def _read_ranks() -> dict[bytes, int]:
     return {token: rank for rank, token in enumerate(tokens)}
 
 
+def prompt_ids(text: str) -> list[int]:
+    """Return the ids of a prompt; an empty prompt starts a new document."""
+    return gpt2_encoding().encode_ordinary(text) or [END_OF_TEXT]
+
+
 def token_bytes(vocab_size: int) -> npt.NDArray[np.int64]:
     """Return the number of text bytes of each token id: (vocab_size,) int64.
 
