@@ -240,7 +240,7 @@ class GPT(nn.Module):
 
         Args:
             idx: (B, T) int64 token ids.
-            cache: keys and values of the tokens before `idx`; those of `idx` are appended.
+            cache: holds keys and values of earlier tokens; this call appends its own.
 
         Returns:
             (B, T, C), in the autocast dtype or float32.

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class GroupSettings:
-    """The numbers in the optimizers' groups, such as `lr`: those of the build and of the step.
+    """Numbers in the optimizers' groups, such as `lr`: as built, and as set for this step.
 
     The numbers of the build are never saved, so a flag that is changed on a resume acts.
     """
