@@ -277,7 +277,8 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
 
     from runtime.distributed import DistInfo
     from training.config import TrainConfig, read_recipe
-    from training.plan import describe_time, find_device
+    from training.memory import find_device
+    from training.plan import describe_time
 
     max_tokens = MAX_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
     recipes = dict[int, Path]()  # keyed by the number of tokens of a run

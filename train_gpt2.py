@@ -99,7 +99,7 @@ def compile_model(model: GPT, run: Run) -> nn.Module:
     if not run.compiles:
         return model
     is_one_gpu = run.ranks.device.type == "cuda" and run.ranks.world_size == 1
-    if is_one_gpu and not run.config.is_sharded and run.model_config.n_layer <= 12:
+    if is_one_gpu and run.config.parallel == "ddp" and run.model_config.n_layer <= 12:
         return cast(nn.Module, torch.compile(model, dynamic=False))
     return CompiledBlocks(model)
 

@@ -21,7 +21,7 @@ from runtime.distributed import DistInfo, gather_text, is_main, print0, raise_on
 from runtime.files import sha256_of
 from training.config import TrainConfig
 from training.folder import check_usable
-from training.plan import CHECKPOINT_BYTES_PER_PARAMETER, find_device
+from training.memory import CHECKPOINT_BYTES_PER_PARAMETER, find_device
 from training.resume import check_resume_compatible, run_model_config
 from training.trackers import check_installed
 
@@ -90,17 +90,17 @@ def check_parallel_mode(config: TrainConfig, dtype: torch.dtype, dist_info: Dist
     device = dist_info.device
     if config.cpu_offload and device.type != "cuda":
         raise ValueError(f"--cpu-offload requires a GPU, but this device is {device.type}")
-    if not config.is_sharded:
+    if config.parallel != "fsdp":
         return
     if dtype == torch.float16:
         raise ValueError(
-            f"--parallel {config.parallel} does not support float16: use --dtype bfloat16 or, "
-            f"if the GPU does not have it, --dtype float32"
+            "--parallel fsdp does not support float16: use --dtype bfloat16 or, if the GPU does "
+            "not have it, --dtype float32"
         )
     if not dist.is_initialized():
         raise ValueError(
-            f"--parallel {config.parallel} requires torchrun: use torchrun --standalone "
-            f"--nproc_per_node=2 train_gpt2.py or, for one process, --parallel ddp"
+            "--parallel fsdp requires torchrun: use torchrun --standalone --nproc_per_node=2 "
+            "train_gpt2.py or, for one process, --parallel ddp"
         )
 
 

@@ -16,11 +16,10 @@ from training.trackers import TrackerName
 
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
-    *("log_every", "max_lr", "grad_clip", "loss_chunks", "gpus", "nodes", "mfu", "max_minutes"),
+    *("log_every", "max_lr", "grad_clip", "loss_chunks", "gpus", "max_minutes"),
 )
 NOT_SAVED = (  # flags that select, name or plan a run, so they are not among its settings
-    *("config", "resume", "plan", "preflight", "run_name", "max_minutes"),
-    *("gpus", "nodes", "gpu", "mfu"),
+    *("config", "resume", "plan", "preflight", "run_name", "max_minutes", "gpus", "gpu"),
 )
 MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens in steps of 524,288 tokens
 
@@ -154,14 +153,14 @@ class TrainConfig:
     """Recompute activations in the backward pass: none, selective (all but matmuls and attention)
     or full (whole blocks). Saves memory, costs time, does not change results."""
 
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: every process holds the whole model; fsdp: parameters, gradients and optimizer state are
-    sharded over all processes; hsdp: sharded within a machine, replicated across machines."""
+    sharded over all processes."""
     reshard_after_forward: bool = True
-    """With fsdp or hsdp: free a block's parameters after its forward pass and gather them again for
-    the backward pass (ZeRO-3); off keeps them (ZeRO-2), faster but more memory."""
+    """With fsdp: free a block's parameters after its forward pass and gather them again for the
+    backward pass (ZeRO-3); off keeps them (ZeRO-2), faster but more memory."""
     cpu_offload: bool = False
-    """With fsdp or hsdp on GPUs: keep parameters, gradients and optimizer state in CPU memory."""
+    """With fsdp on GPUs: keep parameters, gradients and optimizer state in CPU memory."""
 
     device: DeviceName = "auto"
     """Device to train on; auto = CUDA, else MPS, else the CPU."""
@@ -180,12 +179,8 @@ class TrainConfig:
     line."""
     gpus: int | None = None
     """With --plan: plan for this many GPUs instead of this machine."""
-    nodes: int = 1
-    """With --gpus: number of machines that the GPUs are in."""
     gpu: str = "H100"
     """With --gpus: GPU model, such as A100, H200, B200, L4, T4 or 4090."""
-    mfu: float = 0.4
-    """With --plan: fraction of its peak FLOP/s that a device reaches. Measure it in a short run."""
 
     def __post_init__(self) -> None:
         problems = [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]
@@ -221,10 +216,8 @@ class TrainConfig:
                 "leave out --max-minutes: the resumed run already has its number of steps "
                 "(--max-steps)"
             )
-        if self.cpu_offload and not self.is_sharded:
-            yield "--cpu-offload requires --parallel fsdp or hsdp"
-        if self.mfu > 1:
-            yield f"--mfu {self.mfu} is above 1, the device's peak: use a value such as --mfu 0.4"
+        if self.cpu_offload and self.parallel != "fsdp":
+            yield "--cpu-offload requires --parallel fsdp"
         if self.gpu not in GPUS:
             yield f"--gpu {self.gpu} is not {', '.join(GPUS)}"
         if self.gpus and not self.plan:
@@ -232,13 +225,6 @@ class TrainConfig:
                 f"--gpus requires --plan; to train on {self.gpus} GPUs: "
                 f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
             )
-        if self.gpus and self.nodes and self.gpus % self.nodes:
-            yield f"--gpus {self.gpus} is not a multiple of --nodes {self.nodes}"
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether parameters are sharded over processes (FSDP or HSDP)."""
-        return self.parallel != "ddp"
 
     @property
     def default_warmup(self) -> int:

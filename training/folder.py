@@ -137,8 +137,10 @@ def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
         raise FloatingPointError(f"{error}; {fix}") from None
     except Exception as error:  # Triton's errors are not RuntimeErrors
         if is_out_of_memory(error):  # first, because NCCL's is also a DistError
-            fix = f"use a smaller --micro-batch-size; {resume_hint(run_dir)}"
-            raise ValueError(f"the device ran out of memory: {fix}") from None
+            fix = "stop other programs on the device, or use a smaller --micro-batch-size"
+            raise ValueError(
+                f"the device ran out of memory: {fix}; {resume_hint(run_dir)}"
+            ) from None
         if distributed.is_lost_process(error):
             raise RunStopped(
                 f"another process of this run has exited or cannot be reached; "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +31,9 @@ from training.checks import check_ranks_agree, run_preflight
 from training.config import TrainConfig
 from training.folder import belongs_to_run, explain_failures, lock_run_folder, resume_hint
 from training.groups import GroupSettings, check_gradients, check_optimizers
-from training.plan import (
-    CHECKPOINT_BYTES_PER_PARAMETER,
-    describe_plan,
-    find_device,
-    plan_memory,
-    print_plan,
-    split_batch,
-    time_call,
-    warn_about_gpu,
-)
+from training.max_minutes import steps_that_fit
+from training.memory import find_device, split_batch
+from training.plan import describe_plan, print_plan
 from training.resume import parse_config, run_model_config
 from training.run_log import RunLog, warn_on_write_error
 from training.stopping import StopRequest
@@ -147,27 +139,11 @@ class Run:
     ) -> "Run":
         """Return the run with the number of steps that fits into `--max-minutes`.
 
-        `evaluations` have the steps between two of them, a part to time, and how many times longer
-        the whole takes.
+        The arguments are those of `steps_that_fit`.
         """
-        config, start = self.config, perf_counter()
-        step_seconds = time_call(train_step, self.ranks)
-        others = [
-            (every, times * time_call(part, self.ranks))
-            for every, times, part in evaluations
-            if every
-        ]
-        save_seconds = CHECKPOINT_BYTES_PER_PARAMETER * self.model_config.n_params / 1e9  # 1 GB/s
-        others.append((config.checkpoint_every or sys.maxsize, save_seconds))
-        # Evaluations also run at the start and at the end, which is once or twice more.
-        left = 60 * (config.max_minutes or 0) - (perf_counter() - start)
-        left -= sum(1.5 * seconds for _, seconds in others)
-        seconds_per_step = step_seconds + sum(seconds / every for every, seconds in others)
-        steps = -distributed.all_reduce_max(-max(1, int(left / seconds_per_step)))
-        print0(
-            f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each"
-        )
-        self.log.config = replace(config, max_steps=steps, max_minutes=None)
+        minutes = self.config.max_minutes or math.inf
+        steps = steps_that_fit(minutes, self.ranks, train_step, evaluations)
+        self.log.config = replace(self.config, max_steps=steps, max_minutes=None)
         return replace(self, config=self.log.config)
 
     def finish(self, step: int) -> None:
@@ -303,10 +279,9 @@ def start_run(args: Sequence[str] | None) -> Iterator[Run | None]:
 
 def choose_ranks(config: TrainConfig, dist_info: DistInfo, dtype: torch.dtype) -> Ranks:
     """Return how the processes train together: `--parallel`, or as a single process."""
-    if config.is_sharded:
+    if config.parallel == "fsdp":
         return FSDP(
             **vars(dist_info),
-            replicate=config.parallel == "hsdp",
             reshard_after_forward=config.reshard_after_forward,
             cpu_offload=config.cpu_offload,
             dtype=dtype,
@@ -336,8 +311,6 @@ def open_run(
     stop = StopRequest(dist_info)
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, model_config, device, dist_info)
-        memory = plan_memory(config, model_config, device.dtype, dist_info, split.loss_chunks)
-        warn_about_gpu(memory.total(split.micro_batch_size * model_config.block_size), dist_info)
         if is_main():  # the plan for a CPU times a matmul
             print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
         hellaswag = list[Example]()
