@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 
 from formats.checkpoint import (
     CHECKPOINT_MANIFEST,
@@ -28,16 +27,17 @@ from formats.huggingface import (
     read_pretrained_config,
     read_tensors,
 )
-from formats.metrics import METRICS_NAME, last_saved_step, validations
+from formats.metrics import METRICS_NAME, validations
 from model import GPT, GPTConfig
 from runtime.cli import shell_line
-from runtime.distributed import print0, train_command
+from runtime.distributed import print0
 
 RUN_CONFIG_NAME = "config.json"  # a run's settings
 RUN_LOCK_NAME = ".lock"
 RUNS = Path("runs")  # default of --out-dir
 BEST_SUFFIX = "@best"  # after a run's name: its checkpoint with the lowest validation loss
 VAL_LOSS_NOISE = 0.05  # nats per token: smaller differences may be chance
+START_OVER = "start over with the same command and another --run-name"
 
 # --- finding ----------------------------------------------------------------------------------
 
@@ -74,10 +74,8 @@ def find_checkpoint(path: Path) -> Path:
     A run is given by its folder or name. With the suffix `@best`, this is the run's checkpoint with
     the lowest validation loss.
     """
-    name = str(path)
-    find, path = latest_checkpoint, Path(name.removesuffix(BEST_SUFFIX))
-    if name.endswith(BEST_SUFFIX):
-        find = best_checkpoint
+    find = best_checkpoint if str(path).endswith(BEST_SUFFIX) else latest_checkpoint
+    path = Path(str(path).removesuffix(BEST_SUFFIX))
     if not path.exists() and (RUNS / path).is_dir():
         path = RUNS / path
     if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
@@ -87,14 +85,10 @@ def find_checkpoint(path: Path) -> Path:
     if latest := latest_checkpoint(path):
         raise FileNotFoundError(f"{path} has no checkpoint with a validation loss: use {latest}")
     if is_run(path) or (path / RUN_LOCK_NAME).exists():
-        hint = no_checkpoint_hint(path)
-        if os.access(path / RUN_LOCK_NAME, os.W_OK):  # not another user's run
-            try:
-                with FileLock(path / RUN_LOCK_NAME, timeout=0):
-                    pass
-            except Timeout:
-                hint = "no checkpoint yet and is still training: wait for its first one"
-        raise FileNotFoundError(f"the run {path} has {hint}")
+        raise FileNotFoundError(
+            f"the run {path} has no checkpoint yet: wait for its first one or, if the run has "
+            f"ended, {START_OVER}"
+        )
     problem = "is not a run, checkpoint or model folder" if path.exists() else "does not exist"
     places = (path, *path.parents[:-1], RUNS, Path())
     folder = next(folder for folder in places if folder.is_dir())
@@ -107,30 +101,20 @@ def describe_best(run_dir: Path) -> str:
     Each line ends with a newline. The text is empty if the run was never validated.
     """
     by_step = validations(run_dir)
-    losses = {step: record["val_loss"] for step, record in by_step.items()}
-    if not losses:
+    if not by_step:
         return ""
-    best, last = min(losses, key=losses.__getitem__), max(losses)
-    line = f"best val_loss {losses[best]:.4f} at step {best}"
-    if bits := by_step[best].get("val_bpb"):
-        line += f", {bits:.4f} bits per byte"
-    if losses[last] - losses[best] < VAL_LOSS_NOISE:
-        return f"{line}\n"
-    remedy = "use a smaller --max-steps, or more data"
-    saved = best_checkpoint(run_dir)
-    if saved is not None and saved != latest_checkpoint(run_dir):
-        remedy = f"use {saved.name} with {shell_line('--model', f'{run_dir}{BEST_SUFFIX}')}"
-    return f"{line}\nwarning: the last val_loss, {losses[last]:.4f}, is clearly higher: {remedy}\n"
-
-
-def no_checkpoint_hint(run_dir: Path) -> str:
-    """Describe how to start over a run that has no checkpoint."""
-    flags = ("--resume", "auto", "--out-dir", run_dir.parent, "--run-name", run_dir.name)
-    config, command = run_dir / RUN_CONFIG_NAME, "the command that started it"
-    # config.json does not record that a run began from another run's checkpoint.
-    if config.exists() and not last_saved_step(run_dir / METRICS_NAME):
-        command = train_command("--config", config, *flags)
-    return f"no checkpoint yet: start over with {command}"
+    best = min(by_step.values(), key=lambda record: record["val_loss"])
+    loss, last_loss = best["val_loss"], by_step[max(by_step)]["val_loss"]
+    text = f"best val_loss {loss:.4f} at step {best['step']}"
+    if bits := best.get("val_bpb"):
+        text += f", {bits:.4f} bits per byte"
+    if last_loss - loss >= VAL_LOSS_NOISE:
+        text += (
+            f"\nwarning: the last val_loss, {last_loss:.4f}, is clearly higher: use the best saved "
+            f"checkpoint ({shell_line('--model', f'{run_dir}{BEST_SUFFIX}')}), a smaller "
+            f"--max-steps, or more data"
+        )
+    return f"{text}\n"
 
 
 def list_runs(out_dir: Path) -> str:

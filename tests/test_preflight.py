@@ -20,7 +20,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import numpy as np, train_gpt2
 from runtime.cli import run_command
-from training import checks
+from training import checks, preflight
 os.chdir({folder!r} + "/" + os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
 if os.environ["RANK"] == "1":
@@ -114,7 +114,7 @@ def test_training_does_not_go_on_from_two_checkpoints(two_machines, tiny_flags, 
 
 
 def test_preflight_says_that_a_process_is_gone(two_machines):
-    done = two_machines("checks.check_hashes = lambda *_: os._exit(9)", "--preflight")
+    done = two_machines("preflight.check_hashes = lambda *_: os._exit(9)", "--preflight")
     assert done.codes == [1, 9]
     assert done.stderr.startswith("stopped: another process has exited or cannot be reached")
 

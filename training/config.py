@@ -67,8 +67,8 @@ class TrainConfig:
     block_size: int = 1024
     """Context length in tokens; default with --init-from: that model's context length."""
     init_from: str | None = None
-    """Start from pretrained weights: a run, a checkpoint, a Hugging Face folder or a GPT-2 on the
-    hub (gpt2, OWNER/NAME)."""
+    """Start from the weights of a model, in its size: a run, a checkpoint, a Hugging Face folder or
+    a GPT-2 on the hub (gpt2, OWNER/NAME)."""
 
     total_batch_size: int = 524_288
     """Tokens per optimizer step, over all processes. Gradients are accumulated over as many
@@ -211,11 +211,6 @@ class TrainConfig:
             is_plain = Path(name).name == name and name not in ("", "..")
             if not (is_plain and name.isprintable()):
                 yield f"--run-name {name!r} must be a plain folder name"
-        if self.max_minutes is not None and self.resume not in (None, "auto"):
-            yield (
-                "leave out --max-minutes: the resumed run already has its number of steps "
-                "(--max-steps)"
-            )
         if self.cpu_offload and self.parallel != "fsdp":
             yield "--cpu-offload requires --parallel fsdp"
         if self.gpu not in GPUS:

@@ -1,6 +1,5 @@
 """A run's folder: choosing, locking and checking it, and how to resume the run in it."""
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -9,8 +8,8 @@ from pathlib import Path
 from filelock import Timeout
 
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
-from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, latest_checkpoint, no_checkpoint_hint
-from formats.metrics import METRICS_NAME, last_saved_step, logged_values
+from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, START_OVER, latest_checkpoint
+from formats.metrics import METRICS_NAME, last_saved_step
 from runtime import distributed
 from runtime.cli import RunStopped, shell_line
 from runtime.device import compile_error, is_out_of_memory
@@ -35,7 +34,9 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
                 try:
                     stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME))
                 except Timeout:
-                    raise ValueError(f"another process is already training in {run_dir}") from None
+                    raise ValueError(
+                        f"another process is already training in {run_dir}: use another --run-name"
+                    ) from None
                 check_usable(run_dir, config, resumed)
                 clean_up(run_dir / "checkpoints")
         yield Path(distributed.gather_text(str(run_dir))[0])
@@ -52,20 +53,12 @@ def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
         return folder.parent
     if config.run_name is not None:
         return config.out_dir / config.run_name
-    for seconds in itertools.count(int(time.time())):
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
-        run_dir = config.out_dir / f"{config.size}-{stamp}"
-        with suppress(FileExistsError):  # another run started in the same second
-            run_dir.mkdir(parents=True)
-            break
-    return run_dir
+    return config.out_dir / f"{config.size}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def belongs_to_run(resumed: Checkpoint, run_dir: Path) -> bool:
-    """Return whether a checkpoint is in this run's folder, whatever paths or links lead there."""
-    # The checkpoint's folder may itself be a link.
-    parents = (resumed.path.parent.resolve(), resumed.path.resolve().parent)
-    return (run_dir / "checkpoints").resolve() in parents
+    """Return whether a checkpoint is in this run's folder, also if links lead there."""
+    return resumed.path.parent.resolve() == (run_dir / "checkpoints").resolve()
 
 
 def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None) -> None:
@@ -74,12 +67,9 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
     holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
     step, complete = last_saved_step(run_dir / METRICS_NAME), complete_checkpoints(checkpoints)
     is_resumed = config.resume is not None and (resumed is None or belongs_to_run(resumed, run_dir))
-    if resumed and step and not (complete or logged_values(run_dir / METRICS_NAME, "saved_step")):
-        is_resumed = True  # a rerun of a command that was killed during its first save
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
-            f"{run_dir} already holds a run: use another --run-name, or resume the run with "
-            f"{shell_line('--resume', run_dir)}"
+            f"{run_dir} already holds a run: use another --run-name; {resume_hint(run_dir)}"
         )
     # Compare by step, because a copy of a checkpoint may have any name.
     resumed_name = f"step_{resumed.state.step:08d}" if resumed else ""
@@ -116,10 +106,10 @@ def describe_run(run_dir: Path) -> str:
 
 
 def resume_hint(run_dir: Path) -> str:
-    """Return the name of the last checkpoint and the flags that resume from it."""
+    """Describe the last checkpoint, and how to resume from it or to start over without one."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
-        return no_checkpoint_hint(run_dir)
+        return f"no checkpoint yet: {START_OVER}"
     return f"last checkpoint {checkpoint.name}, resume with {shell_line('--resume', run_dir)}"
 
 
@@ -130,11 +120,7 @@ def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
         yield
     except FloatingPointError as error:
         distributed.barrier()  # every rank gets here, rank 0 once its last save is complete
-        fix = f"{resume_hint(run_dir)} and a lower --max-lr"
-        for earlier in complete_checkpoints(run_dir / "checkpoints")[1:2]:
-            back = shell_line("--resume", earlier)
-            fix += f"; if that fails too, go back one checkpoint: {back} with a new --run-name"
-        raise FloatingPointError(f"{error}; {fix}") from None
+        raise FloatingPointError(f"{error}; {resume_hint(run_dir)} and a lower --max-lr") from None
     except Exception as error:  # Triton's errors are not RuntimeErrors
         if is_out_of_memory(error):  # first, because NCCL's is also a DistError
             fix = "stop other programs on the device, or use a smaller --micro-batch-size"

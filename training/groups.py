@@ -1,4 +1,4 @@
-"""Parameter groups of optimizers: their settings in a step, and checks that all is trained."""
+"""Parameter groups of optimizers: their settings in a step, and a check that all is trained."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,13 +71,3 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if wrong := [f"{name} ({counts[p]} times)" for name, p in trained.items() if counts[p] != 1]:
         raise ValueError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
-
-
-def check_gradients(model: nn.Module) -> None:
-    """Raise if a parameter has no gradient: it would silently keep its initial value."""
-    if unused := [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]:
-        raise ValueError(
-            f"no gradient reaches {', '.join(unused)}: use the parameter in `GPT.hidden_states` "
-            "(parameters of a loss function get no gradient), or freeze it with "
-            "requires_grad_(False)"
-        )

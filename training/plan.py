@@ -3,7 +3,6 @@
 The estimates follow from shapes and data sheets; for a CPU, from the measured speed of a matmul.
 """
 
-import math
 from contextlib import suppress
 
 import torch
@@ -30,8 +29,9 @@ MFU = 0.4  # fraction of its peak FLOP/s that a device is assumed to reach
 MIN_PARAMETERS = 1e8  # fewest that keep a GPU busy; the MFU of smaller models is unknown
 
 
-def print_plan(config: TrainConfig, model_config: GPTConfig) -> None:
+def print_plan(config: TrainConfig) -> None:
     """Print a run's plan on rank 0, for this machine or for `--gpus`."""
+    model_config = config.model_config()
     if config.gpus:
         dist_info = DistInfo(torch.device("cuda"), world_size=config.gpus)
     else:
@@ -59,9 +59,6 @@ def describe_plan(
     memory = plan_memory(config, model_config, device.dtype, dist_info, split.loss_chunks)
     state = memory.state / 2**30
     activations = memory.per_token * split.micro_batch_size * block_size / 2**30
-    n_saves = math.ceil(config.max_steps / (config.checkpoint_every or config.max_steps))
-    # Also the best checkpoint, and one more: the oldest is deleted once the next one is complete.
-    n_on_disk = min(n_saves, (config.keep_checkpoints or n_saves) + 2)
     checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
     rows = {
         "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
@@ -71,8 +68,7 @@ def describe_plan(
         f"{block_size:,} tokens x {micro_steps} micro-steps x world size {world_size}",
         "memory": f"about {state + activations:.1f} GiB per device: {state:.1f} weights, "
         f"gradients, moments + {activations:.1f} activations",
-        "checkpoint": f"{checkpoint:.2f} GiB; {n_on_disk * checkpoint:,.2f} GiB on disk for "
-        f"{n_on_disk}",
+        "checkpoint": f"{checkpoint:.2f} GiB each",
     }
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; the device has {device.memory_gib:.0f}"
@@ -109,6 +105,4 @@ def describe_time(
     time = f"about {format_duration(seconds)}, at {MFU:.0%} MFU"
     if dist_info.device.type == "cpu":  # may be wrong by a factor of two
         time += "; the eta after the first steps is more accurate"
-    if seconds > 86400:
-        time += "; to train for less time, use --max-minutes"
     return {"time": time}

@@ -27,14 +27,15 @@ from runtime.device import autocast, make_deterministic, prepare_compiler, tune_
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import write_json
 from runtime.gpus import flops_per_token
-from training.checks import check_ranks_agree, run_preflight
+from training.checks import check_ranks_agree
 from training.config import TrainConfig
 from training.folder import belongs_to_run, explain_failures, lock_run_folder, resume_hint
-from training.groups import GroupSettings, check_gradients, check_optimizers
+from training.groups import GroupSettings, check_optimizers
 from training.max_minutes import steps_that_fit
 from training.memory import find_device, split_batch
 from training.plan import describe_plan, print_plan
-from training.resume import parse_config, run_model_config
+from training.preflight import run_preflight
+from training.resume import parse_config
 from training.run_log import RunLog, warn_on_write_error
 from training.stopping import StopRequest
 
@@ -208,8 +209,14 @@ class Trainer:
         print0(f"resumed from {resumed.path}")
 
     def check_gradients(self) -> None:
-        """Raise ValueError if a parameter has no gradient."""
-        check_gradients(self.raw_model)
+        """Raise if a parameter has no gradient: it would silently keep its initial value."""
+        parameters = self.raw_model.named_parameters()
+        if unused := [name for name, p in parameters if p.requires_grad and p.grad is None]:
+            raise ValueError(
+                f"no gradient reaches {', '.join(unused)}: use the parameter in "
+                "`GPT.hidden_states` (parameters of a loss function get no gradient), or freeze it "
+                "with requires_grad_(False)"
+            )
 
     def raise_unless_overflow(self, metrics: Mapping[str, float], inspect_command: str) -> None:
         """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
@@ -261,7 +268,7 @@ def start_run(args: Sequence[str] | None) -> Iterator[Run | None]:
     """
     config, resumed = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
-        print_plan(config, run_model_config(config, resumed))
+        print_plan(config)
         yield None
         return
     if config.deterministic:
@@ -299,8 +306,8 @@ def open_run(
         The run; None if it is already finished.
     """
     device = find_device(config, dist_info)
-    model_config = run_model_config(config, resumed)
-    splits = check_ranks_agree(config, resumed, model_config, device.dtype, dist_info)
+    model_config = config.model_config()
+    splits = check_ranks_agree(config, resumed, device.dtype, dist_info)
     if is_finished(resumed, config):
         print0("the run is finished: use a larger --max-steps to continue")
         yield None
