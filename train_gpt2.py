@@ -161,8 +161,6 @@ def train(run: Run, trainer: Trainer) -> None:
     process is killed in it; the checkpoint is written meanwhile.
     """
     with run.recording(), trainer.batches:
-        if run.starts_from_other_run:
-            save(run, trainer, run.start_step)  # so that it can be resumed without the other run
         for step in range(run.start_step, run.config.max_steps + 1):
             is_saved = run.saves(step)
             if is_saved:

@@ -48,23 +48,17 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def latest_valid_checkpoint(run_dir: Path) -> Path | None:
-    """Return the run's undamaged checkpoint with the highest step; None if it has no checkpoint.
+    """Return the run's undamaged checkpoint with the highest step; None if it has none.
 
-    Print a warning for each damaged checkpoint that is skipped. Raise a ValueError if all
-    checkpoints are damaged.
+    Print a warning for each damaged checkpoint that is skipped.
     """
-    checkpoints = complete_checkpoints(run_dir / "checkpoints")
-    for checkpoint in checkpoints:
+    for checkpoint in complete_checkpoints(run_dir / "checkpoints"):
         try:
             verify_checkpoint(checkpoint)
         except (OSError, ValueError) as error:
             print0(f"warning: {error}; falling back to the previous checkpoint")
         else:
             return checkpoint
-    if checkpoints:
-        raise ValueError(
-            f"every checkpoint in {run_dir} is damaged: start a new run with another --run-name"
-        )
     return None
 
 

@@ -196,8 +196,7 @@ def test_auto_never_begins_a_run_again_that_had_saved(flags, run_dir, copied, wa
         else:
             shutil.rmtree(checkpoint)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    said = "every checkpoint in {} is damaged" if way == "damaged" else "{} saved step 8"
-    with pytest.raises(ValueError, match=said.format(run_dir)):
+    with pytest.raises(ValueError, match="saved step 8, but its checkpoints are missing or damag"):
         main([*flags, "--resume=auto"])
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
@@ -227,7 +226,7 @@ def test_an_older_step_is_trained_on_as_another_run_only(flags, run_dir, copied)
     with pytest.raises(ValueError, match=r"newer checkpoint, step_00000008: .* another --run-name"):
         main(flags)
     main([*flags, "--run-name=b"])
-    assert names(run_dir.with_name("b") / "checkpoints") == ["step_00000004", "step_00000006"]
+    assert names(run_dir.with_name("b") / "checkpoints") == ["step_00000006"]
     assert names(run_dir / "checkpoints") == ["step_00000004", "step_00000008"]
 
 

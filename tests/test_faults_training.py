@@ -4,8 +4,6 @@ import json
 import os
 import pty
 import random
-import re
-import shlex
 import signal
 import sys
 import tempfile
@@ -251,7 +249,7 @@ if os.environ["RANK"] == "0":
 # --- SIGTERM, SIGUSR1, SIGHUP, Ctrl-C -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_marks_and_resumes_bit_for_bit(start, slowed, flags, run_dir, whole, number):
     with start(slowed("step"), *flags, "--checkpoint-every=0") as job:
         job.wait_for("step  2/")
@@ -355,6 +353,6 @@ def test_signal_interrupts_the_first_evaluation_and_auto_begins_again(
         assert job.end() == (0, "")
     assert mark(run_dir) == (0, "SIGTERM")
     assert "val_loss" not in job.output
-    [hint] = re.findall("no checkpoint yet: start over with python train_gpt2.py (.*)", job.output)
-    main([*shlex.split(hint), "--max-steps=2"])
+    assert "after step 0; no checkpoint yet: start over with the same command" in job.output
+    main([*flags, "--max-steps=2"])
     assert sorted(losses(run_dir)) == [1, 2]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from conftest import fake_checkpoint
 from torch._inductor.runtime.triton_compat import OutOfResources
 
+from formats.checkpoint import Checkpoint
 from runtime.cli import RunStopped
 from runtime.distributed import DistInfo
 from training.config import TrainConfig
@@ -71,6 +72,9 @@ def test_choose_run_dir(tmp_path):
     assert choose_run_dir(here, old) == tmp_path / "old"  # wherever the run was moved
     assert choose_run_dir(replace(here, run_name="x"), old) == tmp_path / "x"
     assert choose_run_dir(replace(here, run_name="x"), None) == tmp_path / "x"
+    copy = Checkpoint(tmp_path / "copy of step 1", old.state)
+    for checkpoint in (None, copy):
+        assert choose_run_dir(here, checkpoint).match("gpt2-20*-*")
     with lock_run_folder(here, None) as folder:
         assert list(tmp_path.glob("gpt2-20*")) == [folder]
 

@@ -43,16 +43,11 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
 
 
 def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
-    """Return the run's folder: from `--run-name`, the resumed checkpoint, or size and time."""
-    if resumed is not None and config.run_name is None:
-        folder = resumed.path.absolute().parent
-        if folder.name != "checkpoints":
-            raise ValueError(
-                f"{resumed.path} is not in a run's checkpoints folder: add a --run-name"
-            )
-        return folder.parent
+    """Return the run's folder: from `--run-name`, the resumed run, or size and time."""
     if config.run_name is not None:
         return config.out_dir / config.run_name
+    if resumed is not None and (folder := resumed.path.absolute().parent).name == "checkpoints":
+        return folder.parent
     return config.out_dir / f"{config.size}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -81,7 +76,7 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
             )
     if resumed is None and step:
         raise ValueError(
-            f"{run_dir} saved step {step}, but its checkpoints are gone: mount or restore "
+            f"{run_dir} saved step {step}, but its checkpoints are missing or damaged: restore "
             f"{checkpoints}, or start over with another --run-name"
         )
 

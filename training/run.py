@@ -29,7 +29,7 @@ from runtime.files import write_json
 from runtime.gpus import flops_per_token
 from training.checks import check_ranks_agree
 from training.config import TrainConfig
-from training.folder import belongs_to_run, explain_failures, lock_run_folder, resume_hint
+from training.folder import explain_failures, lock_run_folder, resume_hint
 from training.groups import GroupSettings, check_optimizers
 from training.max_minutes import steps_that_fit
 from training.memory import find_device, split_batch
@@ -74,11 +74,6 @@ class Run:
     def start_position(self) -> int:
         """Windows of the data order that the updates before this start consumed."""
         return self.resumed.state.position if self.resumed else 0
-
-    @property
-    def starts_from_other_run(self) -> bool:
-        """Whether the run continues another run's checkpoint, and has no checkpoint itself yet."""
-        return self.resumed is not None and not belongs_to_run(self.resumed, self.folder)
 
     def micro_steps(self, step: int) -> int:
         """Return the number of micro-batches of each rank in the update after `step` updates."""
