@@ -20,7 +20,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import numpy as np, train_gpt2
 from runtime.cli import run_command
-from training import checks, preflight
+from training import checks
 os.chdir({folder!r} + "/" + os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
 if os.environ["RANK"] == "1":
@@ -79,12 +79,10 @@ def test_preflight_of_two_machines_passes(two_machines):
     ("change", "check", "message"),
     [
         ("sys.argv.append('--max-lr=0.001')", "ranks", "rank 1 has --max-lr 0.001, rank 0 has -"),
-        ("sys.argv.remove('--resume=auto')", "ranks", "rank 1 has --resume None, rank 0 has --re"),
         (OTHER_DATA, "ranks", "rank 1 has train tokens "),
-        ("Path('data/train_000002.npy').write_bytes(b'junk')", "ranks", "on rank 1: data/train_0"),
         ("os.unlink('runs')", "disk", "rank 0 wrote a file to runs that this rank does not see:"),
     ],
-    ids=["flag", "resume", "data", "junk", "disk"],
+    ids=["flag", "data", "disk"],
 )
 def test_preflight_refuses_machines_that_differ(two_machines, change, check, message):
     done = two_machines(change, "--preflight", "--run-name=a", "--resume=auto")
@@ -113,12 +111,6 @@ def test_training_does_not_go_on_from_two_checkpoints(two_machines, tiny_flags, 
     assert_refused(two_machines(change, "--run-name=a", "--resume=auto"), message)
 
 
-def test_preflight_says_that_a_process_is_gone(two_machines):
-    done = two_machines("preflight.check_hashes = lambda *_: os._exit(9)", "--preflight")
-    assert done.codes == [1, 9]
-    assert done.stderr.startswith("stopped: another process has exited or cannot be reached")
-
-
 def test_preflight_refuses_a_run_that_is_there(tiny_flags):
     main([*tiny_flags, "--run-name=a", "--max-steps=1", "--val-every=0"])
     with pytest.raises(ValueError, match="already holds a run: use another --run-name"):
@@ -126,16 +118,7 @@ def test_preflight_refuses_a_run_that_is_there(tiny_flags):
     main([*tiny_flags, "--run-name=a", "--preflight", "--resume=auto"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "error", "message"),
-    [
-        (["--out-dir=/proc/nothing"], OSError, "/proc/nothing"),  # even root cannot make it
-        (  # 2 * 10^15 bytes
-            *(["--n-layer=16", f"--n-embd={2**20}"], ValueError),
-            r"GiB free, a checkpoint needs \d{7,}.* GiB: use an --out-dir with more space",
-        ),
-    ],
-)
-def test_preflight_refuses_a_disk_that_takes_no_checkpoint(tiny_flags, flags, error, message):
-    with pytest.raises(error, match=message):
-        main([*tiny_flags, *flags, "--preflight"])
+def test_preflight_refuses_a_disk_that_takes_no_checkpoint(tiny_flags):
+    message = r"GiB free, a checkpoint needs \d{7,}.* GiB: use an --out-dir with more space"
+    with pytest.raises(ValueError, match=message):
+        main([*tiny_flags, "--n-layer=16", f"--n-embd={2**20}", "--preflight"])  # 2 * 10^15 bytes

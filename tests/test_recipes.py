@@ -3,9 +3,7 @@ from dataclasses import replace
 
 import pytest
 from conftest import ROOT
-from forked import assert_refused
 
-from runtime.files import read_json, write_json
 from training.config import TrainConfig, read_recipe
 
 RECIPES = sorted((ROOT / "recipes").glob("*.json"))
@@ -43,34 +41,16 @@ def test_gpt2_124m_is_what_train_gpt2_does_without_flags():
     assert read_recipe(ROOT / "recipes/gpt2-124m.json").saved() == TrainConfig().saved()
 
 
-def both_recipes(name):
-    return (read_recipe(ROOT / f"recipes/gpt2-{name}{end}.json") for end in ("", "-fast"))
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_fast_recipe_changes_how_it_learns_and_nothing_else(name):
-    reference, fast = both_recipes(name)
-    learning = {"optimizer", "max_lr", "min_lr", "warmup_steps", "lr_schedule"}
-    learning |= {"total_batch_size", "max_steps"}
-    learning |= {f"{what}_every" for what in ("val", "hellaswag", "sample", "checkpoint")}
-    same = {field: getattr(reference, field) for field in learning}
+    reference = read_recipe(ROOT / f"recipes/gpt2-{name}.json")
+    fast = read_recipe(ROOT / f"recipes/gpt2-{name}-fast.json")
+    learning = ("optimizer", "max_lr", "min_lr", "warmup_steps", "lr_schedule", "total_batch_size")
+    evaluation = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
+    same = {field: getattr(reference, field) for field in (*learning, "max_steps", *evaluation)}
     assert replace(fast, **same) == reference
-    small, small_fast = both_recipes("124m")
-    # One rule for all sizes: a multiple of GPT-3's rate for the size.
-    assert fast.max_lr / reference.max_lr == pytest.approx(small_fast.max_lr / small.max_lr)
-    tokens = [c.warmup * c.total_batch_size for c in (fast, small_fast)]
-    assert tokens[0] == tokens[1]
+    assert (fast.max_lr / reference.max_lr, fast.min_lr) == (pytest.approx(6), 0)
     # Half the batch: twice the steps, and evaluations as many tokens apart.
     assert fast.total_batch_size * 2 == reference.total_batch_size
-    assert fast.max_steps == reference.max_steps * 2
-    for name in (name for name in learning if name.endswith("_every")):
-        assert getattr(fast, name) == 2 * getattr(reference, name)
-    assert fast.min_lr / fast.max_lr == pytest.approx(small_fast.min_lr / small_fast.max_lr)
-
-
-def test_recipe_with_a_setting_that_is_none_is_refused(commands, tmp_path):
-    path = tmp_path / "recipe.json"
-    write_json(path, read_json(ROOT / "recipes/gpt2-124m-fast.json") | {"layers": 3})
-    done = commands.run("train_gpt2", f"--config={path}", f"--out-dir={tmp_path}/runs")
-    assert_refused(done, "recipe.json", "'layers'")
-    assert not (tmp_path / "runs").exists()
+    for field in ("max_steps", *evaluation):
+        assert getattr(fast, field) == 2 * getattr(reference, field)
