@@ -17,7 +17,7 @@ from formats import checkpoint
 from formats.checkpoint import Checkpoint, CheckpointWriter
 from formats.code_hashes import code_hashes
 from formats.load import RUN_CONFIG_NAME, describe_best, load_model
-from formats.metrics import METRICS_NAME, read_metrics
+from formats.metrics import METRICS_NAME, logged_values
 from hellaswag import Example, examples_or_none
 from lr_schedule import windows_at
 from model import GPT, GPTConfig
@@ -163,6 +163,7 @@ class Run:
                     write_json(self.folder / PREEMPTED_NAME, {"step": step, "reason": reason})
         distributed.barrier()  # until rank 0 has written the file
         if reason is None:
+            self.log.record(finished_step=step)
             if is_main():
                 print0(f"{describe_best(self.folder)}done: {self.folder}")
             return
@@ -352,7 +353,7 @@ def open_run(
 
 
 def is_finished(resumed: Checkpoint | None, config: TrainConfig) -> bool:
-    """Return whether the last step is saved and evaluated, and the run was not preempted after it.
+    """Return whether the last step is saved and evaluated, which `Run.finish` records.
 
     All ranks get the same answer, because they have agreed on the checkpoint.
     """
@@ -360,13 +361,8 @@ def is_finished(resumed: Checkpoint | None, config: TrainConfig) -> bool:
         return False
     if resumed.state.step > config.max_steps:
         return True
-    run_dir = resumed.path.parent.parent
-    records = read_metrics(run_dir / METRICS_NAME) if (run_dir / METRICS_NAME).is_file() else ()
-    if records and (config.val_every or config.sample_every):
-        evaluated = [record["step"] for record in records if "train_loss" not in record]
-        if config.max_steps not in evaluated:  # the run was killed during its last evaluation
-            return False
-    return not (run_dir / PREEMPTED_NAME).is_file()
+    path = resumed.path.parent.parent / METRICS_NAME
+    return path.is_file() and config.max_steps in logged_values(path, "finished_step")
 
 
 def can_compile(dist_info: DistInfo) -> bool:
