@@ -233,8 +233,8 @@ def test_main_keeps_the_newest_and_the_best_checkpoint_after_the_last_validation
         best = min(sorted(loss)[1:], key=loss.get)
         return best, sorted(int(c.name[5:]) for c in (run_dir / "checkpoints").iterdir())
 
-    assert train(4, 0.01) == (4, [4])
-    assert train(8, 1.0) == (4, [4, 8])
+    assert train(8, 0.01) == (8, [8])
+    assert train(12, 1.0) == (8, [8, 12])
 
 
 def test_main_resumes_a_run_whose_batch_size_changes(tiny_flags, tmp_path, monkeypatch):
