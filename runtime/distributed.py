@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from runtime.cli import RunStopped, shell_line
+from runtime.cli import RunStopped
 from runtime.device import DeviceName, select_device
 
 Item = TypeVar("Item")
@@ -54,16 +54,6 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
-
-
-def train_command(*flags: object) -> str:
-    """Return a command that trains with these flags on the current number of processes."""
-    given, local = shell_line(*flags), os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if "RANK" not in os.environ:
-        return f"python train_gpt2.py {given}"
-    if local != os.environ.get("WORLD_SIZE", local):  # the flags of torchrun are unknown
-        return f"the same command with {given}"
-    return f"torchrun --standalone --nproc_per_node={local} train_gpt2.py {given}"
 
 
 @contextmanager

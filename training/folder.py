@@ -96,7 +96,7 @@ def describe_run(run_dir: Path) -> str:
         f"run folder  {path}\n"
         f"figures     python plot.py {path}, at any time\n"
         f"to stop     Ctrl-C or SIGTERM; the run saves a checkpoint first\n"
-        f"to resume   {distributed.train_command('--resume', run_dir)}"
+        f"to resume   the same command with {shell_line('--resume', run_dir)}"
     )
 
 
