@@ -155,7 +155,7 @@ def test_split_batch_fits_steps_of_different_sizes(monkeypatch):
         sizes[world_size] = split.micro_batch_size
     assert sizes == {1: 12, 3: 4, 12: 1}
     dist_info = DistInfo(CPU, world_size=8)  # cannot split 12
-    with pytest.raises(ValueError, match="a step of 768 tokens is not a multiple of 512 tokens"):
+    with pytest.raises(ValueError, match="windows_at returns 12, which is not a multiple of 8"):
         split_batch(config, config.model_config(), device, dist_info)
 
 

@@ -44,7 +44,7 @@ OVERFIT_BEST = "my runs/overfit@best"
 ROWS = [  # a command, words that it says, and what is pasted then: each line of it works
     (f"{TRAIN} --max-stps=1", "did you mean --max-steps?", f"{TRAIN} --max-steps=1"),
     (f"{TRAIN} --warmup-steps=2", "use --warmup-steps 0 ", f"{TRAIN} --warmup-steps 0"),
-    (f"{TRAIN} --total-batch-size=200", "a step of 200 tokens is not a multiple of ",
+    (f"{TRAIN} --total-batch-size=200", "--total-batch-size 200 is not a multiple of ",
      f"{TRAIN} --total-batch-size=128", f"{TRAIN} --total-batch-size=256 --run-name=c"),
     (f"{TRAIN} --data-dir=changed --total-batch-size=65536",
      "a --total-batch-size of at most 1472, or add data",

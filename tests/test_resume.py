@@ -90,8 +90,8 @@ def test_resume_ignores_values_that_this_version_does_not_have_and_prints_them_o
     config, checkpoint = parse_config([f"--resume={path}"])
     expected = TrainConfig(resume=str(path), max_lr=0.1, warmup_steps=715)
     assert config == expected
-    names = "lr_schedule flat, logger ['paper'], parallel hsdp, dtype float8, old_flag None, "
-    note = f"note: {path} has settings that this version ignores: {names}z_loss 0.5\n"
+    names = "old, lr_schedule flat, logger ['paper'], parallel hsdp, dtype float8, old_flag None, "
+    note = f"note: {path} has values that this version ignores: {names}z_loss 0.5\n"
     assert capsys.readouterr().out == note
     check_resume_compatible(checkpoint, config, GPTConfig(), "a", "v")
     assert capsys.readouterr().out == ""

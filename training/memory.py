@@ -145,14 +145,20 @@ def split_batch(
         return memory.total(sequences * block_size) <= usable
 
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
-    unit = block_size * dist_info.world_size * (fixed or 1)
+    total, unit = config.total_batch_size, block_size * dist_info.world_size * (fixed or 1)
+    if total % unit:
+        nearest = [count * unit for count in (total // unit, total // unit + 1) if count]
+        raise ValueError(
+            f"--total-batch-size {total} is not a multiple of {unit} tokens (one micro-batch per "
+            f"process): use --total-batch-size {' or '.join(map(str, nearest))}"
+        )
     step_sizes = {windows_at(config, step) for step in range(config.max_steps)}
-    for tokens in (config.total_batch_size, *(size * block_size for size in sorted(step_sizes))):
-        if tokens % unit:
-            nearest = [count * unit for count in (tokens // unit, tokens // unit + 1) if count]
+    for size in sorted(step_sizes):
+        if size * block_size % unit:
             raise ValueError(
-                f"a step of {tokens} tokens is not a multiple of {unit} tokens (one micro-batch "
-                f"per process): use --total-batch-size {' or '.join(map(str, nearest))}"
+                f"lr_schedule.windows_at returns {size}, which is not a multiple of "
+                f"{unit // block_size} (one micro-batch per process): change its return value, or "
+                f"--micro-batch-size"
             )
     sequences = math.gcd(*step_sizes) // dist_info.world_size  # in each step on each process
     chunks = config.loss_chunks or (4 if kind == "cpu" else MAX_CHUNKS)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import Checkpoint, read_state, verify_checkpoint
+from formats.checkpoint import STATE_NAME, Checkpoint, read_state, verify_checkpoint
 from formats.load import (
     find_checkpoint,
     latest_valid_checkpoint,
@@ -17,6 +17,7 @@ from formats.load import (
 from model import GPTConfig
 from runtime.cli import parse_flags, usable_settings
 from runtime.distributed import print0
+from runtime.files import read_json
 from training.config import TrainConfig, config_from_settings, read_recipe
 
 # A resumed run must keep these settings; docs/reliability.md covers all flags.
@@ -59,11 +60,13 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
 
 
 def _saved_config(checkpoint: Checkpoint) -> TrainConfig:
-    """Return a checkpoint's settings; print those that this version does not have or accept."""
+    """Return a checkpoint's settings; print the values that this version does not accept."""
     path, state = checkpoint
     settings = usable_settings(TrainConfig, state.train_config)
-    if ignored := [f"{n} {value}" for n, value in state.train_config.items() if n not in settings]:
-        print0(f"note: {path} has settings that this version ignores: {', '.join(ignored)}")
+    ignored = [name for name in read_json(path / STATE_NAME) if name not in vars(state)]
+    ignored += [f"{n} {value}" for n, value in state.train_config.items() if n not in settings]
+    if ignored:
+        print0(f"note: {path} has values that this version ignores: {', '.join(ignored)}")
     config = config_from_settings(settings, path)
     if config.init_from is not None:  # earlier versions did not save the size with it
         config = _with_model_settings(config, GPTConfig(**state.model_config))

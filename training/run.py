@@ -135,7 +135,7 @@ class Run:
     ) -> "Run":
         """Return the run with the number of steps that fits into `--max-minutes`.
 
-        The arguments are those of `steps_that_fit`.
+        The arguments have the same meaning as in `steps_that_fit`.
         """
         minutes = self.config.max_minutes or math.inf
         steps = steps_that_fit(minutes, self.ranks, train_step, evaluations)
