@@ -84,13 +84,13 @@ def test_resume_ignores_values_that_this_version_does_not_have_and_prints_them_o
     tmp_path, capsys, monkeypatch
 ):
     settings = TrainConfig().saved() | {"max_lr": 0.1, "old_flag": None, "z_loss": 0.5}
-    settings |= {"logger": ["paper"], "lr_schedule": "flat", "dtype": "float8", "parallel": "hsdp"}
+    settings |= {"logger": ["paper"], "lr_schedule": "flat", "parallel": "hsdp"}
     path = fake_checkpoint(tmp_path / "a", 4, **settings).path
     rewrite_state(path, lambda state: state | {"old": [1]})
     config, checkpoint = parse_config([f"--resume={path}"])
     expected = TrainConfig(resume=str(path), max_lr=0.1, warmup_steps=715)
     assert config == expected
-    names = "old, lr_schedule flat, logger ['paper'], parallel hsdp, dtype float8, old_flag None, "
+    names = "old, lr_schedule flat, logger ['paper'], parallel hsdp, old_flag None, "
     note = f"note: {path} has values that this version ignores: {names}z_loss 0.5\n"
     assert capsys.readouterr().out == note
     check_resume_compatible(checkpoint, config, GPTConfig(), "a", "v")
