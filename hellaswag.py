@@ -6,7 +6,7 @@
 In completion style, the loss of an ending is the loss of its tokens after the context. `acc` picks
 the ending with the lowest summed loss, `acc_norm` the one with the lowest mean loss. `--style
 harness` scores as lm-evaluation-harness does: with its prompt, and a mean over characters
-(docs/evaluation.md).
+(docs/evaluation.md). Published scores are in formats/metrics.py, where figures read them.
 
 Each ending is scored in a separate row, of which the model sees the context, the ending except for
 its last token, and padding:
