@@ -7,20 +7,17 @@ import json
 import math
 import platform
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Any, Self
 
-import numpy as np
 import torch
 
-from formats.metrics import METRICS_NAME
+from formats.metrics import LOG_METRICS, METRICS_NAME
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import cudnn_version, device_name, peak_memory_gib, synchronize
 from runtime.distributed import DistInfo, is_main, print0
@@ -29,14 +26,6 @@ from runtime.gpus import mfu, peak_flops
 from training.config import TrainConfig
 from training.folder import describe_run
 from training.trackers import Trackers
-
-# A spike is 10 standard deviations above the mean of the last 100 losses.
-SPIKE_STDS, SPIKE_STEPS = 10, 100
-LOG_NAMES = {  # which the log itself sets
-    *("step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"),
-    *("step_time_ms", "tokens_per_second", "mfu", "peak_memory_gib"),
-}
-ETA_STEPS = 50  # number of recent steps that the ETA is estimated from
 
 
 @dataclass
@@ -60,8 +49,7 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self._last_step, self._start_tokens = self.start_step, self.tokens_seen
-        self._losses = deque[float](maxlen=SPIKE_STEPS)
-        self._owners = dict.fromkeys(LOG_NAMES, "the log")
+        self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
     def __enter__(self) -> Self:
         self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
@@ -70,9 +58,7 @@ class RunLog:
         self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
         float32 = self.dtype == torch.float32
         self._peak_flops = peak_flops(device_name(self.dist_info.device), float32=float32)
-        self._step_seconds = list[float]()  # without the first step, which compiles
-        self._paused_seconds = self._pause_ratio = 0.0
-        self._begun = self._step_begun = perf_counter()
+        self._begun = self._step_begun = self._first_step_end = perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,11 +85,7 @@ class RunLog:
         synchronize(self.dist_info.device)  # the pause must not include work of the last step
         begun = perf_counter()
         yield
-        seconds = perf_counter() - begun
-        self._step_begun += seconds
-        if self._step_seconds:  # earlier evaluations may include compiling
-            self._paused_seconds += seconds
-            self._pause_ratio = self._paused_seconds / sum(self._step_seconds)
+        self._step_begun += perf_counter() - begun
 
     def inspect_command(self) -> str:
         """Return the command that prints the text of the step after the last logged one."""
@@ -118,10 +100,8 @@ class RunLog:
         """
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
-        if step > self.start_step + 1:
-            self._step_seconds.append(seconds)
         tokens_per_second = (tokens_seen - self.tokens_seen) / seconds
-        self.tokens_seen, loss = tokens_seen, metrics["train_loss"]
+        self.tokens_seen, self._last_step = tokens_seen, step
         self.claim_names("train_step", metrics)
         record = {
             "step": step,
@@ -135,19 +115,14 @@ class RunLog:
             "peak_memory_gib": peak_memory_gib(self.dist_info.device),
         }
         self.record(**record)
-        recent = self._losses
-        if len(recent) == SPIKE_STEPS and loss > np.mean(recent) + SPIKE_STDS * np.std(recent):
-            print0(
-                f"warning: loss spike at step {step}; to print its training text: "
-                f"{self.inspect_command()}"
-            )
-            recent.clear()
-        recent.append(loss)
-        self._last_step = step
-        if step % self.config.log_every == 0 or step == self.config.max_steps:
-            steps_left, last = self.config.max_steps - step, self._step_seconds[-ETA_STEPS:]
-            eta_seconds = steps_left * fmean(last) * (1 + self._pause_ratio) if last else None
-            print0(format_step(record, self.config.max_steps, eta_seconds))
+        timed_steps = step - self.start_step - 1  # without the first, which compiles
+        if not timed_steps:
+            self._first_step_end = now
+        max_steps = self.config.max_steps
+        if step % self.config.log_every == 0 or step == max_steps:
+            seconds = now - self._first_step_end  # evaluations and saves included
+            eta = (max_steps - step) * seconds / timed_steps if timed_steps else None
+            print0(format_step(record, max_steps, eta))
 
     def claim_names(self, function: str, names: Iterable[str]) -> None:
         """Raise ValueError if another function has already logged a metric with the same name."""
@@ -232,11 +207,11 @@ def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | 
         device.append(f"mfu {record['mfu']:.0%}")
     if record["peak_memory_gib"] is not None:
         device.append(f"{record['peak_memory_gib']:.3g} GiB")
-    lr, norm = f"{record['lr']:.1e}".replace("e-0", "e-"), record["grad_norm"]
+    lr = f"{record['lr']:.1e}".replace("e-0", "e-")
     columns = [
         f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
         f"loss {record['train_loss']:.4f}",
-        f"lr {lr}, norm {norm:{'.3g' if norm < 1000 else '.0f'}}",
+        f"lr {lr}, norm {record['grad_norm']:.3g}",
         ", ".join(device),
         f"eta {format_duration(eta_seconds)}",
     ]
