@@ -46,14 +46,13 @@ from runtime.device import (
     tune_malloc,
 )
 from runtime.distributed import DistInfo
-from runtime.files import atomic_write, sha256_of
+from runtime.files import atomic_write
 from tokenizer import gpt2_encoding
 
 DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 N_ENDINGS = 4
 Style = Literal["completion", "harness"]
-CONTEXT_FIELDS = {"completion": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,7 @@ def main() -> None:
         dtype = select_dtype("float32" if use_float32 else config.dtype, dist_info.device)
         result = evaluate_hellaswag(model, examples, dist_info, dtype, batch_size=config.batch_size)
         if distributed.is_main():
-            style = ", harness style" if config.style == "harness" else ""
-            print(f"HellaSwag {path}, {config.model}{style}: {result}")
+            print(f"HellaSwag {path}, {config.model}, {config.style} style: {result}")
             if config.output is not None:
                 write_predictions(config.output, result)
 
@@ -181,14 +179,14 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
 
 def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: ANN401 - JSON
     """Tokenize one row of the dataset: the context, and each ending after a space."""
-    texts, endings = [row[field] for field in CONTEXT_FIELDS[style]], row["endings"]
-    encode = gpt2_encoding().encode_ordinary
+    encode, endings = gpt2_encoding().encode_ordinary, row["endings"]
     if style == "completion":
-        context, tokens = encode(texts[0]), [encode(f" {text}") for text in endings]
+        context = encode(row["ctx"])
+        tokens = [encode(f" {text}") for text in endings]
         lengths = [*map(len, tokens)]
     else:  # as in lm-evaluation-harness: tasks/hellaswag/utils.py; from `context` on, api/model.py
-        activity, ctx_a, ctx_b = texts
-        prompt = _harness_text(f"{activity}: {ctx_a} {ctx_b.capitalize()}")
+        ctx = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
+        prompt = _harness_text(f"{row['activity_label']}: {ctx}")
         choices = [_harness_text(text) for text in endings]
         context = encode(prompt.rstrip())  # spaces at the end belong to the endings
         tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
@@ -209,14 +207,12 @@ def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) ->
     """Load the examples that training scores; if it cannot score any, warn and return none.
 
     Every rank must call this, and all ranks get the same result. The default for `path` is the
-    validation set, downloaded once. If `path` is passed, the file must exist and be the same on all
-    ranks.
+    validation set, downloaded once. If `path` is passed, the file must exist on all ranks.
     """
     examples, problem = list[Example](), ""
     if path is not None:
         with distributed.raise_on_all_ranks():
             examples = load_examples(path)
-        distributed.check_same_on_all_ranks("the HellaSwag files", [sha256_of(path)])
     else:
         try:
             examples = load_examples(download_hellaswag())
