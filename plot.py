@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from formats.metrics import Records, Series, hellaswag_references, read_run, user_metrics
+from formats.metrics import Records, Series, hellaswag_references, read_run
 from report import write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
@@ -46,21 +46,13 @@ def main() -> None:
 
 
 def plot_run(run_dir: Path) -> list[Path]:
-    """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`.
-
-    Each additional number that a modified trainer logs gets a separate figure: `spread` is drawn in
-    `own_spread.png`.
-    """
+    """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`."""
     records, figures = read_run(run_dir), run_dir / "figures"
     step, tokens = records[-1]["step"], format_count(records[-1]["tokens_seen"])
     title = f"{run_dir.resolve().name} · step {step:,} · {tokens} tokens"
     drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
-    for name in user_metrics(records):
-        axes, series = new_axes(title, name), Series.of(records, name)
-        _plot_line(axes, series, f"{series.values[-1]:.4g}", BLUE)
-        drawn.append(save_figure(axes, figures / f"own_{name}.png"))
     return drawn
 
 

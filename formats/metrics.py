@@ -72,9 +72,8 @@ def read_run(run_dir: Path) -> Records:
 
 def user_metrics(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the numbers that only a modified trainer logs."""
-    # Figures use the names in file names, so names that are not identifiers are left out.
     numbers = {name for r in records for name, x in r.items() if isinstance(x, int | float)}
-    return sorted(name for name in numbers - STANDARD_METRICS if name.isidentifier())
+    return sorted(numbers - STANDARD_METRICS)
 
 
 def hellaswag_references(total: int) -> dict[str, float]:

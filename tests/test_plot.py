@@ -27,7 +27,6 @@ def check_figure(path):
         ({"steps": 0, "val_every": 1, "hellaswag_every": 1}, ["loss", "hellaswag"]),
         ({"steps": 5, "hellaswag_every": 5, "total": 40}, ["loss", "hellaswag"]),
         ({"steps": 5000, "val_every": 250, "mfu": 0.5}, ["loss"]),
-        ({"steps": 5, "experts": 3, "/tmp/x": 0.5}, ["loss", "own_experts"]),
     ],
 )
 def test_plot_run_draws_what_there_is(tmp_path, settings, names, recwarn):

@@ -13,9 +13,9 @@ from report import collect_run, write_report
 from runtime.files import write_json
 
 HOSTILE = "</script><script>alert('pwned')</script><img src=x onerror=alert(1)>"
-FULL = {"lr": 6e-4, "grad_norm": 0.5, "peak_memory_gib": 1.5, "spread": 0.25}
+FULL = {"lr": 6e-4, "grad_norm": 0.5, "peak_memory_gib": 1.5, "moe/spread": 0.25}
 CHARTS = ["train_loss", "val_loss", "hellaswag_acc_norm", "lr", "grad_norm"]
-CHARTS += ["tokens_per_second", "peak_memory_gib", "spread"]  # the last a changed trainer's own
+CHARTS += ["tokens_per_second", "peak_memory_gib", "moe/spread"]  # the last a changed trainer's own
 
 
 def report_of(*run_dirs):
