@@ -19,7 +19,7 @@ import torch
 
 from formats.metrics import LOG_METRICS, METRICS_NAME
 from runtime.cli import format_count, format_duration, shell_line
-from runtime.device import cudnn_version, device_name, peak_memory_gib, synchronize
+from runtime.device import device_name, peak_memory_gib, synchronize
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import append_atomically
 from runtime.gpus import mfu, peak_flops
@@ -74,8 +74,6 @@ class RunLog:
         device = f"{self.dist_info.world_size} x {device_name(self.dist_info.device)}"
         dtype = str(self.dtype).removeprefix("torch.")
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        if self.dist_info.device.type == "cuda":
-            versions += f", cuDNN {cudnn_version()}"
         environment = f"{device}, {dtype}, {versions}"
         self.record(environment=environment, data_fingerprint=data_fingerprint)
 

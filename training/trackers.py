@@ -22,7 +22,7 @@ from runtime.files import read_json, write_json
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 Values = Mapping[str, float | str]
-PROJECT = "gpt2"  # unless an environment variable names another
+PROJECT = "gpt2"  # in W&B, unless WANDB_PROJECT names another
 PACKAGES = ("tensorboard", "wandb", "trackio")  # trackers that need the package of the same name
 WANDB_SECONDS = 60  # maximum time that a run waits for W&B at its end
 
@@ -90,7 +90,7 @@ def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -
     import trackio
 
     run: Any = trackio.init(
-        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        project=PROJECT,
         name=run_dir.name,
         config=dict(settings),
         resume="allow" if start_step else "never",
