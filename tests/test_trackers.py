@@ -172,11 +172,12 @@ SESSION = f"""
 import os, sys
 from pathlib import Path
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+for name in [*os.environ]:  # this machine's settings
+    if name.startswith(("WANDB_", "TRACKIO_")): del os.environ[name]
+os.environ |= ENVIRONMENT
 from training import trackers
 trackers.WANDB_SECONDS = 600  # on a machine that is slow, or busy
 from run_files import log_session
-for name in [*os.environ]:  # this machine's settings
-    if name.startswith(("WANDB_", "TRACKIO_")): del os.environ[name]
 """
 
 
@@ -192,7 +193,7 @@ def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
     script, run_dir = tmp_path / "script.py", tmp_path / "a"
     for start, end, given in ((0, 8, first), (4, 10, environment)):
         session = f"log_session(Path({str(run_dir)!r}), {tracker!r}, {start}, {end})"
-        script.write_text(f"{SESSION}os.environ |= {given!r}\n{session}\n")
+        script.write_text(f"ENVIRONMENT = {given!r}\n{SESSION}{session}\n")
         done = commands.run(script)
         assert done.code == 0, done
         assert "warning: --logger" not in done.stdout
