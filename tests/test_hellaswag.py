@@ -25,7 +25,10 @@ TOO_LONG = {**ROW, "ctx": "a" + " a" * 60}
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return randomize_weights(GPT(TINY))
+    model = randomize_weights(GPT(TINY))
+    with torch.no_grad():  # what the padding would do to a softmax that had it
+        model.lm_head.weight[TINY.vocab_size :] = 50.0
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +95,6 @@ def test_evaluate_hellaswag_in_bfloat16_keeps_the_logits_in_float32(model, examp
     assert torch.bfloat16 in seen[:-1]
     assert seen[-1] == torch.float32
     assert (result.mean - evaluate_hellaswag(model, examples).mean).abs().max() < 0.02
-
-
-def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(examples):
-    model = GPT(TINY)
-    expected = evaluate_hellaswag(model, examples[:3]).summed
-    with torch.no_grad():
-        model.lm_head.weight[TINY.vocab_size :] = 50.0
-    torch.testing.assert_close(evaluate_hellaswag(model, examples[:3]).summed, expected)
 
 
 def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(model):

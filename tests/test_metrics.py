@@ -31,24 +31,15 @@ def test_read_metrics_skips_what_is_not_a_record(path):
     assert read_metrics(path) == [{"step": 1}, {"step": 3}]
 
 
-def test_read_metrics_drops_the_steps_that_a_resumed_run_did_again(path):
-    first = [{"step": step, "train_loss": 9.0} for step in (1, 2, 3, 4)]
-    second = [{"resumed_from": 2}, {"step": 3, "train_loss": 1.0}]
-    write(path, *first, *second, {"resumed_from": 2}, {"step": 3, "train_loss": 0.5})
-    records = [(record["step"], record["train_loss"]) for record in read_metrics(path)]
-    assert records == [(1, 9.0), (2, 9.0), (3, 0.5)]
+def test_read_metrics_has_the_last_record_of_what_a_resumed_run_did_again(path):
+    """The evaluation of step 2 was interrupted; a run that resumed there repeated it."""
+    before = [{"step": step, "train_loss": 9.0} for step in (1, 2)]
+    dropped = [{"step": 2, "val_loss": 8.0, "samples": 4}, {"step": 3, "train_loss": 8.0}]
+    again = [{"step": 2, "val_loss": 8.5, "hellaswag_acc": 0.25}, {"step": 3, "train_loss": 1.0}]
+    last = {"step": 3, "train_loss": 0.5}
+    write(path, *before, *dropped, {"resumed_from": 2}, *again, {"resumed_from": 2}, last)
+    assert read_metrics(path) == [*before, again[0] | {"samples": 4}, last]
     assert logged_values(path, "resumed_from") == [2, 2]
-
-
-def test_read_metrics_has_the_last_evaluation_of_a_step(path):
-    """The first one was interrupted, the second is of a run that resumed there."""
-    trained = {"step": 2, "tokens_seen": 20, "train_loss": 9.0}
-    evaluated = {"step": 2, "tokens_seen": 20, "val_loss": 8.0, "samples": 4}
-    again = {"step": 2, "tokens_seen": 20, "val_loss": 8.5, "hellaswag_acc": 0.25}
-    write(path, trained, evaluated, {"resumed_from": 2}, again, {"step": 3, "train_loss": 7.0})
-    expected = [trained, again | {"samples": 4}, {"step": 3, "train_loss": 7.0}]
-    assert read_metrics(path) == expected
-    assert Series.of(read_metrics(path), "val_loss").values.tolist() == [8.5]
 
 
 def test_last_saved_step_is_the_largest_saved_or_resumed_from(path):
