@@ -30,7 +30,7 @@ ROWS = [
     row("Ein Mädchen isst 日本語 🙂 naïve", "été", ["Çok güzel.", "日本", "ok", "ﬁn\u00a0é"]),
     row("tabs\tand\nlines\n", " \n", ["\n\na", "b\n", "don't", "'s"], activity=" 12 "),
     row("Punctuation ends it...", "", ["...", "!", "?!", "1234567"]),
-    row("A long ending.", "", ["a" + " a" * (BLOCK_SIZE - 9), "b", "c", "d" + " d" * 30]),
+    row("A long" + " start" * 99, "", ["a" + " a" * (BLOCK_SIZE - 9), "b", "c", "d" + " d" * 30]),
 ]
 
 

@@ -12,14 +12,12 @@ import hellaswag
 from formats.huggingface import save_pretrained, to_hf_state_dict
 from hellaswag import HellaSwagResult, evaluate_hellaswag, load_examples, render_example
 from model import GPT, GPTConfig
-from runtime.distributed import DistInfo
 from tokenizer import gpt2_encoding
 from train_gpt2 import main
 
 TINY = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)
 ROW = {"ind": 7, "ctx": "A man", "label": 2, "endings": ["runs.", "is a cat.", "x", "sat down."]}
 ROWS = [json.loads(line) for line in HELLASWAG.read_text(encoding="utf-8").splitlines()]
-TOO_LONG = {**ROW, "ctx": "a" + " a" * 60}
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +65,9 @@ def test_result_worked_by_hand():
     first = replace(render_example(ROW), label=0, lengths=[6, 2, 3, 8])
     second = replace(first, label=2, lengths=[5, 1, 1, 7])
     assert str(HellaSwagResult([first, second], summed)) == "acc 1/2=0.5000 acc_norm 1/2=0.5000"
-    wrong = HellaSwagResult([replace(first, label=1), second], summed, left_out=3)
+    wrong = HellaSwagResult([replace(first, label=1), second], summed)
     metrics = {"hellaswag_acc": 1.0, "hellaswag_acc_norm": 0.0, "hellaswag_total": 2}
-    assert wrong.metrics() == metrics | {"hellaswag_left_out": 3}
+    assert wrong.metrics() == metrics
 
 
 def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
@@ -97,20 +95,19 @@ def test_evaluate_hellaswag_in_bfloat16_keeps_the_logits_in_float32(model, examp
     assert (result.mean - evaluate_hellaswag(model, examples).mean).abs().max() < 0.02
 
 
-def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(model):
-    longest = {**ROW, "ctx": "a" + " a" * 59}  # 60 tokens, and " is a cat." has 4: they just fit
-    rows = [render_example(row) for row in (TOO_LONG, ROW, longest, TOO_LONG)]
-    result = evaluate_hellaswag(model, rows)
-    assert torch.equal(result.summed, evaluate_hellaswag(model, rows[1:3]).summed)
-    assert (len(result.examples), result.left_out) == (2, 2)
-    assert repr(result).endswith("(2 left out: longer than the model's context)")
-    with pytest.raises(ValueError, match=r"none of the 2 .* of 64 tokens"):
-        evaluate_hellaswag(model, rows[::3])
-
-
-def write_rows(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+@torch.no_grad()
+def test_evaluate_hellaswag_cuts_the_start_of_rows_that_exceed_the_block(model):
+    """A block of 64 tokens predicts the last 64 of 65."""
+    long_context = {**ROW, "ctx": "a b" + " a" * 60}
+    long_endings = {**ROW, "endings": ["c" + " d" * 63 + " e" * n for n in range(4)]}
+    for row in (long_context, long_endings):
+        [losses] = evaluate_hellaswag(model, [render_example(row)]).summed
+        for ending, loss in zip(row["endings"], losses, strict=True):
+            context, tokens = (gpt2_encoding().encode(text) for text in (row["ctx"], f" {ending}"))
+            seen, n_targets = torch.tensor((context + tokens)[-65:]), min(len(tokens), 64)
+            logits = model.logits(model.hidden_states(seen[None, :-1]))[0, -n_targets:]
+            expected = F.cross_entropy(logits, seen[-n_targets:], reduction="sum")
+            assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_load_examples_takes_any_key_order_text_labels_blank_last_lines_and_a_limit(tmp_path):
@@ -147,8 +144,8 @@ def test_load_examples_names_the_line_of_a_bad_row(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path):
-    """A hub whose HellaSwag is the sample's rows, after one that is too long for the model."""
-    rows = [{**row, "label": str(row["label"])} for row in (TOO_LONG, *ROWS)]
+    """A hub that has the sample's rows as HellaSwag's validation set."""
+    rows = [{**row, "label": str(row["label"])} for row in ROWS]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     with HubServer() as hub:
         content = (tmp_path / "rows.parquet").read_bytes()
@@ -162,7 +159,7 @@ def test_main_downloads_once_and_gives_the_same_with_any_number_of_processes(
     """Three ranks share two batches, so that one of them has nothing to do."""
     save_pretrained(model, tmp_path / "model")
     flags = [f"--model={tmp_path}/model", "--device=cpu", "--dtype=float32"]
-    flags += ["--batch-size=10", "--limit=21"]
+    flags += ["--batch-size=10", "--limit=20"]
     there = hub.environment(tmp_path / "hf")
     together = commands.run_ranks(3, "hellaswag", *flags, f"--output={tmp_path}/n.jsonl", **there)
     assert together.code == 0, together.stderr
@@ -172,7 +169,6 @@ def test_main_downloads_once_and_gives_the_same_with_any_number_of_processes(
     alone = commands.run("hellaswag", *flags, f"--output={tmp_path}/1.jsonl", **there)
     assert (alone.code, alone.stderr) == (0, "")  # no bar in a file
     assert together.stdout == alone.stdout
-    assert alone.stdout.endswith("(1 left out: longer than the model's context)\n")
 
     lines = (tmp_path / "1.jsonl").read_text().splitlines()
     assert lines == (tmp_path / "n.jsonl").read_text().splitlines()
@@ -186,12 +182,8 @@ def test_main_downloads_once_and_gives_the_same_with_any_number_of_processes(
         assert prediction["prediction_norm"] == mean.index(min(mean))
 
 
-def test_training_scores_the_rows_that_fit_and_counts_the_others(tiny_flags, tmp_path, capsys):
-    data = write_rows(tmp_path / "rows.jsonl", ROW, TOO_LONG, ROW)
-    flags = ["--block-size=64", "--hellaswag-every=1", f"--hellaswag-data={data}"]
+def test_training_scores_the_rows_of_a_file(tiny_flags, tmp_path):
+    flags = ["--hellaswag-every=1", f"--hellaswag-data={HELLASWAG}"]
     main([*tiny_flags, *flags, "--max-steps=1", "--val-every=0", "--run-name=a"])
-    for name, expected in (("hellaswag_total", 2), ("hellaswag_left_out", 1)):
-        assert series(tmp_path / "runs/a", name) == {0: expected, 1: expected}
-    assert hellaswag.examples_or_none(write_rows(data, TOO_LONG), 64, DistInfo()) == []
-    warning = "warning: HellaSwag will not be scored: every example is longer than --block-size 64"
-    assert capsys.readouterr().out.splitlines()[-1] == warning
+    assert series(tmp_path / "runs/a", "hellaswag_total") == {0: 24, 1: 24}
+    assert len(series(tmp_path / "runs/a", "hellaswag_acc_norm")) == 2

@@ -342,7 +342,7 @@ def open_run(
             print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
         hellaswag = list[Example]()
         if config.hellaswag_every:
-            hellaswag = examples_or_none(config.hellaswag_data, model_config.block_size, dist_info)
+            hellaswag = examples_or_none(config.hellaswag_data)
         log = RunLog(
             folder,
             config,
