@@ -235,7 +235,7 @@ class Trainer:
         """Raise ValueError if a parameter has no gradient."""
         check_gradients(self.raw_model)
 
-    def raise_unless_overflow(self, metrics: Mapping[str, float], inspect_command: str) -> None:
+    def raise_unless_overflow(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
 
         An overflow only skips this update and halves the loss scale, which never goes below 1.
@@ -243,8 +243,7 @@ class Trainer:
         loss, norm = metrics["train_loss"], metrics["grad_norm"]
         if not math.isfinite(loss) or self.scaler.get_scale() <= 1:  # 1 without float16
             raise FloatingPointError(
-                f"loss {loss:.4f}, gradient norm {norm}: no update was made; to see the text of "
-                f"the step, run {inspect_command}"
+                f"loss {loss:.4f}, gradient norm {norm} in step {step + 1}: no update was made"
             )
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
