@@ -32,6 +32,7 @@ def check_figure(path):
 def test_plot_run_draws_what_there_is(tmp_path, settings, names, recwarn):
     run_dir = write_run(tmp_path / "run", **settings)
     append_records(run_dir, {"step": 20_000, "tokens_seen": 20_000 * BATCH, "train_loss": None})
+    append_records(run_dir, {"step": 20_000, "mine": 0.5})  # not placed on the axis of tokens
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 20001, "tokens_seen": 180224, "train_l')  # it is in progress
     drawn = plot_run(run_dir)
