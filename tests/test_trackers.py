@@ -22,13 +22,10 @@ class Recorder:
     """A tracker as a user would write it."""
 
     def __init__(self, run_dir, settings, start_step):
-        self.settings, self.is_finished = settings, False
-        self.values, self.texts = [], []
+        self.settings, self.values, self.is_finished = settings, [], False
 
     def log(self, step, values):
-        for name, value in values.items():
-            kept = self.texts if isinstance(value, str) else self.values
-            kept.append((step, name, value))
+        self.values += [(step, name, value) for name, value in values.items()]
 
     def finish(self):
         self.is_finished = True
@@ -72,9 +69,6 @@ def test_run_gives_its_trackers_and_its_report_what_it_writes(recorders, tiny_fl
     run_dir, [recorder] = tmp_path / "runs/a", recorders
     assert by_step(recorder.values) == by_step(measured(run_dir))
     assert {"train_loss", "lr", "val_loss", "samples"} <= {name for _, name, _ in recorder.values}
-    assert [text[:2] for text in recorder.texts] == [(0, "sample_text"), (8, "sample_text")]
-    texts = "".join(f"{text}\n" for *_, text in recorder.texts)
-    assert texts == (run_dir / "samples.txt").read_text()
     assert recorder.settings == json.loads((run_dir / "config.json").read_text())
     assert recorder.is_finished
     environment = collect_run(run_dir)["environment"]
@@ -115,18 +109,12 @@ def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
 
 def tensorboard_values(run_dir):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.backend.event_processing.plugin_event_accumulator import (
-        EventAccumulator as PluginEvents,
-    )
 
-    folder = str(run_dir / "tensorboard")
-    events = EventAccumulator(folder, size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     steps = [scalar.step for scalar in events.Scalars("train_loss")]
     assert steps == list(range(1, 11))  # those of the first session after step 4 are removed
     for name in events.Tags()["scalars"]:
         yield from ((scalar.step, name, scalar.value) for scalar in events.Scalars(name))
-    texts = PluginEvents(folder).Reload().Tensors("sample_text/text_summary")
-    yield from ((text.step, "sample_text", "") for text in texts)
 
 
 def wandb_values(run_dir):
@@ -200,4 +188,3 @@ def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
     values = {"tensorboard": tensorboard_values, "wandb": wandb_values, "trackio": trackio_values}
     shown, expected = by_step(values[tracker](run_dir)), by_step(measured(run_dir))
     assert {key: shown[key] for key in expected} == pytest.approx(expected, rel=1e-6)
-    assert {*shown} - {*expected} >= {(step, "sample_text") for step in (0, 4, 8)}

@@ -155,7 +155,6 @@ class RunLog:
         lines = [f"step {step} | sample: {text!r}" for text in texts]
         with warn_on_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-        self._trackers.log(step, {"sample_text": "\n".join(lines)})
         for line in lines:
             print0(line)
 
@@ -180,8 +179,9 @@ class RunLog:
         line = json.dumps(finite, allow_nan=False) + "\n"
         with warn_on_write_error(), self._lock:
             append_atomically(self._file, line.encode())
-        if isinstance(step := finite.pop("step", None), int):
-            self._trackers.log(step, finite)
+        numbers = {name: x for name, x in finite.items() if isinstance(x, int | float)}
+        if "step" in numbers:
+            self._trackers.log(int(numbers.pop("step")), numbers)
 
 
 @contextmanager
