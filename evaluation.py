@@ -148,18 +148,14 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
 
 
 def timed_parts(run: Run, trainer: Trainer) -> list[tuple[int, float, Callable[[], object]]]:
-    """Return what `--max-minutes` times of the evaluations: see `Run.fit_max_minutes`."""
+    """Return what `--max-minutes` times of validation and HellaSwag: see `Run.fit_max_minutes`."""
     config, block_size = run.config, run.model_config.block_size
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * block_size
     part = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
-    times: dict[Evaluation, float] = {  # as long as the part; other evaluations are timed whole
-        validate: max(1, val_tokens / tokens),
-        score_hellaswag: len(run.hellaswag) / max(1, len(examples)),
-    }
+    validations, scores = val_tokens / tokens, len(run.hellaswag) / max(1, len(examples))
     return [
-        (every, times.get(measure, 1.0), partial(measure, part, trainer))
-        for every, measure in evaluations(config)
-        if every and measure is not write_samples
+        (config.val_every, max(1.0, validations), partial(validate, part, trainer)),
+        (config.hellaswag_every, scores, partial(score_hellaswag, part, trainer)),
     ]

@@ -6,7 +6,7 @@
 In completion style, the loss of an ending is the loss of its tokens after the context. `acc` picks
 the ending with the lowest summed loss, `acc_norm` the one with the lowest mean loss. `--style
 harness` scores as lm-evaluation-harness does: with its prompt, and a mean over characters
-(docs/evaluation.md).
+(docs/evaluation.md). Published scores are in formats/metrics.py, where figures read them.
 
 Each ending is scored in a separate row, of which the model sees the context, the ending except for
 its last token, and padding:
@@ -46,14 +46,13 @@ from runtime.device import (
     tune_malloc,
 )
 from runtime.distributed import DistInfo
-from runtime.files import atomic_write, sha256_of
+from runtime.files import atomic_write
 from tokenizer import gpt2_encoding
 
 DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 N_ENDINGS = 4
 Style = Literal["completion", "harness"]
-CONTEXT_FIELDS = {"completion": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,6 @@ class Example:
     endings: list[list[int]]
     lengths: list[int]  # ending lengths for `acc_norm`: tokens or, in harness style, characters
 
-    def fits(self, block_size: int) -> bool:
-        """Return whether a model with a context of `block_size` tokens can score the example."""
-        return len(self.context) + max(map(len, self.endings)) <= block_size
-
 
 class Row(NamedTuple):
     """A context and one of its endings, as token ids."""
@@ -113,7 +108,6 @@ class HellaSwagResult:
 
     examples: Sequence[Example]
     summed: Tensor  # (N, 4) float32, nats per ending
-    left_out: int = 0  # further examples, which are longer than the model's context
 
     @property
     def mean(self) -> Tensor:
@@ -130,15 +124,11 @@ class HellaSwagResult:
         """Return the metrics that training logs."""
         total = len(self.examples)
         metrics = {f"hellaswag_{name}": n / total for name, n in self.correct().items()}
-        left_out = {"hellaswag_left_out": self.left_out} if self.left_out else {}
-        return metrics | {"hellaswag_total": total} | left_out
+        return metrics | {"hellaswag_total": total}
 
     def __repr__(self) -> str:
         total = len(self.examples)
-        scores = [f"{name} {n}/{total}={n / total:.4f}" for name, n in self.correct().items()]
-        if self.left_out:
-            scores.append(f"({self.left_out} left out: longer than the model's context)")
-        return " ".join(scores)
+        return " ".join(f"{name} {n}/{total}={n / total:.4f}" for name, n in self.correct().items())
 
 
 def main() -> None:
@@ -153,8 +143,7 @@ def main() -> None:
         dtype = select_dtype("float32" if use_float32 else config.dtype, dist_info.device)
         result = evaluate_hellaswag(model, examples, dist_info, dtype, batch_size=config.batch_size)
         if distributed.is_main():
-            style = ", harness style" if config.style == "harness" else ""
-            print(f"HellaSwag {path}, {config.model}{style}: {result}")
+            print(f"HellaSwag {path}, {config.model}, {config.style} style: {result}")
             if config.output is not None:
                 write_predictions(config.output, result)
 
@@ -181,14 +170,14 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
 
 def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: ANN401 - JSON
     """Tokenize one row of the dataset: the context, and each ending after a space."""
-    texts, endings = [row[field] for field in CONTEXT_FIELDS[style]], row["endings"]
-    encode = gpt2_encoding().encode_ordinary
+    encode, endings = gpt2_encoding().encode_ordinary, row["endings"]
     if style == "completion":
-        context, tokens = encode(texts[0]), [encode(f" {text}") for text in endings]
+        context = encode(row["ctx"])
+        tokens = [encode(f" {text}") for text in endings]
         lengths = [*map(len, tokens)]
     else:  # as in lm-evaluation-harness: tasks/hellaswag/utils.py; from `context` on, api/model.py
-        activity, ctx_a, ctx_b = texts
-        prompt = _harness_text(f"{activity}: {ctx_a} {ctx_b.capitalize()}")
+        ctx = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
+        prompt = _harness_text(f"{row['activity_label']}: {ctx}")
         choices = [_harness_text(text) for text in endings]
         context = encode(prompt.rstrip())  # spaces at the end belong to the endings
         tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
@@ -205,25 +194,20 @@ def _harness_text(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def examples_or_none(path: Path | None, block_size: int, dist_info: DistInfo) -> list[Example]:
-    """Load the examples that training scores; if it cannot score any, warn and return none.
+def examples_or_none(path: Path | None) -> list[Example]:
+    """Load the examples that training scores; if they cannot be downloaded, warn and return none.
 
     Every rank must call this, and all ranks get the same result. The default for `path` is the
-    validation set, downloaded once. If `path` is passed, the file must exist and be the same on all
-    ranks.
+    validation set, downloaded once. If `path` is passed, the file must exist on all ranks.
     """
-    examples, problem = list[Example](), ""
     if path is not None:
         with distributed.raise_on_all_ranks():
-            examples = load_examples(path)
-        distributed.check_same_on_all_ranks("the HellaSwag files", [sha256_of(path)])
-    else:
-        try:
-            examples = load_examples(download_hellaswag())
-        except (OSError, ValueError) as error:
-            problem = str(error)
-    if examples and not any(example.fits(block_size) for example in examples):
-        problem = f"every example is longer than --block-size {block_size}"
+            return load_examples(path)
+    examples, problem = list[Example](), ""
+    try:
+        examples = load_examples(download_hellaswag())
+    except (OSError, ValueError) as error:
+        problem = str(error)
     # All ranks score together, so if one of them has a problem, none may start.
     problems = [text for text in distributed.gather_text(problem) if text]
     if problems:
@@ -242,8 +226,8 @@ def evaluate_hellaswag(
 ) -> HellaSwagResult:
     """Score a dataset; every rank must call this with the same examples, and gets the same result.
 
-    The batches and losses do not depend on the world size. Examples that are longer than the
-    model's context are counted, but not scored.
+    The batches and losses do not depend on the world size. If an example is longer than the model's
+    context, its start is cut off, as in lm-evaluation-harness.
 
     Args:
         model: the raw model, neither compiled nor wrapped.
@@ -253,14 +237,12 @@ def evaluate_hellaswag(
         batch_size: examples per forward pass, in four rows each.
         before_batch: see `distributed.rank_batches`.
     """
-    fitting = [example for example in examples if example.fits(model.config.block_size)]
-    if not fitting:
-        raise ValueError(
-            f"none of the {len(examples)} HellaSwag examples fits the model's context of "
-            f"{model.config.block_size} tokens: train one with a larger --block-size"
-        )
     dist_info = dist_info or DistInfo(next(model.parameters()).device)
-    rows = [Row(each.context, ending) for each in fitting for ending in each.endings]
+    rows = [
+        fit_row(each.context, ending, model.config.block_size)
+        for each in examples
+        for ending in each.endings
+    ]
     # Sort by length to save padding, longest first, so that a lack of memory shows at the start.
     order = sorted(range(len(rows)), key=lambda i: -sum(map(len, rows[i])))
     n_rows = N_ENDINGS * batch_size
@@ -275,7 +257,13 @@ def evaluate_hellaswag(
                 summed[to_device(torch.tensor(batch), dist_info.device)] = losses
     # Each row has its loss on one rank and zero on the other ranks.
     summed = distributed.all_reduce_sum(summed).cpu().view(-1, N_ENDINGS)
-    return HellaSwagResult(fitting, summed, len(examples) - len(fitting))
+    return HellaSwagResult(examples, summed)
+
+
+def fit_row(context: list[int], ending: list[int], block_size: int) -> Row:
+    """Cut off the start of a row whose tokens, without the last one, exceed the model's context."""
+    tokens, n_targets = (context + ending)[-block_size - 1 :], min(len(ending), block_size)
+    return Row(tokens[:-n_targets], tokens[-n_targets:])
 
 
 @torch.no_grad()

@@ -1,29 +1,25 @@
 """Plot a run's loss and HellaSwag accuracy over tokens, from its `metrics.jsonl` alone.
 
-    python plot.py runs/my-run                        # write runs/my-run/figures/*.png
-    python plot.py runs/a runs/b --compare ab.png     # also plot both losses in one figure
-    python plot.py runs/a runs/b --report             # write a page instead: runs/a/report.html
+    python plot.py runs/my-run              # write runs/my-run/figures/*.png
+    python plot.py runs/a runs/b --report   # compare runs on a page instead: runs/a/report.html
 
 A run can be plotted while it is training.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from formats.metrics import HELLASWAG_EXAMPLES, HELLASWAG_REFERENCES, Series, read_run, user_metrics
+from formats.metrics import Records, Series, hellaswag_references, read_run
 from report import write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
 
-Records = list[dict[str, Any]]
-
-EARLY_FRACTION = 0.02  # losses in this first fraction of the tokens may lie above the figure
+EARLY_FRACTION = 0.02  # losses in this first fraction of the tokens lie above the figure
+REFERENCE_MARGIN = 0.05  # published scores that are further above a run's best are left out
 MAX_MARKERS = 40  # curves of at most this many points also have a marker at each point
 
 BLUE, RED, INK, GRAY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e4"
@@ -35,8 +31,6 @@ class PlotConfig:
 
     runs: tuple[Path, ...] = field(metadata=POSITIONAL)
     """Run folders, such as runs/my-run."""
-    compare: Path | None = None
-    """Also plot the validation losses of all runs in this one file: .png, .pdf or .svg."""
     report: bool = False
     """Instead of figures, write an HTML page with curves, settings and samples of all runs:
     report.html in the first run's folder."""
@@ -49,41 +43,17 @@ def main() -> None:
         print(write_report(config.runs))
     else:
         print(*(path for run_dir in config.runs for path in plot_run(run_dir)), sep="\n")
-    if config.compare is not None:
-        plot_comparison(config.runs, config.compare)
-        print(config.compare)
 
 
 def plot_run(run_dir: Path) -> list[Path]:
-    """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`.
-
-    Each additional number that a modified trainer logs gets a separate figure: `spread` is drawn in
-    `own_spread.png`.
-    """
+    """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`."""
     records, figures = read_run(run_dir), run_dir / "figures"
     step, tokens = records[-1]["step"], format_count(records[-1]["tokens_seen"])
     title = f"{run_dir.resolve().name} · step {step:,} · {tokens} tokens"
     drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
-    for name in user_metrics(records):
-        axes, series = new_axes(title, name), Series.of(records, name)
-        _plot_line(axes, series, f"{series.values[-1]:.4g}", color=BLUE)
-        drawn.append(save_figure(axes, figures / f"own_{name}.png"))
     return drawn
-
-
-def plot_comparison(run_dirs: Sequence[Path], path: Path) -> None:
-    """Plot the validation losses of several runs in one file."""
-    lines = [Series.of(read_run(run_dir), "val_loss") for run_dir in run_dirs]
-    if not all(len(line.values) for line in lines):
-        raise ValueError("--compare plots validation losses, but a run has none: use --report")
-    axes = new_axes(f"{len(lines)} runs", "validation loss (nats per token)")
-    for run_dir, line in zip(run_dirs, lines, strict=True):
-        # The number comes first: matplotlib omits labels that begin with "_" from the legend.
-        _plot_line(axes, line, f"{line.values[-1]:.3f} {run_dir.resolve().name}")
-    _fit_loss(axes, lines)
-    save_figure(axes, path)
 
 
 def new_axes(title: str, quantity: str) -> Axes:
@@ -101,21 +71,10 @@ def new_axes(title: str, quantity: str) -> Axes:
     return axes
 
 
-def _plot_line(axes: Axes, series: Series, label: str, **style: Any) -> None:  # noqa: ANN401
+def _plot_line(axes: Axes, series: Series, label: str, color: str) -> None:
     """Draw a series as a solid curve, with markers if there are few points."""
     marker = "o" if len(series.values) <= MAX_MARKERS else None
-    axes.plot(*series, label=label, linewidth=1.8, marker=marker, markersize=3.5, **style)
-
-
-def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
-    """Set the y-limits; cut off the first losses if they would need over a third of the height."""
-    values = np.concatenate([line.values for line in lines])
-    late = [line.values[line.tokens >= EARLY_FRACTION * line.tokens[-1]] for line in lines]
-    low, high = values.min(), np.concatenate(late).max()
-    if values.max() - low <= 1.5 * (high - low) or high == low:
-        high = values.max()
-    margin = max(0.05 * (high - low), 0.02)
-    axes.set_ylim(low - margin, high + margin)
+    axes.plot(*series, label=label, color=color, linewidth=1.8, marker=marker, markersize=3.5)
 
 
 def save_figure(axes: Axes, path: Path) -> Path:
@@ -133,31 +92,30 @@ def _draw_loss(records: Records, title: str, path: Path) -> Path:
     if len(train.values):
         axes.plot(*train, color=BLUE, linewidth=0.6, alpha=0.3)
         train = train.smoothed()
-        _plot_line(axes, train, f"training {train.values[-1]:.3f}", color=BLUE)
+        _plot_line(axes, train, f"training {train.values[-1]:.3f}", BLUE)
     if len(val.values):
         label, bits = f"validation {val.values[-1]:.3f}", Series.of(records, "val_bpb").values
         label += f", {bits[-1]:.3f} bits per byte" if len(bits) else ""
-        _plot_line(axes, val, label, color=RED)
-    _fit_loss(axes, [series for series in (train, val) if len(series.values)])
+        _plot_line(axes, val, label, RED)
+    lines = [series for series in (train, val) if len(series.values)]
+    late = [line.values[line.tokens >= EARLY_FRACTION * line.tokens[-1]] for line in lines]
+    low, high = min(line.values.min() for line in lines), max(values.max() for values in late)
+    margin = max(0.05 * (high - low), 0.02)
+    axes.set_ylim(low - margin, high + margin)
     return save_figure(axes, path)
 
 
 def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     accuracy = Series.of(records, "hellaswag_acc_norm")
-    totals = Series.of(records, "hellaswag_total").values
-    total = int(totals[-1]) if len(totals) else HELLASWAG_EXAMPLES
-    references = {"chance": 1 / 4}
-    if total == HELLASWAG_EXAMPLES:  # models that the run has passed, and the next one
-        passed = sum(height <= accuracy.values.max() for height in HELLASWAG_REFERENCES.values())
-        references |= dict(list(HELLASWAG_REFERENCES.items())[: max(2, passed + 1)])
-    else:
-        title += f"\n{total:,} examples (reference scores need all {HELLASWAG_EXAMPLES:,})"
-    axes = new_axes(title, "HellaSwag accuracy (acc_norm)")
+    total = int(Series.of(records, "hellaswag_total").values[-1])
+    axes = new_axes(f"{title}\n{total:,} examples", "HellaSwag accuracy (acc_norm)")
     error = np.sqrt(accuracy.values * (1 - accuracy.values) / total)
     band = (accuracy.tokens, accuracy.values - error, accuracy.values + error)
     axes.fill_between(*band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error")
-    _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", color=BLUE)
-    for name, height in references.items():
+    _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", BLUE)
+    for name, height in hellaswag_references(total).items():
+        if height > accuracy.values.max() + REFERENCE_MARGIN:
+            break
         axes.axhline(height, color=GRAY, linewidth=1, linestyle=(0, (4, 3)))
         label = axes.text(1.01, height, f"{name} {height:g}", color=GRAY, fontsize=9, va="center")
         label.set_transform(axes.get_yaxis_transform())  # x is a fraction of the width

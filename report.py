@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,25 +19,22 @@ from typing import Any
 import numpy as np
 
 from formats.metrics import (
-    HELLASWAG_EXAMPLES,
-    HELLASWAG_REFERENCES,
+    FINEWEB_EDU_LOSSES,
     METRICS_NAME,
+    Records,
     Series,
+    hellaswag_references,
     logged_values,
     read_run,
     user_metrics,
 )
 from runtime.files import atomic_write, read_json
 
-Records = list[dict[str, Any]]
-
 TEMPLATE = Path(__file__).parent / "assets" / "report.html"
 DATA_PLACEHOLDER = "RUNS_AS_JSON"  # in the template
 MAX_POINTS = 1000  # per series
 NOISY = ("train_loss", "grad_norm", "tokens_per_second")  # drawn with a running mean
 SERIES = (*NOISY, "val_loss", "val_bpb", "hellaswag_acc_norm", "lr", "peak_memory_gib")
-# Published validation losses on FineWeb-Edu.
-FINEWEB_EDU_LOSSES = {"OpenAI's GPT-2 124M": 3.29, "124M after 10B tokens": 3.07}
 SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
 
 
@@ -80,13 +77,13 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def published_values(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def published_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return published values that are comparable with these runs, by series."""
     is_fineweb = all("fineweb-edu" in str(run["settings"].get("data_dir")) for run in runs)
-    is_full = all(run["hellaswag_total"] in (0, HELLASWAG_EXAMPLES) for run in runs)
+    totals = [run["hellaswag_total"] for run in runs if run["hellaswag_total"]]
     return {
         "val_loss": FINEWEB_EDU_LOSSES if is_fineweb else {},
-        "hellaswag_acc_norm": {"chance": 1 / 4} | (HELLASWAG_REFERENCES if is_full else {}),
+        "hellaswag_acc_norm": hellaswag_references(min(totals, default=0)),
     }
 
 

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+Records = list[dict[str, Any]]
 Values = npt.NDArray[np.float64]
+# Published values, which figures show next to a run's. Validation losses on FineWeb-Edu:
+FINEWEB_EDU_LOSSES = {"OpenAI's GPT-2 124M": 3.29, "124M after 10B tokens": 3.07}
 HELLASWAG_EXAMPLES = 10042  # the full validation set, on which the reference models were scored
 # Completion style. GPT-2: OpenAI's weights, scored by this code's method. GPT-3: paper, table H.1.
 HELLASWAG_REFERENCES = {
@@ -24,16 +27,18 @@ HELLASWAG_REFERENCES = {
     "GPT-2 1558M": 0.4889,
 }
 METRICS_NAME = "metrics.jsonl"
-STANDARD_METRICS = {  # logged by every run
-    *("step", "tokens_seen", "train_loss", "lr", "grad_norm", "step_time_ms", "tokens_per_second"),
-    *("mfu", "peak_memory_gib", "val_loss", "val_bpb", "hellaswag_acc", "hellaswag_acc_norm"),
-    *("samples", "hellaswag_total", "hellaswag_left_out"),
-    *("evaluation_seconds", "overall_tokens_per_second"),
+LOG_METRICS = {  # which the run's log itself sets
+    *("step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"),
+    *("step_time_ms", "tokens_per_second", "mfu", "peak_memory_gib"),
+}
+STANDARD_METRICS = LOG_METRICS | {  # logged by an unmodified trainer
+    *("train_loss", "lr", "grad_norm", "val_loss", "val_bpb", "samples"),
+    *("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_total", "hellaswag_left_out"),
 }
 SMOOTHING = 0.02  # window of the running mean, as a fraction of the records
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> Records:
     """Read a metrics file, possibly while a run is writing to it.
 
     Incomplete lines, left by a killed process, are skipped. Where a run resumed from a step, the
@@ -54,23 +59,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return list(records.values())
 
 
-def read_run(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's records, all with `tokens_seen`; raise if none of them has a loss.
-
-    A record without `tokens_seen` gets it from the records of the steps around it.
-    """
+def read_run(run_dir: Path) -> Records:
+    """Return a run's records with `tokens_seen`; raise if none of them has a loss."""
     path = run_dir / METRICS_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: pass a run folder, such as runs/NAME")
-    records = read_metrics(path)
-    known = {r["step"]: r["tokens_seen"] for r in records if isinstance(r.get("tokens_seen"), int)}
-    if known:
-        steps = sorted(known)
-        tokens = [known[step] for step in steps]
-        for r in records:
-            r["tokens_seen"] = round(float(np.interp(r["step"], steps, tokens)))
-    else:
-        records = []
+    records = [record for record in read_metrics(path) if "tokens_seen" in record]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
         raise ValueError(f"{path} has no losses yet: wait for the run's first step")
     return records
@@ -78,9 +72,13 @@ def read_run(run_dir: Path) -> list[dict[str, Any]]:
 
 def user_metrics(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the numbers that only a modified trainer logs."""
-    # Figures use the names in file names, so names that are not identifiers are left out.
     numbers = {name for r in records for name, x in r.items() if isinstance(x, int | float)}
-    return sorted(name for name in numbers - STANDARD_METRICS if name.isidentifier())
+    return sorted(numbers - STANDARD_METRICS)
+
+
+def hellaswag_references(total: int) -> dict[str, float]:
+    """Return scores that are comparable with scores of `total` examples, in ascending order."""
+    return {"chance": 1 / 4} | (HELLASWAG_REFERENCES if total == HELLASWAG_EXAMPLES else {})
 
 
 def logged_values(path: Path, name: str) -> list[Any]:

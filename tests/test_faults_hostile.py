@@ -1,4 +1,4 @@
-"""Hostile files: none runs code or leads elsewhere; no error shows a secret; nobody comes in."""
+"""Hostile files and networks: no file runs code or leads elsewhere, and nobody comes in."""
 
 import os
 import pickle
@@ -71,43 +71,34 @@ def write_payload(path, mark, kind):
             np.save(file, np.array([Payload(mark)], dtype=object), allow_pickle=True)
 
 
-LOADERS = {
-    "pickle": lambda path: pickle.loads(path.read_bytes()),
-    "torch": lambda path: torch.load(path, weights_only=False),
-    "npy": lambda path: np.load(path, allow_pickle=True),
-}
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_the_payload_would_run(tmp_path, kind):
+def test_the_payload_would_run(tmp_path):
     """Otherwise the tests below would prove nothing."""
-    write_payload(tmp_path / "file", tmp_path / "ran", kind)
-    LOADERS[kind](tmp_path / "file")
-    assert (tmp_path / "ran").exists()
+    loaders = {
+        "pickle": lambda path: pickle.loads(path.read_bytes()),
+        "torch": lambda path: torch.load(path, weights_only=False),
+        "npy": lambda path: np.load(path, allow_pickle=True),
+    }
+    for kind, load in loaders.items():
+        write_payload(tmp_path / kind, tmp_path / f"{kind} ran", kind)
+        load(tmp_path / kind)
+        assert (tmp_path / f"{kind} ran").exists()
 
 
 @pytest.mark.parametrize("kind", ["npy", "pickle"])
 def test_no_shard_runs(tmp_path, mark, kind):
-    data = tmp_path / "data"
-    data.mkdir()
     for split in ("val", "train"):
-        write_payload(data / f"{split}_0.npy", mark, kind)
+        write_payload(tmp_path / f"{split}_0.npy", mark, kind)
     with refused("train_0.npy cannot be read as a token shard"):
-        main([*TINY_RUN, f"--data-dir={data}", f"--out-dir={tmp_path}"])
+        main([*TINY_RUN, f"--data-dir={tmp_path}", f"--out-dir={tmp_path}"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "said"),
-    [
-        ("pickle", "model.safetensors", "model.safetensors is not a readable safetensors file"),
-        ("torch", "model.safetensors", "model.safetensors is not a readable safetensors file"),
-        ("torch", "pytorch_model.bin", "pickle is never loaded"),
-    ],
-)
-def test_no_pretrained_file_runs(copied, mark, kind, name, said):
+def test_no_pretrained_file_runs(copied, mark):
     (copied / "export" / "model.safetensors").unlink()
-    write_payload(copied / "export" / name, mark, kind)
-    with refused(said):
+    write_payload(copied / "export" / "pytorch_model.bin", mark, "torch")
+    with refused("pickle is never loaded"):
+        load_model(copied / "export")
+    write_payload(copied / "export" / "model.safetensors", mark, "torch")
+    with refused("model.safetensors is not a readable safetensors file"):
         load_model(copied / "export")
 
 
@@ -129,25 +120,10 @@ def test_no_checkpoint_file_runs(copied, mark, name):
 # Nothing leads elsewhere
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "..", "", "a\nb", "\x1b[2J", "\udcff"])
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "..", "", "\x1b[2J", "\udcff"])
 def test_run_name_is_a_plain_name(name):
     with refused("--run-name"):
         TrainConfig(run_name=name)
-
-
-# An error shows no secret
-
-
-def test_no_error_shows_a_signed_address_or_a_token(commands, tmp_path):
-    (tmp_path / "leak.py").write_text(
-        "import os\nfrom runtime.cli import run_command\n"
-        "def main():\n"
-        "    url = 'https://me:SECRET@storage/x?X-Amz-Signature=SECRET'\n"
-        "    raise OSError(f'{os.environ[\"HF_TOKEN\"]} is refused by {url}')\n"
-        "run_command(main)\n"
-    )
-    done = commands.run(tmp_path / "leak.py", HF_TOKEN="hf_SECRETaaaaaaaaaaaaaaaaaaaaaaaa")
-    assert (done.code, done.stderr) == (2, "error: *** is refused by https://storage/x\n")
 
 
 # Nobody on the network comes in
@@ -156,17 +132,15 @@ LISTENING = """
 import os, sys
 sys.path.insert(0, {root!r})
 import psutil, train_gpt2
-from runtime.cli import run_command
 train = train_gpt2.train
 
 def train_and_list(*args):
-    result = train(*args)
+    train(*args)
     for each in psutil.Process().net_connections("inet"):
         print("socket", each.status, each.laddr.ip, flush=True)
-    return result
 
 train_gpt2.train = train_and_list
-run_command(train_gpt2.main)
+train_gpt2.main()
 """
 
 

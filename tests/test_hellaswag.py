@@ -4,27 +4,29 @@ from dataclasses import replace
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import HELLASWAG, check_on_ranks, randomize_weights
+from conftest import HELLASWAG, randomize_weights, series
 from hub_server import HubServer
 from torch.nn import functional as F
 
 import hellaswag
-from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
-from formats.metrics import read_metrics
+from formats.huggingface import save_pretrained, to_hf_state_dict
 from hellaswag import HellaSwagResult, evaluate_hellaswag, load_examples, render_example
 from model import GPT, GPTConfig
 from tokenizer import gpt2_encoding
+from train_gpt2 import main
 
 TINY = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=16)
 ROW = {"ind": 7, "ctx": "A man", "label": 2, "endings": ["runs.", "is a cat.", "x", "sat down."]}
-
-TOO_LONG = {**ROW, "ctx": "a" + " a" * 60}
+ROWS = [json.loads(line) for line in HELLASWAG.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return randomize_weights(GPT(TINY))
+    model = randomize_weights(GPT(TINY))
+    with torch.no_grad():  # what the padding would do to a softmax that had it
+        model.lm_head.weight[TINY.vocab_size :] = 50.0
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,7 @@ def plain_losses(model):
     theirs.tie_weights()
     encode = gpt2_encoding().encode
     losses = []
-    for line in HELLASWAG.read_text().splitlines():
-        row = json.loads(line)
+    for row in ROWS:
         n_context = len(encode(row["ctx"]))
         for ending in row["endings"]:
             ids = torch.tensor([encode(row["ctx"]) + encode(" " + ending)])
@@ -64,9 +65,9 @@ def test_result_worked_by_hand():
     first = replace(render_example(ROW), label=0, lengths=[6, 2, 3, 8])
     second = replace(first, label=2, lengths=[5, 1, 1, 7])
     assert str(HellaSwagResult([first, second], summed)) == "acc 1/2=0.5000 acc_norm 1/2=0.5000"
-    wrong = HellaSwagResult([replace(first, label=1), second], summed, left_out=3)
+    wrong = HellaSwagResult([replace(first, label=1), second], summed)
     metrics = {"hellaswag_acc": 1.0, "hellaswag_acc_norm": 0.0, "hellaswag_total": 2}
-    assert wrong.metrics() == metrics | {"hellaswag_left_out": 3}
+    assert wrong.metrics() == metrics
 
 
 def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
@@ -75,8 +76,7 @@ def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
     torch.testing.assert_close(result.summed, expected, rtol=0, atol=1e-4)
     lengths = torch.tensor([[len(ending) for ending in e.endings] for e in examples])
     torch.testing.assert_close(result.mean, expected / lengths, rtol=0, atol=1e-4)
-    labels = [json.loads(line)["label"] for line in HELLASWAG.read_text().splitlines()]
-    correct = sum(int(expected[i].argmin()) == label for i, label in enumerate(labels))
+    correct = sum(int(expected[i].argmin()) == row["label"] for i, row in enumerate(ROWS))
     assert str(result).startswith(f"acc {correct}/24=")
 
 
@@ -95,77 +95,57 @@ def test_evaluate_hellaswag_in_bfloat16_keeps_the_logits_in_float32(model, examp
     assert (result.mean - evaluate_hellaswag(model, examples).mean).abs().max() < 0.02
 
 
-def test_evaluate_hellaswag_leaves_the_padding_out_of_the_softmax(examples):
-    model = GPT(TINY)
-    expected = evaluate_hellaswag(model, examples[:3]).summed
-    with torch.no_grad():
-        model.lm_head.weight[TINY.vocab_size :] = 50.0
-    torch.testing.assert_close(evaluate_hellaswag(model, examples[:3]).summed, expected)
+@torch.no_grad()
+def test_evaluate_hellaswag_cuts_the_start_of_rows_that_exceed_the_block(model):
+    """A block of 64 tokens predicts the last 64 of 65."""
+    long_context = {**ROW, "ctx": "a b" + " a" * 60}
+    long_endings = {**ROW, "endings": ["c" + " d" * 63 + " e" * n for n in range(4)]}
+    for row in (long_context, long_endings):
+        [losses] = evaluate_hellaswag(model, [render_example(row)]).summed
+        for ending, loss in zip(row["endings"], losses, strict=True):
+            context, tokens = (gpt2_encoding().encode(text) for text in (row["ctx"], f" {ending}"))
+            seen, n_targets = torch.tensor((context + tokens)[-65:]), min(len(tokens), 64)
+            logits = model.logits(model.hidden_states(seen[None, :-1]))[0, -n_targets:]
+            expected = F.cross_entropy(logits, seen[-n_targets:], reduction="sum")
+            assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_evaluate_hellaswag_leaves_out_rows_beyond_the_block_and_counts_them(model):
-    longest = {**ROW, "ctx": "a" + " a" * 59}  # 60 tokens, and " is a cat." has 4: they just fit
-    rows = [render_example(row) for row in (TOO_LONG, ROW, longest, TOO_LONG)]
-    result = evaluate_hellaswag(model, rows)
-    assert torch.equal(result.summed, evaluate_hellaswag(model, rows[1:3]).summed)
-    assert (len(result.examples), result.left_out) == (2, 2)
-    assert repr(result).endswith("(2 left out: longer than the model's context)")
-    with pytest.raises(ValueError, match=r"none of the 2 .* of 64 tokens"):
-        evaluate_hellaswag(model, rows[::3])
-
-
-def test_load_examples_takes_any_key_order_text_labels_and_a_limit(tmp_path):
+def test_load_examples_takes_any_key_order_text_labels_blank_last_lines_and_a_limit(tmp_path):
     path = tmp_path / "data.jsonl"
     backwards = dict(reversed((ROW | {"label": "2"}).items()))  # on the hub, labels are texts
-    path.write_text(f"{json.dumps(ROW)}\n{json.dumps(backwards)}\nnot read\n")
-    first, second = load_examples(str(path), limit=2)
+    path.write_text(f"{json.dumps(ROW)}\n{json.dumps(backwards)}\n\n \r\n\n")
+    first, second = load_examples(str(path))
     assert first == second
     decode = gpt2_encoding().decode
     assert (first.ind, first.label, decode(first.context)) == (7, 2, "A man")
     assert [decode(ending) for ending in first.endings] == [" " + e for e in ROW["endings"]]
+    assert load_examples(path, limit=1) == [first]
     path.write_text("")
     with pytest.raises(ValueError, match="no examples"):
         load_examples(path)
 
 
-def test_load_examples_takes_a_file_with_blank_last_lines(tmp_path):
-    path, row = tmp_path / "data.jsonl", json.dumps(ROW)
-    path.write_text(f"{row}\n\n \r\n\n")
-    assert len(load_examples(path)) == 1
-    path.write_text(f"{row}\n\n{row}\n")  # between two rows, something is missing
-    with pytest.raises(ValueError, match=f"{path}:2 is not a HellaSwag row"):
-        load_examples(path)
-
-
-def bad(**changes):
-    return json.dumps({**ROW, **changes}).encode()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (bad(endings=["a", "b", "c"]), "expected a context, 4 endings and a label below 4"),
-        (bad(ctx=""), "expected a context"),
-        (bad(label=4), "a label below 4"),
-        (bad(label=""), "invalid literal for int"),  # as in the test set
-        (b'{"ind": 1, "ctx": "a"}', "KeyError.'endings'"),
-        (b"[1]", "list indices"),
-        (b'{"ind": 1', "Expecting"),
-        (b'{"ctx": "\xff"}', "can't decode byte 0xff|utf-8"),
-    ],
-)
-def test_load_examples_names_the_line_of_a_bad_row(tmp_path, line, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(bad() + b"\n" + line + b"\n")
-    with pytest.raises(ValueError, match=f"^{path}:2 is not a HellaSwag row: .*{message}"):
-        load_examples(path)
+def test_load_examples_names_the_line_of_a_bad_row(tmp_path):
+    good, path = json.dumps(ROW).encode(), tmp_path / "bad.jsonl"
+    bad = {
+        json.dumps(ROW | {"endings": ["a", "b"]}).encode(): "expected a context, 4 endings and",
+        json.dumps(ROW | {"ctx": ""}).encode(): "expected a context",
+        json.dumps(ROW | {"label": ""}).encode(): "invalid literal for int",  # as in the test set
+        b'{"ind": 1, "ctx": "a"}': "KeyError.'endings'",
+        b"[1]": "list indices",
+        b"": "Expecting value",
+        b'{"ctx": "\xff"}': "can't decode byte 0xff|utf-8",
+    }
+    for line, message in bad.items():
+        path.write_bytes(b"\n".join([good, line, good]))
+        with pytest.raises(ValueError, match=f"^{path}:2 is not a HellaSwag row: .*{message}"):
+            load_examples(path)
 
 
 @pytest.fixture
 def hub(tmp_path):
     """A hub that has the sample's rows as HellaSwag's validation set."""
-    rows = [json.loads(line) for line in HELLASWAG.read_text().splitlines()]
-    rows = [{**row, "label": str(row["label"])} for row in rows]
+    rows = [{**row, "label": str(row["label"])} for row in ROWS]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     with HubServer() as hub:
         content = (tmp_path / "rows.parquet").read_bytes()
@@ -173,66 +153,27 @@ def hub(tmp_path):
         yield hub
 
 
-def test_main_downloads_the_rows_once_then_needs_no_network(commands, hub, folder, tmp_path):
-    flags = [f"--model={folder}", "--device=cpu", "--dtype=float32", "--limit=7"]
-    there = commands.run("hellaswag", *flags, f"--data={HELLASWAG}")
-    first = commands.run("hellaswag", *flags, **hub.environment(tmp_path / "hf"))
-    assert (first.code, first.stderr) == (0, "")
-    assert first.stdout.split(": ")[1] == there.stdout.split(": ")[1]
-    assert hub.requests("GET", f"/{hellaswag.DATA_REVISION}/data/validation")
-    hub.fails = 500
-    again = commands.run("hellaswag", *flags, **hub.environment(tmp_path / "hf"))
-    assert (again.stdout, again.stderr) == (first.stdout, "")
-    failed = commands.run("hellaswag", *flags, **hub.environment(tmp_path / "other"))
-    assert (failed.code, failed.stderr.count("\n")) == (2, 1)
-    assert "without a network, pass --data FILE" in failed.stderr
-
-
-DOWNLOAD = """
-from hellaswag import download_hellaswag, load_examples
-
-def check(dist_info):
-    assert len(load_examples(download_hellaswag())) == 24
-"""
-
-
-def test_download_hellaswag_by_several_ranks_is_one_download(commands, hub, tmp_path):
-    check_on_ranks(commands, DOWNLOAD, tmp_path, **hub.environment(tmp_path / "hf"))
-    assert len(hub.requests("GET", "validation")) == 1
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hellaswag") / "model"
-    save_pretrained(model, folder)
-    return folder
-
-
-def test_evaluate_hellaswag_is_one_line_in_a_notebook(model, examples, folder, tmp_path):
-    result = evaluate_hellaswag(load_pretrained(str(folder)), load_examples(str(HELLASWAG)))
-    torch.testing.assert_close(result.summed, evaluate_hellaswag(model, examples).summed)
-    hellaswag.write_predictions(str(tmp_path / "p.jsonl"), result)
-    assert len((tmp_path / "p.jsonl").read_text().splitlines()) == len(examples)
-
-
-def test_main_gives_the_same_with_any_number_of_processes(commands, folder, tmp_path):
-    """Three ranks share two batches, so that one of them has nothing to do; one row is too long."""
-    rows = [json.loads(line) for line in HELLASWAG.read_text().splitlines()]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in (TOO_LONG, *rows)))
-    flags = [f"--model={folder}", f"--data={data}", "--device=cpu", "--dtype=float32"]
-    flags += ["--batch-size=10", "--limit=21"]
-    alone = commands.run("hellaswag", *flags, f"--output={tmp_path}/1.jsonl")
-    assert (alone.code, alone.stderr) == (0, "")  # no bar in a file
-    together = commands.run_ranks(3, "hellaswag", *flags, f"--output={tmp_path}/n.jsonl")
+def test_main_downloads_once_and_gives_the_same_with_any_number_of_processes(
+    commands, hub, model, tmp_path
+):
+    """Three ranks share two batches, so that one of them has nothing to do."""
+    save_pretrained(model, tmp_path / "model")
+    flags = [f"--model={tmp_path}/model", "--device=cpu", "--dtype=float32"]
+    flags += ["--batch-size=10", "--limit=20"]
+    there = hub.environment(tmp_path / "hf")
+    together = commands.run_ranks(3, "hellaswag", *flags, f"--output={tmp_path}/n.jsonl", **there)
     assert together.code == 0, together.stderr
+    [request] = hub.requests("GET", "/data/validation")
+    assert hellaswag.DATA_REVISION in str(request)
+    hub.fails = 500
+    alone = commands.run("hellaswag", *flags, f"--output={tmp_path}/1.jsonl", **there)
+    assert (alone.code, alone.stderr) == (0, "")  # no bar in a file
     assert together.stdout == alone.stdout
-    assert alone.stdout.endswith("(1 left out: longer than the model's context)\n")
 
     lines = (tmp_path / "1.jsonl").read_text().splitlines()
     assert lines == (tmp_path / "n.jsonl").read_text().splitlines()
     predictions = [json.loads(line) for line in lines]
-    assert [p["ind"] for p in predictions] == [row["ind"] for row in rows[:20]]
+    assert [p["ind"] for p in predictions] == [row["ind"] for row in ROWS[:20]]
     correct = sum(p["prediction_norm"] == p["label"] for p in predictions)
     assert f"acc_norm {correct}/20={correct / 20:.4f}" in alone.stdout
     for prediction in predictions:
@@ -241,20 +182,8 @@ def test_main_gives_the_same_with_any_number_of_processes(commands, folder, tmp_
         assert prediction["prediction_norm"] == mean.index(min(mean))
 
 
-def test_training_scores_the_rows_that_fit_and_says_how_many_do_not(commands, tiny_flags, tmp_path):
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in (ROW, TOO_LONG, ROW)))
-    flags = [*tiny_flags, "--max-steps=1", "--warmup-steps=0", "--val-every=0"]
-    flags += ["--block-size=64", "--hellaswag-every=1", f"--hellaswag-data={data}"]
-    done = commands.run("train_gpt2", *flags, "--run-name=a")
-    assert (done.code, done.stderr) == (0, "")
-    records = read_metrics(tmp_path / "runs/a/metrics.jsonl")
-    scores = [record for record in records if "hellaswag_acc_norm" in record]
-    assert [score["step"] for score in scores] == [0, 1]
-    assert {(score["hellaswag_total"], score["hellaswag_left_out"]) for score in scores} == {(2, 1)}
-
-    data.write_text(json.dumps(TOO_LONG))
-    done = commands.run("train_gpt2", *flags, "--run-name=b")
-    assert (done.code, done.stderr) == (0, "")
-    assert done.stdout.count("warning: HellaSwag will not be scored: every example is longer") == 1
-    assert not any("hellaswag_acc" in r for r in read_metrics(tmp_path / "runs/b/metrics.jsonl"))
+def test_training_scores_the_rows_of_a_file(tiny_flags, tmp_path):
+    flags = ["--hellaswag-every=1", f"--hellaswag-data={HELLASWAG}"]
+    main([*tiny_flags, *flags, "--max-steps=1", "--val-every=0", "--run-name=a"])
+    assert series(tmp_path / "runs/a", "hellaswag_total") == {0: 24, 1: 24}
+    assert len(series(tmp_path / "runs/a", "hellaswag_acc_norm")) == 2

@@ -17,7 +17,7 @@ FLOORS = (
     ("corpus",),
     (*("dataloader", "optimizers", "hellaswag", "sample", "export", "plot", "report", "demo"),),
     ("training",),
-    ("train_gpt2", "evaluation", "fineweb", "read_step"),
+    ("train_gpt2", "evaluation", "fineweb"),
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -33,29 +33,6 @@ def test_record_is_in_the_file_at_once_with_null_for_what_is_not_finite(tmp_path
     assert text == f'{record}\n{{"saved_step": 1}}\n'
 
 
-def test_evaluation_may_return_tensors(tmp_path, capsys):
-    with new_log(tmp_path) as log, log.evaluation(0) as record:
-        record |= {"accuracy": torch.tensor(0.5), "count": torch.tensor(3), "total": 10}
-    assert lines_of(tmp_path)[0].items() > {"accuracy": 0.5, "count": 3, "total": 10}.items()
-    assert "| accuracy 0.5 | count 3 | total 10 |" in capsys.readouterr().out
-
-
-def test_a_spike_is_one_line_in_a_hundred_steps_and_names_the_command_that_shows_its_text(
-    tmp_path, capsys
-):
-    with new_log(tmp_path, max_steps=400) as log:
-        losses = [3 + 0.01 * (step % 5) for step in range(1, 301)]
-        losses[39] = losses[149] = losses[159] = losses[280] = 9.0
-        for step, loss in enumerate(losses, 1):
-            log_step(log, step, loss)
-    spikes = [line for line in capsys.readouterr().out.splitlines() if "loss spike" in line]
-    command = f"python read_step.py {tmp_path} --step"
-    assert spikes == [
-        f"warning: loss spike at step {step}; to print its training text: {command} {step}"
-        for step in (150, 281)
-    ]
-
-
 def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with new_log(tmp_path / "run", logger=("tensorboard",)) as log:
@@ -79,7 +56,7 @@ def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
         log_step(log, 102, loss=2.5, lr=1e-4, grad_norm=0.25)
         with log.evaluation(102) as record:
             clock.now += 30.0
-            record["val_loss"] = 2.75
+            record |= {"val_loss": 2.75, "mine": torch.tensor(3)}
         with log.evaluation(102):  # nothing was measured
             pass
         clock.now += 1.0
@@ -92,11 +69,12 @@ def test_step_is_timed_without_what_is_paused(tmp_path, clock, capsys):
     }
     assert (second["step_time_ms"], second["tokens_per_second"]) == (1000.0, 1000.0)
     assert evaluation == {
-        **{"step": 102, "tokens_seen": 102_000, "val_loss": 2.75},
+        **{"step": 102, "tokens_seen": 102_000, "val_loss": 2.75, "mine": 3},
         **{"evaluation_seconds": 30.0, "overall_tokens_per_second": 2000 / 130},
     }
     shown = capsys.readouterr().out.splitlines()
     assert [line.partition(" | ")[0] for line in shown] == ["step 102/200", "step 102"]
+    assert "| val_loss 2.75 | mine 3 |" in shown[1]
 
 
 def test_step_logs_the_rate_of_its_tokens_and_what_train_step_returns(tmp_path, clock):
@@ -113,31 +91,17 @@ def test_step_logs_the_rate_of_its_tokens_and_what_train_step_returns(tmp_path, 
     assert all(record.items() >= metrics.items() for record in records)
 
 
-def test_eta_follows_the_recent_steps_after_the_first_which_compiles(tmp_path, clock, capsys):
-    with new_log(tmp_path, max_steps=1000) as log:
-        for step in range(1, 501):
-            clock.now += 60.0 if step == 1 else 1.0 if step <= 300 else 5.0
+def test_eta_is_from_all_time_after_the_first_step_which_compiles(tmp_path, clock, capsys):
+    with new_log(tmp_path, start_step=100, max_steps=1100) as log:
+        for step in range(101, 301):
+            clock.now += 60.0 if step == 101 else 1.0
             log_step(log, step)
-    shown = capsys.readouterr().out.splitlines()
-    etas = [shown[step - 1].rpartition(" | ")[2] for step in (1, 2, 500)]
-    assert etas == ["eta n/a", "eta 16m38s", "eta 41m40s"]
-
-
-def test_eta_has_the_time_of_evaluations_as_far_as_they_were_seen(tmp_path, clock, capsys):
-    with new_log(tmp_path, max_steps=1000) as log:
-        for step in range(301):
-            if step:
-                clock.now += 60.0 if step == 1 else 1.0
-                log_step(log, step)
             if step % 100 == 0:
-                with log.evaluation(step) as record:
-                    clock.now += 90.0 if step == 0 else 25.0  # the first of each kind compiles
-                    record["val_loss"] = 3.0
-                with log.paused():  # a save
+                with log.evaluation(step):
                     clock.now += 25.0
-    shown = [line for line in capsys.readouterr().out.splitlines() if "eta" in line]
-    etas = [shown[step - 1].rpartition("eta ")[2] for step in (100, 101, 199, 300)]
-    assert etas == ["15m00s", "22m33s", "20m06s", "17m32s"]
+    shown = capsys.readouterr().out.splitlines()
+    etas = [shown[step - 101].rpartition("eta ")[2] for step in (101, 102, 200, 201)]
+    assert etas == ["n/a", "16m38s", "15m00s", "18m44s"]
 
 
 def test_samples_are_appended_and_shown(tmp_path, capsys):
@@ -158,7 +122,5 @@ def test_format_step_shows_every_figure_that_is_known():
         "step   250/19073 | loss 3.2812 | lr 6.0e-4, norm 0.291"
         " | 1.59M tok/s, mfu 52%, 33.2 GiB | eta 1h43m"
     )
-    record |= {"step": 1, "mfu": None, "peak_memory_gib": None, "lr": 8e-7, "grad_norm": 12.0}
-    assert format_step(record, max_steps=10, eta_seconds=None) == (
-        "step  1/10 | loss 3.2812 | lr 8.0e-7, norm 12 | 1.59M tok/s | eta n/a"
-    )
+    record |= {"mfu": None, "peak_memory_gib": None}
+    assert format_step(record, max_steps=250, eta_seconds=None).endswith("| 1.59M tok/s | eta n/a")

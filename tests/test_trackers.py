@@ -19,21 +19,16 @@ from training.trackers import TRACKERS, Tracker
 
 
 class Recorder:
-    """A tracker as a user would write it: a line of JSON for each value."""
+    """A tracker as a user would write it."""
 
     def __init__(self, run_dir, settings, start_step):
-        self.file = (run_dir / "recorded.jsonl").open("a")
-        self.write(start_step, "config", "", settings)
+        self.settings, self.values, self.is_finished = settings, [], False
 
     def log(self, step, values):
-        for name, value in values.items():
-            self.write(step, type(value).__name__, name, value)
-
-    def write(self, *entry):
-        print(json.dumps(entry, default=str), file=self.file, flush=True)
+        self.values += [(step, name, value) for name, value in values.items()]
 
     def finish(self):
-        self.write(0, "end", "", "")
+        self.is_finished = True
 
 
 def refuse(*_):
@@ -41,22 +36,21 @@ def refuse(*_):
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-    monkeypatch.setitem(TRACKERS, "tensorboard", Recorder)
-    monkeypatch.setattr(
-        "training.trackers.PACKAGES", ()
-    )  # it needs none; `make test` installs none
+def recorders(monkeypatch):
+    """The recorders that stand for TensorBoard, which `make test` does not install."""
+    started = []
 
+    def start(*args):
+        started.append(Recorder(*args))
+        return started[-1]
 
-def recorded(run_dir, *kinds):
-    """What the recorder got, as `(step, name, value)`; by default all numbers."""
-    lines = map(json.loads, (run_dir / "recorded.jsonl").read_text().splitlines())
-    kinds = kinds or ("int", "float", "bool")
-    return [(step, name, value) for step, kind, name, value in lines if kind in kinds]
+    monkeypatch.setitem(TRACKERS, "tensorboard", start)
+    monkeypatch.setattr("training.trackers.PACKAGES", ())
+    return started
 
 
 def measured(run_dir):
-    """The numbers in `metrics.jsonl`, as `recorded` gives them."""
+    """The numbers in `metrics.jsonl`, as a `Recorder` has them."""
     return [
         (record["step"], name, value)
         for record in read_metrics(run_dir / "metrics.jsonl")
@@ -70,18 +64,13 @@ def by_step(values):
     return {(step, name): value for step, name, value in values}
 
 
-def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_flags, tmp_path):
+def test_run_gives_its_trackers_and_its_report_what_it_writes(recorders, tiny_flags, tmp_path):
     main([*tiny_flags, "--run-name=a", "--sample-every=8", "--logger=tensorboard"])
-    run_dir = tmp_path / "runs/a"
-    assert by_step(recorded(run_dir)) == by_step(measured(run_dir))
-    assert {"train_loss", "lr", "val_loss", "samples"} <= {name for _, name, _ in measured(run_dir)}
-    texts = recorded(run_dir, "str")
-    assert [(step, name) for step, name, _ in texts] == [(0, "sample_text"), (8, "sample_text")]
-    assert "".join(f"{text}\n" for *_, text in texts) == (run_dir / "samples.txt").read_text()
-    assert recorded(run_dir, "end")
-    [(_, _, config)] = recorded(run_dir, "config")
-    assert config == json.loads((run_dir / "config.json").read_text())
-    assert config["logger"] == ["tensorboard"]
+    run_dir, [recorder] = tmp_path / "runs/a", recorders
+    assert by_step(recorder.values) == by_step(measured(run_dir))
+    assert {"train_loss", "lr", "val_loss", "samples"} <= {name for _, name, _ in recorder.values}
+    assert recorder.settings == json.loads((run_dir / "config.json").read_text())
+    assert recorder.is_finished
     environment = collect_run(run_dir)["environment"]
     assert environment["environment"].startswith("1 x cpu, float32, torch ")
     assert re.fullmatch(r"[0-9a-f]{16}", environment["data fingerprint"])
@@ -95,7 +84,7 @@ def test_run_gives_its_trackers_and_its_report_what_it_writes(recorder, tiny_fla
         lambda *_: Tracker(lambda *_: None, refuse),
     ],
 )
-def test_tracker_that_fails_costs_one_warning(recorder, monkeypatch, tmp_path, capsys, failing):
+def test_tracker_that_fails_costs_one_warning(recorders, monkeypatch, tmp_path, capsys, failing):
     monkeypatch.setitem(TRACKERS, "wandb", failing)
     with new_log(tmp_path, logger=("wandb", "tensorboard")) as log:
         for step, norm in ((1, 1.0), (2, math.nan)):  # what is not finite is left out
@@ -104,8 +93,8 @@ def test_tracker_that_fails_costs_one_warning(recorder, monkeypatch, tmp_path, c
     assert warning == (
         "warning: --logger wandb failed and is now disabled: RuntimeError: the server refuses"
     )
-    assert recorded(tmp_path) == measured(tmp_path)  # the other one has everything
-    assert recorded(tmp_path, "end")
+    assert recorders[0].values == measured(tmp_path)  # the other one has everything
+    assert recorders[0].is_finished
 
 
 def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
@@ -115,48 +104,34 @@ def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
     assert not (tmp_path / "runs/a").exists()
 
 
-def own_folders(tmp_path):
-    """What keeps the libraries from this machine's logins and settings."""
-    environment = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CONFIG", "CACHE", "DATA")}
-    return environment | {"NETRC": str(tmp_path / "none"), "HF_HOME": str(tmp_path / "hf")}
-
-
 # --- what the libraries wrote, read back ------------------------------------------------------
 
 
 def tensorboard_values(run_dir):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.backend.event_processing.plugin_event_accumulator import (
-        EventAccumulator as PluginEvents,
-    )
 
-    folder = str(run_dir / "tensorboard")
-    events = EventAccumulator(folder, size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     steps = [scalar.step for scalar in events.Scalars("train_loss")]
     assert steps == list(range(1, 11))  # those of the first session after step 4 are removed
     for name in events.Tags()["scalars"]:
         yield from ((scalar.step, name, scalar.value) for scalar in events.Scalars(name))
-    texts = PluginEvents(folder).Reload().Tensors("sample_text/text_summary")
-    yield from ((text.step, "sample_text", "") for text in texts)
 
 
 def wandb_values(run_dir):
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)
-    assert len(files) == 2
-    assert {path.name for path in files} == {"run-ours.wandb"}  # of one id
-    rows, deadline = [], time.monotonic() + 600
-    while not any(row["step"] == 10 and "train_loss" in row for row in rows):
+    assert [path.name for path in files] == ["run-ours.wandb"] * 2  # of one id
+    assert b"my name" in files[0].read_bytes()
+    values, deadline = [], time.monotonic() + 600
+    while (10, "train_loss") not in by_step(values):
         assert time.monotonic() < deadline
         time.sleep(0.1)  # wandb's own process may write the last rows after ours has ended
         with suppress(Exception):  # the last record is not whole yet
-            rows = [row for path in files for row in wandb_rows(path)]
-            names = [record.run.display_name for record in wandb_records(files[0])]
-    assert "my name" in names
-    return [(row["step"], *item) for row in rows for item in row.items()]
+            values = [value for path in files for value in wandb_history(path)]
+    return values
 
 
-def wandb_records(path):
-    """The records of an offline file, in LevelDB's log format."""
+def wandb_history(path):
+    """The values in an offline file, in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, body = path.read_bytes(), 7, b""
@@ -168,15 +143,9 @@ def wandb_records(path):
         body += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # the whole of a record, or its last part
-            yield Record.FromString(body)
-            body = b""
-
-
-def wandb_rows(path):
-    """The history of an offline file."""
-    for items in (record.history.item for record in wandb_records(path)):
-        if items:
-            yield {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items}
+            items, body = Record.FromString(body).history.item, b""
+            row = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items}
+            yield from ((row["step"], *item) for item in row.items())
 
 
 def trackio_values(run_dir):
@@ -187,38 +156,35 @@ def trackio_values(run_dir):
     return [(step, *item) for *_, step, row in rows for item in json.loads(row).items()]
 
 
-SESSIONS = f"""
+SESSION = f"""
 import os, sys
 from pathlib import Path
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-for name in [*os.environ]:
+for name in [*os.environ]:  # this machine's settings
     if name.startswith(("WANDB_", "TRACKIO_")): del os.environ[name]
 os.environ |= ENVIRONMENT
 from training import trackers
 trackers.WANDB_SECONDS = 600  # on a machine that is slow, or busy
 from run_files import log_session
-log_session(Path(RUN_DIR), TRACKER, START, END)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
-    """Under the test's own settings of the libraries alone, and no HOME."""
+    """Under the test's own settings and logins of the libraries alone."""
     pytest.importorskip(tracker)
-    environment = own_folders(tmp_path) | {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
-    environment["WANDB_INIT_TIMEOUT"] = "600"
-    own_names = {"WANDB_RUN_ID": "ours", "WANDB_NAME": "my name"}  # of the first session
+    environment = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CONFIG", "CACHE", "DATA")}
+    environment |= {"NETRC": str(tmp_path / "none"), "HF_HOME": str(tmp_path / "hf")}
+    environment |= {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "WANDB_INIT_TIMEOUT": "600"}
+    first = environment | {"WANDB_RUN_ID": "ours", "WANDB_NAME": "my name"}
     script, run_dir = tmp_path / "script.py", tmp_path / "a"
-    for start, end in ((0, 8), (4, 10)):
-        given = environment | ({} if start else own_names)
-        names = f"ENVIRONMENT, RUN_DIR, TRACKER = {given!r}, {str(run_dir)!r}, {tracker!r}\n"
-        script.write_text(f"{names}START, END = {start}, {end}\n{SESSIONS}")
+    for start, end, given in ((0, 8, first), (4, 10, environment)):
+        session = f"log_session(Path({str(run_dir)!r}), {tracker!r}, {start}, {end})"
+        script.write_text(f"ENVIRONMENT = {given!r}\n{SESSION}{session}\n")
         done = commands.run(script)
         assert done.code == 0, done
         assert "warning: --logger" not in done.stdout
     values = {"tensorboard": tensorboard_values, "wandb": wandb_values, "trackio": trackio_values}
     shown, expected = by_step(values[tracker](run_dir)), by_step(measured(run_dir))
     assert {key: shown[key] for key in expected} == pytest.approx(expected, rel=1e-6)
-    texts = {(step, "sample_text") for step in (0, 4, 8)}
-    assert {*shown} - {*expected} >= texts

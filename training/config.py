@@ -147,7 +147,7 @@ class TrainConfig:
     log_every: int = 1
     """Steps between console lines; metrics.jsonl has every step."""
     logger: tuple[TrackerName, ...] = ()
-    """Send metrics and samples to these trackers: tensorboard, wandb, trackio."""
+    """Send metrics to these trackers: tensorboard, wandb, trackio."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
     """Recompute activations in the backward pass: none, selective (all but matmuls and attention)

@@ -214,7 +214,7 @@ class Trainer:
                 "with requires_grad_(False)"
             )
 
-    def raise_unless_overflow(self, metrics: Mapping[str, float], inspect_command: str) -> None:
+    def raise_unless_overflow(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
 
         An overflow only skips this update and halves the loss scale, which never goes below 1.
@@ -222,8 +222,7 @@ class Trainer:
         loss, norm = metrics["train_loss"], metrics["grad_norm"]
         if not math.isfinite(loss) or self.scaler.get_scale() <= 1:  # 1 without float16
             raise FloatingPointError(
-                f"loss {loss:.4f}, gradient norm {norm}: no update was made; to see the text of "
-                f"the step, run {inspect_command}"
+                f"loss {loss:.4f}, gradient norm {norm} in step {step + 1}: no update was made"
             )
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
@@ -318,7 +317,7 @@ def open_run(
             print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
         hellaswag = list[Example]()
         if config.hellaswag_every:
-            hellaswag = examples_or_none(config.hellaswag_data, model_config.block_size, dist_info)
+            hellaswag = examples_or_none(config.hellaswag_data)
         log = RunLog(
             folder,
             config,

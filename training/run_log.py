@@ -7,36 +7,25 @@ import json
 import math
 import platform
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Any, Self
 
-import numpy as np
 import torch
 
-from formats.metrics import METRICS_NAME
-from runtime.cli import format_count, format_duration, shell_line
-from runtime.device import cudnn_version, device_name, peak_memory_gib, synchronize
+from formats.metrics import LOG_METRICS, METRICS_NAME
+from runtime.cli import format_count, format_duration
+from runtime.device import device_name, peak_memory_gib, synchronize
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import append_atomically
 from runtime.gpus import mfu, peak_flops
 from training.config import TrainConfig
 from training.folder import describe_run
 from training.trackers import Trackers
-
-# A spike is 10 standard deviations above the mean of the last 100 losses.
-SPIKE_STDS, SPIKE_STEPS = 10, 100
-LOG_NAMES = {  # which the log itself sets
-    *("step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"),
-    *("step_time_ms", "tokens_per_second", "mfu", "peak_memory_gib"),
-}
-ETA_STEPS = 50  # number of recent steps that the ETA is estimated from
 
 
 @dataclass
@@ -59,9 +48,8 @@ class RunLog:
     """Dtype for matrix multiplications."""
 
     def __post_init__(self) -> None:
-        self._last_step, self._start_tokens = self.start_step, self.tokens_seen
-        self._losses = deque[float](maxlen=SPIKE_STEPS)
-        self._owners = dict.fromkeys(LOG_NAMES, "the log")
+        self._start_tokens = self.tokens_seen
+        self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
     def __enter__(self) -> Self:
         self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
@@ -70,9 +58,7 @@ class RunLog:
         self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
         float32 = self.dtype == torch.float32
         self._peak_flops = peak_flops(device_name(self.dist_info.device), float32=float32)
-        self._step_seconds = list[float]()  # without the first step, which compiles
-        self._paused_seconds = self._pause_ratio = 0.0
-        self._begun = self._step_begun = perf_counter()
+        self._begun = self._step_begun = self._first_step_end = perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,8 +74,6 @@ class RunLog:
         device = f"{self.dist_info.world_size} x {device_name(self.dist_info.device)}"
         dtype = str(self.dtype).removeprefix("torch.")
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        if self.dist_info.device.type == "cuda":
-            versions += f", cuDNN {cudnn_version()}"
         environment = f"{device}, {dtype}, {versions}"
         self.record(environment=environment, data_fingerprint=data_fingerprint)
 
@@ -99,16 +83,7 @@ class RunLog:
         synchronize(self.dist_info.device)  # the pause must not include work of the last step
         begun = perf_counter()
         yield
-        seconds = perf_counter() - begun
-        self._step_begun += seconds
-        if self._step_seconds:  # earlier evaluations may include compiling
-            self._paused_seconds += seconds
-            self._pause_ratio = self._paused_seconds / sum(self._step_seconds)
-
-    def inspect_command(self) -> str:
-        """Return the command that prints the text of the step after the last logged one."""
-        step = ("--step", self._last_step + 1)
-        return shell_line("python", "read_step.py", self.run_dir, *step)
+        self._step_begun += perf_counter() - begun
 
     def step(self, step: int, tokens_seen: int, metrics: Mapping[str, float]) -> None:
         """Log a step that the device has finished, the `step`-th update.
@@ -118,10 +93,8 @@ class RunLog:
         """
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
-        if step > self.start_step + 1:
-            self._step_seconds.append(seconds)
         tokens_per_second = (tokens_seen - self.tokens_seen) / seconds
-        self.tokens_seen, loss = tokens_seen, metrics["train_loss"]
+        self.tokens_seen = tokens_seen
         self.claim_names("train_step", metrics)
         record = {
             "step": step,
@@ -135,19 +108,14 @@ class RunLog:
             "peak_memory_gib": peak_memory_gib(self.dist_info.device),
         }
         self.record(**record)
-        recent = self._losses
-        if len(recent) == SPIKE_STEPS and loss > np.mean(recent) + SPIKE_STDS * np.std(recent):
-            print0(
-                f"warning: loss spike at step {step}; to print its training text: "
-                f"{self.inspect_command()}"
-            )
-            recent.clear()
-        recent.append(loss)
-        self._last_step = step
-        if step % self.config.log_every == 0 or step == self.config.max_steps:
-            steps_left, last = self.config.max_steps - step, self._step_seconds[-ETA_STEPS:]
-            eta_seconds = steps_left * fmean(last) * (1 + self._pause_ratio) if last else None
-            print0(format_step(record, self.config.max_steps, eta_seconds))
+        timed_steps = step - self.start_step - 1  # without the first, which compiles
+        if not timed_steps:
+            self._first_step_end = now
+        max_steps = self.config.max_steps
+        if step % self.config.log_every == 0 or step == max_steps:
+            seconds = now - self._first_step_end  # evaluations and saves included
+            eta = (max_steps - step) * seconds / timed_steps if timed_steps else None
+            print0(format_step(record, max_steps, eta))
 
     def claim_names(self, function: str, names: Iterable[str]) -> None:
         """Raise ValueError if another function has already logged a metric with the same name."""
@@ -187,7 +155,6 @@ class RunLog:
         lines = [f"step {step} | sample: {text!r}" for text in texts]
         with warn_on_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-        self._trackers.log(step, {"sample_text": "\n".join(lines)})
         for line in lines:
             print0(line)
 
@@ -212,8 +179,9 @@ class RunLog:
         line = json.dumps(finite, allow_nan=False) + "\n"
         with warn_on_write_error(), self._lock:
             append_atomically(self._file, line.encode())
-        if isinstance(step := finite.pop("step", None), int):
-            self._trackers.log(step, finite)
+        numbers = {name: x for name, x in finite.items() if isinstance(x, int | float)}
+        if "step" in numbers:
+            self._trackers.log(int(numbers.pop("step")), numbers)
 
 
 @contextmanager
@@ -232,11 +200,11 @@ def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | 
         device.append(f"mfu {record['mfu']:.0%}")
     if record["peak_memory_gib"] is not None:
         device.append(f"{record['peak_memory_gib']:.3g} GiB")
-    lr, norm = f"{record['lr']:.1e}".replace("e-0", "e-"), record["grad_norm"]
+    lr = f"{record['lr']:.1e}".replace("e-0", "e-")
     columns = [
         f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
         f"loss {record['train_loss']:.4f}",
-        f"lr {lr}, norm {norm:{'.3g' if norm < 1000 else '.0f'}}",
+        f"lr {lr}, norm {record['grad_norm']:.3g}",
         ", ".join(device),
         f"eta {format_duration(eta_seconds)}",
     ]

@@ -18,7 +18,6 @@ SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
     for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
     if hasattr(signal, name)
 ]
-BATCHES_PER_SYNC = 8  # in evaluations; ranks wait for each other when they sync
 
 
 class _EvaluationStopped(Exception):  # noqa: N818 - not an error
@@ -38,7 +37,6 @@ class StopRequest:
         self.interrupted_evaluation = False
         self._is_single_process = dist_info.world_size == 1
         self._signal = 0  # received by this process; 0 = none
-        self._batches = 0
         self._handlers: dict[int, Any] = {}
 
     @property
@@ -57,9 +55,7 @@ class StopRequest:
 
     def interrupt_evaluation(self) -> None:
         """Leave an `interruptible` body if any process got a signal; all processes must call it."""
-        self._batches += 1
-        if self._batches % BATCHES_PER_SYNC == 0:
-            self.sync()
+        self.sync()
         if self.is_agreed:
             raise _EvaluationStopped
 

@@ -1,4 +1,4 @@
-"""Trackers: a run's metrics and samples in TensorBoard, Weights & Biases or Trackio.
+"""Trackers: a run's metrics in TensorBoard, Weights & Biases or Trackio.
 
 Rank 0 calls them. Their libraries write and send in separate threads or processes, so a call does
 not wait for a disk or a network. A tracker that fails prints one warning and is disabled.
@@ -8,7 +8,6 @@ To add a tracker, write a function and add its name to `TrackerName` and `TRACKE
 """
 
 import contextlib
-import html
 import importlib.util
 import json
 import os
@@ -21,8 +20,7 @@ from runtime.distributed import print0
 from runtime.files import read_json, write_json
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
-Values = Mapping[str, float | str]
-PROJECT = "gpt2"  # unless an environment variable names another
+PROJECT = "gpt2"  # in W&B, unless WANDB_PROJECT names another
 PACKAGES = ("tensorboard", "wandb", "trackio")  # trackers that need the package of the same name
 WANDB_SECONDS = 60  # maximum time that a run waits for W&B at its end
 
@@ -30,8 +28,8 @@ WANDB_SECONDS = 60  # maximum time that a run waits for W&B at its end
 class Tracker(NamedTuple):
     """Functions that report a run to a tracker."""
 
-    log: Callable[[int, Values], object]
-    """Adds the values of a step: a number is a metric, a `str` is a text."""
+    log: Callable[[int, Mapping[str, float]], object]
+    """Adds the metrics of a step."""
     finish: Callable[[], object]
     """Waits until everything is written or sent."""
 
@@ -45,14 +43,11 @@ def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: in
 
     folder = run_dir / "tensorboard"
     writer: Any = SummaryWriter(folder, purge_step=start_step + 1, flush_secs=10)
-    writer.add_text("config", _fenced(json.dumps(settings, indent=2)), start_step)
+    writer.add_text("config", f"```json\n{json.dumps(settings, indent=2)}\n```", start_step)
 
-    def log(step: int, values: Values) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            if isinstance(value, str):
-                writer.add_text(name, _fenced(value), step)
-            else:
-                writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
     return Tracker(log, writer.close)
 
@@ -77,12 +72,7 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
         settings=wandb.Settings(console="off", finish_timeout=WANDB_SECONDS),
     )
     run.define_metric("*", step_metric="step")
-
-    def log(step: int, values: Values) -> None:
-        shown = _convert_texts(values, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"))
-        run.log({"step": step} | shown)
-
-    return Tracker(log, run.finish)
+    return Tracker(lambda step, values: run.log({"step": step, **values}), run.finish)
 
 
 def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
@@ -90,16 +80,12 @@ def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -
     import trackio
 
     run: Any = trackio.init(
-        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        project=PROJECT,
         name=run_dir.name,
         config=dict(settings),
         resume="allow" if start_step else "never",
     )
-
-    def log(step: int, values: Values) -> None:
-        run.log(_convert_texts(values, lambda text: trackio.Markdown(_fenced(text))), step=step)
-
-    return Tracker(log, run.finish)
+    return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
 # Arguments: the run's folder (its name is the run's name), the settings as JSON values, and the
@@ -109,16 +95,6 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "wandb": start_wandb,
     "trackio": start_trackio,
 }
-
-
-def _convert_texts(values: Values, text: Callable[[str], object]) -> dict[str, object]:
-    """Return the values of a step, with texts converted by `text`."""
-    return {name: text(v) if isinstance(v, str) else v for name, v in values.items()}
-
-
-def _fenced(text: str) -> str:
-    """Return text as a Markdown code block."""
-    return f"```text\n{text}\n```"
 
 
 def check_installed(names: Iterable[str]) -> None:
@@ -146,12 +122,11 @@ class Trackers:
             with self._disable_on_error(name):
                 self.active[name] = TRACKERS[name](run_dir, settings, start_step)
 
-    def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        """Pass the values of a step that are not None to each tracker."""
-        known = {name: value for name, value in values.items() if value is not None}
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass the metrics of a step to each tracker."""
         for name, tracker in list(self.active.items()):
             with self._disable_on_error(name):
-                tracker.log(step, known)
+                tracker.log(step, values)
 
     def finish(self) -> None:
         """Finish each tracker."""
