@@ -81,7 +81,7 @@ class BenchConfig:
 
     micro_batch_size: int | None = None
     """Sequences per micro-batch of the plain trainer; default: 16 on GPUs (as in published
-    figures), 4 on other devices. train_gpt2.py chooses its own, except next to transformers."""
+    figures), 4 on other devices. train_gpt2.py chooses its own."""
     steps: int | None = None
     """Timed steps per run, after one untimed step; default: 20 on GPUs, else 4. A run ends after 10
     minutes even if it has done fewer."""
@@ -114,16 +114,10 @@ class BenchConfig:
         return select_device(self.device)
 
     @property
-    def sequences(self) -> int:
-        """Sequences per micro-batch of the plain trainer."""
-        return self.micro_batch_size or (16 if self.torch_device.type == "cuda" else 4)
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens per step of `train_gpt2.py`: its default, or one micro-batch without a GPU."""
-        if self.torch_device.type == "cuda":
-            return TrainConfig.total_batch_size
-        return self.sequences * self.block_size
+    def micro_batch_tokens(self) -> int:
+        """Tokens per micro-batch of the plain trainer."""
+        sequences = self.micro_batch_size or (16 if self.torch_device.type == "cuda" else 4)
+        return sequences * self.block_size
 
     @property
     def timed_steps(self) -> int:
@@ -178,8 +172,10 @@ def peers(config: BenchConfig) -> dict[str, Measure]:
         script = partial(measure_script, config, config.peer.resolve())
         return {config.peer.name: script, PRODUCT: product(config)}
     names = [*available_optimizations(config.torch_device), HUGGING_FACE]
-    same = {"total_batch_size": config.step_tokens, "micro_batch_size": config.sequences}
-    return {"transformers": plain(config, *names, **same), PRODUCT: product(config, **same)}
+    return {
+        "transformers": plain(config, *names),
+        PRODUCT: product(config, total_batch_size=config.micro_batch_tokens),
+    }
 
 
 def gpu_check(config: BenchConfig) -> dict[str, Measure]:
@@ -205,18 +201,23 @@ def available_optimizations(device: torch.device) -> list[str]:
     return [name for name in OPTIMIZATIONS if not missing.get(name)]
 
 
-def plain(config: BenchConfig, *optimizations: str, **settings: object) -> Measure:
-    """Return a measurement of the plain trainer; by default, a step is one micro-batch."""
-    tokens = config.sequences * config.block_size
-    batch = {"total_batch_size": tokens, "micro_batch_size": config.sequences}
+def plain(config: BenchConfig, *optimizations: str) -> Measure:
+    """Return a measurement of the plain trainer."""
     command = ("-m", "bench.plain", ",".join(optimizations))
-    return partial(measure_training, config, command, batch | settings)
+    return partial(
+        measure_training, config, command, {"total_batch_size": config.micro_batch_tokens}
+    )
 
 
 def product(config: BenchConfig, **settings: object) -> Measure:
-    """Return a measurement of `train_gpt2.py` with its defaults, except for `settings`."""
-    batch = {"total_batch_size": config.step_tokens, "micro_batch_size": "auto"}
-    return partial(measure_training, config, ("train_gpt2.py",), batch | settings)
+    """Return a measurement of `train_gpt2.py` with its defaults, except for `settings`.
+
+    Without a GPU, a step is a micro-batch of the plain trainer instead of 524,288 tokens.
+    """
+    on_gpu = config.torch_device.type == "cuda"
+    tokens = TrainConfig.total_batch_size if on_gpu else config.micro_batch_tokens
+    settings = {"total_batch_size": tokens} | settings
+    return partial(measure_training, config, ("train_gpt2.py",), settings)
 
 
 def measure_training(

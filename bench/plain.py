@@ -4,7 +4,7 @@
 
 Each optimization is off unless the first argument lists it, as in "compile,fused AdamW"; the other
 arguments are flags of train_gpt2.py. Windows and initial weights are the same as with
-`train_gpt2.py --no-shuffle` on one process.
+`train_gpt2.py --no-shuffle` on one process. There is no gradient accumulation.
 """
 
 import itertools
@@ -64,28 +64,20 @@ def train(enabled: Collection[str], config: TrainConfig, device: torch.device) -
     optimizer = build_optimizer(model, config, fused="fused AdamW" in enabled)
     compiled = torch.compile(model, dynamic=False) if "compile" in enabled else model
     flash = nullcontext() if "flash attention" in enabled else sdpa_kernel(SDPBackend.MATH)
-    assert isinstance(config.micro_batch_size, int)
-    micro_steps = config.total_batch_size // (config.micro_batch_size * config.block_size)
-    batches = read_batches(config, config.micro_batch_size, device)
     with flash:
-        for _ in range(config.max_steps):
-            loss_sum = 0.0
-            for inputs, targets in itertools.islice(batches, micro_steps):
-                with autocast(device, dtype):
-                    loss = compiled(inputs, targets).loss / micro_steps
-                loss.backward()
-                loss_sum += loss.detach()
+        for inputs, targets in itertools.islice(read_batches(config, device), config.max_steps):
+            with autocast(device, dtype):
+                loss = compiled(inputs, targets).loss
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            yield float(loss_sum)  # waits for the device
+            yield float(loss)  # waits for the device
 
 
-def read_batches(
-    config: TrainConfig, sequences: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+def read_batches(config: TrainConfig, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets, (B, T) int64 each, from the training tokens in order."""
-    shape, count = (sequences, config.block_size), sequences * config.block_size
+    shape, count = (-1, config.block_size), config.total_batch_size
     shards = open_shards(config.data_dir, "train")
     used = (shards.total_tokens - 1) // count * count
     for start in itertools.count(0, count):
@@ -125,8 +117,8 @@ class HuggingFaceGPT2(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor) -> ModelOutput:
         """Return Hugging Face's loss; with `shift_labels`, targets are already one token ahead."""
-        output = self.model(input_ids=idx, labels=targets, shift_labels=targets)
-        return ModelOutput(None, output.loss)
+        loss = self.model(input_ids=idx, labels=targets, shift_labels=targets).loss
+        return ModelOutput(None, loss)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool) -> AdamW:
