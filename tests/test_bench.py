@@ -20,7 +20,7 @@ from bench.measurement import (
     run_python,
     store_results,
 )
-from bench.plain import OPTIMIZATIONS, HuggingFaceGPT2
+from bench.plain import HUGGING_FACE, OPTIMIZATIONS, HuggingFaceGPT2
 from formats.metrics import read_metrics
 from model import GPT, GPTConfig
 from runtime.cli import parse_flags
@@ -215,6 +215,8 @@ def test_peer_is_compared_with_the_defaults(call):
     results = file["peer_transformers"]["results"]
     peer, product = results["transformers"], results[PRODUCT]
     assert f"({product['tokens/s'][0] / peer['tokens/s'][0]:.2f}x)" in shown
+    command = peers(BenchConfig(peer="transformers", device="cpu"))["transformers"].args[1]
+    assert command[-1].endswith(f"flash attention,padded vocabulary,fused AdamW,{HUGGING_FACE}")
 
 
 def test_tests_are_counted_or_named_with_their_last_line(tmp_path, monkeypatch):
