@@ -228,21 +228,18 @@ def measure_training(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = {"out_dir": folder, "max_steps": config.timed_steps + 1}
         flags = as_flags(shared | TRAINING | run | settings)
-        return measure_speed(config, seconds, *command, *flags)
+        return measure_speed(config, [*command, *flags], seconds)
 
 
 def measure_script(config: BenchConfig, script: Path, seconds: float) -> dict[str, float]:
     """Measure another project's script, which finds the shards where build-nanogpt expects them."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         Path(folder, "edu_fineweb10B").symlink_to(str(config.data_dir))
-        return measure_speed(config, seconds, script, folder=Path(folder), PYTHONPATH="")
+        return measure_speed(config, [str(script)], seconds, Path(folder))
 
 
 def measure_speed(
-    config: BenchConfig,
-    seconds: float,
-    *command: str | Path,
-    **options: Any,  # noqa: ANN401 - of run_python
+    config: BenchConfig, command: Sequence[str], seconds: float, folder: Path | None = None
 ) -> dict[str, float]:
     """Run a trainer until it has printed the speeds of enough steps; return their median.
 
@@ -253,7 +250,7 @@ def measure_speed(
     def is_done(output: str) -> bool:
         return len(read_rates(output)) > config.timed_steps
 
-    output = run_python(*command, seconds=seconds, is_done=is_done, **options)
+    output = run_python(*command, seconds=seconds, is_done=is_done, folder=folder)
     if not (rates := read_rates(output)[1:]):
         raise ValueError(
             f"printed fewer than 2 speeds such as `tok/sec: 1` (limit: {seconds:.0f} s)"

@@ -79,7 +79,7 @@ def format_results(results: Results, failures: Mapping[str, str]) -> str:
 def run_python(
     *args: str | Path,
     seconds: float = math.inf,
-    folder: Path = ROOT,
+    folder: Path | None = None,
     is_done: Callable[[str], bool] = lambda _: False,
     **environment: str,
 ) -> str:
@@ -88,7 +88,7 @@ def run_python(
     Args:
         args: arguments of Python.
         seconds: time limit.
-        folder: working directory.
+        folder: working directory; default: the project's folder.
         is_done: called with the output so far; returns whether to kill the child.
         environment: environment variables to set.
 
@@ -106,8 +106,8 @@ def run_python(
 
         child = subprocess.Popen(
             [sys.executable, *args],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
+            cwd=folder or ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             stdout=file,
             stderr=file,
             process_group=0,

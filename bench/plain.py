@@ -4,7 +4,7 @@
 
 Each optimization is off unless the first argument lists it, as in "compile,fused AdamW"; the other
 arguments are flags of train_gpt2.py. Windows and initial weights are the same as with
-`train_gpt2.py --no-shuffle` on one process. There is no gradient accumulation.
+`train_gpt2.py --no-shuffle` on one process. It does not accumulate gradients.
 """
 
 import itertools
@@ -72,7 +72,7 @@ def train(enabled: Collection[str], config: TrainConfig, device: torch.device) -
             nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            yield float(loss)  # waits for the device
+            yield loss.item()  # waits for the device
 
 
 def read_batches(config: TrainConfig, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
