@@ -1,15 +1,13 @@
 """A plain trainer of the kind many projects use: the baseline for the benchmarks.
 
-    python -m bench.plain OPTIMIZATIONS --n-layer 2 …        (`bench.ladder` starts this)
+    python -m bench.plain OPTIMIZATIONS --n-layer 2 …        (`bench` starts this)
 
 Each optimization is off unless the first argument lists it, as in "compile,fused AdamW"; the other
 arguments are flags of train_gpt2.py. Windows and initial weights are the same as with
-`train_gpt2.py --no-shuffle` on one process, and losses and times are logged to `metrics.jsonl` in
-the same format.
+`train_gpt2.py --no-shuffle` on one process. It does not accumulate gradients.
 """
 
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
@@ -49,52 +47,37 @@ def main() -> None:
     """Train with the optimizations that the first argument lists."""
     names, *flags = sys.argv[1:]
     config = parse_flags(TrainConfig, flags)
-    path = config.out_dir / (config.run_name or "plain") / "metrics.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        for record in train(names.split(","), config):
-            print(json.dumps(record), file=file, flush=True)
-
-
-def train(enabled: Collection[str], config: TrainConfig) -> Iterator[dict[str, float | None]]:
-    """Train new weights with the constant learning rate `max_lr`; yield a record per step."""
     device = select_device(config.device)
+    start = perf_counter()
+    for loss in train(names.split(","), config, device):
+        seconds, start = perf_counter() - start, perf_counter()
+        memory_gib = peak_memory_gib(device) or float("nan")
+        speed = f"{config.total_batch_size / seconds:.1f} tok/s, {memory_gib:.3g} GiB"
+        print(f"loss {loss:.4f} | {speed}", flush=True)
+
+
+def train(enabled: Collection[str], config: TrainConfig, device: torch.device) -> Iterator[float]:
+    """Train new weights with the constant learning rate `max_lr`; yield the loss of each step."""
     dtype = select_dtype("auto" if "bfloat16" in enabled else "float32", device)
     torch.set_float32_matmul_precision("high" if "TF32" in enabled else "highest")
     model = plain_model(enabled, config, device)
     optimizer = build_optimizer(model, config, fused="fused AdamW" in enabled)
     compiled = torch.compile(model, dynamic=False) if "compile" in enabled else model
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     flash = nullcontext() if "flash attention" in enabled else sdpa_kernel(SDPBackend.MATH)
-    assert isinstance(config.micro_batch_size, int)
-    micro_steps = config.total_batch_size // (config.micro_batch_size * config.block_size)
-    batches = read_batches(config, config.micro_batch_size, device)
     with flash:
-        for step in range(1, config.max_steps + 1):
-            start, loss_sum = perf_counter(), 0.0
-            for inputs, targets in itertools.islice(batches, micro_steps):
-                with autocast(device, dtype):
-                    loss = compiled(inputs, targets).loss / micro_steps
-                scaler.scale(loss).backward()
-                loss_sum += loss.detach()
-            scaler.unscale_(optimizer)
+        for inputs, targets in itertools.islice(read_batches(config, device), config.max_steps):
+            with autocast(device, dtype):
+                loss = compiled(inputs, targets).loss
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-            scaler.step(optimizer)
-            scaler.update()
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            yield {
-                "step": step,
-                "train_loss": float(loss_sum),  # waits for the device
-                "step_time_ms": 1000 * (perf_counter() - start),
-                "peak_memory_gib": peak_memory_gib(device),
-            }
+            yield loss.item()  # waits for the device
 
 
-def read_batches(
-    config: TrainConfig, sequences: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+def read_batches(config: TrainConfig, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets, (B, T) int64 each, from the training tokens in order."""
-    shape, count = (sequences, config.block_size), sequences * config.block_size
+    shape, count = (-1, config.block_size), config.total_batch_size
     shards = open_shards(config.data_dir, "train")
     used = (shards.total_tokens - 1) // count * count
     for start in itertools.count(0, count):
@@ -134,8 +117,8 @@ class HuggingFaceGPT2(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor) -> ModelOutput:
         """Return Hugging Face's loss; with `shift_labels`, targets are already one token ahead."""
-        output = self.model(input_ids=idx, labels=targets, shift_labels=targets)
-        return ModelOutput(None, output.loss)
+        loss = self.model(input_ids=idx, labels=targets, shift_labels=targets).loss
+        return ModelOutput(None, loss)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool) -> AdamW:

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.config import ROOT
-from bench.measurement import device_label, provenance, run_python
+from bench.measurement import ROOT, device_label, provenance, run_python
 from bench.proxy import first_merges, vocab_size
 from corpus.shards import open_shards
 from corpus.sources import file_source, local_files

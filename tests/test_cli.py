@@ -223,7 +223,7 @@ SCRIPTS = {  # the configuration of each script
     "plot": "plot:PlotConfig",
     "export": "export:ExportConfig",
     "demo": "demo:DemoConfig",
-    "bench": "bench.config:BenchConfig",
+    "bench": "bench.__main__:BenchConfig",
     "bench.recipes": "bench.recipes:RecipesConfig",
 }
 
