@@ -29,12 +29,13 @@ import numpy as np
 from tqdm import tqdm
 
 from corpus import shards, sources
+from corpus.encoding import TokenIds, encode_documents
 from corpus.shards import FULL_DATASET, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
 from formats.hub import REPO_NAME
 from runtime.cli import bad_numbers, format_count, parse_flags, run_command, shell_line
 from runtime.files import lock_folder, read_json
-from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents, gpt2_encoding
+from tokenizer import END_OF_TEXT, VOCAB_SHA256, gpt2_encoding
 
 BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that reaches this
 RECIPES = Path(__file__).parent / "recipes"
