@@ -32,17 +32,13 @@ from corpus import shards, sources
 from corpus.encoding import TokenIds, encode_documents
 from corpus.shards import FULL_DATASET, Manifest, Part, ShardWriter
 from corpus.sources import Cursor, Document, Source
+from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import bad_numbers, format_count, parse_flags, run_command, shell_line
-from runtime.files import lock_folder, read_json
-from tokenizer import END_OF_TEXT, VOCAB_SHA256, gpt2_encoding
+from runtime.cli import bad_numbers, format_count, parse_flags, run_command
+from runtime.files import lock_folder
+from tokenizer import END_OF_TEXT, VOCAB_SHA256
 
 BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that reaches this
-RECIPES = Path(__file__).parent / "recipes"
-MIN_TOKENS = 2_570  # a tenth is validation, which needs one window of the smallest recipe
-LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
-MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
-MAX_PASSES = 5  # a proposed run makes at most 5 over the training split; 10 overfit some texts
 OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
 
 
@@ -99,9 +95,10 @@ def main() -> None:
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
     print(make_shards(config, open_source, folder))
-    # The manifest exists once all parts are finished; an installed package has no recipes.
-    if RECIPES.is_dir() and (manifest := Manifest.load(folder)):
-        print(f"{describe_text(folder)}\n{propose_training(folder, manifest)}")
+    if manifest := Manifest.load(folder):  # it exists once all parts are finished
+        from training.propose import propose_training  # imports torch, which takes seconds
+
+        print(f"{describe_baseline(folder)}\n{propose_training(folder, manifest)}")
 
 
 def assign_rank(config: FineWebConfig) -> FineWebConfig:
@@ -263,69 +260,12 @@ def summary(folder: Path, manifest: Manifest, earlier: Manifest | None) -> str:
     return f"{line}; finished earlier, and unchanged" if manifest == earlier else line
 
 
-def propose_training(folder: Path, manifest: Manifest) -> str:
-    """Propose a training command that suits a dataset and this machine, and estimate its time.
-
-    The command uses the largest recipe that makes at most `MAX_PASSES` passes over the text. For a
-    small text, it shortens the smallest recipe and sets a batch of 0.29 D^0.571 tokens for a run of
-    D tokens: half the batch that suits a single pass (Li et al. 2025).
-    """
-    if manifest.tokens < MIN_TOKENS:
-        problem = f"warning: {manifest.tokens:,} tokens are too few to train on"
-        return f"{problem}: delete {folder} and use at least {MIN_TOKENS:,}, about 10 KB of English"
-
-    import torch  # imported late: these imports take seconds, and tokenizing does not need them
-
-    from runtime.distributed import DistInfo
-    from training.config import TrainConfig, read_recipe
-    from training.plan import describe_time, find_device
-
-    max_tokens = MAX_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
-    recipes = dict[int, Path]()  # keyed by the number of tokens of a run
-    for path in sorted(RECIPES.glob("gpt2-[0-9]*.json"), reverse=True):  # -fast is later and wins
-        settings = read_json(path)
-        recipes[settings["max_steps"] * settings["total_batch_size"]] = path
-    path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
-    recipe = read_recipe(path)
-    overrides = list[str]()
-    if max_tokens < min(recipes):
-        batch = max(256, 2 ** round(math.log2(0.29 * max_tokens**0.571)))  # at least one sequence
-        steps = max_tokens // batch
-        overrides = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
-        overrides += ["--embedding-decay", f"{LR_DECAY_STEPS / (recipe.max_lr * steps):.2g}"]
-        overrides += ["--spelling-share", "0.3"]  # rare tokens get few gradients in a small text
-        if (every := max(1, steps // 5)) < recipe.val_every:
-            names = ("--val-every", "--sample-every", "--checkpoint-every")
-            overrides += [each for name in names for each in (name, str(every))]
-    config = parse_flags(TrainConfig, overrides, recipe)
-
-    launcher, world_size = ["python"], torch.cuda.device_count() or 1
-    while world_size > 1 and config.total_batch_size % (world_size * MIN_MICRO_BATCH_TOKENS):
-        world_size -= 1
-    if world_size > 1:
-        launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
-    root = Path() if RECIPES.parent.samefile(Path()) else RECIPES.parent
-    command = [*launcher, root / "train_gpt2.py", "--config", root / "recipes" / path.name]
-    command += ["--data-dir", folder, "--run-name", folder.resolve().name, *overrides]
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    dist_info = DistInfo(device, world_size=world_size, local_world_size=world_size)
-    planned = find_device(config, dist_info)
-    duration = describe_time(config, config.model_config(), planned, dist_info)["time"]
-    return f"next: {shell_line(*command)}\ntime: {duration}"
-
-
-def describe_text(folder: Path) -> str:
-    """Describe the unigram baseline of a finished dataset; warn if the tokenizer suits it badly."""
+def describe_baseline(folder: Path) -> str:
+    """Describe the unigram baseline of a finished dataset."""
     train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
-    (loss, bits), encoding = shards.unigram_loss(train, val), gpt2_encoding()
-    line = f"unigram baseline (token frequencies only): loss {loss:.2f} nats per token, "
-    line += f"{bits:.2f} bits per byte"
-    sample = encoding.decode(val.read(0, 1 << 16).tolist()).replace("<|endoftext|>", " ")
-    text = " ".join(sample.split())  # without the indentation of code
-    if (ratio := len(encoding.encode_ordinary(text)) / max(1, len(text))) > 0.5:
-        line += f"\nwarning: {ratio:.2f} tokens per character (English: 0.25): GPT-2's tokenizer "
-        line += "is made for English, so losses are not comparable across languages"
-    return line
+    loss, bits = unigram_baseline(train, val)
+    line = "unigram baseline (token frequencies only)"
+    return f"{line}: loss {loss:.2f} nats per token, {bits:.2f} bits per byte"
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:

@@ -32,7 +32,6 @@ import numpy.typing as npt
 
 from runtime.cli import shell_line
 from runtime.files import atomic_write, read_json, sha256_of, write_json
-from tokenizer import VOCAB_SIZE, token_bytes
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
@@ -40,7 +39,6 @@ TokenArray = npt.NDArray[np.uint16]
 SHARD_DTYPE = np.dtype("<u2")
 SHARD_MANIFEST = "manifest.json"
 VAL_BLOCKS = 20  # blocks of validation in a corpus of fewer than two full shards
-UNIGRAM_TOKENS = 10_485_760  # `unigram_loss` reads at most this many tokens of each split
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # nanoGPT writes it if the tokens of its .bin files are not GPT-2's
@@ -354,19 +352,6 @@ def open_shards(folder: Path | str, split: Split | Literal["all"]) -> TokenShard
                 f"manifest: delete {folder} and rerun python fineweb.py"
             )
     return shards
-
-
-def unigram_loss(train: TokenShards, val: TokenShards) -> tuple[float, float]:
-    """Return a unigram model's loss on the validation tokens: nats per token and bits per byte.
-
-    The model predicts each token with its frequency in the training tokens, after add-one
-    smoothing. At most `UNIGRAM_TOKENS` tokens of each split are read.
-    """
-    counts = 1 + np.bincount(train.read(0, UNIGRAM_TOKENS), minlength=1 << 16)  # one per uint16
-    losses = np.log(counts[:VOCAB_SIZE].sum()) - np.log(counts)
-    ids = val.read(0, UNIGRAM_TOKENS)
-    bits = losses[ids].sum() / math.log(2)
-    return float(losses[ids].mean()), float(bits / max(1, token_bytes(len(counts))[ids].sum()))
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:

@@ -1,7 +1,6 @@
 """The token format: what is written opens again, and what is damaged is named."""
 
 import hashlib
-import math
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from corpus.shards import (
     ShardInfo,
     ShardWriter,
     open_shards,
-    unigram_loss,
     verify_shards,
 )
 
@@ -153,16 +151,6 @@ def test_open_shards_prefers_npy_and_refuses_another_vocabulary(tmp_path):
         open_shards(tmp_path, "train")
     np.save(tmp_path / "train.npy", tokens_of(20))  # converted
     assert open_shards(tmp_path, "train").total_tokens == 20
-
-
-def test_unigram_loss_by_hand(tmp_path):
-    """Add-one smoothing over GPT-2's vocabulary."""
-    np.save(tmp_path / "train.npy", np.array([5, 5, 5, 7], np.uint16))
-    np.save(tmp_path / "val.npy", np.array([5, 7, 9, 5], np.uint16))
-    train, val = (open_shards(tmp_path, split) for split in ("train", "val"))
-    five, seven, never = (math.log(50257 + 4) - math.log(count + 1) for count in (3, 1, 0))
-    whole = 2 * five + seven + never  # of four tokens of a byte each
-    assert unigram_loss(train, val) == pytest.approx((whole / 4, whole / 4 / math.log(2)))
 
 
 def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):
