@@ -16,18 +16,17 @@ from tokenizer import END_OF_TEXT, gpt2_encoding
 # Any text, and text made of what tokenizers get wrong.
 SPACES = [*" \n\t\x00\x1c\x85\xa0\u2003\u3000\ufeff", "  ", "\r\n"]
 WORDS = ["a", "It's", "'ll", "I'LL", "9", "½", "!?", "日本", "é", "e\u0301", "🦄", "👩\u200d👧"]
-OTHERS = ["\ufdd1", "\ud800", "\udcff", "<|endoftext|>", "<|", "endoftext", "\u0627"]
+OTHERS = ["\ufdd1", "<|endoftext|>", "<|", "endoftext", "\u0627"]
 TEXTS = st.one_of(
-    st.text(st.characters(exclude_categories=["Cn"])),  # but for what is new in Unicode
+    st.text(st.characters(exclude_categories=["Cn", "Cs"])),  # Unicode may be newer
     st.lists(st.sampled_from(SPACES + WORDS + OTHERS), max_size=30).map("".join),
 )
 
 
 def reference(texts):
-    """What tiktoken gives, one document at a time; a surrogate cannot be written as UTF-8."""
+    """What tiktoken gives, one document at a time."""
     encode = gpt2_encoding().encode_ordinary
-    valid = [text.encode(errors="replace").decode() for text in texts]
-    return [id for text in valid for id in [END_OF_TEXT, *encode(text)]]
+    return [id for text in texts for id in [END_OF_TEXT, *encode(text)]]
 
 
 @pytest.fixture(params=["gigatoken", "tiktoken"])
@@ -40,7 +39,7 @@ def encoder(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def gigatoken():
-    return GigatokenEncoder()  # loading it takes 0.1 s
+    return GigatokenEncoder(workers=2)  # loading it takes 0.1 s
 
 
 @settings(max_examples=300)

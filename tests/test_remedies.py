@@ -164,10 +164,10 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      "iconv -f utf-16 -t utf-8 utf-16.txt > new.txt", f"{TOKENIZE} --source=new.txt"),
     (TOKENIZE, "use --source stdlib ", f"{TOKENIZE} --source stdlib"),
     (TOKENIZE, "or --source FILES", f"{TOKENIZE} --source a.txt"),
-    (f"{TOKENIZE} --source a.txt b.txt --part=0", "--part 0 --parts None: pass both",
-     f"{TOKENIZE} --source a.txt b.txt --part=0 --parts 2"),
-    ("torchrun --nproc_per_node=2 fineweb.py --source a.txt b.txt --part=0 --parts=2",
-     "leave out --part and --parts", "torchrun --nproc_per_node=2 fineweb.py --source a.txt b.txt"),
+    (f"{TOKENIZE} --source a.txt b.txt --part=2/2", "use PART/PARTS, such as 0/32 to 31/32",
+     f"{TOKENIZE} --source a.txt b.txt --part=1/2"),
+    ("torchrun --nproc_per_node=2 fineweb.py --source a.txt", "is not supported: use python",
+     "python fineweb.py --source a.txt"),
 ]
 # fmt: on
 

@@ -46,11 +46,9 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
             for name in ("--val-every", "--sample-every", "--checkpoint-every"):
                 overrides += [name, str(every)]
 
-    launcher, world_size = ["python"], torch.cuda.device_count() or 1
-    while world_size > 1 and batch % (world_size * MIN_MICRO_BATCH_TOKENS):
-        world_size -= 1
-    if world_size > 1:
-        launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
+    launcher, n_gpus = ["python"], torch.cuda.device_count()
+    if n_gpus > 1 and batch % (n_gpus * MIN_MICRO_BATCH_TOKENS) == 0:
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={n_gpus}"]
     root = Path() if ROOT.samefile(Path()) else ROOT
     command = [*launcher, root / "train_gpt2.py", "--config", root / "recipes" / path.name]
     command += ["--data-dir", folder, "--run-name", folder.resolve().name, *overrides]
