@@ -12,7 +12,7 @@ from conftest import ROOT
 from fineweb_runs import contents, fineweb_in, reference, texts_of, tokens_of, write_texts
 
 import fineweb
-from corpus.shards import Manifest, open_shards
+from corpus.shards import Manifest, open_shards, verify_shards
 from fineweb import FineWebConfig
 from runtime.files import lock_folder
 
@@ -161,6 +161,32 @@ def test_main_killed_at_any_moment_resumes_to_the_same_bytes(made, make, drive, 
     assert contents(Path("killed")) == contents(made / kind)
     assert not list(Path("killed").glob(".*.tmp"))
     assert finished.items() <= times(Path("killed")).items()  # not made again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop", "code", "line"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", -15, ""),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted"),
+        ("resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))", 2, "error: [Errno 27] File too"),
+    ],
+    ids=["SIGTERM", "SIGINT", "full disk"],
+)
+@pytest.mark.parametrize("hide", ["", "yes"], ids=["gigatoken", "tiktoken"])
+def test_main_that_is_stopped_leaves_no_bad_shard_and_resumes(
+    made, make, drive, stop, code, line, hide
+):
+    flags = ["--source", made / "a.jsonl", SIZE, "--data-dir", "d"]
+    done = drive(*flags, kill_at=6, INSTEAD=f"import resource; {stop}", HIDE=hide)
+    assert done.code == code, done
+    assert (done.stderr.splitlines() or [""])[-1].startswith(line)
+    assert "Traceback" not in done.stderr
+    assert code == -15 or not list(Path("d").glob(".*.tmp"))
+    verify_shards(Path("d"), Manifest.load(Path("d")).shards)
+    assert contents(Path("d"), "*.npy").items() <= contents(made / "jsonl").items()
+    assert drive(*flags, HIDE=hide).code == 0
+    assert contents(Path("d")) == contents(made / "jsonl")
 
 
 def test_main_verifies_a_finished_data_set(make, tmp_path):

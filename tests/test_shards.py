@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from corpus.shards import (
@@ -74,19 +74,19 @@ def test_shard_writer_shards_do_not_depend_on_how_tokens_arrive(tmp_path_factory
     assert writer.close() == write(tmp_path_factory.mktemp("once"), start, size)
 
 
-def test_shard_writer_goes_on_after_finished_shards(tmp_path):
-    whole = write(tmp_path / "whole", 57)
-    writer = ShardWriter(tmp_path / "resumed", Manifest({}, "hash", 10, whole.shards[:3]))
-    assert writer.manifest.tokens == 30
-    writer.add(tokens_of(27, 30))
-    assert writer.close() == whole
-
-
 def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
     names = {
         "train": ["edufineweb_train_000001", "train-0", "train000", "training_2", "x.train"],
         "val": ["edufineweb_val_000000", "shard_val", "val000", "validation_2", "valid-1"],
-        "neither": ["constrained", "trainer", "retrain_0", "interval_0", "values", "evaluation"],
+        "neither": [
+            "constrained",
+            "trainer",
+            "retrain_0",
+            "interval_0",
+            "values",
+            "._train",
+            ".val",
+        ],
     }
     for name in (name for group in names.values() for name in group):
         np.save(tmp_path / f"{name}.npy", tokens_of(5))
@@ -104,12 +104,6 @@ def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
     Manifest({}, "hash", 10).save(tmp_path)
     with pytest.raises(ValueError, match="is incomplete"):
         open_shards(tmp_path, "train")
-
-
-def test_open_shards_leaves_out_hidden_files(tmp_path):
-    for name in ("train.bin", "val.bin", "._train.bin", ".train_old.npy"):
-        (tmp_path / name).write_bytes(tokens_of(30).tobytes())
-    assert [path.name for path in open_shards(tmp_path, "train").paths] == ["train.bin"]
 
 
 def llm_c_header(tokens):
@@ -131,15 +125,12 @@ def test_open_shards_reads_bin_files_as_they_are(tmp_path, header):
         assert ours.total_tokens == count
 
 
-@pytest.mark.parametrize(
-    "content",
-    [llm_c_header(30) + bytes(58), llm_c_header(30)[:9], llm_c_header(0), bytes(61), b""],
-)
-def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content):
+def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path):
     path = tmp_path / "train.bin"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path} is not a token file \(.* bytes\)"):
-        open_shards(tmp_path, "train")
+    for content in (llm_c_header(30) + bytes(58), llm_c_header(0), bytes(61), b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{path} is not a token file \(.* bytes\)"):
+            open_shards(tmp_path, "train")
 
 
 def test_open_shards_prefers_npy_and_refuses_another_vocabulary(tmp_path):
@@ -156,12 +147,8 @@ def test_open_shards_prefers_npy_and_refuses_another_vocabulary(tmp_path):
 def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):
     """Without a manifest only with a token of a file's first 64 KiB, as this one is."""
     prints = set()
-    for name, first in (("a", 0), ("b", 1)):
-        tokens = tokens_of(40)
-        tokens[15] += first
-        writer = ShardWriter(tmp_path / name, Manifest({}, "hash", 10))
-        writer.add(tokens)
-        writer.close()
+    for name, count in (("a", 40), ("b", 41)):
+        write(tmp_path / name, count)
         prints.add(open_shards(tmp_path / name, "train").fingerprint)
         (tmp_path / name / "manifest.json").unlink()
         prints.add(open_shards(tmp_path / name, "train").fingerprint)
@@ -193,33 +180,23 @@ def test_open_shards_reads_any_layout_as_one_array(tmp_path_factory, sizes, mani
 
 
 @settings(max_examples=60)
-@given(data=st.data(), manifest=st.booleans())
-def test_open_shards_refuses_any_damage_to_size_or_header(tmp_path_factory, data, manifest):
+@given(data=st.data())
+def test_open_shards_refuses_any_damage_to_size_or_header(tmp_path_factory, data):
     """A file is cut, extended or changed anywhere: the message names it, or it reads as before."""
     folder = tmp_path_factory.mktemp("damaged")
-    write(folder, 40)
+    manifest = write(folder, 40)
     path = folder / "train_000002.npy"
     content = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
-    damage = data.draw(st.sampled_from(["cut", "change", "extend"]))
-    if damage == "cut":
-        del content[place:]
-    elif damage == "change":
-        content[place] ^= data.draw(st.integers(1, 255))
-    else:
-        content += b"\0" * data.draw(st.integers(1, 9))
+    place = data.draw(st.integers(0, len(content)))
+    added = data.draw(st.binary(max_size=9))
+    content[place : place + data.draw(st.integers(0, 99))] = added
+    assume(content != path.read_bytes())
     path.write_bytes(content)
-    expected = Manifest.load(folder)
-    if not manifest:
-        (folder / "manifest.json").unlink()
-    refusal = ""
+    message = ""
     try:
-        shards = open_shards(folder, "train")
+        assert open_shards(folder, "train").read(0, 40).shape == (30,)
     except ValueError as error:
-        refusal = str(error)
-    assert not refusal or "train_000002.npy" in refusal
-    if not refusal:  # dtype, shape and, with a manifest, the number of tokens were checked
-        assert shards.read(0, shards.total_tokens).shape == (sum(shards.lengths),)
-        assert shards.total_tokens == 30 or not manifest
+        message = str(error)
+    assert not message or path.name in message
     with pytest.raises(ValueError, match=r"train_000002\.npy is missing or"):  # as --preflight does
-        verify_shards(folder, expected.shards)
+        verify_shards(folder, manifest.shards)
