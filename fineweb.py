@@ -13,7 +13,6 @@ same command: it continues after the last finished shard. To add a source, see `
 import itertools
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from corpus.shards import Manifest, ShardWriter
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import bad_numbers, format_count, parse_flags, run_command
+from runtime.cli import bad_numbers, parse_flags, run_command
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
 
@@ -125,8 +124,6 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
         note = ""
         tokens = min(filter(None, (config.max_tokens, source.tokens)), default=None)
         source = replace(source, tokens=tokens and tokens // part.count)
-        if source.tokens:
-            print(describe_size(folder, source.tokens, identity["kind"] == "hub"))
         size = config.shard_size  # only full shards are kept when tokens are added
         full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
         manifest = replace(manifest, shards=full, complete=False, max_tokens=config.max_tokens)
@@ -187,14 +184,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         chars += len(document.text) + 1
     if batch:
         yield batch
-
-
-def describe_size(folder: Path, tokens: int, is_download: bool) -> str:
-    """Describe the disk space and the download that `tokens` tokens need."""
-    line = f"{folder}: at most {format_count(tokens)} tokens, {2 * tokens / 1e9:.2g} GB on disk"
-    line += f" ({shutil.disk_usage(folder).free / 1e9:,.0f} GB free)"
-    download = f"about {2.8 * tokens / 1e9:.2g} GB to download"  # as FineWeb's Parquet files
-    return f"{line}, {download}" if is_download else line
 
 
 def describe_baseline(folder: Path) -> str:

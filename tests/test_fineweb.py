@@ -239,9 +239,7 @@ def test_max_tokens_are_the_first_of_a_full_run_and_more_can_be_added(made, make
     everything = tokens_of(made / kind)
     flags = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "d"]
     for more in (limit, limit + 2507):
-        printed = make(*flags, "--max-tokens", more)
-        assert re.match(rf"d: at most [\d.]+K? tokens, {2 * more / 1e9:.2g} GB on disk \(", printed)
-        assert "download" not in printed
+        make(*flags, "--max-tokens", more)
         assert tokens_of(Path("d")) == everything[:more]
         assert Manifest.load(Path("d")).documents == everything[:more].count(50256)
         before = contents(Path("d"))
@@ -359,7 +357,6 @@ def test_max_tokens_of_the_hub_downloads_no_further_file(hub, drive, tmp_path):
     flags = ["--source=o/n", "--name=sample-10BT", "--text-field=content", SIZE]
     environment = hub.environment(tmp_path / "hf")
     done = drive(*flags, "--max-tokens=2.5k", **environment)
-    assert done.stdout.startswith("data/n-10BT: at most 2.5K tokens, 5e-06 GB on disk ("), done
-    assert done.stdout.splitlines()[0].endswith(" free), about 7e-06 GB to download")
+    assert re.match(r"data/n-10BT: \d+ documents, 2,500 tokens, 3 shards\n", done.stdout), done
     assert hub.requests("GET", "000.parquet")
     assert not hub.requests("GET", "001.parquet")

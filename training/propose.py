@@ -11,7 +11,6 @@ from runtime.files import read_json
 from training.config import read_recipe
 
 ROOT = Path(__file__).parent.parent
-MIN_TOKENS = 2_570  # a tenth is validation, which needs one window of the smallest recipe
 LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
 MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
 MAX_PASSES = 5  # a proposed run makes at most 5 over the training split; 10 overfit some texts
@@ -24,10 +23,6 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     small text, it shortens the smallest recipe and sets a batch of 0.29 D^0.571 tokens for a run of
     D tokens: half the batch that suits a single pass (Li et al. 2025).
     """
-    if manifest.tokens < MIN_TOKENS:
-        problem = f"warning: {manifest.tokens:,} tokens are too few to train on"
-        return f"{problem}: delete {folder} and use at least {MIN_TOKENS:,}, about 10 KB of English"
-
     max_tokens = MAX_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
     recipes = dict[int, Path]()  # keyed by the number of tokens of a run
     for path in sorted(ROOT.glob("recipes/gpt2-[0-9]*.json"), reverse=True):  # -fast wins
@@ -38,7 +33,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     batch, overrides = recipe.total_batch_size, list[str]()
     if max_tokens < min(recipes):
         batch = max(256, 2 ** round(math.log2(0.29 * max_tokens**0.571)))  # at least one sequence
-        steps = max_tokens // batch
+        steps = max(1, max_tokens // batch)
         overrides = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
         overrides += ["--embedding-decay", f"{LR_DECAY_STEPS / (recipe.max_lr * steps):.2g}"]
         overrides += ["--spelling-share", "0.3"]  # rare tokens get few gradients in a small text
