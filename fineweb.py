@@ -20,7 +20,6 @@ from typing import ClassVar
 
 from runtime.threads import usable_cores
 
-import filelock
 import numpy as np
 from tqdm import tqdm
 
@@ -86,13 +85,8 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
-    try:
-        with lock_folder(folder, f".{Part.parse(config.part).manifest_name}.lock"):
-            print(make_shards(config, open_source, folder))
-    except filelock.Timeout:
-        raise ValueError(
-            f"another fineweb.py is writing to {folder}: wait for the other process to end"
-        ) from None
+    with lock_folder(folder, f".{Part.parse(config.part).manifest_name}.lock"):
+        print(make_shards(config, open_source, folder))
     manifest = Manifest.load(folder)
     if manifest and manifest.complete:
         from training.propose import propose_training  # imports torch, which takes seconds
@@ -122,8 +116,6 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     note = "; finished earlier, and unchanged"
     if not manifest.covers(config.max_tokens):
         note = ""
-        tokens = min(filter(None, (config.max_tokens, source.tokens)), default=None)
-        source = replace(source, tokens=tokens and tokens // part.count)
         size = config.shard_size  # only full shards are kept when tokens are added
         full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
         manifest = replace(manifest, shards=full, complete=False, max_tokens=config.max_tokens)
@@ -144,7 +136,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     written = manifest.tokens - n_tokens  # tokens of the first batch in finished shards
     documents = source.documents(progress["cursor"], manifest.part)
     options = {"unit": "tok", "unit_scale": True, "disable": None}  # None: only on a terminal
-    with tqdm(initial=n_tokens, total=source.tokens, **options) as bar:
+    with tqdm(initial=n_tokens, total=limit, **options) as bar:
         for batch, tokens in tokenize_documents(documents, workers):
             is_cut = n_tokens + len(tokens) > limit
             if is_cut:
@@ -157,7 +149,6 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
             n_documents += int(np.count_nonzero(tokens == END_OF_TEXT))
             if is_cut:
                 break
-        bar.total = n_tokens
     is_cut |= manifest.part != FULL_DATASET  # parts that differ in it are not one dataset
     return writer.close(n_documents, manifest.max_tokens if is_cut else None)
 

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import platform
-import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,8 +68,6 @@ class Source:
     """Values for the manifest that distinguish this source from others."""
     open_files: Callable[[], Sequence[SourceFile]]
     """Function that lists the files; not called for a finished dataset, which needs no network."""
-    tokens: int | None = None
-    """Estimated number of tokens; None if unknown."""
 
     def documents(self, cursor: Cursor | None, part: Part = FULL_DATASET) -> Iterator[Document]:
         """Yield the documents of a part, starting at `cursor`; None = at the start of the part."""
@@ -299,9 +296,7 @@ def hub_source(
         ]
 
     identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": commit}
-    billions = re.fullmatch(r"sample-(\d+)BT", name or "")
-    tokens = int(billions[1]) * 10**9 if billions and dataset in FINEWEB.values() else None
-    return Source(identity, open_files, tokens)
+    return Source(identity, open_files)
 
 
 def read_stream(stream: Any, number: int, field: str, origin: str) -> Iterator[str]:  # noqa: ANN401

@@ -81,15 +81,15 @@ def test_encode_documents_in_threads_keeps_order_and_reads_only_a_few_batches_ah
 
 
 def test_encode_documents_reencodes_a_batch_that_gigatoken_got_wrong(monkeypatch):
-    """Also across a reload of its tokenizer, after each batch."""
+    """Also across a reload of its tokenizer, which has an empty cache."""
     right = GigatokenEncoder._encode
 
     def wrong(self, texts):
         return right(self, texts)["batch 3" in texts[0] :]
 
     monkeypatch.setattr(GigatokenEncoder, "_encode", wrong)
-    monkeypatch.setattr(encoding, "RELOAD_TOKENS", 5)
-    texts = [[f"batch {n}" + " word" * 9, "one two"] for n in range(6)]
+    monkeypatch.setattr(encoding, "RELOAD_TOKENS", 40)
+    texts = [[f"batch {n}" + " word" * 9, "one two"] for n in range(5)]
     with pytest.warns(UserWarning, match="disagrees"):
         ids = [tokens.tolist() for tokens in encode_documents(texts, workers=2)]
     assert ids == [reference(batch) for batch in texts]

@@ -1,7 +1,6 @@
 """Bad input: one line at the start names the file and the reason, and the exit code is 2."""
 
 import io
-import json
 import os
 import sys
 
@@ -48,17 +47,6 @@ def test_preflight_finds_the_byte_that_a_start_does_not(commands, data):
     assert train(commands, data, "--max-steps=1").code == 0
     path.unlink()
     assert_refused(train(commands, data, "--run-name=b"), path.name, "No such file")
-
-
-# Manifests
-
-
-def test_training_refuses_a_manifest_with_the_tokens_of_another_file(commands, data):
-    path = data / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["shards"][1]["tokens"] = 499
-    path.write_text(json.dumps(manifest))
-    assert_refused(train(commands, data), "train_000001.npy has 500 tokens, not 499")
 
 
 def test_resume_refuses_another_validation_split(commands, data):

@@ -14,7 +14,7 @@ from fineweb_runs import contents, fineweb_in, reference, texts_of, tokens_of, w
 import fineweb
 from corpus.shards import Manifest, open_shards, verify_shards
 from fineweb import FineWebConfig
-from runtime.files import lock_folder
+from runtime.files import lock_folder, read_json, write_json
 
 make, drive, hub = fineweb_runs.make, fineweb_runs.drive, fineweb_runs.hub
 TEXTS = texts_of(200)
@@ -64,7 +64,7 @@ def test_main_writes_the_tokens_of_every_document_and_proposes_a_training(make, 
     assert proposal.startswith(command)
 
 
-@pytest.mark.parametrize("kind", ["json", "jsonl.gz", "json.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl.gz", "json.zst", "parquet"])
 def test_main_makes_the_same_shards_of_every_kind_of_file(made, make, tmp_path, kind):
     """A null is an empty document."""
     source = write_texts(tmp_path / f"b.{kind}", [*TEXTS[:40], None, *TEXTS[40:]], "content")
@@ -148,19 +148,22 @@ def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_main_killed_at_any_moment_resumes_to_the_same_bytes(made, make, drive, kind):
-    flags = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "killed"]
+    flags = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "d"]
     # Before the first manifest, the first two shards and their manifest; then further on.
     for kill_at in (1, 2, 4, 9) if kind == "jsonl" else (9,):
         drive(*flags, kill_at=kill_at)
-        assert list(Path("killed").glob(".*.tmp"))
-    finished = times(Path("killed"))
+        assert list(Path("d").glob(".*.tmp"))
+    finished = times(Path("d"))
     assert len(finished) > 2
     with pytest.raises(ValueError, match="is incomplete"):
-        open_shards("killed", "train")
+        open_shards("d", "train")
+    manifest = read_json(Path("d/manifest.json")) | {"skipped": 1}  # as an earlier version wrote it
+    manifest["progress"]["skipped"] = 1
+    write_json(Path("d/manifest.json"), manifest)
     make(*flags)
-    assert contents(Path("killed")) == contents(made / kind)
-    assert not list(Path("killed").glob(".*.tmp"))
-    assert finished.items() <= times(Path("killed")).items()  # not made again
+    assert contents(Path("d")) == contents(made / kind)
+    assert not list(Path("d").glob(".*.tmp"))
+    assert finished.items() <= times(Path("d")).items()  # not made again
 
 
 @pytest.mark.slow
@@ -225,7 +228,7 @@ def test_main_refuses_a_second_writer(made, make):
     flags = ["--source", made / "a.jsonl", "--data-dir=d"]
     with (
         lock_folder(Path("d"), ".manifest.json.lock"),
-        pytest.raises(ValueError, match=r"another fineweb\.py is writing to d"),
+        pytest.raises(OSError, match=r"'d/\.manifest\.json\.lock' could not be acquired"),
     ):
         make(*flags)
 
@@ -233,9 +236,9 @@ def test_main_refuses_a_second_writer(made, make):
 # The first tokens of a source
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("jsonl", 200), ("jsonl", 2000), ("txt", 3500)])
+@pytest.mark.parametrize(("kind", "limit"), [("jsonl", 200), ("txt", 2000)])
 def test_max_tokens_are_the_first_of_a_full_run_and_more_can_be_added(made, make, kind, limit):
-    """Of less than two shards, of exactly two, of more."""
+    """Of less than two shards, of exactly two; then of more."""
     everything = tokens_of(made / kind)
     flags = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "d"]
     for more in (limit, limit + 2507):
@@ -269,18 +272,6 @@ def test_max_tokens_killed_at_any_moment_goes_on_to_the_same_bytes(made, make, d
     assert open_shards("killed", "train").total_tokens == 1000 * (kept - 1)
     make(*flags)
     assert contents(Path("killed")) == contents(made / "jsonl")
-
-
-def test_progress_of_an_earlier_version_is_resumed(made, make, drive):
-    """It counted the empty documents, too."""
-    flags = ["--source", made / "a.jsonl", SIZE, "--data-dir", "d"]
-    drive(*flags, kill_at=9)
-    path = Path("d/manifest.json")
-    text = path.read_text().replace('"documents": 0', '"documents": 5,\n  "skipped": 1', 1)
-    path.write_text(text.replace('"cursor"', '"skipped": 1,\n "cursor"'))
-    assert text.count('"skipped"') == 1
-    make(*flags)
-    assert contents(Path("d")) == contents(made / "jsonl")
 
 
 # Bad input

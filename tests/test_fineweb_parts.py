@@ -131,7 +131,6 @@ def test_a_part_of_other_data_is_refused_at_once(make, flags):
     make(*flags, "--part=0/2")
     before = contents(Path("d"))
     for others, difference in [
-        (["--part=1/2", "--shard-size=701"], "shard size 700 instead of 701"),
         (["--part=1/3"], "parts 2 instead of 3"),
         (["--part=1/2", "--source=stdlib"], "kind files instead of stdlib"),
         ([], "parts 2 instead of None"),

@@ -62,7 +62,7 @@ def test_shard_writer_takes_validation_from_all_of_a_small_text(tmp_path):
     assert train.read(0, 1080).tolist() == sorted({*range(1200)} - {*blocks})
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.lists(st.integers(0, 25), min_size=1, max_size=6), st.integers(4, 12))
 def test_shard_writer_shards_do_not_depend_on_how_tokens_arrive(tmp_path_factory, pieces, size):
     folder = tmp_path_factory.mktemp("pieces")
@@ -155,7 +155,7 @@ def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):
     assert len(prints) == 4
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     manifest=st.booleans(),
@@ -179,7 +179,7 @@ def test_open_shards_reads_any_layout_as_one_array(tmp_path_factory, sizes, mani
     assert shards.read(start, count).tolist() == tokens[start : start + count].tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_open_shards_refuses_any_damage_to_size_or_header(tmp_path_factory, data):
     """A file is cut, extended or changed anywhere: the message names it, or it reads as before."""

@@ -75,7 +75,7 @@ def test_read_file_names_the_tool_for_other_files(tmp_path):
             list(read_file(tmp_path / name, "text"))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.text(st.characters(codec="utf-8", exclude_characters="\0"))
     | st.text(st.sampled_from("a9. \n\t\x85\xa0\u2003éж日🦄\u0d10\u3001")),
