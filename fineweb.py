@@ -66,8 +66,8 @@ class FineWebConfig:
     """Commit, branch or tag of the hub dataset; default: the newest commit or, in a rerun, the
     commit of the first run."""
     part: str | None = None
-    """Make only this part of the dataset: 0/32 to 31/32 for one of 32 parts, each of which has some
-    of the source's files; for many machines, one part each."""
+    """Make only one part of the dataset, such as 0/32 to 31/32 on 32 machines. Each part has some
+    files of the source."""
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("shard_size", "max_tokens", "workers"))
@@ -143,7 +143,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 tokens = tokens[: max(0, int(limit) - n_tokens)]
             progress = {"cursor": batch[0].cursor, "tokens": n_tokens, "documents": n_documents}
             writer.add(tokens[written:], progress)
-            written = max(0, written - len(tokens))
+            written = 0
             bar.update(len(tokens))
             n_tokens += len(tokens)
             n_documents += int(np.count_nonzero(tokens == END_OF_TEXT))
@@ -191,7 +191,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     has_name = first in sources.SOURCES or first in sources.FINEWEB
     if not has_name and (sources.file_type(first) or sources.local_paths(first)):
         paths = sources.local_files(config.source, config.text_field)
-        base = Path(first) if Path(first).exists() else paths[0].parent  # of a glob's first match
+        base = Path(first) if Path(first).exists() else paths[0].parent
         name = base.resolve().name
         if base.is_file():
             name = name.removesuffix(sources.file_type(base) or base.suffix)

@@ -64,7 +64,7 @@ FULL_DATASET = Part()
 
 
 def read_parts(folder: Path) -> dict[str, Any] | None:
-    """Read the manifests of a dataset's parts as one manifest; return None if there are no parts.
+    """Read the manifests of a dataset's parts as one manifest; without parts, return None.
 
     It is complete if all parts are complete, of the same source and with the same `--max-tokens`.
     """

@@ -62,18 +62,6 @@ def test_shard_writer_takes_validation_from_all_of_a_small_text(tmp_path):
     assert train.read(0, 1080).tolist() == sorted({*range(1200)} - {*blocks})
 
 
-@settings(max_examples=8)
-@given(st.lists(st.integers(0, 25), min_size=1, max_size=6), st.integers(4, 12))
-def test_shard_writer_shards_do_not_depend_on_how_tokens_arrive(tmp_path_factory, pieces, size):
-    folder = tmp_path_factory.mktemp("pieces")
-    writer = ShardWriter(folder, Manifest({}, "hash", size))
-    start = 0
-    for count in [*pieces, 2]:
-        writer.add(tokens_of(count, start))
-        start += count
-    assert writer.close() == write(tmp_path_factory.mktemp("once"), start, size)
-
-
 def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
     names = {
         "train": ["edufineweb_train_000001", "train-0", "train000", "training_2", "x.train"],
