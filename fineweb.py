@@ -4,44 +4,37 @@
     python fineweb.py --max-tokens 500M              # the first 500M; raise the number to add more
     python fineweb.py --source stdlib                # source code of the standard library, offline
     python fineweb.py --source texts/ a.py b.jsonl   # your own folders, text files and tables
-    torchrun --nproc_per_node=4 fineweb.py           # split the source's files over 4 processes
-    python fineweb.py --part 0 --parts 2             # the first half of the files, on one machine
 
-The same documents, split into the same number of parts, always make byte-identical shards. To
-resume after a stop or a kill, rerun the same command: it continues after the last finished shard.
-To add a source, see `SOURCES` in `corpus/sources.py`.
+The same documents always make byte-identical shards. To resume after a stop or a kill, rerun the
+same command: it continues after the last finished shard. To add a source, see `SOURCES` in
+`corpus/sources.py`. To split the work among many machines, see `corpus/parts.py`.
 """
 
 import itertools
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from runtime.threads import usable_cores
 
-import filelock
 import numpy as np
 from tqdm import tqdm
 
 from corpus import shards, sources
-from corpus.shards import FULL_DATASET, Manifest, Part, ShardWriter
-from corpus.sources import Cursor, Document, Source
+from corpus.encoding import TokenIds, encode_documents
+from corpus.parts import FULL_DATASET, Part
+from corpus.shards import Manifest, ShardWriter
+from corpus.sources import Document, Source
+from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import bad_numbers, format_count, parse_flags, run_command, shell_line
-from runtime.files import lock_folder, read_json
-from tokenizer import END_OF_TEXT, VOCAB_SHA256, TokenIds, encode_documents, gpt2_encoding
+from runtime.cli import bad_numbers, parse_flags, run_command
+from runtime.files import lock_folder
+from tokenizer import END_OF_TEXT, VOCAB_SHA256
 
 BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that reaches this
-RECIPES = Path(__file__).parent / "recipes"
-MIN_TOKENS = 2_570  # a tenth is validation, which needs one window of the smallest recipe
-LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
-MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
-MAX_PASSES = 5  # a proposed run makes at most 5 over the training split; 10 overfit some texts
 OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
 
 
@@ -54,8 +47,8 @@ class FineWebConfig:
     source: tuple[str, ...] = ("fineweb-edu",)
     """Source of the text: `fineweb-edu`, `fineweb` or another hub dataset (OWNER/NAME); `stdlib`,
     the running Python's standard library, offline; or files, folders and globs. Each row of a
-    .parquet, .csv, .tsv, .jsonl or .json file (JSON also as .gz or .zst) is a document. Any other
-    UTF-8 file is one document."""
+    .parquet, .jsonl or .json file (JSON also as .gz or .zst) is a document. Any other UTF-8 file is
+    one document."""
     text_field: str = "text"
     """Column of tables, or field of JSON lines, that holds the text."""
     name: str | None = None
@@ -66,157 +59,98 @@ class FineWebConfig:
     """Number of tokens in a full shard."""
     max_tokens: int | None = None
     """Keep at most this many tokens, such as 1e9 or 500M; rerun with a larger number to add more.
-    Validation tokens count. Documents are kept whole, except for a first document or a plain text
-    over 1 MB. With `--parts`, each part gets an equal share."""
+    Validation tokens count. With `--part`, each part has an equal number."""
     workers: int = field(default_factory=usable_cores)
     """Number of threads that tokenize."""
     revision: str | None = None
     """Commit, branch or tag of the hub dataset; default: the newest commit or, in a rerun, the
     commit of the first run."""
-    part: int | None = None
-    """Tokenize only this part of `--parts`; the first part is 0."""
-    parts: int | None = None
-    """Split the source's files into this many parts, one `--part` per process; the process that
-    finishes last writes the manifest."""
+    part: str | None = None
+    """Make only one part of the dataset, such as 0/32 to 31/32 on 32 machines. Each part has some
+    files of the source."""
 
     def __post_init__(self) -> None:
-        problems = bad_numbers(self, ("shard_size", "max_tokens", "workers", "parts"))
+        problems = bad_numbers(self, ("shard_size", "max_tokens", "workers"))
         if not (self.source and all(self.source)):  # "" would mean the current folder
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
+        if "RANK" in os.environ:
+            problems.append("torchrun is not supported: use python, and --part on many machines")
         if problems:
             raise ValueError("; ".join(problems))
-        if (self.part, self.parts) != (None, None) and self.part not in range(self.parts or 0):
-            raise ValueError(
-                f"--part {self.part} --parts {self.parts}: pass both; --part must be from 0 to "
-                f"--parts - 1"
-            )
+        Part.parse(self.part)
 
 
 def main() -> None:
     """Make a dataset, resume an unfinished one, or verify a finished one."""
-    config = assign_rank(parse_flags(FineWebConfig))
+    config = parse_flags(FineWebConfig)
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
-    print(make_shards(config, open_source, folder))
-    # The manifest exists once all parts are finished; an installed package has no recipes.
-    if RECIPES.is_dir() and (manifest := Manifest.load(folder)):
-        print(f"{describe_text(folder)}\n{propose_training(folder, manifest)}")
+    with lock_folder(folder, f".{Part.parse(config.part).manifest_name}.lock"):
+        print(make_shards(config, open_source, folder))
+    manifest = Manifest.load(folder)
+    if manifest and manifest.complete:
+        from training.propose import propose_training  # imports torch, which takes seconds
 
-
-def assign_rank(config: FineWebConfig) -> FineWebConfig:
-    """Under `torchrun`, use each process's rank as its part."""
-    if "RANK" not in os.environ:
-        return config
-    if config.parts is not None:
-        raise ValueError("torchrun assigns a part to each process: leave out --part and --parts")
-    return replace(config, part=int(os.environ["RANK"]), parts=int(os.environ["WORLD_SIZE"]))
+        print(f"{describe_baseline(folder)}\n{propose_training(folder, manifest)}")
+    else:
+        print("other parts are not finished yet")
 
 
 def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) -> str:
     """Make, resume or verify a dataset, or a part of it; return a summary to print."""
-    part = Part(config.part or 0, config.parts or 1)
-    with folder_lock(folder, part):
-        found = shards.find_manifests(folder, config.max_tokens)
-        if not found and any(folder.glob("[!.]*.npy")):
-            raise ValueError(
-                f"{folder} has .npy files that fineweb.py did not make: choose another --data-dir"
-            )
-        source = open_source(found[0].source.get("revision") if found else None)
-        tokens = min(filter(None, (config.max_tokens, source.tokens)), default=None)
-        source, identity = replace(source, tokens=tokens), source.identity
-        if config.text_field != "text":
-            identity = identity | {"text field": config.text_field}
-        expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
-        if found and found[0].part == FULL_DATASET and found[0].covers(config.max_tokens):
-            shards.check_same_dataset(folder, found[0], expected)
-            shards.verify_shards(folder, found[0].shards[part.index :: part.count])
-            return summary(folder, found[0], found[0])
-        for each in found:
-            shards.check_same_dataset(folder, each, expected.for_part(each.part.index, part.count))
-        earlier = Manifest.load(folder, part.manifest_name)
-        manifest = earlier or expected.for_part(part.index, part.count)
-        shards.verify_shards(folder, manifest.shards)
-        if not manifest.covers(config.max_tokens):
-            if tokens and part.index == 0:
-                print(describe_size(folder, tokens, identity["kind"] == "hub"))
-            size = config.shard_size  # only full shards are kept when tokens are added
-            full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
-            manifest = replace(manifest, shards=full, complete=False, max_tokens=config.max_tokens)
-            manifest = write_shards(source, manifest, folder, config.workers)
-    line = summary(folder, manifest, earlier)
-    if part == FULL_DATASET:
-        return line
-    state = "all parts are finished"
-    if unfinished := shards.join_parts(folder, expected, part.count):
-        *others, last = map(str, unfinished)
-        names = f"parts {', '.join(others)} and {last}" if others else f"part {last}"
-        state = f"{names} of {part.count} not finished yet"
-    return f"{line}\n{folder}: {state}"
-
-
-@contextmanager
-def folder_lock(folder: Path, part: Part = FULL_DATASET) -> Iterator[None]:
-    """Lock the dataset in a folder, or one part of it, while the body runs."""
-    try:
-        with lock_folder(folder, f".{part.manifest_name}.lock"):
-            for name in (f"*_{part.prefix}[0-9]*.npy", part.manifest_name):
-                for leftover in folder.glob(f".{name}.*.tmp"):  # left by a killed run
-                    leftover.unlink()
-            yield
-    except filelock.Timeout:
+    part = Part.parse(config.part)
+    found = Manifest.load(folder)
+    if not found and any(folder.glob("[!.]*.npy")):
         raise ValueError(
-            f"another fineweb.py is writing to {folder}: wait for the other process to end"
-        ) from None
-
-
-class Progress(NamedTuple):
-    """Position of a batch's first document, and counts of everything before it."""
-
-    cursor: Cursor | None = None
-    tokens: int = 0
-    documents: int = 0
-    skipped: int = 0
+            f"{folder} has .npy files that fineweb.py did not make: choose another --data-dir"
+        )
+    source = open_source(found.source.get("revision") if found else None)
+    identity = source.identity | part.identity
+    if config.text_field != "text":
+        identity["text field"] = config.text_field
+    expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
+    manifest = Manifest.load(folder, part) or expected
+    for each in (found or expected, manifest):
+        shards.check_same_dataset(folder, each, expected)
+    shards.verify_shards(folder, manifest.shards)
+    note = "; finished earlier, and unchanged"
+    if not manifest.covers(config.max_tokens):
+        note = ""
+        size = config.shard_size  # only full shards are kept when tokens are added
+        full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
+        manifest = replace(manifest, shards=full, complete=False, max_tokens=config.max_tokens)
+        manifest = write_shards(source, manifest, folder, config.workers)
+    name = folder if part == FULL_DATASET else f"{folder}, part {config.part}"
+    documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
+    return f"{name}: {documents}, {manifest.tokens:,} tokens, {len(manifest.shards)} shards{note}"
 
 
 def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int) -> Manifest:
     """Write all shards that `manifest` does not list yet; return the finished manifest."""
-    progress = Progress(**(manifest.progress or {}))
-    limit, is_cut = (manifest.max_tokens or math.inf) / manifest.part.count, False
+    # Place from which to resume, and the numbers of tokens and documents before it.
+    progress = manifest.progress or {"cursor": None, "tokens": 0, "documents": 0}
+    n_tokens, n_documents = progress["tokens"], progress["documents"]
+    limit = (manifest.max_tokens or math.inf) / manifest.part.count
+    is_cut = False
     writer = ShardWriter(folder, manifest)
-    written = manifest.tokens - progress.tokens  # tokens of the first batch in finished shards
-    total = source.tokens and source.tokens // manifest.part.count
-    # Show a progress bar only on a terminal, and under torchrun only for rank 0.
-    hidden = True if os.environ.get("RANK", "0") != "0" else None
-    bar = tqdm(unit="tok", unit_scale=True, initial=progress.tokens, total=total, disable=hidden)
-    with bar:
-        documents = source.documents(progress.cursor, manifest.part)
+    written = manifest.tokens - n_tokens  # tokens of the first batch in finished shards
+    documents = source.documents(progress["cursor"], manifest.part)
+    options = {"unit": "tok", "unit_scale": True, "disable": None}  # None: only on a terminal
+    with tqdm(initial=n_tokens, total=limit, **options) as bar:
         for batch, tokens in tokenize_documents(documents, workers):
-            progress = progress._replace(cursor=batch[0].cursor)
-            if is_cut := progress.tokens + len(tokens) > limit:
-                # End before the document that exceeds the limit. Cut only in the first document or
-                # in a later block of a plain text.
-                room = max(0, int(limit - progress.tokens))
-                begins = np.flatnonzero(tokens[: room + 1] == END_OF_TEXT)[not progress.tokens :]
-                tokens = tokens[: begins[-1] if len(begins) else room]
-            writer.add(
-                tokens[written:],
-                documents=progress.documents,
-                skipped=progress.skipped,
-                progress=progress._asdict(),
-            )
-            written = max(0, written - len(tokens))
+            is_cut = n_tokens + len(tokens) > limit
+            if is_cut:
+                tokens = tokens[: max(0, int(limit) - n_tokens)]
+            progress = {"cursor": batch[0].cursor, "tokens": n_tokens, "documents": n_documents}
+            writer.add(tokens[written:], progress)
+            written = 0
             bar.update(len(tokens))
-            progress = Progress(
-                None,  # set when the next batch arrives
-                progress.tokens + len(tokens),
-                progress.documents + int(np.count_nonzero(tokens == END_OF_TEXT)),
-                progress.skipped + sum(not item.text for item in batch),
-            )
+            n_tokens += len(tokens)
+            n_documents += int(np.count_nonzero(tokens == END_OF_TEXT))
             if is_cut:
                 break
-        bar.total = progress.tokens
-    end = {"documents": progress.documents, "skipped": progress.skipped}
-    return writer.close(**end, max_tokens=manifest.max_tokens if is_cut else None)
+    is_cut |= manifest.part != FULL_DATASET  # parts that differ in it are not one dataset
+    return writer.close(n_documents, manifest.max_tokens if is_cut else None)
 
 
 def tokenize_documents(
@@ -243,89 +177,12 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def describe_size(folder: Path, tokens: int, is_download: bool) -> str:
-    """Describe the disk space and the download that `tokens` tokens need."""
-    line = f"{folder}: at most {format_count(tokens)} tokens, {2 * tokens / 1e9:.2g} GB on disk"
-    line += f" ({shutil.disk_usage(folder).free / 1e9:,.0f} GB free)"
-    download = f"about {2.8 * tokens / 1e9:.2g} GB to download"  # as FineWeb's Parquet files
-    return f"{line}, {download}" if is_download else line
-
-
-def summary(folder: Path, manifest: Manifest, earlier: Manifest | None) -> str:
-    """Describe in one line what the dataset, or a part of it, contains."""
-    part = manifest.part
-    name = str(folder) if part == FULL_DATASET else f"{folder}, part {part.index} of {part.count}"
-    documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
-    if manifest.skipped:
-        documents += f" ({manifest.skipped:,} empty skipped)"
-    line = f"{name}: {documents}, {manifest.tokens:,} tokens, {len(manifest.shards)} shards"
-    return f"{line}; finished earlier, and unchanged" if manifest == earlier else line
-
-
-def propose_training(folder: Path, manifest: Manifest) -> str:
-    """Propose a training command that suits a dataset and this machine, and estimate its time.
-
-    The command uses the largest recipe that makes at most `MAX_PASSES` passes over the text. For a
-    small text, it shortens the smallest recipe and sets a batch of 0.29 D^0.571 tokens for a run of
-    D tokens: half the batch that suits a single pass (Li et al. 2025).
-    """
-    if manifest.tokens < MIN_TOKENS:
-        problem = f"warning: {manifest.tokens:,} tokens are too few to train on"
-        return f"{problem}: delete {folder} and use at least {MIN_TOKENS:,}, about 10 KB of English"
-
-    import torch  # imported late: these imports take seconds, and tokenizing does not need them
-
-    from runtime.distributed import DistInfo
-    from training.config import TrainConfig, read_recipe
-    from training.memory import find_device
-    from training.plan import describe_time
-
-    max_tokens = MAX_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
-    recipes = dict[int, Path]()  # keyed by the number of tokens of a run
-    for path in sorted(RECIPES.glob("gpt2-[0-9]*.json"), reverse=True):  # -fast is later and wins
-        settings = read_json(path)
-        recipes[settings["max_steps"] * settings["total_batch_size"]] = path
-    path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
-    recipe = read_recipe(path)
-    overrides = list[str]()
-    if max_tokens < min(recipes):
-        batch = max(256, 2 ** round(math.log2(0.29 * max_tokens**0.571)))  # at least one sequence
-        steps = max_tokens // batch
-        overrides = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
-        overrides += ["--embedding-decay", f"{LR_DECAY_STEPS / (recipe.max_lr * steps):.2g}"]
-        overrides += ["--spelling-share", "0.3"]  # rare tokens get few gradients in a small text
-        if (every := max(1, steps // 5)) < recipe.val_every:
-            names = ("--val-every", "--sample-every", "--checkpoint-every")
-            overrides += [each for name in names for each in (name, str(every))]
-    config = parse_flags(TrainConfig, overrides, recipe)
-
-    launcher, world_size = ["python"], torch.cuda.device_count() or 1
-    while world_size > 1 and config.total_batch_size % (world_size * MIN_MICRO_BATCH_TOKENS):
-        world_size -= 1
-    if world_size > 1:
-        launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
-    root = Path() if RECIPES.parent.samefile(Path()) else RECIPES.parent
-    command = [*launcher, root / "train_gpt2.py", "--config", root / "recipes" / path.name]
-    command += ["--data-dir", folder, "--run-name", folder.resolve().name, *overrides]
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    dist_info = DistInfo(device, world_size=world_size, local_world_size=world_size)
-    planned = find_device(config, dist_info)
-    duration = describe_time(config, config.model_config(), planned, dist_info)["time"]
-    return f"next: {shell_line(*command)}\ntime: {duration}"
-
-
-def describe_text(folder: Path) -> str:
-    """Describe the unigram baseline of a finished dataset; warn if the tokenizer suits it badly."""
+def describe_baseline(folder: Path) -> str:
+    """Describe the unigram baseline of a finished dataset."""
     train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
-    (loss, bits), encoding = shards.unigram_loss(train, val), gpt2_encoding()
-    line = f"unigram baseline (token frequencies only): loss {loss:.2f} nats per token, "
-    line += f"{bits:.2f} bits per byte"
-    sample = encoding.decode(val.read(0, 1 << 16).tolist()).replace("<|endoftext|>", " ")
-    text = " ".join(sample.split())  # without the indentation of code
-    if (ratio := len(encoding.encode_ordinary(text)) / max(1, len(text))) > 0.5:
-        line += f"\nwarning: {ratio:.2f} tokens per character (English: 0.25): GPT-2's tokenizer "
-        line += "is made for English, so losses are not comparable across languages"
-    return line
+    loss, bits = unigram_baseline(train, val)
+    line = "unigram baseline (token frequencies only)"
+    return f"{line}: loss {loss:.2f} nats per token, {bits:.2f} bits per byte"
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
@@ -334,10 +191,10 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     has_name = first in sources.SOURCES or first in sources.FINEWEB
     if not has_name and (sources.file_type(first) or sources.local_paths(first)):
         paths = sources.local_files(config.source, config.text_field)
-        folder = Path(first) if Path(first).is_dir() else paths[0].parent
-        name = folder.resolve().name
-        if len(paths) == 1 and folder != Path(first):
-            name = paths[0].name.removesuffix(sources.file_type(paths[0]) or paths[0].suffix)
+        base = Path(first) if Path(first).exists() else paths[0].parent
+        name = base.resolve().name
+        if base.is_file():
+            name = name.removesuffix(sources.file_type(base) or base.suffix)
         return name, lambda _: sources.file_source(paths, None, config.text_field)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: pass a single name, or only files")

@@ -8,9 +8,8 @@
 
 If there are fewer than two full shards, validation is the first tenth of each of 20 equal pieces.
 
-When several processes split the work, each writes separate shards, such as
-`train_p00003_000001.npy`, and a manifest of them, `part_00003_of_00032.json`. Once all parts are
-finished, `manifest.json` lists all shards, by part and number.
+A dataset that is made in parts (`corpus/parts.py`) has a manifest of each part instead, and the
+names of its shards have the part's number.
 
 A folder without a manifest can also be opened: each `.npy` file whose name contains the word
 `train` or `val` is a shard of that split. If no `.npy` file does, `.bin` files from llm.c or
@@ -30,46 +29,21 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from corpus.parts import FULL_DATASET, Part, read_parts
 from runtime.cli import shell_line
 from runtime.files import atomic_write, read_json, sha256_of, write_json
-from tokenizer import VOCAB_SIZE, token_bytes
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
 
 SHARD_DTYPE = np.dtype("<u2")
-SHARD_MANIFEST = "manifest.json"
 VAL_BLOCKS = 20  # blocks of validation in a corpus of fewer than two full shards
-UNIGRAM_TOKENS = 10_485_760  # `unigram_loss` reads at most this many tokens of each split
 LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # nanoGPT writes it if the tokens of its .bin files are not GPT-2's
 MAX_MAPPED_SHARDS = 128  # per split; each mapped file holds a descriptor, and macOS allows 256
 TRAIN_WORD = re.compile(r"(?<![A-Za-z])train(ing)?(?![A-Za-z])")  # does not match `constrained`
 VAL_WORD = re.compile(r"(?<![A-Za-z])val(id|idation)?(?![A-Za-z])")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Part `index` of a dataset that is written in `count` parts, each by one process."""
-
-    index: int = 0
-    count: int = 1
-
-    @property
-    def manifest_name(self) -> str:
-        """File name of the manifest that lists the part's shards."""
-        if self.count == 1:
-            return SHARD_MANIFEST
-        return f"part_{self.index:05}_of_{self.count:05}.json"
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of shard numbers in file names, so that names sort by part, then by number."""
-        return "" if self.count == 1 else f"p{self.index:05}_"
-
-
-FULL_DATASET = Part()
 
 
 @dataclass(frozen=True)
@@ -87,21 +61,19 @@ class Manifest:
     """Contents and origin of a dataset, or of one part of it."""
 
     source: dict[str, Any]
-    """The `identity` of the source and, for a part, `part` and `parts`."""
+    """The `identity` of the source and, for a part of a dataset, `part` and `parts`."""
     tokenizer_sha256: str
     """SHA-256 of the tokenizer's merges file."""
     shard_size: int
     """Number of tokens in a full shard."""
     shards: tuple[ShardInfo, ...] = ()
     documents: int = 0
-    """Number of documents with tokens; if unfinished, only the documents before `progress`."""
-    skipped: int = 0
-    """Number of empty documents, which have no tokens."""
+    """Number of documents with tokens; known when the dataset is finished."""
     complete: bool = False
     max_tokens: int | None = None
-    """The `--max-tokens` at which the dataset (all parts) ends; None if the source ends first."""
+    """The `--max-tokens` of the parts, or of a dataset that it ends; None if the source ends it."""
     progress: dict[str, Any] | None = None
-    """Place in the source to resume from (see `fineweb.Progress`); None = the start."""
+    """Place in the source to resume from (see `fineweb.write_shards`); None = the start."""
     format: int = 1
 
     @property
@@ -111,85 +83,49 @@ class Manifest:
 
     @property
     def part(self) -> Part:
-        """The part that the manifest describes, or `FULL_DATASET`."""
+        """The part of a dataset that the manifest describes; usually, the full dataset."""
         return Part(self.source.get("part", 0), self.source.get("parts", 1))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The values that must not change when a dataset is resumed."""
+        source = {name: value for name, value in self.source.items() if name != "part"}
+        return source | {"shard size": self.shard_size, "tokenizer": self.tokenizer_sha256}
 
     def covers(self, max_tokens: int | None) -> bool:
         """Return whether the data is finished and not cut below `max_tokens`; None = no limit."""
         return self.complete and (self.max_tokens or math.inf) >= (max_tokens or math.inf)
 
-    def for_part(self, index: int, count: int) -> "Manifest":
-        """Return the manifest of one part of the same dataset."""
-        if count == 1:
-            return self
-        return replace(self, source={**self.source, "part": index, "parts": count})
-
     def save(self, folder: Path) -> None:
-        """Write the manifest of the dataset, or of the part, atomically."""
+        """Write the manifest atomically."""
         write_json(folder / self.part.manifest_name, asdict(self))
 
     @classmethod
-    def load(cls, folder: Path, name: str = SHARD_MANIFEST) -> "Manifest | None":
-        """Read the manifest of the dataset, or of a part; return None if there is none."""
-        path = folder / name
-        if not path.is_file():
+    def load(cls, folder: Path, part: Part | None = None) -> "Manifest | None":
+        """Read the manifest of a dataset, or of one part of it; return None if there is none."""
+        path = folder / (part or FULL_DATASET).manifest_name
+        if path.is_file():
+            values = read_json(path)
+        elif part or not (values := read_parts(folder)):
             return None
-        values = read_json(path)
         try:
+            values.pop("skipped", None)  # counted by earlier versions
             values["shards"] = tuple(ShardInfo(**shard) for shard in values["shards"])
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a shard manifest: {error}") from None
 
 
-def find_manifests(folder: Path, max_tokens: int | None = 1) -> list[Manifest]:
-    """Return the dataset's manifest or, until it covers `max_tokens`, the parts' manifests."""
-    joined = Manifest.load(folder)
-    names = sorted(path.name for path in folder.glob("part_*_of_*.json"))
-    if not names or (joined is not None and joined.covers(max_tokens)):
-        names = [SHARD_MANIFEST]
-    return [manifest for name in names if (manifest := Manifest.load(folder, name))]
-
-
-def join_parts(folder: Path, manifest: Manifest, count: int) -> list[int]:
-    """Write a dataset's manifest if all `count` parts are finished; return the unfinished ones.
-
-    The shards stay where they are. `manifest` describes the dataset, without its shards.
-    """
-    parts = [Manifest.load(folder, Part(i, count).manifest_name) for i in range(count)]
-    finished = [part for part in parts if part is not None and part.covers(manifest.max_tokens)]
-    if len(finished) == count:
-        replace(
-            manifest,
-            shards=tuple(shard for part in finished for shard in part.shards),
-            documents=sum(part.documents for part in finished),
-            skipped=sum(part.skipped for part in finished),
-            complete=True,
-            max_tokens=min((part.max_tokens for part in finished if part.max_tokens), default=None),
-        ).save(folder)
-    return sorted({*range(count)} - {part.part.index for part in finished})
-
-
 def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
     """Raise if the dataset in `folder` is not the expected one."""
-    found_values, expected_values = _fixed_values(found), _fixed_values(expected)
-    for name in found_values | expected_values:
-        if (old := found_values.get(name)) != (new := expected_values.get(name)):
-            if name.startswith("file "):  # show file names without sizes and hashes
-                old, new = (file and file["name"] for file in (old, new))
-            change = f"{name} {old} instead of {new}" if old != new else f"{old} has changed"
+    for name in found.identity | expected.identity:
+        old, new = found.identity.get(name), expected.identity.get(name)
+        if old != new:
+            change = "other files" if name == "files" else f"{name} {old} instead of {new}"
             raise ValueError(
-                f"{folder} holds another dataset ({change}): "
+                f"{folder} holds another dataset ({change}): use the flags that made it, "
                 f"choose another --data-dir, or delete {folder}"
             )
-
-
-def _fixed_values(manifest: Manifest) -> dict[str, Any]:
-    """Return the values, by name, that must not change when a dataset is resumed."""
-    source = {name: value for name, value in manifest.source.items() if name != "files"}
-    files = {f"file {i}": file for i, file in enumerate(manifest.source.get("files", ()), 1)}
-    settings = {"shard size": manifest.shard_size, "tokenizer": manifest.tokenizer_sha256}
-    return source | files | settings
 
 
 class ShardWriter:
@@ -210,8 +146,11 @@ class ShardWriter:
         self._needs_val = manifest.part.index == 0 and not manifest.shards
         self._buffer = np.empty((2 if self._needs_val else 1) * manifest.shard_size, SHARD_DTYPE)
         self._filled = 0
+        for name in (f"*_{manifest.part.prefix}[0-9]*.npy", manifest.part.manifest_name):
+            for leftover in folder.glob(f".{name}.*.tmp"):  # left by a killed run
+                leftover.unlink()
 
-    def add(self, tokens: TokenArray, **progress: Any) -> None:  # noqa: ANN401 - fields' values
+    def add(self, tokens: TokenArray, progress: dict[str, Any] | None = None) -> None:
         """Append tokens; if they fill shards, write these and the manifest, with `progress`."""
         finished = len(self.manifest.shards)
         while len(tokens):
@@ -222,16 +161,16 @@ class ShardWriter:
             if self._filled == len(self._buffer):
                 self._write_buffer()
         if len(self.manifest.shards) > finished:
-            self._save(**progress)
+            self._save(progress=progress)
 
-    def close(self, **end: Any) -> Manifest:  # noqa: ANN401 - fields' values
-        """Write the remaining tokens and the finished manifest, with the values in `end`."""
+    def close(self, documents: int = 0, max_tokens: int | None = None) -> Manifest:
+        """Write the remaining tokens and the finished manifest, with these values."""
         if self._needs_val and self._filled < 2:
             raise ValueError(
                 f"the corpus is too small for two splits ({self._filled} tokens): add more text"
             )
         self._write_buffer()
-        self._save(**end, complete=True)
+        self._save(documents=documents, max_tokens=max_tokens, complete=True)
         return self.manifest
 
     def _write_buffer(self) -> None:
@@ -266,8 +205,6 @@ class ShardWriter:
         self.manifest = replace(self.manifest, shards=(*self.manifest.shards, info))
 
     def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
-        if self.manifest.part != FULL_DATASET:  # manifest.json may list shards that are to change
-            (self.folder / SHARD_MANIFEST).unlink(missing_ok=True)
         self.manifest = replace(self.manifest, **values)
         self.manifest.save(self.folder)
 
@@ -320,53 +257,28 @@ class TokenShards:
 
 
 def open_shards(folder: Path | str, split: Split | Literal["all"]) -> TokenShards:
-    """Open one split of a data folder, or all of it; check each file's dtype, shape and size.
+    """Open one split of a data folder, or all of it; check each file's dtype and shape.
 
     The hashes are checked by `verify_shards`, the token ids by the data loader as it reads them.
     """
     folder = Path(folder)
-    manifests = find_manifests(folder)
-    if manifests and not (manifests[0].part == FULL_DATASET and manifests[0].complete):
+    manifest = Manifest.load(folder)
+    if manifest and not manifest.complete:
         raise ValueError(f"{folder} is incomplete: rerun the fineweb.py command that created it")
     splits = ("val", "train") if split == "all" else (split,)
-    infos = [info for found in manifests for info in found.shards if info.split in splits]
-    paths = [folder / info.file for info in infos] if manifests else _find_shards(folder, splits)
+    infos = [info for info in manifest.shards if info.split in splits] if manifest else []
+    paths = [folder / info.file for info in infos] if manifest else _find_shards(folder, splits)
     if folder.is_file():
         command = shell_line("python", "fineweb.py", "--source", folder)
         raise ValueError(f"{folder} is a file, not a folder of shards: make shards with {command}")
     if not paths:
-        exists = folder.is_dir()
-        problem = (
-            f"{folder} has no {' or '.join(splits)} shards"
-            if exists
-            else f"{folder} does not exist"
-        )
         raise FileNotFoundError(
-            f"{problem}: make data/stdlib (11 MB, seconds, no network) with python fineweb.py "
-            f"--source stdlib, make data/fineweb-edu-10BT (20 GB) with python fineweb.py, or "
-            f"download shards with hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
+            f"{folder} has no {' or '.join(splits)} shards: make data/stdlib (11 MB, seconds, no "
+            f"network) with python fineweb.py --source stdlib, make data/fineweb-edu-10BT (20 GB) "
+            f"with python fineweb.py, or download shards with hf download OWNER/NAME "
+            f"--repo-type dataset --local-dir {folder}"
         )
-    shards = TokenShards(paths, _fingerprint(infos, paths))
-    for info, length in zip(infos, shards.lengths, strict=False):  # no infos without a manifest
-        if length != info.tokens:
-            raise ValueError(
-                f"{folder / info.file} has {length:,} tokens, not {info.tokens:,} as in the "
-                f"manifest: delete {folder} and rerun python fineweb.py"
-            )
-    return shards
-
-
-def unigram_loss(train: TokenShards, val: TokenShards) -> tuple[float, float]:
-    """Return a unigram model's loss on the validation tokens: nats per token and bits per byte.
-
-    The model predicts each token with its frequency in the training tokens, after add-one
-    smoothing. At most `UNIGRAM_TOKENS` tokens of each split are read.
-    """
-    counts = 1 + np.bincount(train.read(0, UNIGRAM_TOKENS), minlength=1 << 16)  # one per uint16
-    losses = np.log(counts[:VOCAB_SIZE].sum()) - np.log(counts)
-    ids = val.read(0, UNIGRAM_TOKENS)
-    bits = losses[ids].sum() / math.log(2)
-    return float(losses[ids].mean()), float(bits / max(1, token_bytes(len(counts))[ids].sum()))
+    return TokenShards(paths, _fingerprint(infos, paths))
 
 
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:

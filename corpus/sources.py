@@ -1,27 +1,24 @@
 """Document sources: local files, functions in `SOURCES`, or a dataset on the Hugging Face hub.
 
 A source is a list of files, each of which always yields the same texts in the same order. So a
-stopped run can resume from a file number and a text number, and several machines can split a source
-by its files.
+stopped run can resume from a file number and a text number, and several machines can split the
+files.
 """
 
 import codecs
-import csv
 import glob
 import hashlib
 import io
 import json
 import platform
-import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corpus.shards import FULL_DATASET, Part
+from corpus.parts import FULL_DATASET, Part
 from formats.hub import explain_hub_errors, resolve_revision
 from tokenizer import CUT
 
@@ -29,13 +26,11 @@ FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fin
 JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
 FILE_TYPES = (*JSON_LINES, ".parquet", ".csv", ".tsv", ".txt")
 PLAIN_TEXT = ("", ".txt")  # the values of `file_type` that mean plain text
-NOT_UTF8 = "invalid UTF-8; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE"
-NOT_TEXT = {  # keyed by a pattern that matches a file's first bytes
-    b"%PDF": "a PDF; use pdftotext FILE NEW_FILE.txt",
-    b"PK\3\4": "a zip file; use pandoc -t plain -o NEW_FILE.txt FILE (.docx, .odt) or unzip FILE",
-    b"\x1f\x8b": "a gzip file; use gunzip < FILE > NEW_FILE.txt",
-    b"\xff\xfe|\xfe\xff|[^\0]*\0": "UTF-16 or binary; use iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
-}
+NOT_UTF8 = (
+    "not UTF-8 text; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE; "
+    "for UTF-16, use iconv -f utf-16 -t utf-8 FILE > NEW_FILE; for others, pdftotext or pandoc"
+)
+TABLE = "a table; use python -c \"import pandas; pandas.read_csv('FILE').to_parquet('F.parquet')\""
 JSON_ARRAY = "a JSON array, not JSON lines; use jq -c '.[]' FILE > NEW_FILE.jsonl"
 TABLE_ROWS = 256  # rows read at a time
 HASHED_BYTES = 1 << 20  # hashed at the start of a file, and at its end
@@ -57,7 +52,7 @@ class Document(NamedTuple):
 
 
 class SourceFile(NamedTuple):
-    """A file of a source; each part of a dataset reads complete files."""
+    """A file of a source."""
 
     read: Callable[[], Iterable[str]]
     """Function that yields the texts, always the same ones in the same order."""
@@ -73,20 +68,13 @@ class Source:
     """Values for the manifest that distinguish this source from others."""
     open_files: Callable[[], Sequence[SourceFile]]
     """Function that lists the files; not called for a finished dataset, which needs no network."""
-    tokens: int | None = None
-    """Estimated number of tokens; None if unknown."""
 
     def documents(self, cursor: Cursor | None, part: Part = FULL_DATASET) -> Iterator[Document]:
         """Yield the documents of a part, starting at `cursor`; None = at the start of the part."""
         files = self.open_files()
-        if part.count > len(files):
-            raise ValueError(
-                f"--parts {part.count} exceeds the source's number of files: "
-                f"use --parts {len(files)} or fewer"
-            )
-        start, stop = (len(files) * i // part.count for i in (part.index, part.index + 1))
-        first, skipped = (start, 0) if cursor is None else (cursor["file"], cursor["text"])
-        for number in range(first, stop):
+        numbers = part.file_numbers(len(files))
+        first, skipped = (numbers.start, 0) if cursor is None else (cursor["file"], cursor["text"])
+        for number in range(first, numbers.stop):
             file = files[number]
             for i, text in enumerate(file.read()):
                 if number > first or i >= skipped:
@@ -164,28 +152,17 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
             raise FileNotFoundError(f"--source {pattern}: no such file or folder")
         for path in matches:
             paths += folder_files(path, field) if path.is_dir() else [path]
-    for path in paths:
-        if not path.is_file():  # such as a pipe, which can be read only once
-            raise ValueError(f"--source {path} is not a regular file: copy the text to a file")
-    unique = dict[Path, Path]()
-    for path in paths:
-        unique.setdefault(path.resolve(), path)  # a link may lead to a file that is listed already
-    return [*unique.values()]
+    return [*{path.resolve(): path for path in paths}.values()]  # a link may lead to another file
 
 
 def folder_files(folder: Path, field: str) -> list[Path]:
     """Return the text files in and below a folder; print how many files are skipped, and why.
 
-    Hidden files are ignored. The files are sorted by a hash of their names, so that validation,
-    which comes first, has files of all kinds.
+    The files are sorted by a hash of their names, so that validation, which comes first, has files
+    of all kinds.
     """
-    folders, seen, found = [folder], set[Path](), dict[str, Path]()
-    for subfolder in folders:  # the loop appends to the list
-        if (real := subfolder.resolve()) not in seen:  # a link may lead back to a folder above it
-            seen.add(real)
-            paths = sorted(subfolder.glob("[!.]*"))
-            folders += filter(Path.is_dir, paths)
-            found |= {p.relative_to(folder).as_posix(): p for p in paths if p.is_file()}
+    paths = local_paths(f"{glob.escape(str(folder))}/**")  # without hidden files
+    found = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     texts, reasons = [], []
     for name in sorted(found, key=hash_of_name):
         try:
@@ -207,7 +184,7 @@ def read_file(path: Path, field: str) -> Iterator[str]:
     if kind == ".parquet":
         return read_parquet(path, field)
     if kind in (".csv", ".tsv"):
-        return read_csv(path, field)
+        raise ValueError(f"{path}: {TABLE}")
     return read_jsonl(path, field) if kind in JSON_LINES else read_plain(path)
 
 
@@ -244,25 +221,12 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        raise ValueError(f"{where}: {_why_not_text(line) or NOT_UTF8}") from None
+        raise ValueError(f"{where}: {NOT_UTF8}") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
     _check_text_field(value if isinstance(value, dict) else (), field, where)
-    return _string(value[field], field, where)
-
-
-def read_csv(path: Path, field: str = "text") -> Iterator[str]:
-    """Yield a column of a table whose first line has the column names.
-
-    The delimiter is the comma, semicolon or tab, whichever the first line has most often.
-    """
-    csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is too small for documents
-    with open_text(path) as file:
-        header = file.peek().partition(b"\n")[0]
-        delimiter = chr(max(b",;\t", key=header.count))
-        rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter)
-        _check_text_field(rows.fieldnames or (), field, str(path))
-        yield from (row[field] or "" for row in rows)
+    text = _string(value[field], field, where)
+    return text.encode(errors="replace").decode()  # JSON can have half of a surrogate pair
 
 
 def read_plain(path: Path) -> Iterator[str]:
@@ -273,30 +237,16 @@ def read_plain(path: Path) -> Iterator[str]:
     # utf-8-sig removes a byte-order mark. open() would decode only 8 KB at a time.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
-    with open_text(path) as file:
-        while data := file.read(BLOCK_BYTES):
-            text += decoder.decode(data)
-            while cut := CUT.search(text, BLOCK_BYTES):
-                yield text[: cut.start()]
-                text = text[cut.start() :]
-        yield text + decoder.decode(b"", final=True)
-
-
-@contextmanager
-def open_text(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a UTF-8 text file; for other files, the error names a tool that converts them."""
-    with path.open("rb") as file:
-        try:
-            if reason := _why_not_text(file.peek()):
-                raise ValueError(f"{path}: {reason}")
-            yield file
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}: {NOT_UTF8}") from None
-
-
-def _why_not_text(start: bytes) -> str | None:
-    """Say why a file is not UTF-8 text, from its first bytes, and how to convert it; else None."""
-    return next((reason for pattern, reason in NOT_TEXT.items() if re.match(pattern, start)), None)
+    try:
+        with path.open("rb") as file:
+            while data := file.read(BLOCK_BYTES):
+                text += decoder.decode(data)
+                while cut := CUT.search(text, BLOCK_BYTES):
+                    yield text[: cut.start()]
+                    text = text[cut.start() :]
+            yield text + decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: {NOT_UTF8}") from None
 
 
 def _check_text_field(names: Collection[str], field: str, where: str) -> None:
@@ -346,9 +296,7 @@ def hub_source(
         ]
 
     identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": commit}
-    billions = re.fullmatch(r"sample-(\d+)BT", name or "")
-    tokens = int(billions[1]) * 10**9 if billions and dataset in FINEWEB.values() else None
-    return Source(identity, open_files, tokens)
+    return Source(identity, open_files)
 
 
 def read_stream(stream: Any, number: int, field: str, origin: str) -> Iterator[str]:  # noqa: ANN401

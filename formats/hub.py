@@ -1,7 +1,6 @@
 """Hugging Face hub: find commits, download files, and report errors in one line."""
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,10 +30,7 @@ def fetch_files(repo: str, is_complete: Callable[[Path], object], **kwargs: Any)
     Keyword arguments are passed to `snapshot_download`.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty():  # progress bars would clutter a log
-        disable_progress_bars()
     download = partial(snapshot_download, repo, **kwargs)
     with suppress(FileNotFoundError):
         if is_complete(folder := Path(download(local_files_only=True))):

@@ -94,7 +94,7 @@ def copy_code(folder):
     folder.mkdir()
     for path in ROOT.glob("[!.]*.py"):
         shutil.copy(path, folder)
-    for name in ("assets", "corpus", "formats", "runtime", "training"):
+    for name in ("assets", "corpus", "formats", "recipes", "runtime", "training"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".*"))
     return folder
 

@@ -1,11 +1,12 @@
 """Texts, fineweb.py in this process or in one that can be killed, and the shards it made."""
 
+import io
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, redirect_stdout
 
 import numpy as np
 import pyarrow as pa
@@ -19,14 +20,12 @@ from corpus import sources
 from corpus.shards import Manifest
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
-TIMEOUT_S = 600  # ends a process that hangs; none that is slow
-
 # Runs fineweb.py in small batches. Before the KILL_AT-th renaming of a finished file the process
 # kills itself with -9, or does what INSTEAD says.
-DRIVER = """
+DRIVER = f"""
 import os, signal, sys
-sys.path.insert(0, {root!r})
-if {hide!r}:
+sys.path.insert(0, {str(ROOT)!r})
+if os.environ.get("HIDE"):
     sys.modules["gigatoken"] = None
 import fineweb
 from corpus import sources
@@ -66,6 +65,7 @@ def write_texts(path, texts, field="text"):
     if codec := {".gz": "gzip", ".zst": "zstd"}.get(path.suffix):
         halves = content[: len(content) // 2], content[len(content) // 2 :]
         content = b"".join(pa.compress(half, codec, asbytes=True) for half in halves)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
 
@@ -76,9 +76,9 @@ def reference(texts):
     return [id for document in documents for id in document]
 
 
-def contents(folder):
+def contents(folder, pattern="[!.]*"):
     """Every file of a folder with its bytes, but for hidden ones, such as a lock."""
-    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+    return {path.name: path.read_bytes() for path in folder.glob(pattern)}
 
 
 def tokens_of(folder):
@@ -96,44 +96,53 @@ def tokens_of(folder):
     return np.concatenate([first, *others]).tolist()
 
 
-def start_fineweb(folder, *flags, kill_at=0, hide=False, environment=None, **options):
+def start_fineweb(folder, *flags):
     """Start fineweb.py in `folder`, in a process of its own."""
     script = folder / "driver.py"
-    script.write_text(DRIVER.format(root=str(ROOT), hide=bool(hide)))
-    return subprocess.Popen(
-        [sys.executable, str(script), *map(str, flags)],
-        env={**os.environ, "KILL_AT": str(kill_at), **(environment or {})},
-        cwd=folder,
-        text=True,
-        **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options),
-    )
-
-
-def run_driver(folder, *flags, **options):
-    """Run fineweb.py to its end."""
-    process = start_fineweb(folder, *flags, **options)
-    output = process.communicate(timeout=TIMEOUT_S)
-    return subprocess.CompletedProcess(process.args, process.returncode, *output)
-
-
-def assert_killed(done):
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    script.write_text(DRIVER)
+    command = [sys.executable, str(script), *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, text=True, **pipes)
 
 
 @pytest.fixture
-def make(monkeypatch, capsys, tmp_path):
-    """fineweb.py in this process, in small batches; returns what it prints."""
-    monkeypatch.setattr(fineweb, "BATCH_CHARS", 1000)
-    monkeypatch.setattr(sources, "TABLE_ROWS", 16)
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
-    monkeypatch.chdir(tmp_path)
+def drive(commands, tmp_path, monkeypatch):
+    """fineweb.py in another process, to its end, in which `kill_at` and `INSTEAD` change it."""
+    monkeypatch.setattr(commands, "folder", tmp_path)
 
-    def run(*flags):
-        monkeypatch.setattr(sys, "argv", ["fineweb.py", *map(str, flags)])
-        fineweb.main()
-        return capsys.readouterr().out.strip()
+    def run(*flags, kill_at=0, **environment):
+        script = tmp_path / "driver.py"
+        script.write_text(DRIVER)
+        done = commands.run(script, *flags, KILL_AT=str(kill_at), **environment)
+        if kill_at and "INSTEAD" not in environment:
+            assert done.code == -signal.SIGKILL, done.stderr
+        return done
 
     return run
+
+
+@contextmanager
+def fineweb_in(folder):
+    """fineweb.py in this process, in small batches; returns what it prints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fineweb, "BATCH_CHARS", 1000)
+        patch.setattr(sources, "TABLE_ROWS", 16)
+        patch.setattr(sources, "BLOCK_BYTES", 1000)
+        patch.chdir(folder)
+
+        def run(*flags):
+            patch.setattr(sys, "argv", ["fineweb.py", *map(str, flags)])
+            with redirect_stdout(io.StringIO()) as output:
+                fineweb.main()
+            return output.getvalue().strip()
+
+        yield run
+
+
+@pytest.fixture
+def make(tmp_path):
+    with fineweb_in(tmp_path) as run:
+        yield run
 
 
 @pytest.fixture
@@ -145,9 +154,8 @@ def hub(tmp_path):
         b"  - split: train\n    path: sample/10BT/*\n---\n"
     }
     for part in range(2):
-        path = write_texts(
-            tmp_path / "part.parquet", texts[150 * part : 150 * part + 150], "content"
-        )
+        some = texts[150 * part : 150 * part + 150]
+        path = write_texts(tmp_path / "part.parquet", some, "content")
         files[f"sample/10BT/{part:03}.parquet"] = path.read_bytes()
     with HubServer() as server:
         server.add("dataset", "o/n", files)

@@ -1,11 +1,10 @@
 """The token format: what is written opens again, and what is damaged is named."""
 
 import hashlib
-import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from corpus.shards import (
@@ -13,7 +12,6 @@ from corpus.shards import (
     ShardInfo,
     ShardWriter,
     open_shards,
-    unigram_loss,
     verify_shards,
 )
 
@@ -64,31 +62,19 @@ def test_shard_writer_takes_validation_from_all_of_a_small_text(tmp_path):
     assert train.read(0, 1080).tolist() == sorted({*range(1200)} - {*blocks})
 
 
-@settings(max_examples=15)
-@given(st.lists(st.integers(0, 25), min_size=1, max_size=6), st.integers(4, 12))
-def test_shard_writer_shards_do_not_depend_on_how_tokens_arrive(tmp_path_factory, pieces, size):
-    folder = tmp_path_factory.mktemp("pieces")
-    writer = ShardWriter(folder, Manifest({}, "hash", size))
-    start = 0
-    for count in [*pieces, 2]:
-        writer.add(tokens_of(count, start))
-        start += count
-    assert writer.close() == write(tmp_path_factory.mktemp("once"), start, size)
-
-
-def test_shard_writer_goes_on_after_finished_shards(tmp_path):
-    whole = write(tmp_path / "whole", 57)
-    writer = ShardWriter(tmp_path / "resumed", Manifest({}, "hash", 10, whole.shards[:3]))
-    assert writer.manifest.tokens == 30
-    writer.add(tokens_of(27, 30))
-    assert writer.close() == whole
-
-
 def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
     names = {
         "train": ["edufineweb_train_000001", "train-0", "train000", "training_2", "x.train"],
         "val": ["edufineweb_val_000000", "shard_val", "val000", "validation_2", "valid-1"],
-        "neither": ["constrained", "trainer", "retrain_0", "interval_0", "values", "evaluation"],
+        "neither": [
+            "constrained",
+            "trainer",
+            "retrain_0",
+            "interval_0",
+            "values",
+            "._train",
+            ".val",
+        ],
     }
     for name in (name for group in names.values() for name in group):
         np.save(tmp_path / f"{name}.npy", tokens_of(5))
@@ -99,19 +85,13 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
 
 def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
     make = r"make data/stdlib \(11 MB, .*\) with python fineweb\.py --source stdlib, .*20 GB"
-    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/none does not exist: {make}"):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/none has no train shards: {make}"):
         open_shards(tmp_path / "none", "train")
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no val shards: {make}"):
         open_shards(tmp_path, "val")
     Manifest({}, "hash", 10).save(tmp_path)
     with pytest.raises(ValueError, match="is incomplete"):
         open_shards(tmp_path, "train")
-
-
-def test_open_shards_leaves_out_hidden_files(tmp_path):
-    for name in ("train.bin", "val.bin", "._train.bin", ".train_old.npy"):
-        (tmp_path / name).write_bytes(tokens_of(30).tobytes())
-    assert [path.name for path in open_shards(tmp_path, "train").paths] == ["train.bin"]
 
 
 def llm_c_header(tokens):
@@ -133,15 +113,12 @@ def test_open_shards_reads_bin_files_as_they_are(tmp_path, header):
         assert ours.total_tokens == count
 
 
-@pytest.mark.parametrize(
-    "content",
-    [llm_c_header(30) + bytes(58), llm_c_header(30)[:9], llm_c_header(0), bytes(61), b""],
-)
-def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path, content):
+def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path):
     path = tmp_path / "train.bin"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path} is not a token file \(.* bytes\)"):
-        open_shards(tmp_path, "train")
+    for content in (llm_c_header(30) + bytes(58), llm_c_header(0), bytes(61), b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{path} is not a token file \(.* bytes\)"):
+            open_shards(tmp_path, "train")
 
 
 def test_open_shards_prefers_npy_and_refuses_another_vocabulary(tmp_path):
@@ -155,32 +132,18 @@ def test_open_shards_prefers_npy_and_refuses_another_vocabulary(tmp_path):
     assert open_shards(tmp_path, "train").total_tokens == 20
 
 
-def test_unigram_loss_by_hand(tmp_path):
-    """Add-one smoothing over GPT-2's vocabulary."""
-    np.save(tmp_path / "train.npy", np.array([5, 5, 5, 7], np.uint16))
-    np.save(tmp_path / "val.npy", np.array([5, 7, 9, 5], np.uint16))
-    train, val = (open_shards(tmp_path, split) for split in ("train", "val"))
-    five, seven, never = (math.log(50257 + 4) - math.log(count + 1) for count in (3, 1, 0))
-    whole = 2 * five + seven + never  # of four tokens of a byte each
-    assert unigram_loss(train, val) == pytest.approx((whole / 4, whole / 4 / math.log(2)))
-
-
 def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):
     """Without a manifest only with a token of a file's first 64 KiB, as this one is."""
     prints = set()
-    for name, first in (("a", 0), ("b", 1)):
-        tokens = tokens_of(40)
-        tokens[15] += first
-        writer = ShardWriter(tmp_path / name, Manifest({}, "hash", 10))
-        writer.add(tokens)
-        writer.close()
+    for name, count in (("a", 40), ("b", 41)):
+        write(tmp_path / name, count)
         prints.add(open_shards(tmp_path / name, "train").fingerprint)
         (tmp_path / name / "manifest.json").unlink()
         prints.add(open_shards(tmp_path / name, "train").fingerprint)
     assert len(prints) == 4
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     manifest=st.booleans(),
@@ -204,34 +167,24 @@ def test_open_shards_reads_any_layout_as_one_array(tmp_path_factory, sizes, mani
     assert shards.read(start, count).tolist() == tokens[start : start + count].tolist()
 
 
-@settings(max_examples=60)
-@given(data=st.data(), manifest=st.booleans())
-def test_open_shards_refuses_any_damage_to_size_or_header(tmp_path_factory, data, manifest):
+@settings(max_examples=30)
+@given(data=st.data())
+def test_open_shards_refuses_any_damage_to_size_or_header(tmp_path_factory, data):
     """A file is cut, extended or changed anywhere: the message names it, or it reads as before."""
     folder = tmp_path_factory.mktemp("damaged")
-    write(folder, 40)
+    manifest = write(folder, 40)
     path = folder / "train_000002.npy"
     content = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
-    damage = data.draw(st.sampled_from(["cut", "change", "extend"]))
-    if damage == "cut":
-        del content[place:]
-    elif damage == "change":
-        content[place] ^= data.draw(st.integers(1, 255))
-    else:
-        content += b"\0" * data.draw(st.integers(1, 9))
+    place = data.draw(st.integers(0, len(content)))
+    added = data.draw(st.binary(max_size=9))
+    content[place : place + data.draw(st.integers(0, 99))] = added
+    assume(content != path.read_bytes())
     path.write_bytes(content)
-    expected = Manifest.load(folder)
-    if not manifest:
-        (folder / "manifest.json").unlink()
-    refusal = ""
+    message = ""
     try:
-        shards = open_shards(folder, "train")
+        assert open_shards(folder, "train").read(0, 40).shape == (30,)
     except ValueError as error:
-        refusal = str(error)
-    assert not refusal or "train_000002.npy" in refusal
-    if not refusal:  # dtype, shape and, with a manifest, the number of tokens were checked
-        assert shards.read(0, shards.total_tokens).shape == (sum(shards.lengths),)
-        assert shards.total_tokens == 30 or not manifest
+        message = str(error)
+    assert not message or path.name in message
     with pytest.raises(ValueError, match=r"train_000002\.npy is missing or"):  # as --preflight does
-        verify_shards(folder, expected.shards)
+        verify_shards(folder, manifest.shards)

@@ -1,0 +1,123 @@
+"""Documents of files: every kind is read as it is meant, and what is none is named."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fineweb_runs import reference, texts_of, write_texts
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from corpus import sources
+from corpus.sources import file_source, read_file, read_plain
+from fineweb import tokenize_documents
+from tokenizer import gpt2_encoding
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (b"{'text': 1}", "not JSON .Expecting property name enclosed in double quotes"),
+        (b'{"body": "x", "id": 2}', "field `text` .* body, id"),
+        (b'["text"]', "field `text` .* no fields at all"),
+        (b'{"text": true}', "`text` is bool, not a string"),
+        (b'{"text": "\xff"}', r"not UTF-8 text; .* iconv -f cp1252 -t utf-8 "),
+    ],
+)
+def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "once"}\n\n{"text": "\\ud800"}\n' + row + b"\n")
+    lines = sources.read_jsonl(path)
+    assert (next(lines), next(lines)) == ("once", "?")
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 4: .*({message})"):
+        next(lines)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_read_jsonl_names_the_compressed_file_that_is_damaged(tmp_path, suffix):
+    path = write_texts(tmp_path / f"a.jsonl{suffix}", texts_of(300))
+    content = path.read_bytes()
+    for damaged in (content[:-9], content[: len(content) // 4], b"{}\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix}(, line| cannot be read)"):
+            list(sources.read_jsonl(path))
+
+
+def test_read_parquet_names_the_bad_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    for column, message in [
+        ({"body": ["x"]}, "field `text` .* body"),
+        ({"text": [["a"]] * 2}, "row 1: `text` is list"),
+    ]:
+        pq.write_table(pa.table(column), path)
+        with pytest.raises(ValueError, match=rf"a\.parquet.*{message}"):
+            list(sources.read_parquet(path))
+    path.write_bytes(b"PAR1 no PAR1")
+    with pytest.raises(ValueError, match=r"a\.parquet is not a readable Parquet file"):
+        list(sources.read_parquet(path))
+
+
+def test_read_file_names_the_tool_for_other_files(tmp_path):
+    iconv = "not UTF-8 text; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE;"
+    for name, content, message in [
+        ("a.txt", "“Windows” text".encode("cp1252"), iconv),
+        ("a", "état".encode("utf-16"), iconv),
+        ("b.jsonl", "état".encode("utf-16"), "line 1: not UTF-8 text"),
+        ("a.gz", gzip.compress(b"text"), iconv),
+        ("a.json", b'[{"text": "x"}]', "a JSON array, not JSON lines; use jq"),
+        ("a.csv", b"id,text\n1,a", "a table; use python -c .*read_csv"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"/{name}[:,] {message}"):
+            list(read_file(tmp_path / name, "text"))
+
+
+@settings(max_examples=150)
+@given(
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+    | st.text(st.sampled_from("a9. \n\t\x85\xa0\u2003éж日🦄\u0d10\u3001")),
+    st.integers(1, 20),
+)
+@example("0ࠀ ࠀ 0", 3)
+@example("\ufeffOnce upon", 3)
+def test_read_plain_blocks_have_the_tokens_of_the_whole(tmp_path_factory, text, block_bytes):
+    path = tmp_path_factory.getbasetemp() / "hypothesis.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+        blocks = list(read_plain(path))
+    text = text.removeprefix("\ufeff")  # a byte-order mark is none of the text
+    assert "".join(blocks) == text
+    encode = gpt2_encoding().encode_ordinary
+    assert [id for block in blocks for id in encode(block)] == encode(text)
+
+
+def test_tokenize_documents_joins_blocks_and_marks_documents_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 64)
+    text = "".join(f"word{n} and 語 \n" for n in range(200))
+    source = file_source([write_texts(tmp_path / name, [text]) for name in ("a.txt", "b.txt")])
+    batches = list(tokenize_documents(source.documents(None), 1))
+    assert len(batches) > 50
+    assert np.concatenate([tokens for _, tokens in batches]).tolist() == reference([text, text])
+
+
+def test_stdlib_source_is_the_librarys_own_files_in_a_fixed_order():
+    files = [file.read.args[0] for file in sources.stdlib_source().open_files()]
+    names = [path.name for path in files]
+    assert {"argparse.py", "os.py", "typing.py"} <= set(names)
+    parts = {part for path in files for part in path.parts}
+    assert not parts & {"test", "site-packages"}
+    assert names != sorted(names)
+    assert files == [file.read.args[0] for file in sources.stdlib_source().open_files()]
+
+
+def test_source_resumes_from_any_document(tmp_path):
+    files = {"a.jsonl": ["a", "", "b"], "b.jsonl": [], "c.parquet": ["c"]}
+    source = file_source([write_texts(tmp_path / name, texts) for name, texts in files.items()])
+    documents = list(source.documents(None))
+    assert [document.text for document in documents] == ["a", "", "b", "c"]
+    for n, document in enumerate(documents):
+        assert list(source.documents(json.loads(json.dumps(document.cursor)))) == documents[n:]

@@ -1,0 +1,50 @@
+"""Propose a training command for a dataset, as fineweb.py prints it."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from corpus.shards import Manifest
+from runtime.cli import shell_line
+from runtime.files import read_json
+from training.config import read_recipe
+
+ROOT = Path(__file__).parent.parent
+LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
+MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
+MAX_PASSES = 5  # a proposed run makes at most 5 over the training split; 10 overfit some texts
+
+
+def propose_training(folder: Path, manifest: Manifest) -> str:
+    """Propose a training command that suits a dataset and this machine's number of GPUs.
+
+    The command uses the largest recipe that makes at most `MAX_PASSES` passes over the text. For a
+    small text, it shortens the smallest recipe and sets a batch of 0.29 D^0.571 tokens for a run of
+    D tokens: half the batch that suits a single pass (Li et al. 2025).
+    """
+    max_tokens = MAX_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
+    recipes = dict[int, Path]()  # keyed by the number of tokens of a run
+    for path in sorted(ROOT.glob("recipes/gpt2-[0-9]*.json"), reverse=True):  # -fast wins
+        settings = read_json(path)
+        recipes[settings["max_steps"] * settings["total_batch_size"]] = path
+    path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
+    recipe = read_recipe(path)
+    batch, overrides = recipe.total_batch_size, list[str]()
+    if max_tokens < min(recipes):
+        batch = max(256, 2 ** round(math.log2(0.29 * max_tokens**0.571)))  # at least one sequence
+        steps = max(1, max_tokens // batch)
+        overrides = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
+        overrides += ["--embedding-decay", f"{LR_DECAY_STEPS / (recipe.max_lr * steps):.2g}"]
+        overrides += ["--spelling-share", "0.3"]  # rare tokens get few gradients in a small text
+        if (every := max(1, steps // 5)) < recipe.val_every:
+            for name in ("--val-every", "--sample-every", "--checkpoint-every"):
+                overrides += [name, str(every)]
+
+    launcher, n_gpus = ["python"], torch.cuda.device_count()
+    if n_gpus > 1 and batch % (n_gpus * MIN_MICRO_BATCH_TOKENS) == 0:
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={n_gpus}"]
+    root = Path() if ROOT.samefile(Path()) else ROOT
+    command = [*launcher, root / "train_gpt2.py", "--config", root / "recipes" / path.name]
+    command += ["--data-dir", folder, "--run-name", folder.resolve().name, *overrides]
+    return f"next: {shell_line(*command)}"
