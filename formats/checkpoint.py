@@ -14,7 +14,6 @@ written.
 
 import base64
 import json
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -38,7 +37,7 @@ from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS, Ranks
 from runtime.cli import print_error, shell_line
 from runtime.distributed import all_reduce_max, gather_text, is_main, print0, raise_on_all_ranks
-from runtime.files import read_json, sha256_of, sync_folder, write_json
+from runtime.files import read_json, sha256_of, write_folder, write_json
 
 MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -225,29 +224,18 @@ def _write_checkpoint(
     checkpoints_dir: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
 ) -> Path:
     """Write a checkpoint, which gets its final name once it is complete; return its folder."""
-    final = checkpoints_dir / f"step_{state.step:08d}"
-    temporary = checkpoints_dir / f".{final.name}.tmp"
+    path = checkpoints_dir / f"step_{state.step:08d}"
     try:
-        checkpoints_dir.mkdir(exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a failed attempt
-        temporary.mkdir()
-        for name, tensors in tensors_by_file.items():
-            save_file(tensors, temporary / name)
-            with (temporary / name).open("r+b") as file:
-                os.fsync(file.fileno())
-        write_json(temporary / STATE_NAME, asdict(state))
-        files = {name: _manifest_entry(temporary / name) for name in FILE_NAMES}
-        manifest = {"format": CHECKPOINT_FORMAT, "files": files}
-        write_json(temporary / CHECKPOINT_MANIFEST, manifest)
-        if os.path.lexists(final):  # damaged, or the run would have resumed from it
-            _delete(final)
-        temporary.rename(final)
-        sync_folder(checkpoints_dir)
+        with write_folder(path) as folder:
+            for name, tensors in tensors_by_file.items():
+                save_file(tensors, folder / name)
+            write_json(folder / STATE_NAME, asdict(state))
+            files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
+            manifest = {"format": CHECKPOINT_FORMAT, "files": files}
+            write_json(folder / CHECKPOINT_MANIFEST, manifest)
     except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
-        raise OSError(f"{final} was not saved: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # exists only if saving failed
-    return final
+        raise OSError(f"{path} was not saved: {error}") from error
+    return path
 
 
 def _delete(checkpoint: Path) -> None:
