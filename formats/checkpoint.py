@@ -96,8 +96,7 @@ class CheckpointWriter:
     """Save checkpoints while training continues; a context manager that waits for the last one.
 
     `save` copies the state, and a thread writes the copy: `save_file` and hashing release the
-    interpreter's lock. The next save reuses the copy's memory, because filling new pages takes
-    longer than copying.
+    interpreter's lock.
 
     Args:
         checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
@@ -122,7 +121,6 @@ class CheckpointWriter:
         self._keep = keep
         self._on_saved = on_saved
         self._ranks = ranks
-        self._copies: dict[str, dict[str, Tensor]] = {}  # by file name, then by tensor name
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
         code_hashes()  # read the code that runs now, because files may be edited during the run
@@ -146,25 +144,15 @@ class CheckpointWriter:
             MODEL_NAME: model_state(model),
             OPTIMIZER_NAME: optimizer_state(model, optimizers, tensors=True) | own_tensors,
         }
-        if self._checkpoints_dir is None:
-            for tensor in (tensor for named in tensors.values() for tensor in named.values()):
-                self._ranks.gather(tensor)
-            return
-        self._copies = {
-            file: {name: self._copy(file, name, tensor) for name, tensor in named.items()}
-            for file, named in tensors.items()
-        }
-        self._last = self._thread.submit(self._write, self._checkpoints_dir, state)
-
-    def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
-        """Return a full copy on the CPU, in the memory of the previous copy.
-
-        The memory is not pinned: torch rounds each pinned tensor up to a power of two, which would
-        need 2.31 GiB instead of 1.39 GiB.
-        """
-        full = self._ranks.gather(tensor).contiguous()
-        copy = self._copies.get(file, {}).get(name)
-        return full.to("cpu", copy=True) if copy is None else copy.copy_(full)
+        copies: dict[str, dict[str, Tensor]] = {MODEL_NAME: {}, OPTIMIZER_NAME: {}}
+        for file, named in tensors.items():
+            for name, tensor in named.items():
+                full = self._ranks.gather(tensor)
+                # Not into pinned memory: torch would round each tensor up to a power of two.
+                if self._checkpoints_dir is not None:
+                    copies[file][name] = full.contiguous().to("cpu", copy=True)
+        if self._checkpoints_dir is not None:
+            self._last = self._thread.submit(self._write, self._checkpoints_dir, state, copies)
 
     def delete_old(self) -> None:
         """Delete, in the thread, all checkpoints except the newest `keep` and the best one.
@@ -195,10 +183,12 @@ class CheckpointWriter:
             self.wait()
         self._thread.shutdown()
 
-    def _write(self, checkpoints_dir: Path, state: RunState) -> None:
+    def _write(
+        self, checkpoints_dir: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
+    ) -> None:
         self.error = None
         try:
-            self._newest = _write_checkpoint(checkpoints_dir, state, self._copies)
+            self._newest = _write_checkpoint(checkpoints_dir, state, tensors_by_file)
         except OSError as error:
             self.error = error
             print0(f"warning: {error}")
@@ -356,14 +346,13 @@ def best_checkpoint(run_dir: Path) -> Path | None:
 
 def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> None:
     """Check a checkpoint's files against its manifest, and its name against its step."""
-    path = checkpoint / CHECKPOINT_MANIFEST
-    manifest = read_json(path)
-    if manifest.get("format") != CHECKPOINT_FORMAT:
-        raise ValueError(f"{path} is damaged, or its format is not {CHECKPOINT_FORMAT}")
+    manifest = read_json(checkpoint / CHECKPOINT_MANIFEST)
     for name in names:
-        if manifest.get("files", {}).get(name) != _manifest_entry(checkpoint / name):
+        is_same = manifest.get("files", {}).get(name) == _manifest_entry(checkpoint / name)
+        if not is_same or manifest.get("format") != CHECKPOINT_FORMAT:
             raise ValueError(
-                f"{checkpoint / name} is damaged: its size or SHA-256 differs from the manifest"
+                f"{checkpoint / name} is damaged: its size, SHA-256 or format differs from the "
+                f"manifest"
             )
     step, named = read_state(checkpoint).step, CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if named and step != int(named[1]):
@@ -375,12 +364,10 @@ def read_state(checkpoint: Path) -> RunState:
     path = checkpoint / STATE_NAME
     try:
         values = read_json(path)
+        if "position" not in values:  # an older checkpoint
+            values["position"] = values["tokens_seen"] // values["model_config"]["block_size"]
         state = RunState(**_known_fields(RunState, values))
-        state = replace(state, model_config=_known_fields(GPTConfig, state.model_config))
-        if "position" in values:
-            return state
-        position = state.tokens_seen // state.model_config["block_size"]  # in an older checkpoint
-        return replace(state, position=position)
+        return replace(state, model_config=_known_fields(GPTConfig, state.model_config))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
 
@@ -438,9 +425,8 @@ def load_checkpoint(
         copy_state(read_tensors(path / MODEL_NAME), model, path, ranks)
         warn_if_code_changed(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
-        own_values = {n: values.pop(n) for n in list(values) if n.startswith(OWN)}
-        own_values |= {f"{OWN}{name}": number for name, number in state.own.items()}
-        _load_own({} if own is None else own, own_values, path, ranks)
+        saved = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
+        _load_own({} if own is None else own, saved | state.own, path, ranks)
     _load_optimizers(values, model, optimizers, ranks)
     if scaler is not None and state.grad_scaler:
         scaler.load_state_dict(state.grad_scaler)
@@ -452,17 +438,16 @@ def _load_own(
     own: dict[str, Tensor | float], saved: Mapping[str, Any], path: Path, ranks: Ranks
 ) -> None:
     """Set the values of `Trainer.state` that were saved; print a line about all others."""
-    for name in own.keys() & {name.removeprefix(OWN) for name in saved}:
-        built, value = own[name], saved[f"{OWN}{name}"]
+    for name in own.keys() & saved.keys():
+        built, value = own[name], saved[name]
         if isinstance(built, Tensor):
             if not isinstance(value, Tensor) or value.shape != built.shape:
                 raise ValueError(f"{path} has another {name!r} in Trainer.state: rename yours")
             built.copy_(ranks.shard(value.to(built.device), built))
         else:
             own[name] = value
-    if other := sorted({f"{OWN}{name}" for name in own} ^ saved.keys()):
-        names = shorten([name.removeprefix(OWN) for name in other])
-        print0(f"note: {path} and Trainer.state do not both have {names}: not resumed")
+    if other := shorten(sorted(own.keys() ^ saved.keys())):
+        print0(f"note: {path} and Trainer.state do not both have {other}: not resumed")
 
 
 def _load_optimizers(

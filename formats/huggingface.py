@@ -44,8 +44,6 @@ GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
 }
 
 
