@@ -234,10 +234,8 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
     os.makedirs("runs/large/checkpoints")
     os.rename("run", "runs/small")
     for source, message in {
-        "runs/large": "the run runs/large has no checkpoint yet: start over with the command",
-        "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
+        "large": "the run runs/large has no checkpoint yet: start over with the command",
         "runs": "runs is not a run, .*: the runs in runs are large, small",
-        "large": "the run runs/large has no checkpoint yet",
         "./nothing": "nothing does not exist: the runs in runs are large, small",
         "runs/small/checkpoints/step_7": "step_7 does not exist",
     }.items():

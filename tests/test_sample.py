@@ -58,23 +58,6 @@ def test_generate_greedy_is_the_same_without_the_cache(block_size, prompt_length
     assert [len(row) for row in cached] == [prompt_length + 25] * 3
 
 
-def test_generate_greedy_with_a_window_in_attention_is_the_same_without_the_cache(
-    monkeypatch, capsys
-):
-    def window_attention(q, k, v):
-        mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool)
-        mask = mask.tril(k.size(2) - q.size(2)).triu(k.size(2) - q.size(2) - 2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 3, 5)
-    plain = greedy(model, idx, 25)
-    monkeypatch.setattr(model_module, "causal_attention", window_attention)
-    cached = greedy(model, idx, 25)
-    assert cached == greedy(model, idx, 25, use_cache=False)
-    assert cached != plain
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generate_greedy_with_shifted_tokens_is_without_the_cache_and_warns_once(
     monkeypatch, capsys, dtype
