@@ -45,7 +45,7 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
+CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
 MAX_NAMED = 8
 
@@ -116,7 +116,6 @@ class CheckpointWriter:
     ) -> None:
         self.error: OSError | None = None
         """Error that prevented the last checkpoint from being saved; None if it was saved."""
-        self._newest: Path | None = None  # saved by this writer
         self._checkpoints_dir = checkpoints_dir
         self._keep = keep
         self._on_saved = on_saved
@@ -154,14 +153,6 @@ class CheckpointWriter:
         if self._checkpoints_dir is not None:
             self._last = self._thread.submit(self._write, self._checkpoints_dir, state, copies)
 
-    def delete_old(self) -> None:
-        """Delete, in the thread, all checkpoints except the newest `keep` and the best one.
-
-        Call this after a validation: it may have found the best checkpoint.
-        """
-        if self._checkpoints_dir is not None:
-            self._thread.submit(self._delete_old, self._checkpoints_dir)
-
     def wait(self) -> None:
         """Wait until the last checkpoint is complete or has failed: see `error`.
 
@@ -188,21 +179,20 @@ class CheckpointWriter:
     ) -> None:
         self.error = None
         try:
-            self._newest = _write_checkpoint(checkpoints_dir, state, tensors_by_file)
+            path = _write_checkpoint(checkpoints_dir, state, tensors_by_file)
         except OSError as error:
             self.error = error
             print0(f"warning: {error}")
             return
-        self._on_saved(state.step, self._newest)
-        self._delete_old(checkpoints_dir)
+        self._on_saved(state.step, path)
+        if self._keep:
+            self._delete_old(path)
 
-    def _delete_old(self, checkpoints_dir: Path) -> None:
-        if not self._keep or self._newest is None:
-            return
+    def _delete_old(self, newest: Path) -> None:
         try:
-            best, newest = best_checkpoint(checkpoints_dir.parent), self._newest.name
+            best = best_checkpoint(newest.parent.parent)
             # Checkpoints of later steps are damaged, or the run would have resumed from them.
-            older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < newest]
+            older = [c for c in complete_checkpoints(newest.parent) if c.name < newest.name]
             for checkpoint in older[self._keep - 1 :]:
                 if checkpoint != best:
                     _delete(checkpoint)
@@ -303,11 +293,12 @@ def find_nonfinite(
     Every process must call this; all get the same name.
     """
     state = model_state(model) | optimizer_state(model, optimizers, tensors=True)
-    local = {
-        name: ranks.local(tensor) for name, tensor in state.items() if tensor.is_floating_point()
-    }
-    name = "" if is_finite(*local.values()) else next(n for n in local if not is_finite(local[n]))
-    return next(filter(None, gather_text(name)), None)
+    bad = ""
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not is_finite(ranks.local(tensor)):
+            bad = name
+            break
+    return next(filter(None, gather_text(bad)), None)
 
 
 def rng_states() -> list[dict[str, str]]:
@@ -345,7 +336,7 @@ def best_checkpoint(run_dir: Path) -> Path | None:
 
 
 def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> None:
-    """Check a checkpoint's files against its manifest, and its name against its step."""
+    """Check a checkpoint's files against its manifest."""
     manifest = read_json(checkpoint / CHECKPOINT_MANIFEST)
     for name in names:
         is_same = manifest.get("files", {}).get(name) == _manifest_entry(checkpoint / name)
@@ -354,9 +345,6 @@ def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> No
                 f"{checkpoint / name} is damaged: its size, SHA-256 or format differs from the "
                 f"manifest"
             )
-    step, named = read_state(checkpoint).step, CHECKPOINT_NAME.fullmatch(checkpoint.name)
-    if named and step != int(named[1]):
-        raise ValueError(f"{checkpoint} holds the state of step {step}: rename the folder")
 
 
 def read_state(checkpoint: Path) -> RunState:

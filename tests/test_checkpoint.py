@@ -192,7 +192,7 @@ def test_load_checkpoint_refuses_the_tensors_of_another_model(saved):
             load_from(path)
 
 
-def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved, capsys):
+def test_checkpoint_that_is_damaged_or_incomplete_is_not_taken(saved, capsys):
     path, model, optimizers = saved
     run_dir, damaged = path.parent.parent, save(path.parent, 4, model, optimizers)
     assert find_checkpoint(run_dir) == damaged
@@ -200,11 +200,8 @@ def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved, ca
     with pytest.raises(ValueError, match=r"step_00000004/model\.safetensors is damaged"):
         load_model(run_dir)
     path.with_name("step_00000007").mkdir()  # without a manifest it is none
-    shutil.copytree(path, path.with_name("step_00000009"))
     assert latest_valid_checkpoint(run_dir) == path
-    renamed, refused = capsys.readouterr().out.splitlines()
-    assert "step_00000009 holds the state of step 3: rename the folder; falling back" in renamed
-    assert "step_00000004/model.safetensors is damaged" in refused
+    assert "step_00000004/model.safetensors is damaged" in capsys.readouterr().out
     assert save(path.parent, 4, model, optimizers) == damaged  # in its place
     assert_same_parameters(load_model(damaged), model)
 
