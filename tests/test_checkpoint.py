@@ -40,7 +40,7 @@ from formats.load import (
 )
 from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS
-from runtime.files import lock_folder
+from runtime.files import lock_folder, read_json, write_json
 
 
 @pytest.fixture
@@ -144,6 +144,9 @@ def test_checkpoint_has_plain_names_and_a_manifest(saved):
     assert "transformer.h.1.attn.c_attn.weight" in tensors["model.safetensors"]
     assert "exp_avg.transformer.wte.weight" in tensors["optimizer.safetensors"]
     verify_checkpoint(path)
+    write_json(path / "manifest.json", read_json(path / "manifest.json") | {"format": 2})
+    with pytest.raises(ValueError, match="format differs"):
+        verify_checkpoint(path)
 
 
 def test_find_nonfinite_names_the_tensor():
@@ -260,22 +263,22 @@ def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
     assert describe_best(run_dir) == ""
     with pytest.raises(FileNotFoundError, match=r"with a validation loss: use .*0001$"):
         load_model("r@best")
-    for step, loss in {2: 5.0, 3: 4.0, 4: 3.0, 5: 3.9, 6: 4.2}.items():
+    for step, loss in {2: 5.0, 3: 3.0, 4: 4.0, 5: 3.9, 6: 4.2}.items():
         append_records(run_dir, {"step": step, "val_loss": loss})
         save(folder, step, model, optimizers, keep=2)
-    assert [int(path.name[-1]) for path in sorted(folder.iterdir())] == [4, 5, 6]
-    assert find_checkpoint(Path("runs/r@best")) == folder / "step_00000004"
+    assert [int(path.name[-1]) for path in sorted(folder.iterdir())] == [3, 5, 6]
+    assert find_checkpoint(Path("runs/r@best")) == folder / "step_00000003"
     assert find_checkpoint(Path("r")) == folder / "step_00000006"
     assert isinstance(load_model("r@best"), GPT)
     line, warning = describe_best(run_dir).splitlines()
-    assert line == "best val_loss 3.0000 at step 4"
-    assert warning.endswith("higher: use step_00000004 with --model runs/r@best")
-    for step in (4, 5):
+    assert line == "best val_loss 3.0000 at step 3"
+    assert warning.endswith("higher: use step_00000003 with --model runs/r@best")
+    for step in (3, 5):
         shutil.rmtree(folder / f"step_0000000{step}")
     remedy = "is clearly higher: use a smaller --max-steps, or more data\n"
     assert describe_best(run_dir).endswith(remedy)
     append_records(run_dir, {"resumed_from": 6}, {"step": 7, "val_loss": 3.04})  # 0.04 is chance
-    assert describe_best(run_dir) == "best val_loss 3.0000 at step 4\n"
+    assert describe_best(run_dir) == "best val_loss 3.0000 at step 3\n"
     append_records(run_dir, {"step": 8, "val_loss": 2.5, "val_bpb": 1.25})
     assert describe_best(run_dir) == "best val_loss 2.5000 at step 8, 1.2500 bits per byte\n"
     monkeypatch.chdir(run_dir)
