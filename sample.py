@@ -154,14 +154,16 @@ def generate_tokens(
     # With a single autocast for all tokens, the weights are cast only once.
     with inference(model, device, dtype):
         if use_cache and cache_agrees(model, device, dtype):
-            n_cached = min(T + max_new_tokens, block_size)
-            cache = KVCache(model.config, B, n_cached, device, dtype)
+            cache = KVCache(model.config, B, min(T + max_new_tokens, block_size), device, dtype)
         for _ in range(max_new_tokens):
             while tokens.size(1) - start > block_size:
                 start += max(1, block_size // 2)
                 if cache is not None:
                     cache.length = 0  # all positions have changed
-            logits = next_token_logits(model, tokens[:, start:], cache)
+            # Only tokens whose keys and values are not in the cache yet pass through the model.
+            n_cached = 0 if cache is None else cache.length
+            hidden = model.hidden_states(tokens[:, start + n_cached :], cache)[:, -1]  # (B, C)
+            logits = model.logits(hidden)  # (B, vocab_size)
             next_token = sample_token(logits, temperature, top_k, top_p, generator)
             tokens = torch.cat([tokens, next_token[:, None]], dim=1)
             ended |= next_token == stop_token
@@ -199,16 +201,6 @@ def warn_without_cache() -> None:
             "warning: sampling without the cache of keys and values, which is slower: the model "
             "computes different hidden states with it"
         )
-
-
-def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
-    """Return logits of the token after each row of a (B, T) window: (B, vocab_size) float32.
-
-    Only tokens whose keys and values are not in the cache yet pass through the model.
-    """
-    n_cached = 0 if cache is None else cache.length
-    hidden = model.hidden_states(window[:, n_cached:], cache=cache)[:, -1]  # (B, C)
-    return model.logits(hidden)
 
 
 def sample_token(

@@ -151,7 +151,8 @@ class CheckpointWriter:
                 if self._checkpoints_dir is not None:
                     copies[file][name] = full.contiguous().to("cpu", copy=True)
         if self._checkpoints_dir is not None:
-            self._last = self._thread.submit(self._write, self._checkpoints_dir, state, copies)
+            path = self._checkpoints_dir / f"step_{state.step:08d}"
+            self._last = self._thread.submit(self._write, path, state, copies)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete or has failed: see `error`.
@@ -175,14 +176,21 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _write(
-        self, checkpoints_dir: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
+        self, path: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
     ) -> None:
+        """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
-            path = _write_checkpoint(checkpoints_dir, state, tensors_by_file)
-        except OSError as error:
-            self.error = error
-            print0(f"warning: {error}")
+            with write_folder(path) as folder:
+                for name, tensors in tensors_by_file.items():
+                    save_file(tensors, folder / name)
+                write_json(folder / STATE_NAME, asdict(state))
+                files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
+                manifest = {"format": CHECKPOINT_FORMAT, "files": files}
+                write_json(folder / CHECKPOINT_MANIFEST, manifest)
+        except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
+            self.error = OSError(f"{path} was not saved: {error}")
+            print0(f"warning: {self.error}")
             return
         self._on_saved(state.step, path)
         if self._keep:
@@ -198,24 +206,6 @@ class CheckpointWriter:
                     _delete(checkpoint)
         except OSError as error:  # only costs disk space
             print0(f"warning: {error}")
-
-
-def _write_checkpoint(
-    checkpoints_dir: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
-) -> Path:
-    """Write a checkpoint, which gets its final name once it is complete; return its folder."""
-    path = checkpoints_dir / f"step_{state.step:08d}"
-    try:
-        with write_folder(path) as folder:
-            for name, tensors in tensors_by_file.items():
-                save_file(tensors, folder / name)
-            write_json(folder / STATE_NAME, asdict(state))
-            files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
-            manifest = {"format": CHECKPOINT_FORMAT, "files": files}
-            write_json(folder / CHECKPOINT_MANIFEST, manifest)
-    except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
-        raise OSError(f"{path} was not saved: {error}") from error
-    return path
 
 
 def _delete(checkpoint: Path) -> None:

@@ -211,19 +211,13 @@ def check_tensors(
     tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], problem: str
 ) -> None:
     """Raise unless names and shapes are as expected and all values are finite floats."""
-    found = shapes_of(tensors)
-    details = [
-        f"{name} is {found.get(name, 'missing')}, expected {expected.get(name, 'none')}"
-        for name in sorted(expected.keys() | found.keys())
-        if found.get(name) != expected.get(name)
-    ]
-    details += [
-        f"{name} has values that are NaN, infinite or not floating-point"
-        for name, tensor in tensors.items()
-        if not (tensor.is_floating_point() and is_finite(tensor))
-    ]
-    if details:
-        raise ValueError(f"{problem}: {'; '.join(details[:5])}")
+    for name in sorted(expected.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        shape = expected.get(name, "none")
+        if found != shape:
+            raise ValueError(f"{problem}: {name} is {found}, expected {shape}")
+        if not (tensors[name].is_floating_point() and is_finite(tensors[name])):
+            raise ValueError(f"{problem}: {name} is not floating-point, or has NaN or infinity")
 
 
 def is_finite(tensor: Tensor) -> bool:

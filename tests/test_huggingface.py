@@ -77,8 +77,8 @@ def test_from_hf_refuses_tensors_that_do_not_fit():
         ({"score.weight": torch.zeros(2)}, r"\.score\.weight is \(2,\), expected none"),
         # Square weights would hide it, so this one is given untransposed.
         ({"transformer.h.0.mlp.c_fc.weight": torch.zeros(32, 8)}, r"is \(32, 8\), exp"),
-        ({"transformer.ln_f.bias": torch.zeros(8, dtype=torch.int64)}, "or not floating-point"),
-        ({"transformer.ln_f.bias": torch.full((8,), torch.nan)}, "has values that are NaN"),
+        ({"transformer.ln_f.bias": torch.zeros(8, dtype=torch.int64)}, "is not floating-point"),
+        ({"transformer.ln_f.bias": torch.full((8,), torch.nan)}, "or has NaN"),
     ):
         with pytest.raises(ValueError, match=message):
             from_hf(state | change, TINY)
