@@ -58,7 +58,7 @@ def write_folder(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     replaced = path.with_name(f".{path.name}.deleted")
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in (temporary, replaced):  # of a killed process
+    for leftover in (temporary, replaced):  # if a process was killed
         shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     try:
