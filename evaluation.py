@@ -57,7 +57,6 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
             run.ranks.reshard(trainer.raw_model)  # its forward passes left parameters gathered
             run.log.claim_names(name, metrics)
             record |= metrics
-    run.writer.delete_old()  # now it is known which checkpoint is the best
 
 
 def validate(

@@ -1,19 +1,16 @@
 """Generate text with a model: `python sample.py --model runs/NAME --prompt "Once upon a time"`.
 
-    python sample.py --model runs/NAME --interactive    # type some text, the model continues it
-    echo "Once upon" | python sample.py --model runs/NAME --prompt -
-    python sample.py --model runs/NAME --prompts-file FILE
+    python sample.py --model runs/NAME --interactive    # type texts, the model continues each
+    python sample.py --model runs/NAME --prompt - < FILE
 
-The default model is OpenAI's GPT-2 124M. In Python, call `generate(model, text)` or `text_loss`.
+The default model is OpenAI's GPT-2 124M. In Python, call `generate(model, text)`.
 """
 
-import codecs
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import runtime.threads  # noqa: F401 - before torch, which reads its settings
@@ -28,9 +25,6 @@ from runtime.device import DeviceName, DtypeName, inference, select_device, sele
 from runtime.distributed import is_main
 from tokenizer import END_OF_TEXT, gpt2_encoding, prompt_ids
 
-GREETING = """Type some text; the model continues all of the text so far.
-Empty line: keep going. /new: start over. Ctrl-C: stop generating. Ctrl-D: quit."""
-
 # Largest relative difference between hidden states with and without the cache.
 CACHE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 7e-2}
 
@@ -43,10 +37,8 @@ class SampleConfig:
     """Model to sample from: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub."""
     prompt: str = ""
     """Text to continue, or - to read it from standard input; default: start a new document."""
-    prompts_file: Path | None = None
-    """Text file with one prompt per line, instead of --prompt; blank lines are skipped."""
     interactive: bool = False
-    """Type text in the terminal, and print each continuation token by token."""
+    """Read a text from each line that is typed, until Ctrl-D, and continue it."""
     num_samples: int = 4
     """Number of continuations per prompt."""
     max_new_tokens: int = 100
@@ -69,92 +61,45 @@ class SampleConfig:
         problems = bad_numbers(self, ("num_samples", "max_new_tokens", "top_p"))
         if self.top_p > 1:
             problems.append(f"--top-p must be at most 1, not {self.top_p}")
-        if self.prompt and self.prompts_file:
-            problems.append("--prompt and --prompts-file exclude each other: use only one")
-        if self.interactive and (self.prompt or self.prompts_file):
-            problems.append("--interactive reads no prompts: leave out --prompt and --prompts-file")
+        if self.interactive and self.prompt:
+            problems.append("--interactive and --prompt exclude each other: use only one")
         if problems:
             raise ValueError("; ".join(problems))
 
 
 def main() -> None:
-    """Print samples from a model, or continue typed text interactively."""
+    """Print samples from a model that continue a prompt, or each line that is typed."""
     config = parse_flags(SampleConfig)
-    prompts = read_prompts(config)
     device = select_device(config.device)
-    continue_tokens: Callable[..., list[list[int]]] = functools.partial(
-        generate_tokens,
-        load_model(config.model, device),
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        generator=torch.Generator(device).manual_seed(config.seed),
-        dtype=select_dtype(config.dtype, device),
-    )
-    if config.interactive:
-        converse(continue_tokens, device)
-        return
-    for prompt in prompts:
-        ids = prompt_ids(prompt)
-        samples = continue_tokens(torch.tensor([ids] * config.num_samples, device=device))
-        for index, tokens in enumerate(samples):
-            text = gpt2_encoding().decode(tokens[len(ids) :])
-            print(f"--- sample {index + 1} of {len(samples)} ---\n{prompt}{text}\n")
+    dtype, model = select_dtype(config.dtype, device), load_model(config.model, device)
+    for number, prompt in enumerate(read_prompts(config)):
+        texts = generate(
+            model,
+            prompt,
+            config.max_new_tokens,
+            num_samples=config.num_samples,
+            seed=config.seed + number,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            dtype=dtype,
+        )
+        for index, text in enumerate(texts, start=1):
+            print(f"--- sample {index} of {len(texts)} ---\n{text}\n")
 
 
-def read_prompts(config: SampleConfig) -> list[str]:
-    """Return the prompts: lines of a file, standard input without its last newline, or --prompt."""
-    if config.prompts_file is not None:
-        text = config.prompts_file.read_text(encoding="utf-8-sig", errors="replace")
-        prompts = [line for line in text.split("\n") if line.strip()]
-        if not prompts:
-            raise ValueError(f"--prompts-file {config.prompts_file} has no prompts: add a prompt")
-        return prompts
+def read_prompts(config: SampleConfig) -> Iterator[str]:
+    """Yield the prompts: --prompt, standard input without its last newline, or each typed line."""
     if config.prompt == "-":
-        return [sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")]
-    return [config.prompt]
-
-
-def converse(continue_tokens: Callable[..., object], device: torch.device) -> None:
-    """Read lines from the terminal; after each, continue all text so far, token by token."""
-    with suppress(ImportError):  # Windows does not have it
-        import readline  # noqa: F401 - importing it gives `input` its history
-    tokens = list[int]()
-    print(GREETING)
-    while True:
-        try:
-            line = input("> ")
-        except KeyboardInterrupt:  # Ctrl-C came just after the text had ended
-            print()
-            continue
-        except EOFError:
-            print()
-            return
-        if line == "/new":
-            tokens.clear()
-            continue
-        tokens.extend(gpt2_encoding().encode_ordinary(f"\n{line}" if tokens and line else line))
-        print(line, end="", flush=True)
-        with suppress(KeyboardInterrupt):
-            prompt = torch.tensor([tokens or [END_OF_TEXT]], device=device)
-            continue_tokens(prompt, on_token=token_printer(tokens))
-        print()
-
-
-def token_printer(tokens: list[int]) -> Callable[[Tensor], None]:
-    """Return a callback that prints each new token, (1,), as text and appends it to `tokens`.
-
-    A character whose bytes span several tokens is printed with the last of them.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def print_token(token: Tensor) -> None:
-        tokens.append(int(token))
-        text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
-        print(text, end="", flush=True)
-
-    return print_token
+        yield sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
+    elif not config.interactive:
+        yield config.prompt
+    else:
+        with suppress(ImportError):  # Windows does not have it
+            import readline  # noqa: F401 - importing it gives `input` its history
+        with suppress(EOFError):
+            while True:
+                yield input("> ")
 
 
 def generate(
@@ -180,23 +125,6 @@ def generate(
 
 
 @torch.no_grad()
-def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> float:
-    """Return the mean cross-entropy of a text's tokens after the first, in nats per token.
-
-    A text longer than the model's context is split into windows, and each is scored separately.
-    """
-    ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
-    if len(ids) < 2:
-        raise ValueError(f"text_loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
-    device, loss_sum = next(model.parameters()).device, 0.0
-    with inference(model, device, dtype):
-        for start in range(0, len(ids) - 1, block_size):
-            window = torch.tensor([ids[start : start + block_size + 1]], device=device)
-            loss_sum += float(model(window[:, :-1], window[:, 1:]).loss) * (window.size(1) - 1)
-    return loss_sum / (len(ids) - 1)
-
-
-@torch.no_grad()
 def generate_tokens(
     model: GPT,
     tokens: Tensor,
@@ -209,7 +137,6 @@ def generate_tokens(
     use_cache: bool = True,
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
-    on_token: Callable[[Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Continue each row of (B, T) tokens, T >= 1; return the rows, each with its continuation.
 
@@ -219,7 +146,6 @@ def generate_tokens(
 
     `model` is the raw model, neither compiled nor wrapped, on the same device as `tokens` and
     `generator`. A row ends before the first sampled `stop_token`; with None, it never ends early.
-    `on_token` is called with the next token of every row, (B,), once it is sampled.
     """
     B, T = tokens.shape
     start, device, block_size = 0, tokens.device, model.config.block_size
@@ -228,21 +154,21 @@ def generate_tokens(
     # With a single autocast for all tokens, the weights are cast only once.
     with inference(model, device, dtype):
         if use_cache and cache_agrees(model, device, dtype):
-            n_cached = min(T + max_new_tokens, block_size)
-            cache = KVCache(model.config, B, n_cached, device, dtype)
+            cache = KVCache(model.config, B, min(T + max_new_tokens, block_size), device, dtype)
         for _ in range(max_new_tokens):
             while tokens.size(1) - start > block_size:
                 start += max(1, block_size // 2)
                 if cache is not None:
                     cache.length = 0  # all positions have changed
-            logits = next_token_logits(model, tokens[:, start:], cache)
+            # Only tokens whose keys and values are not in the cache yet pass through the model.
+            n_cached = 0 if cache is None else cache.length
+            hidden = model.hidden_states(tokens[:, start + n_cached :], cache)[:, -1]  # (B, C)
+            logits = model.logits(hidden)  # (B, vocab_size)
             next_token = sample_token(logits, temperature, top_k, top_p, generator)
             tokens = torch.cat([tokens, next_token[:, None]], dim=1)
             ended |= next_token == stop_token
             if ended.all():
                 break
-            if on_token is not None:
-                on_token(next_token)
     rows = tokens.tolist()
     return [row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in rows]
 
@@ -275,16 +201,6 @@ def warn_without_cache() -> None:
             "warning: sampling without the cache of keys and values, which is slower: the model "
             "computes different hidden states with it"
         )
-
-
-def next_token_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
-    """Return logits of the token after each row of a (B, T) window: (B, vocab_size) float32.
-
-    Only tokens whose keys and values are not in the cache yet pass through the model.
-    """
-    n_cached = 0 if cache is None else cache.length
-    hidden = model.hidden_states(window[:, n_cached:], cache=cache)[:, -1]  # (B, C)
-    return model.logits(hidden)
 
 
 def sample_token(

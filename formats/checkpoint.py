@@ -14,7 +14,6 @@ written.
 
 import base64
 import json
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -38,7 +37,7 @@ from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS, Ranks
 from runtime.cli import print_error, shell_line
 from runtime.distributed import all_reduce_max, gather_text, is_main, print0, raise_on_all_ranks
-from runtime.files import read_json, sha256_of, sync_folder, write_json
+from runtime.files import read_json, sha256_of, write_folder, write_json
 
 MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -46,7 +45,7 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
+CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
 MAX_NAMED = 8
 
@@ -97,8 +96,7 @@ class CheckpointWriter:
     """Save checkpoints while training continues; a context manager that waits for the last one.
 
     `save` copies the state, and a thread writes the copy: `save_file` and hashing release the
-    interpreter's lock. The next save reuses the copy's memory, because filling new pages takes
-    longer than copying.
+    interpreter's lock.
 
     Args:
         checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
@@ -118,12 +116,10 @@ class CheckpointWriter:
     ) -> None:
         self.error: OSError | None = None
         """Error that prevented the last checkpoint from being saved; None if it was saved."""
-        self._newest: Path | None = None  # saved by this writer
         self._checkpoints_dir = checkpoints_dir
         self._keep = keep
         self._on_saved = on_saved
         self._ranks = ranks
-        self._copies: dict[str, dict[str, Tensor]] = {}  # by file name, then by tensor name
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
         code_hashes()  # read the code that runs now, because files may be edited during the run
@@ -147,33 +143,16 @@ class CheckpointWriter:
             MODEL_NAME: model_state(model),
             OPTIMIZER_NAME: optimizer_state(model, optimizers, tensors=True) | own_tensors,
         }
-        if self._checkpoints_dir is None:
-            for tensor in (tensor for named in tensors.values() for tensor in named.values()):
-                self._ranks.gather(tensor)
-            return
-        self._copies = {
-            file: {name: self._copy(file, name, tensor) for name, tensor in named.items()}
-            for file, named in tensors.items()
-        }
-        self._last = self._thread.submit(self._write, self._checkpoints_dir, state)
-
-    def _copy(self, file: str, name: str, tensor: Tensor) -> Tensor:
-        """Return a full copy on the CPU, in the memory of the previous copy.
-
-        The memory is not pinned: torch rounds each pinned tensor up to a power of two, which would
-        need 2.31 GiB instead of 1.39 GiB.
-        """
-        full = self._ranks.gather(tensor).contiguous()
-        copy = self._copies.get(file, {}).get(name)
-        return full.to("cpu", copy=True) if copy is None else copy.copy_(full)
-
-    def delete_old(self) -> None:
-        """Delete, in the thread, all checkpoints except the newest `keep` and the best one.
-
-        Call this after a validation: it may have found the best checkpoint.
-        """
+        copies: dict[str, dict[str, Tensor]] = {MODEL_NAME: {}, OPTIMIZER_NAME: {}}
+        for file, named in tensors.items():
+            for name, tensor in named.items():
+                full = self._ranks.gather(tensor)
+                # Not into pinned memory: torch would round each tensor up to a power of two.
+                if self._checkpoints_dir is not None:
+                    copies[file][name] = full.contiguous().to("cpu", copy=True)
         if self._checkpoints_dir is not None:
-            self._thread.submit(self._delete_old, self._checkpoints_dir)
+            path = self._checkpoints_dir / f"step_{state.step:08d}"
+            self._last = self._thread.submit(self._write, path, state, copies)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete or has failed: see `error`.
@@ -196,58 +175,37 @@ class CheckpointWriter:
             self.wait()
         self._thread.shutdown()
 
-    def _write(self, checkpoints_dir: Path, state: RunState) -> None:
+    def _write(
+        self, path: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
+    ) -> None:
+        """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
-            self._newest = _write_checkpoint(checkpoints_dir, state, self._copies)
-        except OSError as error:
-            self.error = error
-            print0(f"warning: {error}")
+            with write_folder(path) as folder:
+                for name, tensors in tensors_by_file.items():
+                    save_file(tensors, folder / name)
+                write_json(folder / STATE_NAME, asdict(state))
+                files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
+                manifest = {"format": CHECKPOINT_FORMAT, "files": files}
+                write_json(folder / CHECKPOINT_MANIFEST, manifest)
+        except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
+            self.error = OSError(f"{path} was not saved: {error}")
+            print0(f"warning: {self.error}")
             return
-        self._on_saved(state.step, self._newest)
-        self._delete_old(checkpoints_dir)
+        self._on_saved(state.step, path)
+        if self._keep:
+            self._delete_old(path)
 
-    def _delete_old(self, checkpoints_dir: Path) -> None:
-        if not self._keep or self._newest is None:
-            return
+    def _delete_old(self, newest: Path) -> None:
         try:
-            best, newest = best_checkpoint(checkpoints_dir.parent), self._newest.name
+            best = best_checkpoint(newest.parent.parent)
             # Checkpoints of later steps are damaged, or the run would have resumed from them.
-            older = [c for c in complete_checkpoints(checkpoints_dir) if c.name < newest]
+            older = [c for c in complete_checkpoints(newest.parent) if c.name < newest.name]
             for checkpoint in older[self._keep - 1 :]:
                 if checkpoint != best:
                     _delete(checkpoint)
         except OSError as error:  # only costs disk space
             print0(f"warning: {error}")
-
-
-def _write_checkpoint(
-    checkpoints_dir: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
-) -> Path:
-    """Write a checkpoint, which gets its final name once it is complete; return its folder."""
-    final = checkpoints_dir / f"step_{state.step:08d}"
-    temporary = checkpoints_dir / f".{final.name}.tmp"
-    try:
-        checkpoints_dir.mkdir(exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a failed attempt
-        temporary.mkdir()
-        for name, tensors in tensors_by_file.items():
-            save_file(tensors, temporary / name)
-            with (temporary / name).open("r+b") as file:
-                os.fsync(file.fileno())
-        write_json(temporary / STATE_NAME, asdict(state))
-        files = {name: _manifest_entry(temporary / name) for name in FILE_NAMES}
-        manifest = {"format": CHECKPOINT_FORMAT, "files": files}
-        write_json(temporary / CHECKPOINT_MANIFEST, manifest)
-        if os.path.lexists(final):  # damaged, or the run would have resumed from it
-            _delete(final)
-        temporary.rename(final)
-        sync_folder(checkpoints_dir)
-    except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
-        raise OSError(f"{final} was not saved: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # exists only if saving failed
-    return final
 
 
 def _delete(checkpoint: Path) -> None:
@@ -325,11 +283,12 @@ def find_nonfinite(
     Every process must call this; all get the same name.
     """
     state = model_state(model) | optimizer_state(model, optimizers, tensors=True)
-    local = {
-        name: ranks.local(tensor) for name, tensor in state.items() if tensor.is_floating_point()
-    }
-    name = "" if is_finite(*local.values()) else next(n for n in local if not is_finite(local[n]))
-    return next(filter(None, gather_text(name)), None)
+    bad = ""
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not is_finite(ranks.local(tensor)):
+            bad = name
+            break
+    return next(filter(None, gather_text(bad)), None)
 
 
 def rng_states() -> list[dict[str, str]]:
@@ -367,19 +326,15 @@ def best_checkpoint(run_dir: Path) -> Path | None:
 
 
 def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> None:
-    """Check a checkpoint's files against its manifest, and its name against its step."""
-    path = checkpoint / CHECKPOINT_MANIFEST
-    manifest = read_json(path)
-    if manifest.get("format") != CHECKPOINT_FORMAT:
-        raise ValueError(f"{path} is damaged, or its format is not {CHECKPOINT_FORMAT}")
+    """Check a checkpoint's files against its manifest."""
+    manifest = read_json(checkpoint / CHECKPOINT_MANIFEST)
     for name in names:
-        if manifest.get("files", {}).get(name) != _manifest_entry(checkpoint / name):
+        is_same = manifest.get("files", {}).get(name) == _manifest_entry(checkpoint / name)
+        if not is_same or manifest.get("format") != CHECKPOINT_FORMAT:
             raise ValueError(
-                f"{checkpoint / name} is damaged: its size or SHA-256 differs from the manifest"
+                f"{checkpoint / name} is damaged: its size, SHA-256 or format differs from the "
+                f"manifest"
             )
-    step, named = read_state(checkpoint).step, CHECKPOINT_NAME.fullmatch(checkpoint.name)
-    if named and step != int(named[1]):
-        raise ValueError(f"{checkpoint} holds the state of step {step}: rename the folder")
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -387,12 +342,10 @@ def read_state(checkpoint: Path) -> RunState:
     path = checkpoint / STATE_NAME
     try:
         values = read_json(path)
+        if "position" not in values:  # an older checkpoint
+            values["position"] = values["tokens_seen"] // values["model_config"]["block_size"]
         state = RunState(**_known_fields(RunState, values))
-        state = replace(state, model_config=_known_fields(GPTConfig, state.model_config))
-        if "position" in values:
-            return state
-        position = state.tokens_seen // state.model_config["block_size"]  # in an older checkpoint
-        return replace(state, position=position)
+        return replace(state, model_config=_known_fields(GPTConfig, state.model_config))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a trainer state: {error}") from None
 
@@ -450,9 +403,8 @@ def load_checkpoint(
         copy_state(read_tensors(path / MODEL_NAME), model, path, ranks)
         warn_if_code_changed(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
-        own_values = {n: values.pop(n) for n in list(values) if n.startswith(OWN)}
-        own_values |= {f"{OWN}{name}": number for name, number in state.own.items()}
-        _load_own({} if own is None else own, own_values, path, ranks)
+        saved = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
+        _load_own({} if own is None else own, saved | state.own, path, ranks)
     _load_optimizers(values, model, optimizers, ranks)
     if scaler is not None and state.grad_scaler:
         scaler.load_state_dict(state.grad_scaler)
@@ -464,17 +416,16 @@ def _load_own(
     own: dict[str, Tensor | float], saved: Mapping[str, Any], path: Path, ranks: Ranks
 ) -> None:
     """Set the values of `Trainer.state` that were saved; print a line about all others."""
-    for name in own.keys() & {name.removeprefix(OWN) for name in saved}:
-        built, value = own[name], saved[f"{OWN}{name}"]
+    for name in own.keys() & saved.keys():
+        built, value = own[name], saved[name]
         if isinstance(built, Tensor):
             if not isinstance(value, Tensor) or value.shape != built.shape:
                 raise ValueError(f"{path} has another {name!r} in Trainer.state: rename yours")
             built.copy_(ranks.shard(value.to(built.device), built))
         else:
             own[name] = value
-    if other := sorted({f"{OWN}{name}" for name in own} ^ saved.keys()):
-        names = shorten([name.removeprefix(OWN) for name in other])
-        print0(f"note: {path} and Trainer.state do not both have {names}: not resumed")
+    if other := shorten(sorted(own.keys() ^ saved.keys())):
+        print0(f"note: {path} and Trainer.state do not both have {other}: not resumed")
 
 
 def _load_optimizers(

@@ -6,16 +6,12 @@ are read or written, because loading a pickle file can run arbitrary code.
 """
 
 import re
-import shutil
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -23,14 +19,12 @@ from torch.nn import functional as F
 
 from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import atomic_write, lock_folder, read_json, sync_folder, write_json
+from runtime.files import read_json, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
-HF_WEIGHT_SHARDS = "model-*-of-*.safetensors"
-EXPORTED_BY = "gpt2-from-text"  # in config.json: marks a folder that may be overwritten
-WORK_NAME = f".{EXPORTED_BY}"  # inside an export's folder while it is written
+EXPORTED_BY = "gpt2-from-text"  # in config.json: marks an export, which may be overwritten
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -49,64 +43,24 @@ GPT2_SETTINGS: dict[str, tuple[Any, ...]] = {
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
 }
 
 
 def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     """Load a GPT-2 from a folder in Hugging Face format or from the hub, in float32 and eval mode.
 
-    `source` is either a folder with `config.json` and safetensors weights, in one file or in
-    shards, or a name on the hub: `gpt2` to `gpt2-xl`, OWNER/NAME, or either with `@REVISION`. A
-    model from the hub is downloaded only once.
+    `source` is either a folder with `config.json` and `model.safetensors`, or a name on the hub:
+    `gpt2` to `gpt2-xl`, OWNER/NAME, or either with `@REVISION`. A model from the hub is downloaded
+    only once.
     """
     folder = _find_folder(source)
-    config, files = _read_hf_config(folder / HF_CONFIG_NAME), _weight_files(folder)
-    tensors = {name: t for file in files for name, t in read_tensors(file).items()}
-    return from_hf(tensors, config).to(device).eval()
+    config = _read_hf_config(folder / HF_CONFIG_NAME)
+    return from_hf(read_tensors(folder / HF_WEIGHTS_NAME), config).to(device).eval()
 
 
 def read_pretrained_config(source: str | Path) -> GPTConfig:
     """Return the dimensions of the model that `load_pretrained` loads, without its weights."""
     return _read_hf_config(_find_folder(source) / HF_CONFIG_NAME)
-
-
-@contextmanager
-def export_folder(folder: str | Path) -> Iterator[Path]:
-    """Yield a temporary path for a new export, and move its files to `folder` after the body.
-
-    `folder` must be missing, empty or an earlier export. Files in it are deleted only if they are
-    replaced. If the process is killed, the folder has the old export, the new one, or no weights,
-    so that a mixture of both never loads.
-    """
-    folder = Path(folder).resolve()
-    check_replaceable(folder)
-    new = folder / WORK_NAME / "new"
-    try:
-        with lock_folder(new.parent, "lock"):
-            shutil.rmtree(new, ignore_errors=True)  # left by a killed export
-            try:
-                yield new
-                (folder / HF_WEIGHTS_NAME).unlink(missing_ok=True)  # mixed files must not load
-                for path in sorted(new.iterdir(), key=lambda path: path.name == HF_WEIGHTS_NAME):
-                    path.replace(folder / path.name)  # weights last
-                sync_folder(folder)
-            finally:
-                shutil.rmtree(new, ignore_errors=True)
-    except Timeout:
-        raise ValueError(f"another export to {folder} is running: wait until it ends") from None
-
-
-def check_replaceable(folder: Path) -> None:
-    """Raise unless a folder is missing, empty, or an earlier export, complete or partial."""
-    config = folder / HF_CONFIG_NAME
-    values = read_json(config) if config.is_file() else {}
-    # When transformers saves a fine-tuned export, it keeps `exported_by` and adds its version.
-    is_export = values.get("exported_by") == EXPORTED_BY and "transformers_version" not in values
-    is_partial = (folder / WORK_NAME).exists()
-    if folder.exists() and any(folder.iterdir()) and not (is_export or is_partial):
-        raise ValueError(f"{folder} is neither empty nor an export: choose another with --out")
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> int:
@@ -126,12 +80,11 @@ def save_pretrained(model: GPT, folder: str | Path) -> int:
     if config.vocab_size != VOCAB_SIZE:
         raise ValueError(f"vocab_size is {config.vocab_size}, but GPT-2 has {VOCAB_SIZE} tokens")
     tensors = to_hf_state_dict(model)
-    check_tensors(tensors, gpt2_shapes(config), "this model cannot be exported as a GPT-2")
     _check_computes_gpt2(model, tensors)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
-    # transformers 4 requires the metadata that names PyTorch as the tensors' format.
-    with atomic_write(folder / HF_WEIGHTS_NAME) as file:
-        file.write(save(tensors, metadata={"format": "pt"}))
+    # transformers 4 requires the metadata that names PyTorch as the tensors' format. `save_file`
+    # would make the file unreadable for other users.
+    (folder / HF_WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
     # Without `max_length`, a pipeline generates 256 tokens, which may exceed a short context.
     write_json(folder / "generation_config.json", {**TOKEN_IDS, "max_length": config.block_size})
     _write_tokenizer(folder, config.block_size)
@@ -166,20 +119,6 @@ def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
     return {name: view.cpu().contiguous() for name, view in _hf_views(model)}
 
 
-def gpt2_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a GPT-2's tensors in Hugging Face format, without `model.py`."""
-    C = config.n_embd
-    block: dict[str, tuple[int, ...]] = {
-        **{"ln_1": (C,), "attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C)},
-        **{"ln_2": (C,), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)},
-    }
-    layers = {f"h.{i}.{name}": block[name] for i in range(config.n_layer) for name in block}
-    weights = {**layers, "ln_f": (C,), "wte": (config.vocab_size, C), "wpe": (config.block_size, C)}
-    shapes = {f"{name}.weight": shape for name, shape in weights.items()}
-    shapes |= {f"{name}.bias": weights[name][-1:] for name in (*layers, "ln_f")}
-    return {f"transformer.{name}": shape for name, shape in shapes.items()}
-
-
 def is_local(source: str | Path) -> bool:
     """Return whether a name means a local folder, existing or not, and not a model on the hub."""
     path, name = Path(source), str(source).partition("@")[0]
@@ -207,17 +146,17 @@ def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
-    """Raise if the model's logits differ from GPT-2's for the same tensors.
+    """Raise if a model's parameters or logits are not a GPT-2's.
 
     Shapes do not reveal a different activation, or rotary embeddings next to an unused `wpe`.
     """
     config = model.config
     T = min(config.block_size, MAX_CHECKED_TOKENS)
     idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
-    logits = deepcopy(model).cpu()(idx[None]).logits
     expected = gpt2_logits(tensors, config, idx)
+    logits = deepcopy(model).cpu()(idx[None]).logits
     error = (logits[0] - expected).norm() / expected.norm()
-    if error > MAX_LOGIT_ERROR:
+    if not error <= MAX_LOGIT_ERROR:  # NaN also is an error
         raise ValueError(
             f"this model's logits are not GPT-2's (relative difference {error:.1e}): a model with "
             f"a changed activation, position embedding or attention cannot be exported"
@@ -225,53 +164,66 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
 
 
 def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -> Tensor:
-    """Compute GPT-2's logits (T, vocab_size) for a sequence (T,), independently of `model.py`."""
+    """Compute GPT-2's logits (T, vocab_size) for a sequence (T,), independently of `model.py`.
+
+    Raise ValueError unless the tensors have the names and shapes of a GPT-2's.
+    """
+    unused = dict(tensors)
+
+    def parameter(name: str, *shape: int) -> Tensor:
+        tensor = unused.pop(f"transformer.{name}", None)
+        if tensor is None or tensor.shape != shape:
+            found = "missing" if tensor is None else tuple(tensor.shape)
+            raise ValueError(
+                f"this model cannot be exported as a GPT-2: {name} is {found}, expected {shape}"
+            )
+        return tensor
 
     def norm(x: Tensor, name: str) -> Tensor:
-        weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
-        return F.layer_norm(x, (config.n_embd,), weight, bias, eps=1e-5)
+        weight, bias = parameter(f"{name}.weight", C), parameter(f"{name}.bias", C)
+        return F.layer_norm(x, (C,), weight, bias, eps=1e-5)
 
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+    def linear(x: Tensor, name: str, n_out: int) -> Tensor:
+        return x @ parameter(f"{name}.weight", x.size(-1), n_out) + parameter(f"{name}.bias", n_out)
 
     T, C = len(idx), config.n_embd
-    x = tensors[WTE][idx] + tensors["transformer.wpe.weight"][:T]  # (T, C)
-    for block in (f"transformer.h.{layer}" for layer in range(config.n_layer)):
-        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
+    wte, wpe = (
+        parameter("wte.weight", config.vocab_size, C),
+        parameter("wpe.weight", config.block_size, C),
+    )
+    x = wte[idx] + wpe[:T]  # (T, C)
+    for block in (f"h.{layer}" for layer in range(config.n_layer)):
+        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn", 3 * C)
         q, k, v = qkv.view(T, 3, config.n_head, -1).permute(1, 2, 0, 3)  # (H, T, D) each
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(heads.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj")
-        hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
-        x = x + linear(F.gelu(hidden, approximate="tanh"), f"{block}.mlp.c_proj")
-    return norm(x, "transformer.ln_f") @ tensors[WTE].T
+        x = x + linear(heads.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj", C)
+        hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc", 4 * C)
+        x = x + linear(F.gelu(hidden, approximate="tanh"), f"{block}.mlp.c_proj", C)
+    x = norm(x, "ln_f")
+    if unused:
+        raise ValueError(
+            f"this model cannot be exported as a GPT-2: it also has {', '.join(unused)}"
+        )
+    return x @ wte.T
 
 
 def check_tensors(
     tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], problem: str
 ) -> None:
     """Raise unless names and shapes are as expected and all values are finite floats."""
-    found = shapes_of(tensors)
-    details = [
-        f"{name} is {found.get(name, 'missing')}, expected {expected.get(name, 'none')}"
-        for name in sorted(expected.keys() | found.keys())
-        if found.get(name) != expected.get(name)
-    ]
-    details += [
-        f"{name} has values that are NaN, infinite or not floating-point"
-        for name, tensor in tensors.items()
-        if not (tensor.is_floating_point() and is_finite(tensor))
-    ]
-    if details:
-        raise ValueError(f"{problem}: {'; '.join(details[:5])}")
+    for name in sorted(expected.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        shape = expected.get(name, "none")
+        if found != shape:
+            raise ValueError(f"{problem}: {name} is {found}, expected {shape}")
+        if not (tensors[name].is_floating_point() and is_finite(tensors[name])):
+            raise ValueError(f"{problem}: {name} is not floating-point, or has NaN or infinity")
 
 
-def is_finite(*tensors: Tensor) -> bool:
-    """Return whether no number is NaN or infinite; wait for each device once."""
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no number is NaN or infinite."""
     # aminmax() returns NaN if any number is NaN. On a CPU, it is 16 times faster than isfinite().
-    extremes: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for tensor in filter(Tensor.numel, tensors):  # a shard may be empty
-        extremes[tensor.device] += tensor.aminmax()
-    return all(bool(torch.stack(each).isfinite().all()) for each in extremes.values())
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -324,10 +276,11 @@ def _find_folder(source: str | Path) -> Path:
     """Return a model's folder, downloaded if needed; raise if it has no safetensors weights."""
     folder = Path(source) if is_local(source) else _download(str(source))
     # config.json, or a related file such as adapter_config.json; `[!.]` excludes hidden files.
-    if any(folder.glob("[!.]*onfig.json")) and not _weight_files(folder):
+    if any(folder.glob("[!.]*onfig.json")) and not (folder / HF_WEIGHTS_NAME).is_file():
         raise FileNotFoundError(
-            f"{source} lacks {HF_WEIGHTS_NAME} or a shard, and pickle is never loaded: load the "
-            f"model with transformers, call save_pretrained('converted'), and use the new folder"
+            f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
+            f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "
+            f"and use the new folder"
         )
     return folder
 
@@ -336,19 +289,15 @@ def _download(source: str) -> Path:
     """Return the folder in the hub's cache with a model's configuration and weights."""
     name, _, revision = source.partition("@")
     repo = f"openai-community/{name}" if name in GPT2_SIZES else name
-    files = ["*config.json", HF_WEIGHTS_NAME, HF_WEIGHT_SHARDS]
     failure = f"{source!r} is not a folder, and downloading it from the Hugging Face hub failed"
     remedy = f"use a run, a checkpoint, a local folder, {', '.join(GPT2_SIZES)} or OWNER/NAME"
     with hub.explain_hub_errors(failure, remedy):
-        return hub.fetch_files(repo, _weight_files, revision=revision or None, allow_patterns=files)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return a model's weight files: one, or its numbered shards; empty unless all are there."""
-    if (folder / HF_WEIGHTS_NAME).is_file():
-        return [folder / HF_WEIGHTS_NAME]
-    shards = sorted(folder.glob(HF_WEIGHT_SHARDS))
-    return shards if shards and shards[-1].stem.endswith(f"-of-{len(shards):05}") else []
+        return hub.fetch_files(
+            repo,
+            lambda folder: (folder / HF_WEIGHTS_NAME).is_file(),
+            revision=revision or None,
+            allow_patterns=["*config.json", HF_WEIGHTS_NAME],
+        )
 
 
 def _write_tokenizer(folder: Path, block_size: int) -> None:

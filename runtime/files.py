@@ -1,10 +1,11 @@
-"""Files that are either complete or absent: atomic writes, locks, hashes, JSON."""
+"""Files and folders that are either complete or absent: atomic writes, locks, hashes, JSON."""
 
 import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -43,6 +44,35 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             error.filename = str(path)  # the error for a full disk does not name the file
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def write_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder for files; it becomes `path` when they are complete and on disk.
+
+    The temporary folder is next to `path`. A folder that already has this name is moved aside,
+    replaced by a rename and then deleted. If the body raises or the process dies, `path` is
+    unchanged or, between the two renames, missing. A missing parent folder is created.
+    """
+    path = path.resolve()  # a link stays, and the folder that it leads to is replaced
+    temporary = path.with_name(f".{path.name}.tmp")
+    replaced = path.with_name(f".{path.name}.deleted")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in (temporary, replaced):  # if a process was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for name in temporary.iterdir():
+            with name.open("r+b") as file:
+                os.fsync(file.fileno())
+        if path.exists():
+            path.rename(replaced)
+        temporary.rename(path)
+        sync_folder(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # exists only after an error
 
 
 def append_atomically(file: FileIO, data: bytes) -> None:

@@ -1,6 +1,5 @@
 import math
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from checkpoints import (
 from conftest import ROOT, check_on_ranks
 from run_files import append_records
 from safetensors.torch import load_file, save_file
-from torch.profiler import profile
 
 from formats.checkpoint import (
     CheckpointWriter,
@@ -40,6 +38,7 @@ from formats.load import (
 )
 from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS
+from runtime.files import read_json, write_json
 
 
 @pytest.fixture
@@ -76,35 +75,32 @@ SHARDED_CHECK = f"""
 import pytest, torch
 from pathlib import Path
 from torch.distributed.fsdp import fully_shard
-from formats.checkpoint import restore_rng_states
 sys.path.append({str(ROOT / "tests")!r})
 from checkpoints import *
 from formats.checkpoint import copy_weights, restore_rng_states
 from parallel import FSDP
 
-def sharded(kind):
+def sharded():
     model = GPT(TINY)
     for module in (*model.transformer.h, model):
         fully_shard(module)
-    return model, OPTIMIZERS[kind](model)
+    return model, muon_and_adamw(model)
 
 def check(dist_info):
-    ranks = FSDP(**vars(dist_info))
-    for kind in ("AdamW", "Muon"):
-        torch.manual_seed(0)
-        model, optimizers = sharded(kind)
-        train(model, optimizers, 2)
-        torch.rand(dist_info.rank)  # from here on each rank has random numbers of its own
-        folder = Path("FOLDER") / kind
-        with CheckpointWriter(folder if ranks.rank == 0 else None, ranks=ranks) as writer:
-            writer.save(run_state(2, model, optimizers), model, optimizers)
-        barrier()
-        train(model, optimizers, 2)
-        other, other_optimizers = sharded(kind)
-        state = load(folder / "step_00000002", other, other_optimizers, ranks)
-        train(other, other_optimizers, 2)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
+    ranks, folder = FSDP(**vars(dist_info)), Path("FOLDER")
+    torch.manual_seed(0)
+    model, optimizers = sharded()
+    train(model, optimizers, 2)
+    torch.rand(dist_info.rank)  # from here on each rank has random numbers of its own
+    with CheckpointWriter(folder if ranks.rank == 0 else None, ranks=ranks) as writer:
+        writer.save(run_state(2, model, optimizers), model, optimizers)
+    barrier()
+    train(model, optimizers, 2)
+    other, other_optimizers = sharded()
+    state = load(folder / "step_00000002", other, other_optimizers, ranks)
+    train(other, other_optimizers, 2)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
     before = torch.get_rng_state()
     restore_rng_states(state.rng_states[:1], ranks.rank)  # of a run of one rank
     assert dist_info.rank == 0 or torch.equal(torch.get_rng_state(), before)
@@ -125,18 +121,17 @@ def check(dist_info):
 def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_together(
     commands, tmp_path
 ):
-    check_on_ranks(commands, SHARDED_CHECK.replace("FOLDER", str(tmp_path)), tmp_path)
-    for kind in ("AdamW", "Muon"):
-        torch.manual_seed(0)
-        model, optimizers = new_training(kind=kind)
-        train(model, optimizers, 2)
-        path = save(tmp_path / "one", 2, model, optimizers)
-        # Muon's bfloat16 products round in another way on each kind of CPU.
-        torch.testing.assert_close(
-            saved_tensors(tmp_path / kind / path.name), saved_tensors(path), rtol=1e-3, atol=3e-3
-        )
-        load(tmp_path / kind / path.name, *new_training(kind=kind))
-        shutil.rmtree(path)
+    sharded = tmp_path / "sharded"
+    check_on_ranks(commands, SHARDED_CHECK.replace("FOLDER", str(sharded)), tmp_path)
+    torch.manual_seed(0)
+    model, optimizers = new_training(kind="Muon")
+    train(model, optimizers, 2)
+    path = save(tmp_path / "one", 2, model, optimizers)
+    # Muon's bfloat16 products round in another way on each kind of CPU.
+    torch.testing.assert_close(
+        saved_tensors(sharded / path.name), saved_tensors(path), rtol=1e-3, atol=3e-3
+    )
+    load(sharded / path.name, *new_training(kind="Muon"))
 
 
 def test_checkpoint_has_plain_names_and_a_manifest(saved):
@@ -147,22 +142,17 @@ def test_checkpoint_has_plain_names_and_a_manifest(saved):
     assert "transformer.h.1.attn.c_attn.weight" in tensors["model.safetensors"]
     assert "exp_avg.transformer.wte.weight" in tensors["optimizer.safetensors"]
     verify_checkpoint(path)
+    write_json(path / "manifest.json", read_json(path / "manifest.json") | {"format": 2})
+    with pytest.raises(ValueError, match="format differs"):
+        verify_checkpoint(path)
 
 
-def test_find_nonfinite_reads_one_number_of_all_tensors_and_names_the_one_that_is_not_finite():
+def test_find_nonfinite_names_the_tensor():
     model, optimizers = new_training()
     train(model, optimizers, 1)
-    with profile() as profiled:
-        assert find_nonfinite(model, optimizers) is None
-    reads = [event.name for event in profiled.events()].count("aten::_local_scalar_dense")
-    assert reads == 1  # a GPU is waited for each time
+    assert find_nonfinite(model, optimizers) is None
     optimizers[0].state[model.lm_head.weight]["exp_avg_sq"][3, 4] = -math.inf
     assert find_nonfinite(model, optimizers) == f"exp_avg_sq.{WTE}"
-
-
-def test_load_checkpoint_refuses_other_optimizers(saved):
-    with pytest.raises(ValueError, match=r"trained with AdamW, but this run builds SGD: .*--init"):
-        load(saved[0], *new_training(kind="momentum"))
 
 
 def test_writer_warns_of_an_old_checkpoint_that_it_cannot_delete(saved, capsys):
@@ -185,30 +175,20 @@ def test_writer_warns_of_an_old_checkpoint_that_it_cannot_delete(saved, capsys):
 WTE = "transformer.wte.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({WTE: None}, r"wte\.weight is missing"),
-        (
-            {"transformer.h.2.ln_1.bias": torch.zeros(16)},
-            r"h\.2\.ln_1\.bias is \(16,\), expected n",
-        ),
-        ({WTE: torch.zeros(16, 128)}, r"wte\.weight is \(16, 128\), expected \(128, 16\)"),
-        ({WTE: torch.full((128, 16), torch.inf)}, r"wte\.weight has values that are NaN, inf"),
-    ],
-)
-def test_load_checkpoint_refuses_the_tensors_of_another_model(saved, change, message):
+def test_load_checkpoint_refuses_the_tensors_of_another_model(saved):
     path, model, optimizers = saved
-    tensors = load_file(path / "model.safetensors") | change
-    save_file({n: t for n, t in tensors.items() if t is not None}, path / "model.safetensors")
+    tensors = load_file(path / "model.safetensors")
+    del tensors[WTE]
+    save_file(tensors, path / "model.safetensors")
     rewrite_manifest(path)
-    with pytest.raises(ValueError, match=message):
-        load(path, model, optimizers)
-    with pytest.raises(ValueError, match=message):
-        load_model(path)
+    for load_from in (lambda path: load(path, model, optimizers), load_model):
+        with pytest.raises(
+            ValueError, match=r"step_00000003 does not fit .*wte\.weight is missing"
+        ):
+            load_from(path)
 
 
-def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved, capsys):
+def test_checkpoint_that_is_damaged_or_incomplete_is_not_taken(saved, capsys):
     path, model, optimizers = saved
     run_dir, damaged = path.parent.parent, save(path.parent, 4, model, optimizers)
     assert find_checkpoint(run_dir) == damaged
@@ -216,11 +196,8 @@ def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved, ca
     with pytest.raises(ValueError, match=r"step_00000004/model\.safetensors is damaged"):
         load_model(run_dir)
     path.with_name("step_00000007").mkdir()  # without a manifest it is none
-    shutil.copytree(path, path.with_name("step_00000009"))
     assert latest_valid_checkpoint(run_dir) == path
-    renamed, refused = capsys.readouterr().out.splitlines()
-    assert "step_00000009 holds the state of step 3: rename the folder; falling back" in renamed
-    assert "step_00000004/model.safetensors is damaged" in refused
+    assert "step_00000004/model.safetensors is damaged" in capsys.readouterr().out
     assert save(path.parent, 4, model, optimizers) == damaged  # in its place
     assert_same_parameters(load_model(damaged), model)
 
@@ -230,6 +207,8 @@ def test_checkpoint_that_is_damaged_renamed_or_incomplete_is_not_taken(saved, ca
 
 def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     path, model, _ = saved
+    unknown = {"z_loss": 0.5}  # a setting that the model no longer has
+    rewrite_state(path, lambda s: s | {"model_config": s["model_config"] | unknown})
     exported = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
     save_pretrained(exported, tmp_path / "hf")
     before, idx = torch.get_rng_state(), torch.arange(16)[None]
@@ -242,13 +221,6 @@ def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_load_model_ignores_settings_that_the_model_no_longer_has(saved):
-    path, model, _ = saved
-    rewrite_state(path, lambda s: s | {"model_config": s["model_config"] | {"z_loss": 0.5}})
-    assert_same_parameters(load_model(path), model)
-    assert model_config_of(path) == model.config
-
-
 def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monkeypatch):
     """By one line, and never by asking the hub."""
     monkeypatch.chdir(tmp_path)
@@ -258,7 +230,6 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
         "runs/large": "runs/large has no checkpoint yet: wait for .*, start over with the same",
         "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
         "runs": "runs is not a run, .*: the runs in runs are large, small",
-        "large": "the run runs/large has no checkpoint yet",
         "./nothing": "nothing does not exist: the runs in runs are large, small",
         "runs/small/checkpoints/step_7": "step_7 does not exist",
     }.items():
@@ -271,58 +242,41 @@ def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
     """Beside the newest; `RUN@best` is that one, `RUN` and a resume take the latest."""
     monkeypatch.chdir(tmp_path)
     run_dir, (model, optimizers) = Path("runs/r"), new_training()
-    run_dir.mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="runs/r is not a run"):
-        load_model("runs/r@best")
     folder = run_dir / "checkpoints"
+    append_records(run_dir, {"step": 1, "train_loss": 9.0}, {"step": 1, "val_loss": None})
     save(folder, 1, model, optimizers)
+    assert describe_best(run_dir) == ""
     with pytest.raises(FileNotFoundError, match=r"with a validation loss: use .*0001$"):
         load_model("r@best")
-    steps = {2: 5.0, 3: 4.0, 4: 3.0, 5: 3.9, 6: 4.2, 7: 3.04}
-    for step, loss in steps.items():
+    for step, loss in {2: 5.0, 3: 3.0, 4: 4.0, 5: 3.9, 6: 4.2}.items():
         append_records(run_dir, {"step": step, "val_loss": loss})
         save(folder, step, model, optimizers, keep=2)
-        if step == 6:
-            kept = [int(path.name[-1]) for path in sorted(folder.iterdir())]
-            assert kept == [4, 5, 6]
-            assert find_checkpoint(Path("runs/r@best")) == folder / "step_00000004"
-            assert find_checkpoint(Path("r")) == folder / "step_00000006"
-            line, warning = describe_best(run_dir).splitlines()
-            assert line == "best val_loss 3.0000 at step 4"
-            assert "higher: use the best saved checkpoint (--model runs/r@best), " in warning
-    assert describe_best(run_dir) == "best val_loss 3.0000 at step 4\n"  # 0.04 is chance
+    assert [int(path.name[-1]) for path in sorted(folder.iterdir())] == [3, 5, 6]
+    assert find_checkpoint(Path("runs/r@best")) == folder / "step_00000003"
+    assert find_checkpoint(Path("r")) == folder / "step_00000006"
     assert isinstance(load_model("r@best"), GPT)
+    line, warning = describe_best(run_dir).splitlines()
+    assert line == "best val_loss 3.0000 at step 3"
+    assert "higher: use the best saved checkpoint (--model runs/r@best), " in warning
+    assert warning.endswith(" a smaller --max-steps, or more data")
+    append_records(run_dir, {"resumed_from": 6}, {"step": 7, "val_loss": 3.04})  # 0.04 is chance
+    assert describe_best(run_dir) == "best val_loss 3.0000 at step 3\n"
+    append_records(run_dir, {"step": 8, "val_loss": 2.5, "val_bpb": 1.25})
+    assert describe_best(run_dir) == "best val_loss 2.5000 at step 8, 1.2500 bits per byte\n"
     monkeypatch.chdir(run_dir)
-    assert find_checkpoint(Path()) == Path("checkpoints/step_00000007")
-    monkeypatch.chdir(tmp_path)
-    append_records(run_dir, {"step": 7, "val_loss": 2.5, "val_bpb": 1.25})
-    assert find_checkpoint(Path("r@best")) == folder / "step_00000007"
-    assert describe_best(run_dir) == "best val_loss 2.5000 at step 7, 1.2500 bits per byte\n"
-
-
-def test_describe_best_of_a_run_that_kept_no_better_checkpoint_says_what_to_change(tmp_path):
-    append_records(tmp_path, {"step": 1, "train_loss": 9.0}, {"step": 2, "val_loss": None})
-    assert describe_best(tmp_path) == ""
-    validated = [{"step": step, "val_loss": 6 - step / 100} for step in (0, 100, 200)]
-    dropped = [{"step": 300, "val_loss": 1.0}, {"resumed_from": 200}]
-    append_records(tmp_path, *validated, *dropped, {"step": 300, "val_loss": 4.1})
-    line, warning = describe_best(tmp_path).splitlines()
-    assert line == "best val_loss 4.0000 at step 200"
-    assert warning.endswith("@best), a smaller --max-steps, or more data")
+    assert find_checkpoint(Path()) == Path("checkpoints/step_00000006")
 
 
 def test_copy_weights_crops_the_position_embeddings():
-    source, target, longer, deeper = (
-        GPT(GPTConfig(block_size, 100, n_layer=n_layer, n_head=2, n_embd=16))
-        for block_size, n_layer in ((16, 2), (8, 2), (17, 2), (16, 3))
+    source, target, longer = (
+        GPT(GPTConfig(block_size, 100, n_layer=2, n_head=2, n_embd=16))
+        for block_size in (16, 8, 17)
     )
     copy_weights(source, target, SINGLE_PROCESS)
     idx = torch.randint(0, 100, (2, 8))
     assert torch.equal(target(idx).logits, source(idx).logits)
     with pytest.raises(ValueError, match=r"wpe\.weight is \(16, 16\), expected \(17, 16\)"):
         copy_weights(source, longer, SINGLE_PROCESS)
-    with pytest.raises(ValueError, match=r"h\.2\..* is missing"):
-        copy_weights(source, deeper, SINGLE_PROCESS)
 
 
 # --- writing while training goes on -------------------------------------------------------------

@@ -15,25 +15,7 @@ from runtime.files import read_json, sha256_of, write_json
 from train_gpt2 import main
 
 STATE = ROOT / "tests/fixtures/trainer_state_1f2b603.json"
-SHAPES = {  # of the parameters, by their names at that commit
-    "transformer.wte.weight": (50304, 4),
-    "transformer.wpe.weight": (32, 4),
-    **{
-        f"transformer.h.0.{ln}.{name}": (4,)
-        for ln in ("ln_1", "ln_2")
-        for name in ("weight", "bias")
-    },
-    "transformer.h.0.attn.c_attn.weight": (12, 4),
-    "transformer.h.0.attn.c_attn.bias": (12,),
-    "transformer.h.0.attn.c_proj.weight": (4, 4),
-    "transformer.h.0.attn.c_proj.bias": (4,),
-    "transformer.h.0.mlp.c_fc.weight": (16, 4),
-    "transformer.h.0.mlp.c_fc.bias": (16,),
-    "transformer.h.0.mlp.c_proj.weight": (4, 16),
-    "transformer.h.0.mlp.c_proj.bias": (4,),
-    "transformer.ln_f.weight": (4,),
-    "transformer.ln_f.bias": (4,),
-}
+SHAPES = ROOT / "tests/fixtures/shapes_1f2b603.json"  # of the parameters, by their names then
 TRAIN_LOSSES = {5: 10.9363861, 6: 10.9172211, 7: 10.9402771, 8: 10.9625311}
 VAL_LOSSES = {4: 11.0102453, 8: 11.0078321}
 ROUNDING = 2e-5  # step counts of zero in the optimizer would change the losses by 3e-4
@@ -51,7 +33,7 @@ def write_old_checkpoint(run_dir):
     path.mkdir(parents=True)
     shutil.copy(STATE, path / "trainer_state.json")
     weights, moments = {}, {}
-    for start, (name, shape) in enumerate(SHAPES.items()):
+    for start, (name, shape) in enumerate(read_json(SHAPES).items()):
         weights[name] = 0.5 * waves(shape, start)
         moments[f"exp_avg.{name}"] = 0.02 * waves(shape, start + 0.5)
         moments[f"exp_avg_sq.{name}"] = 1e-3 * waves(shape, start + 0.5).square() + 1e-4

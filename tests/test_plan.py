@@ -107,8 +107,6 @@ def test_no_path_takes_twice_the_model(tmp_path, tiny_data):
     state = RunState(1, 1, asdict(deep), {}, "", rng_states(), {}, "", ["AdamW"], {})
     with CheckpointWriter(tmp_path / "checkpoints") as writer:
         assert 3 * size <= peak_bytes(writer.save, state, model, optimizers) < 3.1 * size
-        writer.wait()
-        assert peak_bytes(writer.save, replace(state, step=2), model, optimizers) < 0.01 * size
     assert peak_bytes(find_nonfinite, model, optimizers) < 0.01 * size
     in_file = 1
     assert peak_bytes(load_model, tmp_path) < (in_file + 1.2) * size

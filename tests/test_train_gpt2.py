@@ -221,22 +221,6 @@ def test_main_last_evaluation_that_is_cut_short_is_repeated_by_a_resume(
     assert "the run is finished" in capsys.readouterr().out
 
 
-def test_main_keeps_the_newest_and_the_best_checkpoint_after_the_last_validation(
-    tiny_flags, tmp_path
-):
-    flags = [*tiny_flags, "--run-name=a", "--keep-checkpoints=1", "--resume=auto"]
-    run_dir = tmp_path / "runs/a"
-
-    def train(steps, rate):
-        main([*flags, f"--max-steps={steps}", f"--max-lr={rate}", f"--min-lr={rate}"])
-        loss = series(run_dir, "val_loss")
-        best = min(sorted(loss)[1:], key=loss.get)
-        return best, sorted(int(c.name[5:]) for c in (run_dir / "checkpoints").iterdir())
-
-    assert train(8, 0.01) == (8, [8])
-    assert train(12, 1.0) == (8, [8, 12])
-
-
 def test_main_resumes_a_run_whose_batch_size_changes(tiny_flags, tmp_path, monkeypatch):
     change_function(monkeypatch, windows_at, lambda config, step: 4 if step < 4 else 12)
     flags = [*tiny_flags, "--run-name=a", "--checkpoint-every=6", "--val-every=0"]
