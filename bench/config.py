@@ -9,7 +9,7 @@ import torch
 from model import GPTConfig
 from runtime.cli import bad_numbers
 from runtime.device import DeviceName, device_name, memory_gib, select_device
-from runtime.gpus import flops_per_token, peak_flops
+from runtime.flops import flops_per_token, peak_flops
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

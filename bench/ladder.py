@@ -22,8 +22,10 @@ from bench.measurement import Measure, run_python
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from formats.metrics import read_metrics
 from runtime.cli import as_flags
-from runtime.device import cpu_flops, device_name, prepare_compiler, select_dtype
-from runtime.gpus import flops_per_token, mfu, peak_flops
+from runtime.compiler import prepare_compiler
+from runtime.device import device_name
+from runtime.flops import cpu_flops, flops_per_token, mfu, peak_flops
+from runtime.precision import select_dtype
 
 PRODUCT = "product defaults"
 TRAIN_GPT2, AUTO, PLAIN = ("train_gpt2.py",), "--micro-batch-size=auto", ("-m", "bench.plain")

@@ -17,8 +17,9 @@ from formats.metrics import read_metrics
 from hellaswag import Row, evaluate_hellaswag, load_examples, score_rows
 from model import GPT, GPTConfig, KVCache
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
-from runtime.device import autocast, inference, is_out_of_memory
+from runtime.device import is_out_of_memory
 from runtime.distributed import DistInfo
+from runtime.precision import autocast, inference
 from sample import generate_tokens, next_token_logits, sample_token
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -11,19 +11,17 @@ from conftest import ROOT
 from filelock import FileLock
 from forked import assert_refused
 
+from runtime.compiler import compile_error, prepare_compiler
 from runtime.device import (
     NVIDIA_DRIVER,
-    compile_error,
     device_name,
-    inference,
     is_out_of_memory,
     memory_gib,
     peak_memory_gib,
-    prepare_compiler,
     select_device,
-    select_dtype,
     synchronize,
 )
+from runtime.precision import inference, select_dtype
 
 CPU = torch.device("cpu")
 HAS_CUDA = torch.cuda.is_available()
@@ -166,8 +164,8 @@ def test_prepare_compiler_removes_torn_libraries_and_says_why_it_cannot_work(tmp
     whole, empty, torn, made = (tmp_path / "ab" / f"{name}.main.so" for name in "wetm")
     for library, content in ((whole, b"\x7fELF"), (empty, b""), (torn, bytes(9)), (made, b"")):
         library.write_bytes(content)
-    code = "import torch; from runtime import device\n"
-    code += "print(device.prepare_compiler(torch.device('cpu')))"
+    code = "import torch; from runtime import compiler\n"
+    code += "print(compiler.prepare_compiler(torch.device('cpu')))"
     environment = os.environ | {"CXX": "no-compiler", "PATH": ""}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", code]

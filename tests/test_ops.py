@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 import model as model_module
 from model import GPT, Block, GPTConfig
 from ops import CompiledBlocks, lm_head_loss
-from runtime.device import prepare_compiler
+from runtime.compiler import prepare_compiler
 
 
 @pytest.fixture(autouse=True)

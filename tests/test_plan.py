@@ -24,9 +24,9 @@ from lr_schedule import position_at, windows_at
 from model import GPT, GPT2_SIZES, GPTConfig
 from parallel import SINGLE_PROCESS
 from runtime.cli import parse_flags
-from runtime.device import DTYPES
 from runtime.distributed import DistInfo
-from runtime.gpus import GPUS
+from runtime.flops import GPUS
+from runtime.precision import DTYPES
 from sample import generate_tokens
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig

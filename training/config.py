@@ -9,9 +9,10 @@ from lr_schedule import SCHEDULES
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import as_flags, bad_numbers, parse_flags
-from runtime.device import DeviceName, DtypeName
+from runtime.device import DeviceName
 from runtime.files import read_json
-from runtime.gpus import GPUS
+from runtime.flops import GPUS
+from runtime.precision import DtypeName
 from training.trackers import TrackerName
 
 ABOVE_ZERO = (

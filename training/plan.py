@@ -17,18 +17,11 @@ from lr_schedule import position_at, windows_at
 from model import GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import format_duration
-from runtime.device import (
-    DTYPES,
-    cpu_flops,
-    cudnn_version,
-    device_name,
-    memory_gib,
-    select_dtype,
-    synchronize,
-)
+from runtime.device import cudnn_version, device_name, memory_gib, synchronize
 from runtime.distributed import DistInfo, all_reduce_max, is_main, print0, read_dist_env
 from runtime.files import read_json
-from runtime.gpus import BEFORE_AMPERE, GPUS, flops_per_token, peak_flops
+from runtime.flops import BEFORE_AMPERE, GPUS, cpu_flops, flops_per_token, peak_flops
+from runtime.precision import DTYPES, select_dtype
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: a parameter and two moments

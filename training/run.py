@@ -24,10 +24,12 @@ from lr_schedule import windows_at
 from model import GPT, GPTConfig
 from parallel import DDP, FSDP, Ranks
 from runtime import distributed
-from runtime.device import autocast, make_deterministic, prepare_compiler, tune_malloc
+from runtime.compiler import prepare_compiler
+from runtime.device import tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import write_json
-from runtime.gpus import flops_per_token
+from runtime.flops import flops_per_token
+from runtime.precision import autocast, make_deterministic
 from training.checks import check_ranks_agree, run_preflight
 from training.config import TrainConfig
 from training.folder import belongs_to_run, explain_failures, lock_run_folder, resume_hint
