@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024), and gradient sharing between similarly spelled tokens.
+"""Muon (Jordan et al. 2024).
 
 An update by Adam or SGD changes a matrix mostly in a few directions. Muon changes it equally in all
 directions: it replaces the update U S V^T with approximately U V^T. It is only for the matrices of
@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from parallel import Ranks
-from tokenizer import spelling_features
 
 UPDATE_RMS = 0.2  # typical of AdamW (Liu et al. 2025, Muon is Scalable, section 2.2)
 
@@ -134,37 +132,6 @@ class Muon(torch.optim.Optimizer):
         results = result.new_empty((world_size * n_per_rank, *result.shape[1:]))
         dist.all_gather([*results.chunk(world_size)], result)
         return results[:n]
-
-
-def share_by_spelling(
-    embedding: nn.Parameter, strength: float, ranks: Ranks
-) -> Callable[..., None]:
-    """Return an optimizer pre-step hook that shares gradients between similarly spelled tokens.
-
-    The embedding of a rare token gets few gradients. To each token's gradient, the hook adds
-    `strength` times a weighted sum of the gradients of all tokens that share parts of its spelling.
-    The model stays a GPT-2, and the hook has no state to save. All ranks must call it; each
-    computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids.
-    """
-    pairs, weights = map(torch.from_numpy, spelling_features(len(embedding)))
-    if not len(weights):
-        raise ValueError(f"the {len(embedding)} ids are not GPT-2's: leave out --spelling-share")
-    ids, parts = pairs
-    sums = []  # over the ids of each part, then over the parts of each id
-    for rows, columns, n in ((parts, ids, int(parts.max()) + 1), (ids, parts, len(embedding))):
-        order = rows.argsort(stable=True)
-        starts = torch.searchsorted(rows[order], torch.arange(n))
-        sums.append([t.to(embedding.device) for t in (columns[order], starts, weights[order])])
-
-    @torch.no_grad()
-    def add_gradients(*_: object) -> None:
-        if (gradient := embedding.grad) is not None:
-            shared = ranks.gather(gradient)  # (V, C)
-            for items, starts, w in sums:  # faster than with sparse matrices
-                shared = F.embedding_bag(items, shared, starts, mode="sum", per_sample_weights=w)
-            gradient.add_(ranks.shard(shared, gradient), alpha=strength)
-
-    return add_gradients
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

@@ -15,7 +15,10 @@ FLOORS = (
     ("parallel",),
     ("formats",),
     ("corpus",),
-    (*("dataloader", "optimizers", "hellaswag", "sample", "export", "plot", "report", "demo"),),
+    (
+        *("dataloader", "optimizers", "spelling"),
+        *("hellaswag", "sample", "export", "plot", "report", "demo"),
+    ),
     ("training",),
     ("train_gpt2", "evaluation", "fineweb", "read_step"),
     ("bench",),

@@ -8,9 +8,8 @@ from conftest import TINY_RUN, check_on_ranks, needs_compiler, series, tiny_run
 from torch.optim import SGD
 
 from model import GPT, GPTConfig
-from optimizers import Muon, orthogonalize, share_by_spelling
+from optimizers import Muon, orthogonalize
 from parallel import SINGLE_PROCESS
-from tokenizer import VOCAB_SIZE, gpt2_encoding
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig
 from training.groups import GroupSettings
@@ -264,25 +263,6 @@ def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
     resumed.load_state([])  # of an older checkpoint
     with pytest.raises(ValueError, match=r"state of 1 parameter groups, but .* builds 2"):
         resumed.load_state(saved[:1])
-
-
-def test_words_that_are_spelled_alike_learn_from_each_other():
-    rare, common, plural, other = map(
-        gpt2_encoding().encode_single_token, ("House", " house", " houses", "Sun")
-    )
-    embedding = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, 2))
-    optimizer = torch.optim.SGD([embedding], lr=1.0)
-    optimizer.register_step_pre_hook(share_by_spelling(embedding, 0.5, SINGLE_PROCESS))
-    optimizer.step()  # without a gradient
-    embedding.grad = torch.zeros_like(embedding)
-    embedding.grad[common] = torch.tensor([-8.0, 4.0])
-    optimizer.step()
-    assert embedding[common].tolist() == pytest.approx([12.0, -6.0])  # its own, and half of it
-    assert embedding[rare].tolist() == pytest.approx([4.0, -2.0], rel=0.05)  # a capital, no space
-    assert 0 < embedding[plural][0] < 1
-    assert not embedding[other].any()
-    with pytest.raises(ValueError, match=r"100 ids are not GPT-2's: leave out --spelling-share"):
-        share_by_spelling(torch.nn.Parameter(torch.zeros(100, 2)), 0.5, SINGLE_PROCESS)
 
 
 @pytest.fixture(scope="module")

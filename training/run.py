@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from corpus.shards import TokenShards
 from dataloader import ShardedDataLoader
@@ -30,6 +31,7 @@ from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import write_json
 from runtime.flops import flops_per_token
 from runtime.precision import autocast, make_deterministic
+from spelling import share_by_spelling
 from training.checks import check_ranks_agree, run_preflight
 from training.config import TrainConfig
 from training.folder import belongs_to_run, explain_failures, lock_run_folder, resume_hint
@@ -103,6 +105,13 @@ class Run:
             with distributed.raise_on_all_ranks():
                 source = load_model(self.config.init_from)
             checkpoint.copy_weights(source, model, self.ranks)
+
+    def share_by_spelling(self, model: GPT, adamw: Optimizer) -> None:
+        """With `--spelling-share`, change the gradient of `wte` before AdamW uses it."""
+        if self.config.spelling_share:
+            wte = model.get_parameter("transformer.wte.weight")
+            hook = share_by_spelling(wte, self.config.spelling_share, self.ranks)
+            adamw.register_step_pre_hook(hook)
 
     def is_due(self, every: int, step: int) -> bool:
         """Return whether work done every `every` steps and after the last is due; 0 = never."""
