@@ -317,7 +317,6 @@ def choose_ranks(config: TrainConfig, dist_info: DistInfo, dtype: torch.dtype) -
     if config.is_sharded:
         return FSDP(
             **vars(dist_info),
-            replicate=config.parallel == "hsdp",
             reshard_after_forward=config.reshard_after_forward,
             cpu_offload=config.cpu_offload,
             dtype=dtype,
