@@ -1,15 +1,11 @@
 """torch.compile: set it up, describe its errors."""
 
-import contextlib
 import functools
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch._functorch.config as functorch_config
-from filelock import FileLock, Timeout
 
 
 def compile_error(error: Exception) -> str | None:
@@ -47,14 +43,6 @@ def prepare_compiler(device: torch.device) -> str | None:
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
         if device.type == "cpu":  # recompute GELU in the backward pass: 3.3, not 3.9 GiB for 124M
             functorch_config.ban_recompute_materialized_backward = False
-        from torch._inductor.codecache import get_lock_dir
-
-        locks = Path(get_lock_dir())
-        for path in locks.parent.glob("[!.]*/[!.]*.so"):  # incomplete ones lack their first bytes
-            with contextlib.suppress(Timeout), FileLock(locks / f"{Path(path.stem).stem}.lock", 0):
-                if path.exists() and not np.fromfile(path, np.uint8, count=1).any():
-                    path.unlink()
-                    print(f"warning: removed {path}, broken by a killed run", file=sys.stderr)
         # np.pi makes Dynamo list NumPy's functions now. Later, another thread, such as the data
         # loader's, might be importing a NumPy module at that moment.
         torch.compile(lambda x: x.sin() + np.pi, dynamic=False)(torch.ones(64, device=device))
