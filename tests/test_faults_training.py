@@ -211,30 +211,6 @@ def test_lost_rank_ends_the_job_and_leaves_no_process(
     assert losses(run_dir) == pytest.approx(whole, rel=0, abs=1e-5)
 
 
-def test_kill_of_torchrun_ends_its_ranks_saved(start, slowed, flags, run_dir):
-    more = """
-train_step, steps = train_gpt2.train_step, []
-def when_asked(trainer, *args):  # the twelfth step waits until this process was asked to stop
-    steps.append(args)
-    while len(steps) == 12 and not trainer.stop.signaled:
-        time.sleep(0.01)
-    return train_step(trainer, *args)
-train_gpt2.train_step = when_asked
-"""
-    with start(slowed(more=more), *flags, "--micro-batch-size=2", ranks=2) as job:
-        job.wait_for("step  9/")
-        ranks = job.ranks()
-        job.send(signal.SIGKILL)
-        assert not psutil.wait_procs(ranks.values(), PATIENCE)[1]
-        job.end()
-    step, reason = mark(run_dir)
-    assert reason == "SIGTERM"
-    assert saved_steps(run_dir)[-1] == step < 24
-    assert f"SIGTERM: stopped after step {step}; " in job.output
-    assert "Traceback" not in job.errors
-    verify_checkpoint(latest_checkpoint(run_dir))
-
-
 def test_save_that_takes_longer_than_the_step_timeout_does_not_end_the_run(
     commands, slowed, flags, run_dir
 ):
