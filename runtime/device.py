@@ -84,10 +84,7 @@ def tune_malloc() -> None:
     By default, it returns the memory of every large tensor to the kernel, which zeroes each page
     before it is used again: half a million page faults per step of the 124M model.
     """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # musl does not have it
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, -1)
