@@ -115,26 +115,6 @@ def test_an_import_upwards_and_work_at_import_are_found():
         assert work_at_import(ast.parse(source)) == [1]
 
 
-def listings(tree):
-    """The lines that list all names of a folder, or all that end in a certain way."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            pattern = ast.unparse(node.args[0]).lstrip("f")[1:2] if node.args else ""
-            if node.func.attr in ("glob", "rglob", "walk") and pattern in ("*", "?"):
-                yield node.lineno
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_module_lists_no_hidden_files(module):
-    """They are nobody's data or code: macOS' `._train.bin`, Emacs' `.#model.py`. So `[!.]*.py`."""
-    assert [*listings(parse(module))] == []
-
-
-def test_a_listing_of_hidden_files_is_found():
-    for source in ("folder.glob('*.py')", "a.b().rglob(f'*.{kind}')", "glob.glob('**')"):
-        assert [*listings(ast.parse(source))] == [1]
-
-
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_documents_name_tests_and_files_that_exist(path):
     text = path.read_text(encoding="utf-8")
