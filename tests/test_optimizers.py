@@ -107,66 +107,43 @@ def test_orthogonalize_brings_singular_values_near_one_and_keeps_their_vectors()
 
 RANKS_CHECK = """
 import torch
-from optimizers import Muon
-from parallel import Ranks
-
-def check(dist_info):
-    results = []
-    for info in (DistInfo(), dist_info):
-        torch.manual_seed(0)  # five matrices of one shape and one of another, over two ranks
-        shapes = [(8, 16), (16, 8), (8, 16), (8, 16), (8, 16), (8, 8)]
-        parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-        groups = [{"params": parameters}]
-        settings = dict(lr=0.1, weight_decay=0.1, momentum=0.95, dtype=torch.float32, compile=False)
-        muon = Muon(groups, ranks=Ranks(**vars(info)), **settings)
-        for _ in range(2):
-            for p in parameters:
-                p.grad = torch.randn_like(p)
-            muon.step()
-        results.append(parameters)
-    for alone, shared in zip(*results, strict=True):
-        torch.testing.assert_close(alone, shared, rtol=0, atol=1e-6)
-"""
-
-
-def test_ranks_share_the_matrices(commands, tmp_path):
-    check_on_ranks(commands, RANKS_CHECK, tmp_path)
-
-
-GATHERS_CHECK = """
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from optimizers import Muon
-from parallel import FSDP, SINGLE_PROCESS
+from parallel import FSDP, Ranks, SINGLE_PROCESS
 
 def check(dist_info):
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    shapes = [(9, 16)] * 6 + [(16, 4)] * 6  # 9 rows over two ranks: five and four
-    weights, gradients = ([torch.randn(shape) for shape in shapes] for _ in range(2))
-    results = []
-    for place in (torch.clone, lambda w: distribute_tensor(w, mesh, [Shard(0)])):
-        parameters = [torch.nn.Parameter(place(w)) for w in weights]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = place(gradient)
-        groups = [{"params": [p]} for p in parameters]
+    shapes = [(9, 16)] * 5 + [(16, 4)] * 6  # 9 rows over two ranks: five and four
+    weights, *gradients = ([torch.randn(shape) for shape in shapes] for _ in range(3))
+    results, gathered = [], []
+    for ranks in (SINGLE_PROCESS, Ranks(**vars(dist_info)), FSDP(**vars(dist_info))):
+        def place(full):
+            shards = isinstance(ranks, FSDP)
+            return distribute_tensor(full, mesh, [Shard(0)]) if shards else full.clone()
+        parameters = [torch.nn.Parameter(place(weight)) for weight in weights]
         settings = dict(weight_decay=0.1, momentum=0.95, dtype=torch.float32, compile=False)
-        ranks = FSDP(**vars(dist_info)) if results else SINGLE_PROCESS
-        with CommDebugMode() as communication:
-            Muon(groups, lr=0.1, ranks=ranks, **settings).step()
-        results.append(parameters)
-    gathered = {str(name): n for name, n in communication.get_comm_counts().items()}
-    # Of each shape the updates, and what the other rank has orthogonalised.
-    assert gathered == {"c10d_functional.all_gather_into_tensor": 2, "c10d.allgather_": 2}
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other.full_tensor(), rtol=0, atol=1e-6)
+        muon = Muon([{"params": [p]} for p in parameters], lr=0.1, ranks=ranks, **settings)
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = place(gradient)
+            with CommDebugMode() as communication:
+                muon.step()
+        gathered.append({str(name): n for name, n in communication.get_comm_counts().items()})
+        results.append([ranks.gather(parameter) for parameter in parameters])
+    # Of each shape the updates, if they are sharded, and what the other rank has orthogonalized.
+    slices, updates = {"c10d.allgather_": 2}, {"c10d_functional.all_gather_into_tensor": 2}
+    assert gathered == [{}, slices, updates | slices], gathered
+    for alone, shared, sharded in zip(*results, strict=True):
+        torch.testing.assert_close(alone, shared, rtol=0, atol=1e-6)
+        torch.testing.assert_close(alone, sharded, rtol=0, atol=1e-6)
 """
 
 
-def test_sharded_matrices_of_one_shape_are_gathered_together(commands, tmp_path):
-    check_on_ranks(commands, GATHERS_CHECK, tmp_path)
+def test_ranks_share_the_matrices_and_gather_those_of_one_shape_together(commands, tmp_path):
+    check_on_ranks(commands, RANKS_CHECK, tmp_path)
 
 
 def test_build_optimizers_gives_muon_the_blocks_matrices(tiny_data, tmp_path):

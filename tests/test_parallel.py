@@ -142,7 +142,6 @@ def test_turn_of_the_loop_has_one_collective_besides_the_gradients(
 RANK_CHECK = f"""
 from functools import partial
 import torch
-from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor.debug import CommDebugMode
 sys.path.append({str(ROOT / "tests")!r})
 from conftest import tiny_run
@@ -179,24 +178,6 @@ def check(dist_info):
         assert reduced == [0, 0, 3], reduced
         assert ranks.grad_norm(model.parameters()).shape == ()
 """
-GRAPHS_CHECK = """
-def check(dist_info):
-    counter = CompileCounter()
-    torch.compile = partial(torch.compile, backend=counter)
-    _, _, model = build(dist_info, parallel="fsdp", compile=True)
-    idx = torch.zeros(1, 16, dtype=torch.int64)
-    model(idx, idx).loss.backward()
-    assert counter.frame_count == 3, counter.frame_count
-"""
-
-
-@needs_compiler
-def test_fsdp_compiles_both_blocks_and_the_loss(commands, tmp_path, tiny_data):
-    source = RANK_CHECK + GRAPHS_CHECK
-    source = source.replace("DATA", str(tiny_data)).replace("FOLDER", str(tmp_path))
-    check_on_ranks(commands, source, tmp_path, 2)
-
-
 COUNT_GRAPHS = """
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
