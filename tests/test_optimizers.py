@@ -233,6 +233,7 @@ def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
         resumed.load_state(saved[:1])
 
 
+@pytest.mark.slow
 def test_muon_run_moves_between_one_and_two_ranks(commands, tiny_data, tmp_path):
     flags = [f"--data-dir={tiny_data}", f"--out-dir={tmp_path}", *TINY_RUN, "--val-every=0"]
     flags += ["--optimizer=muon", "--lr-schedule=wsd", "--max-lr=2e-2", "--min-lr=2e-2"]
