@@ -152,8 +152,8 @@ class TrainConfig:
     """Send metrics and samples to these trackers: tensorboard, wandb, trackio."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Recompute activations in the backward pass: none, selective (all but matmuls and attention)
-    or full (whole blocks). Saves memory, costs time, does not change results."""
+    """Recompute activations in the backward pass: none, or full (whole blocks). Saves memory, costs
+    time, does not change results."""
 
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """ddp: every process holds the whole model; fsdp: parameters, gradients and optimizer state are

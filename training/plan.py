@@ -34,14 +34,11 @@ MAX_CHUNK_TOKENS = 32_768
 MIN_PARAMETERS = 1e8  # fewest that keep a GPU busy; the MFU of smaller models is unknown
 # Values that a block saves for its backward pass, per token and channel: a number in the residual
 # stream's dtype and a number in the matmul dtype.
-#   none       two residual inputs; two normalized copies, q, k, v, attention's output, and the
-#              hidden layer before and after GELU
-#   selective  the block's input; q, k, v, attention's output, two projections, and the hidden layer
-#              before GELU
-#   full       the block's input
+#   none  two residual inputs; two normalized copies, q, k, v, attention's output, and the hidden
+#         layer before and after GELU
+#   full  the block's input
 SAVED_VALUES: dict[ActivationCheckpointing, tuple[int, int]] = {
     "none": (2, 2 + 4 + 8),
-    "selective": (1, 4 + 2 + 4),
     "full": (1, 0),
 }
 # Fitted to peaks of torch's allocator (docs/memory.md), which are up to 12 % below the estimates.
