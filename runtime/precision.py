@@ -1,4 +1,4 @@
-"""How numbers are computed: dtype, autocast, eval mode and inference, deterministic sums."""
+"""Precision: dtype, autocast, eval mode, inference, deterministic sums."""
 
 import contextlib
 import os
