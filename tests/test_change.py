@@ -88,7 +88,7 @@ def train_twice(commands, flags, ranks=1, more=(), then_ranks=None, tolerance=0.
 
 
 def logged(commands, run, name):
-    return series(commands.folder / "runs" / run, name)
+    return series(commands.folder / f"runs/{run}", name)
 
 
 def saved(commands, run, step=8):
