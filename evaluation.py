@@ -15,8 +15,8 @@ from corpus.shards import TokenShards
 from dataloader import Batch, validation_batches
 from hellaswag import evaluate_hellaswag
 from ops import IGNORE_INDEX
-from runtime.device import autocast, eval_mode
 from runtime.distributed import DistInfo, all_reduce_sum
+from runtime.precision import autocast, eval_mode
 from sample import generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig

@@ -37,16 +37,10 @@ from model import GPT
 from ops import IGNORE_INDEX
 from runtime import distributed
 from runtime.cli import bad_numbers, parse_flags, run_command
-from runtime.device import (
-    DeviceName,
-    DtypeName,
-    inference,
-    select_dtype,
-    to_device,
-    tune_malloc,
-)
+from runtime.device import DeviceName, to_device, tune_malloc
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write
+from runtime.precision import DtypeName, inference, select_dtype
 from tokenizer import gpt2_encoding
 
 DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"

@@ -61,7 +61,7 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: `vocab_size` rounded up to a multiple of 128."""
+        """Rows of the embedding: `vocab_size` rounded up to a multiple of `VOCAB_MULTIPLE`."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @cached_property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 ModelConfig = Any  # a GPTConfig; model.py imports this module
 IGNORE_INDEX = -100  # a target with this value is not counted in the loss
@@ -158,17 +158,7 @@ def weigh(value: Tensor, fraction: Tensor) -> Tensor:
 
 # --- activation checkpointing -----------------------------------------------------------------
 
-ActivationCheckpointing = Literal["none", "selective", "full"]
-ATEN = torch.ops.aten
-# Matmuls and attention, which are slow to recompute. The private names hold for torch 2.11 to 2.14.
-SELECTIVELY_SAVED = [
-    ATEN.mm.default,
-    ATEN.addmm.default,
-    ATEN._scaled_dot_product_flash_attention.default,
-    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    ATEN._scaled_dot_product_efficient_attention.default,
-    ATEN._scaled_dot_product_cudnn_attention.default,
-]
+ActivationCheckpointing = Literal["none", "full"]
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpointing) -> None:
@@ -180,27 +170,18 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpoi
 
     Args:
         blocks: modules without side effects.
-        mode: `none` saves all activations, `selective` the outputs of `SELECTIVELY_SAVED`, `full`
-            only a block's inputs.
+        mode: `none` saves all activations, `full` only a block's inputs.
     """
     if mode == "none":
         return
-    recompute = partial(checkpoint, use_reentrant=False)
-    if mode == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, SELECTIVELY_SAVED)
-        recompute = partial(recompute, context_fn=contexts)
     for block in blocks:
-        block.forward = partial(_only_in_training, block.forward, recompute)
+        block.forward = partial(_checkpointed, block.forward)
 
 
-def _only_in_training(
-    forward: Callable[..., Tensor],
-    recompute: Callable[..., Tensor],
-    *args: object,
-    **kwargs: object,
-) -> Tensor:
+def _checkpointed(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
     """Return a block's output; evaluations save no activations and need no recomputation."""
-    forward = partial(recompute, forward) if torch.is_grad_enabled() else forward
+    if torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return forward(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024), and gradient sharing between similarly spelled tokens.
+"""Muon (Jordan et al. 2024).
 
 An update by Adam or SGD changes a matrix mostly in a few directions. Muon changes it equally in all
 directions: it replaces the update U S V^T with approximately U V^T. It is only for the matrices of
@@ -6,16 +6,14 @@ hidden layers; AdamW updates embeddings, biases and LayerNorms.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from parallel import Ranks
-from tokenizer import spelling_features
 
 UPDATE_RMS = 0.2  # typical of AdamW (Liu et al. 2025, Muon is Scalable, section 2.2)
 
@@ -26,8 +24,8 @@ class Muon(torch.optim.Optimizer):
     For every matrix shape, updates have the RMS that is typical of AdamW, 0.2 times the learning
     rate, so that one `--max-lr` is right for both optimizers. `torch.optim.Muon` with
     `match_rms_adamw` computes the same updates, but one matrix after another and all of them on
-    every rank. Here, matrices of the same shape are orthogonalized together, and each rank
-    orthogonalizes a slice of them.
+    every rank. Here, parameters of the same shape are updated together, and each rank
+    orthogonalizes a slice of their matrices.
 
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Liu et al. 2025, section 2.2.
 
@@ -40,9 +38,6 @@ class Muon(torch.optim.Optimizer):
         ranks: the processes. Every rank has the same gradients, or its shard of them.
         dtype: dtype for the matmuls of the orthogonalization, bfloat16 where it is fast.
         compile: whether to compile the orthogonalization.
-
-    Raises:
-        ValueError: a parameter is not a matrix, or `rows` do not add up to its rows.
     """
 
     def __init__(
@@ -58,14 +53,6 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "rows": ()}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dim() != 2 or sum(group["rows"]) not in (0, len(parameter)):
-                    raise ValueError(
-                        f"Muon cannot cut a parameter of shape {tuple(parameter.shape)} into "
-                        f"matrices of {group['rows']} rows: correct the group's rows, or use "
-                        f"AdamW for the parameter"
-                    )
         self.ranks = ranks
         self.dtype = dtype
         self.orthogonalize: Callable[[Tensor], Tensor] = orthogonalize
@@ -75,30 +62,36 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; all ranks must call this."""
-        grouped = defaultdict(list)  # by shape and settings; a list is updated together
+        together = defaultdict(list)  # parameters of the same shape and settings
         for group in self.param_groups:
             settings = (group["lr"], group["weight_decay"], group["momentum"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    rows = group["rows"] or parameter.shape[:1]
-                    grouped[parameter.shape, *settings, rows].append(parameter)
-        updates = [self._next_updates(params, key[3]) for key, params in grouped.items()]
-        matrices = [  # (n, rows of one stacked matrix, columns)
-            matrix
-            for update, (*_, rows) in zip(updates, grouped, strict=True)
-            for matrix in torch.split(self.ranks.gather(update), rows, dim=1)
+                    rows = tuple(group["rows"]) or parameter.shape[:1]
+                    together[parameter.shape, rows, *settings].append(parameter)
+        for (_, *options), parameters in together.items():
+            self._update(parameters, *options)
+
+    def _update(
+        self,
+        parameters: list[Tensor],
+        rows: Sequence[int],
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+    ) -> None:
+        """Update parameters of the same shape; each stacks matrices of these numbers of rows."""
+        update = self._next_updates(parameters, momentum)
+        matrices = torch.split(self.ranks.gather(update), list(rows), dim=1)
+        # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
+        rms = [max(matrix.shape[1:]) ** -0.5 for matrix in matrices]
+        results = [
+            self._orthogonalize(matrix) * (rms[0] / each)
+            for matrix, each in zip(matrices, rms, strict=True)
         ]
-        results = iter(self._orthogonalize_all(matrices))
-        for ((_, lr, weight_decay, _, rows), params), update in zip(
-            grouped.items(), updates, strict=True
-        ):
-            pieces = [next(results) for _ in rows]
-            # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
-            rms = [max(piece.shape[1:]) ** -0.5 for piece in pieces]
-            full = torch.cat([p * (rms[0] / each) for p, each in zip(pieces, rms, strict=True)], 1)
-            shard = self.ranks.shard(full, update).to(params[0].dtype)
-            torch._foreach_mul_(params, 1 - lr * weight_decay)
-            torch._foreach_add_(params, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
+        shard = self.ranks.shard(torch.cat(results, dim=1), update).to(parameters[0].dtype)
+        torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+        torch._foreach_add_(parameters, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
 
     def _next_updates(self, parameters: list[Tensor], momentum: float) -> Tensor:
         """Return Nesterov's updates before orthogonalization: (n, rows, columns), or its shard."""
@@ -110,61 +103,20 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         return torch.stack(gradients).lerp_(torch.stack(averages), momentum).to(self.dtype)
 
-    def _orthogonalize_all(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize stacks, (n, rows, columns) each; matrices of the same shape together."""
-        wide = [s if s.size(1) <= s.size(2) else s.mT for s in stacks]  # rows <= columns
-        by_shape = defaultdict(list)  # indices of stacks
-        for index, stack in enumerate(wide):
-            by_shape[stack.shape[1:]].append(index)
-        for indices in by_shape.values():
-            results = self._orthogonalize_slice(torch.cat([wide[index] for index in indices]))
-            for index in indices:
-                wide[index], results = results.tensor_split([len(wide[index])])
-        return [w if w.shape == s.shape else w.mT for s, w in zip(stacks, wide, strict=True)]
-
-    def _orthogonalize_slice(self, matrices: Tensor) -> Tensor:
+    def _orthogonalize(self, matrices: Tensor) -> Tensor:
         """Orthogonalize (n, rows, columns), a slice on each rank; every rank gets all results."""
+        if matrices.size(1) > matrices.size(2):
+            return self._orthogonalize(matrices.mT).mT
         world_size, rank = self.ranks.world_size, self.ranks.rank
         if world_size == 1:
-            return self.orthogonalize(matrices)
+            return self.orthogonalize(matrices.contiguous())
         n = len(matrices)
         n_per_rank = -(-n // world_size)  # the last ranks may repeat the last matrix
         indices = torch.arange(rank * n_per_rank, (rank + 1) * n_per_rank, device=matrices.device)
-        result = self.orthogonalize(matrices[indices.clamp(max=n - 1)])
+        result = self.orthogonalize(matrices[indices.clamp(max=n - 1)].contiguous())
         results = result.new_empty((world_size * n_per_rank, *result.shape[1:]))
         dist.all_gather([*results.chunk(world_size)], result)
         return results[:n]
-
-
-def share_by_spelling(
-    embedding: nn.Parameter, strength: float, ranks: Ranks
-) -> Callable[..., None]:
-    """Return an optimizer pre-step hook that shares gradients between similarly spelled tokens.
-
-    The embedding of a rare token gets few gradients. To each token's gradient, the hook adds
-    `strength` times a weighted sum of the gradients of all tokens that share parts of its spelling.
-    The model stays a GPT-2, and the hook has no state to save. All ranks must call it; each
-    computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids.
-    """
-    pairs, weights = map(torch.from_numpy, spelling_features(len(embedding)))
-    if not len(weights):
-        raise ValueError(f"the {len(embedding)} ids are not GPT-2's: leave out --spelling-share")
-    ids, parts = pairs
-    sums = []  # over the ids of each part, then over the parts of each id
-    for rows, columns, n in ((parts, ids, int(parts.max()) + 1), (ids, parts, len(embedding))):
-        order = rows.argsort(stable=True)
-        starts = torch.searchsorted(rows[order], torch.arange(n))
-        sums.append([t.to(embedding.device) for t in (columns[order], starts, weights[order])])
-
-    @torch.no_grad()
-    def add_gradients(*_: object) -> None:
-        if (gradient := embedding.grad) is not None:
-            shared = ranks.gather(gradient)  # (V, C)
-            for items, starts, w in sums:  # faster than with sparse matrices
-                shared = F.embedding_bag(items, shared, starts, mode="sum", per_sample_weights=w)
-            gradient.add_(ranks.shard(shared, gradient), alpha=strength)
-
-    return add_gradients
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

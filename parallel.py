@@ -103,11 +103,9 @@ class FSDP(Ranks):
     A block's parameters are gathered before its forward pass. With `reshard_after_forward`, they
     are freed after it and gathered again for the backward pass (ZeRO-3; Rajbhandari et al. 2020,
     section 5); otherwise they stay gathered (ZeRO-2). Embeddings and the last LayerNorm are
-    gathered once per forward pass. With `replicate`, the model is sharded within each machine and
-    replicated across machines (HSDP). On GPUs, blocks are gathered in `dtype`.
+    gathered once per forward pass. On GPUs, blocks are gathered in `dtype`.
     """
 
-    replicate: bool = False
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     dtype: torch.dtype = torch.float32
@@ -121,11 +119,7 @@ class FSDP(Ranks):
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape: tuple[int, ...] = (self.world_size,)
-        if self.replicate:
-            shape = (self.world_size // self.local_world_size, self.local_world_size)
-        names = ("replicate", "shard")[-len(shape) :]
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
         offload = fsdp.CPUOffloadPolicy() if self.cpu_offload else fsdp.OffloadPolicy()
         # A block's inputs are not cast: `ops.residual_stream` chooses their dtype. On a CPU, blocks
         # are gathered in float32: LayerNorm does not accept other gains under CPU autocast.

@@ -21,8 +21,9 @@ from torch import Tensor
 from formats.load import load_model
 from model import GPT, KVCache
 from runtime.cli import bad_numbers, parse_flags, print_error, run_command
-from runtime.device import DeviceName, DtypeName, inference, select_device, select_dtype
+from runtime.device import DeviceName, select_device
 from runtime.distributed import is_main
+from runtime.precision import DtypeName, inference, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding, prompt_ids
 
 # Largest relative difference between hidden states with and without the cache.

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import math
 import re
 from pathlib import Path
 
@@ -77,30 +76,3 @@ def token_bytes(vocab_size: int) -> npt.NDArray[np.int64]:
     for token, id in _read_ranks().items() if vocab_size >= VOCAB_SIZE else ():
         lengths[id] = len(token)
     return lengths
-
-
-def spelling_features(vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return the spelling features of each token id, with weights.
-
-    The features are the token's letters, its first three and four and last two and three letters
-    and, with less weight, a space, a capital, its length, first and last letter and frequency.
-    Merges are sorted by frequency, so `id.bit_length()` stands for it. Ids without text have no
-    features (see `token_bytes`).
-
-    Returns:
-        (2, n) int64 ids and feature numbers, and (n,) float32 weights. The squared weights of each
-        id add up to 1.
-    """
-    numbers = dict[str, int]()
-    pairs, weights = list[tuple[int, int]](), list[float]()
-    for token, id in _read_ranks().items() if vocab_size >= VOCAB_SIZE else ():
-        text = token.decode(errors="surrogateescape")
-        word = text.strip().lower() or text
-        starts = [f"{word[:n]} " for n in (3, 4) if n < len(word)]
-        ends = [f" {word[-n:]}" for n in (2, 3) if n < len(word)]
-        forms = (" " in text, text != text.lower(), len(word), word[0], word[-1], id.bit_length())
-        features = {word: 2.0} | dict.fromkeys(starts + ends, 0.7)
-        features |= {f"form {n} {form}": 0.3 for n, form in enumerate(forms)}
-        pairs += [(id, numbers.setdefault(name, len(numbers))) for name in features]
-        weights += [weight / math.hypot(*features.values()) for weight in features.values()]
-    return np.array(pairs, np.int64).reshape(-1, 2).T, np.array(weights, np.float32)

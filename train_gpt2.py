@@ -25,7 +25,7 @@ from evaluation import evaluate, timed_parts
 from lr_schedule import settings_at, windows_at
 from model import GPT, Block, Linear
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
-from optimizers import Muon, share_by_spelling
+from optimizers import Muon
 from runtime.cli import run_command
 from training.run import Run, Trainer, start_run
 
@@ -143,10 +143,7 @@ def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
     ]
     betas = (config.beta1, config.adam_beta2)
     optimizers.append(AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=True))
-    if config.spelling_share:  # changes the gradient of `wte` before AdamW uses it
-        wte = model.get_parameter("transformer.wte.weight")
-        hook = share_by_spelling(wte, config.spelling_share, run.ranks)
-        optimizers[-1].register_step_pre_hook(hook)
+    run.share_by_spelling(model, optimizers[-1])  # with `--spelling-share`
     return optimizers
 
 

@@ -38,7 +38,9 @@ from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from corpus.shards import open_shards
 from model import GPTConfig
 from runtime.cli import as_flags, bad_numbers, parse_flags, run_command
-from runtime.device import DeviceName, prepare_compiler, select_device, select_dtype
+from runtime.compiler import prepare_compiler
+from runtime.device import DeviceName, select_device
+from runtime.precision import select_dtype
 from training.config import TrainConfig
 
 DIMENSIONS = ("size", "n_layer", "n_head", "n_embd", "block_size")

@@ -29,7 +29,8 @@ from corpus.shards import open_shards
 from formats.huggingface import save_pretrained
 from model import GPT, ModelOutput
 from runtime.cli import parse_flags, run_command
-from runtime.device import autocast, peak_memory_gib, select_device, select_dtype
+from runtime.device import peak_memory_gib, select_device
+from runtime.precision import autocast, select_dtype
 from training.config import TrainConfig
 
 OPTIMIZATIONS = (  # in the ladder's order

@@ -1,1 +1,1 @@
-"""Interface to the machine: devices, processes, command line, files."""
+"""Interface to the machine: device, precision, compiler, FLOPs, processes, command line, files."""

@@ -2,14 +2,12 @@
 
 import argparse
 import ast
-import ctypes
 import difflib
 import inspect
 import io
 import os
 import re
 import shlex
-import signal
 import sys
 import textwrap
 import time
@@ -28,7 +26,6 @@ POSITIONAL = {"positional": True}  # metadata of a field with one or more values
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
@@ -273,12 +270,6 @@ def run_command(main: Callable[[], None]) -> None:
     A run that had to stop (RunStopped, or FloatingPointError: the loss or gradient is not finite)
     exits with code 1, Ctrl-C with 130, and output to a closed pipe (`| head`) with 141.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # If torchrun is killed by `kill -9`, it cannot end its ranks. Let the kernel send each rank
-        # SIGTERM, on which it saves and exits.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # A closed stream is None, as in a daemon.
-    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal's encoding may lack characters
             stream.reconfigure(errors="replace")

@@ -14,11 +14,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-# First a URL, in which `Path` may have shortened `//` to `/`; then a query without its host, as
-# in messages of urllib3.
-URL_SECRETS = re.compile(
-    r"(\w:/{1,2})(?:[^\s/'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?|(?<=\S)\?[\w.%-]+=[^\s'\"]*"
-)
+URL_SECRETS = re.compile(r"(?<=://)[^\s/'\"]*@|\?[\w.%-]+=[^\s'\"]*")  # password, query
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in os.environ
 
 
@@ -144,4 +140,4 @@ def redact_secrets(message: str) -> str:
     for name, value in os.environ.items():
         if SECRET_NAME.search(name) and len(value) >= 8:  # shorter ones may occur in any text
             message = message.replace(value, "***")
-    return URL_SECRETS.sub(r"\1\2", message)
+    return URL_SECRETS.sub("", message)

@@ -116,9 +116,7 @@ def test_loader_order_depends_on_the_position_only(data_dir):
         assert found == order[position : position + count]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_batch_size"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)]
-)
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 4), (2, 2), (4, 1)])
 def test_loader_steps_have_the_same_windows_at_every_world_size(
     data_dir, world_size, micro_batch_size
 ):
@@ -140,7 +138,7 @@ def test_loader_steps_have_the_same_windows_at_every_world_size(
             assert {batches.position for batches in ranks} == {position}
 
 
-@pytest.mark.parametrize("taken", [0, 6, 31, 33])  # of 4 windows; batch 31 ends the first epoch
+@pytest.mark.parametrize("taken", [0, 6, 31])  # of 4 windows; batch 31 ends the first epoch
 def test_loader_continues_at_the_position_of_what_was_taken(data_dir, taken):
     with loader(data_dir) as batches:
         list(itertools.islice(batches, taken))
@@ -186,36 +184,28 @@ def test_to_batch_keeps_ids_beyond_int16():
     assert batch.inputs.dtype == torch.int64
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_validation_batches_cover_the_same_tokens_at_every_world_size(data_dir, world_size):
-    targets, lengths = [], []
-    for rank in range(world_size):
-        batches = list(
-            validation_batches(
-                open_shards(data_dir, "val"),
-                block_size=T,
-                micro_batch_size=4,
-                max_tokens=200,
-                vocab_size=50257,
-                dist_info=DistInfo(CPU, rank=rank, world_size=world_size),
-            )
-        )
-        lengths.append(len(batches))
-        for batch in batches:
-            assert batch.targets.shape == (4, T)
-            targets += batch.targets[batch.targets != IGNORE_INDEX].tolist()
-    assert sorted(targets) == list(range(1, 201))
-    assert len(set(lengths)) == 1
-
-
-def test_validation_batches_take_what_there_is(data_dir):
+def validation_targets(data_dir, max_tokens, rank=0, world_size=1):
+    """The targets that count in each batch of a rank."""
     batches = validation_batches(
         open_shards(data_dir, "val"),
         block_size=T,
         micro_batch_size=4,
-        max_tokens=10**9,
+        max_tokens=max_tokens,
         vocab_size=50257,
-        dist_info=DistInfo(CPU),
+        dist_info=DistInfo(CPU, rank=rank, world_size=world_size),
     )
-    counted = sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
+    for batch in batches:
+        assert batch.targets.shape == (4, T)
+        yield batch.targets[batch.targets != IGNORE_INDEX].tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_validation_batches_cover_the_same_tokens_at_every_world_size(data_dir, world_size):
+    ranks = [[*validation_targets(data_dir, 200, r, world_size)] for r in range(world_size)]
+    assert sorted(itertools.chain(*itertools.chain(*ranks))) == list(range(1, 201))
+    assert len({len(batches) for batches in ranks}) == 1
+
+
+def test_validation_batches_take_what_there_is(data_dir):
+    counted = sum(map(len, validation_targets(data_dir, 10**9)))
     assert counted == count_windows(500, T) * T == 496

@@ -2,7 +2,6 @@ from runtime.threads import usable_cores
 
 import pytest
 from conftest import check_on_ranks
-from forked import assert_refused
 
 from runtime.distributed import DistInfo, read_dist_env, setup_distributed
 
@@ -72,11 +71,6 @@ def test_world_size_without_a_rank_is_one_process(monkeypatch):
     assert read_dist_env("cpu") == DistInfo()
     with setup_distributed("cpu") as dist_info:
         assert dist_info == DistInfo()
-
-
-def test_rank_without_a_world_size_is_refused_in_one_line(commands):
-    refused = commands.run("train_gpt2", "--device=cpu", RANK="0")
-    assert_refused(refused, "RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
 
 
 @pytest.mark.parametrize(("given", "threads"), [("3", "3"), ("1", f"{usable_cores()} // 2 or 1")])

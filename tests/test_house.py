@@ -15,7 +15,10 @@ FLOORS = (
     ("parallel",),
     ("formats",),
     ("corpus",),
-    (*("dataloader", "optimizers", "hellaswag", "sample", "export", "plot", "report", "demo"),),
+    (
+        *("dataloader", "optimizers", "spelling"),
+        *("hellaswag", "sample", "export", "plot", "report", "demo"),
+    ),
     ("training",),
     ("train_gpt2", "evaluation", "fineweb"),
     ("bench",),
@@ -110,26 +113,6 @@ def test_an_import_upwards_and_work_at_import_are_found():
         assert len(upward_imports(ast.parse(source), "formats.metrics")) == 1
     for source in ("print(1)", "for x in y: pass", "if x: y = 1", "f()"):
         assert work_at_import(ast.parse(source)) == [1]
-
-
-def listings(tree):
-    """The lines that list all names of a folder, or all that end in a certain way."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            pattern = ast.unparse(node.args[0]).lstrip("f")[1:2] if node.args else ""
-            if node.func.attr in ("glob", "rglob", "walk") and pattern in ("*", "?"):
-                yield node.lineno
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_module_lists_no_hidden_files(module):
-    """They are nobody's data or code: macOS' `._train.bin`, Emacs' `.#model.py`. So `[!.]*.py`."""
-    assert [*listings(parse(module))] == []
-
-
-def test_a_listing_of_hidden_files_is_found():
-    for source in ("folder.glob('*.py')", "a.b().rglob(f'*.{kind}')", "glob.glob('**')"):
-        assert [*listings(ast.parse(source))] == [1]
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -6,7 +6,7 @@ import pytest
 from formats.metrics import Series, last_saved_step, logged_values, read_metrics
 from model import GPTConfig
 from runtime.cli import format_count, format_duration
-from runtime.gpus import flops_per_token, mfu, peak_flops
+from runtime.flops import flops_per_token, mfu, peak_flops
 
 PEAKS = {  # the driver's names, and the dense bfloat16 peak
     **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312e12),

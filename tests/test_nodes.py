@@ -54,13 +54,13 @@ def losses(run_dir):
     return [*series(run_dir, "train_loss").values(), *series(run_dir, "val_loss").values()]
 
 
-def test_two_nodes_of_two_ranks_with_hsdp_equal_one_process(tiny_flags, tmp_path):
+def test_two_nodes_of_two_ranks_with_fsdp_equal_one_process(tiny_flags, tmp_path):
     flags = [*tiny_flags, "--micro-batch-size=2"]
-    two_nodes(*flags, "--parallel=hsdp", "--run-name=hsdp")
+    two_nodes(*flags, "--parallel=fsdp", "--run-name=two")
     main([*flags, "--run-name=one"])
     expected = losses(tmp_path / "runs/one")
     assert len(expected) == 8 + 3
-    assert losses(tmp_path / "runs/hsdp") == pytest.approx(expected, rel=0, abs=1e-5)
+    assert losses(tmp_path / "runs/two") == pytest.approx(expected, rel=0, abs=1e-5)
 
 
 # --- Slurm ------------------------------------------------------------------------------------

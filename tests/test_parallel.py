@@ -57,8 +57,8 @@ def assert_same_run(run_dir, other, tolerance):
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("ddp", ["--activation-checkpointing=full"]),
-        ("zero-3", ["--parallel=fsdp", "--activation-checkpointing=selective"]),
+        ("ddp", []),
+        ("zero-3", ["--parallel=fsdp", "--activation-checkpointing=full"]),
         ("zero-2", ["--parallel=fsdp", "--no-reshard-after-forward"]),
     ],
 )
@@ -77,8 +77,6 @@ def test_run_moves_between_processes_ddp_and_fsdp(ranks, tiny_data, runs):
     ranks(4, *move, "--max-steps=9", "--parallel=fsdp", "--micro-batch-size=1")
     ddp = ["--parallel=ddp", "--micro-batch-size=2"]
     ranks(2, *move, "--max-steps=14", *ddp)
-    zero_2 = ["--parallel=fsdp", "--no-reshard-after-forward", "--micro-batch-size=2"]
-    ranks(2, *move, "--max-steps=18", *zero_2)
     main([*run_flags(tiny_data, runs), *move, "--parallel=ddp"])
     moved, one = series(runs / "moved", "train_loss"), series(runs / "one", "train_loss")
     assert moved.keys() == one.keys()
@@ -97,7 +95,7 @@ def test_fsdp_compiled_in_bfloat16_is_near_to_one_process(ranks, runs):
 @needs_compiler
 def test_compiled_model_in_ddp_equals_one_process(ranks, runs):
     """The default path on several GPUs, with the flags that change what is compiled."""
-    flags = ["--loss-chunks=4", "--activation-checkpointing=selective", *ONLY_STEPS]
+    flags = ["--loss-chunks=4", "--activation-checkpointing=full", *ONLY_STEPS]
     ranks(2, "--run-name=compiled", "--compile", "--micro-batch-size=1", *flags)
     losses, one = series(runs / "compiled", "train_loss"), series(runs / "one", "train_loss")
     assert len(losses) == 4
@@ -141,125 +139,42 @@ def test_turn_of_the_loop_has_one_collective_besides_the_gradients(
     assert turns[2:] == ["calls all_reduce"] * 2, done
 
 
-RANK_CHECK = f"""
-from functools import partial
+ZERO_CHECK = f"""
 import torch
-from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor.debug import CommDebugMode
 sys.path.append({str(ROOT / "tests")!r})
 from conftest import tiny_run
-from train_gpt2 import build_model, compile_model
-
-def build(dist_info, **settings):
-    with tiny_run("DATA", "FOLDER", dist_info, total_batch_size=64, **settings) as run:
-        raw = build_model(run)
-        return run.ranks, raw, run.ranks.wrap(compile_model(raw, run))
-
-def share(raw):
-    whole = sum(p.numel() for p in raw.parameters())
-    assert whole == raw.config.n_params
-    return sum(p.to_local().numel() for p in raw.parameters()) / whole
+from train_gpt2 import build_model
 
 def count(communication, name):
     counts = communication.get_comm_counts()
     return sum(n for op, n in counts.items() if name in str(op))
-"""
-ZERO_CHECK = """
+
 def check(dist_info):
+    idx = torch.zeros(1, 16, dtype=torch.int64)
     for reshard in (True, False):  # ZeRO-3, ZeRO-2
-        ranks, raw, model = build(dist_info, parallel="fsdp", reshard_after_forward=reshard)
-        assert share(raw) <= 0.51
-        idx = torch.zeros(1, 16, dtype=torch.int64)
+        settings = dict(parallel="fsdp", reshard_after_forward=reshard, total_batch_size=64)
+        with tiny_run("DATA", "FOLDER", dist_info, **settings) as run:
+            model = build_model(run)
+        assert sum(p.numel() for p in model.parameters()) == model.config.n_params
+        shard = sum(p.to_local().numel() for p in model.parameters())
+        assert shard <= 0.51 * model.config.n_params
         gathered, reduced = [], []
         for last in (False, False, True):
-            with CommDebugMode() as communication, ranks.accumulate(model, last):
+            with CommDebugMode() as communication, run.ranks.accumulate(model, last):
                 model(idx, idx).loss.backward()
             gathered.append(count(communication, "gather"))
             reduced.append(count(communication, "reduce_scatter"))
         # Two blocks, each twice a micro-step in ZeRO-3, and the root.
         assert gathered == [5 if reshard else 3] * 3, gathered
         assert reduced == [0, 0, 3], reduced
-        assert ranks.grad_norm(model.parameters()).shape == ()
-"""
-HYBRID_CHECK = """
-def check(dist_info):
-    ranks, raw, model = build(dist_info, parallel="hsdp")
-    assert 0.5 <= share(raw) <= 0.51  # of two processes on each of two machines
-    idx = torch.full((1, 16), dist_info.rank)
-    with CommDebugMode() as communication:
-        model(idx, idx).loss.backward()
-    assert count(communication, "allreduce") == 3  # between the machines
-    norm = ranks.grad_norm(model.parameters())
-    assert torch.equal(norm, all_reduce_sum(norm.clone()) / 4)
+        assert run.ranks.grad_norm(model.parameters()).shape == ()
 """
 
 
-GRAPHS_CHECK = """
-def check(dist_info):
-    counter = CompileCounter()
-    torch.compile = partial(torch.compile, backend=counter)
-    _, _, model = build(dist_info, parallel="fsdp", compile=True)
-    idx = torch.zeros(1, 16, dtype=torch.int64)
-    model(idx, idx).loss.backward()
-    assert counter.frame_count == 3, counter.frame_count
-"""
-
-
-@needs_compiler
-def test_fsdp_compiles_both_blocks_and_the_loss(commands, tmp_path, tiny_data):
-    source = RANK_CHECK + GRAPHS_CHECK
-    source = source.replace("DATA", str(tiny_data)).replace("FOLDER", str(tmp_path))
-    check_on_ranks(commands, source, tmp_path, 2)
-
-
-COUNT_GRAPHS = """
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-compile, products = torch.compile, {"forward": [], "backward": []}
-
-def count(direction):
-    def compile_graph(graph, inputs):
-        products[direction].append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
-        return make_boxed_func(graph.forward)
-    return compile_graph
-
-backend = aot_autograd(fw_compiler=count("forward"), bw_compiler=count("backward"))
-torch.compile = partial(compile, backend=backend)
-"""
-DDP_GRAPHS_CHECK = """
-def check(dist_info):
-    idx = torch.zeros(1, 16, dtype=torch.int64)
-    backward = {}
-    for mode in ("none", "selective", "full"):
-        _, _, model = build(dist_info, compile=True, activation_checkpointing=mode)
-        torch._dynamo.reset()
-        for counts in products.values():
-            counts.clear()
-        model(idx, idx).loss.backward()
-        # One graph serves both blocks; the loss, in four chunks, has its gradients at once.
-        assert products["forward"] == [4, 4 * 3], products
-        backward[mode] = max(products["backward"])
-    assert backward["none"] == backward["selective"] < backward["full"], backward
-"""
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_compiled_ddp_has_a_graph_for_blocks_and_selective_checkpointing_repeats_no_product(
-    commands, tmp_path, tiny_data
-):
-    source = RANK_CHECK + COUNT_GRAPHS + DDP_GRAPHS_CHECK
-    source = source.replace("DATA", str(tiny_data)).replace("FOLDER", str(tmp_path))
+def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, tiny_data):
+    source = ZERO_CHECK.replace("DATA", str(tiny_data)).replace("FOLDER", str(tmp_path))
     check_on_ranks(commands, source, tmp_path)
-
-
-@pytest.mark.parametrize(("check", "ranks"), [(ZERO_CHECK, 2), (HYBRID_CHECK, 4)])
-def test_fsdp_holds_its_share_and_sends_what_it_says(commands, tmp_path, tiny_data, check, ranks):
-    machines_of_two = {"LOCAL_WORLD_SIZE": "2"}
-    source = (RANK_CHECK + check).replace("DATA", str(tiny_data)).replace("FOLDER", str(tmp_path))
-    check_on_ranks(commands, source, tmp_path, ranks, **machines_of_two)
 
 
 def test_cpu_offload_is_refused_where_there_is_no_gpu(tiny_flags):

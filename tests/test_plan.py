@@ -24,9 +24,9 @@ from lr_schedule import position_at, windows_at
 from model import GPT, GPT2_SIZES, GPTConfig
 from parallel import SINGLE_PROCESS
 from runtime.cli import parse_flags
-from runtime.device import DTYPES
 from runtime.distributed import DistInfo
-from runtime.gpus import GPUS
+from runtime.flops import GPUS
+from runtime.precision import DTYPES
 from sample import generate_tokens
 from train_gpt2 import build_optimizers, main
 from training.config import TrainConfig
@@ -58,7 +58,6 @@ DOCUMENTED = ROW.findall((ROOT / "docs" / "memory.md").read_text())
 MEASURED = ROW.findall("""
 | none | 1 | 8,192 | 6.15 | 6.5 |
 | `--loss-chunks 8` | 1 | 65,536 | 22.5 | 22.8 |
-| `--activation-checkpointing selective` | 1 | 65,536 | 19.9 | 21.8 |
 | `--optimizer muon` | 1 | 65,536 | 26.5 | 27.1 |
 | `--dtype float32` | 1 | 32,768 | 32.6 | 33.2 |
 | `--dtype float16` | 1 | 16,384 | 10.5 | 11.0 |

@@ -24,7 +24,7 @@ from torch.nn import Module, functional
 import train_gpt2
 from corpus.shards import Manifest, ShardWriter
 from runtime.cli import run_command
-from runtime.device import prepare_compiler
+from runtime.compiler import prepare_compiler
 
 NEW = f"{shlex.join(TINY_RUN[len(TINY_MODEL) :])} --micro-batch-size=2 --max-steps=2 --val-every=0"
 NEW += " --data-dir=shards --out-dir='my runs' --run-name=b"

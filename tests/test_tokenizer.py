@@ -4,7 +4,7 @@ import pytest
 import tiktoken_ext.openai_public
 
 import tokenizer
-from tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding, spelling_features, token_bytes
+from tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding, token_bytes
 
 
 def test_gpt2_encoding_ids_are_the_published_ones():
@@ -24,30 +24,6 @@ def test_token_bytes_are_the_bytes_of_a_text():
     assert token_bytes(50304)[ids].sum() == len(text.encode())
     assert (token_bytes(50304)[50256:] == 0).all()
     assert not token_bytes(100).any()
-
-
-def test_spelling_features_are_shared_by_the_forms_of_a_word():
-    pairs, weights = spelling_features(VOCAB_SIZE + 47)
-    parts = dict[int, dict[int, float]]()
-    for id, part, weight in zip(*pairs.tolist(), weights.tolist(), strict=True):
-        parts.setdefault(id, {})[part] = weight
-    assert len(weights) == sum(map(len, parts.values()))  # each once
-    assert sorted(parts) == list(range(END_OF_TEXT))
-
-    def alike(first, second):
-        first, second = (parts[gpt2_encoding().encode_single_token(t)] for t in (first, second))
-        return sum(weight * second.get(part, 0.0) for part, weight in first.items())
-
-    squares = 4 + 4 * 0.49 + 6 * 0.09
-    assert alike(" house", "House") == pytest.approx((4 + 4 * 0.49 + 3 * 0.09) / squares)
-    assert alike(" houses", " house") == pytest.approx((2 * 0.49 + 3 * 0.09) / squares)  # hous-
-    assert alike(" running", " walking") == pytest.approx((2 * 0.49 + 4 * 0.09) / squares)  # -ing
-    assert alike("House", " simple") == pytest.approx(0.09 / squares)  # -e
-    assert alike("House", "Water") == pytest.approx(4 * 0.09 / squares)  # all but the letters
-    assert alike("1984", "1985") == pytest.approx((0.49 + 5 * 0.09) / (squares - 0.49))  # 198-
-    # Bytes of another script's letters; as "\N{REPLACEMENT CHARACTER}" they would all be one word.
-    assert alike(b"\x82", b"\xe3") < 0.1
-    assert spelling_features(2048)[0].shape == (2, 0)
 
 
 def test_gpt2_encoding_of_a_changed_file_is_refused(tmp_path, monkeypatch):

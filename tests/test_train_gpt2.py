@@ -29,8 +29,8 @@ from formats.metrics import read_metrics
 from lr_schedule import windows_at
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
-from runtime.device import make_deterministic
 from runtime.distributed import DistInfo
+from runtime.precision import make_deterministic
 from tokenizer import gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
 from training.run import Trainer

@@ -9,9 +9,10 @@ from lr_schedule import SCHEDULES
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import as_flags, bad_numbers, parse_flags
-from runtime.device import DeviceName, DtypeName
+from runtime.device import DeviceName
 from runtime.files import read_json
-from runtime.gpus import GPUS
+from runtime.flops import GPUS
+from runtime.precision import DtypeName
 from training.trackers import TrackerName
 
 ABOVE_ZERO = (
@@ -150,8 +151,8 @@ class TrainConfig:
     """Send metrics to these trackers: tensorboard, wandb, trackio."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Recompute activations in the backward pass: none, selective (all but matmuls and attention)
-    or full (whole blocks). Saves memory, costs time, does not change results."""
+    """Recompute activations in the backward pass: none, or full (whole blocks). Saves memory, costs
+    time, does not change results."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: every process holds the whole model; fsdp: parameters, gradients and optimizer state are

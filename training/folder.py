@@ -12,7 +12,8 @@ from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, START_OVER, latest_chec
 from formats.metrics import METRICS_NAME, last_saved_step
 from runtime import distributed
 from runtime.cli import RunStopped, shell_line
-from runtime.device import compile_error, is_out_of_memory
+from runtime.compiler import compile_error
+from runtime.device import is_out_of_memory
 from runtime.distributed import is_main
 from runtime.files import lock_folder
 from training.config import TrainConfig

@@ -8,9 +8,10 @@ import torch
 from lr_schedule import windows_at
 from model import GPTConfig
 from ops import ActivationCheckpointing
-from runtime.device import DTYPES, device_name, memory_gib, select_dtype
+from runtime.device import device_name, memory_gib
 from runtime.distributed import DistInfo, all_reduce_max
-from runtime.gpus import BEFORE_AMPERE, GPUS
+from runtime.flops import BEFORE_AMPERE, GPUS
+from runtime.precision import DTYPES, select_dtype
 from training.config import TrainConfig
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: a parameter and two moments
@@ -22,14 +23,11 @@ MAX_CHUNKS = 8  # more chunks save little memory
 MAX_CHUNK_TOKENS = 32_768
 # Values that a block saves for its backward pass, per token and channel: a number in the residual
 # stream's dtype and a number in the matmul dtype.
-#   none       two residual inputs; two normalized copies, q, k, v, attention's output, and the
-#              hidden layer before and after GELU
-#   selective  the block's input; q, k, v, attention's output, two projections, and the hidden layer
-#              before GELU
-#   full       the block's input
+#   none  two residual inputs; two normalized copies, q, k, v, attention's output, and the hidden
+#         layer before and after GELU
+#   full  the block's input
 SAVED_VALUES: dict[ActivationCheckpointing, tuple[int, int]] = {
     "none": (2, 2 + 4 + 8),
-    "selective": (1, 4 + 2 + 4),
     "full": (1, 0),
 }
 # Fitted to peaks of torch's allocator (docs/memory.md), which are up to 12 % below the estimates.

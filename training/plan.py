@@ -11,10 +11,9 @@ from corpus.shards import TokenShards, open_shards
 from lr_schedule import position_at
 from model import GPTConfig
 from runtime.cli import format_duration
-from runtime.device import cpu_flops
 from runtime.distributed import DistInfo, is_main, print0, read_dist_env
 from runtime.files import read_json
-from runtime.gpus import flops_per_token, peak_flops
+from runtime.flops import cpu_flops, flops_per_token, peak_flops
 from training.config import TrainConfig
 from training.memory import (
     CHECKPOINT_BYTES_PER_PARAMETER,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from corpus.shards import TokenShards
 from dataloader import ShardedDataLoader
@@ -23,10 +24,13 @@ from lr_schedule import windows_at
 from model import GPT, GPTConfig
 from parallel import DDP, FSDP, Ranks
 from runtime import distributed
-from runtime.device import autocast, make_deterministic, prepare_compiler, tune_malloc
+from runtime.compiler import prepare_compiler
+from runtime.device import tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import write_json
-from runtime.gpus import flops_per_token
+from runtime.flops import flops_per_token
+from runtime.precision import autocast, make_deterministic
+from spelling import share_by_spelling
 from training.checks import check_ranks_agree
 from training.config import TrainConfig
 from training.folder import explain_failures, lock_run_folder, resume_hint
@@ -89,6 +93,13 @@ class Run:
             with distributed.raise_on_all_ranks():
                 source = load_model(self.config.init_from)
             checkpoint.copy_weights(source, model, self.ranks)
+
+    def share_by_spelling(self, model: GPT, adamw: Optimizer) -> None:
+        """With `--spelling-share`, change the gradient of `wte` before AdamW uses it."""
+        if self.config.spelling_share:
+            wte = model.get_parameter("transformer.wte.weight")
+            hook = share_by_spelling(wte, self.config.spelling_share, self.ranks)
+            adamw.register_step_pre_hook(hook)
 
     def is_due(self, every: int, step: int) -> bool:
         """Return whether work done every `every` steps and after the last is due; 0 = never."""

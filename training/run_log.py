@@ -22,7 +22,7 @@ from runtime.cli import format_count, format_duration
 from runtime.device import device_name, peak_memory_gib, synchronize
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import append_atomically
-from runtime.gpus import mfu, peak_flops
+from runtime.flops import mfu, peak_flops
 from training.config import TrainConfig
 from training.folder import describe_run
 from training.trackers import Trackers

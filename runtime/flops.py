@@ -1,7 +1,13 @@
-"""GPU models with their memory and peak speed; FLOPs per token, MFU."""
+"""FLOPs and MFU: FLOPs per token, peak speed and memory of GPU models, speed of this CPU."""
 
+import math
 import re
+import time
 from typing import Any, NamedTuple
+
+import torch
+
+MATMUL_SIZE, MATMUL_REPEATS = 1024, 10
 
 
 class Gpu(NamedTuple):
@@ -74,6 +80,16 @@ def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
             tf32 = None if name in BEFORE_AMPERE else gpu.peak_flops / 2
             return tf32 if float32 else gpu.peak_flops
     return None
+
+
+def cpu_flops(dtype: torch.dtype) -> float:
+    """Measure the FLOP/s that this CPU reaches: the fastest of several square matmuls."""
+    matrix, best = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype), math.inf
+    for _ in range(MATMUL_REPEATS):
+        start = time.perf_counter()
+        _ = matrix @ matrix
+        best = min(best, time.perf_counter() - start)
+    return 2 * MATMUL_SIZE**3 / best
 
 
 def mfu(

@@ -1,0 +1,53 @@
+"""torch.compile: set it up, describe its errors."""
+
+import functools
+import warnings
+
+import numpy as np
+import torch
+import torch._functorch.config as functorch_config
+
+
+def compile_error(error: Exception) -> str | None:
+    """Describe an error of torch.compile and its fix; None for any other error."""
+    kind = type(error)  # TorchRuntimeError: an error in the traced code, such as a wrong shape
+    is_of_compiler = kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+    if not is_of_compiler or kind.__name__ == "TorchRuntimeError":
+        return None
+    return f"torch.compile failed with {_reason(error)}, or add --no-compile"
+
+
+def _reason(error: Exception) -> str:
+    """Return an error, which Dynamo may have wrapped, on one line, and the fix for a bad cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # torch.compile has imported it
+
+    inner = getattr(error, "inner_exception", error)
+    first_line = str(inner).strip().partition("\n")[0]
+    return f"{type(inner).__name__} ({first_line}): delete the compile cache {cache_dir()}"
+
+
+@functools.cache  # because it compiles a function
+def prepare_compiler(device: torch.device) -> str | None:
+    """Set up torch.compile for training; return why it cannot work here, or None if it can."""
+    if device.type == "mps":
+        return "torch.compile does not support MPS well yet"
+    try:  # a compiler may be missing or broken, and torch internals may change
+        from torch._dynamo import config as dynamo_config  # takes a second to import
+
+        # Also cache compiled code that contains custom autograd functions, as `ops` has them.
+        functorch_config.autograd_cache_allow_custom_autograd_functions = True
+        dynamo_config.optimize_ddp = False  # it splits graphs at DDP buckets; blocks are short
+        # If blocks differ in a number, each needs a program for training and one for validation.
+        dynamo_config.recompile_limit = 128
+        # A warning of six lines for each loss, if the vocabulary is large relative to the model.
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
+        if device.type == "cpu":  # recompute GELU in the backward pass: 3.3, not 3.9 GiB for 124M
+            functorch_config.ban_recompute_materialized_backward = False
+        # np.pi makes Dynamo list NumPy's functions now. Later, another thread, such as the data
+        # loader's, might be importing a NumPy module at that moment.
+        torch.compile(lambda x: x.sin() + np.pi, dynamic=False)(torch.ones(64, device=device))
+    except Exception as error:  # Dynamo, Inductor and Triton raise many classes
+        if "Python.h" in str(error):
+            return "Python.h is missing: install your system's python3-dev package"
+        return f"{_reason(error)}, or install a C++ compiler"
+    return None

@@ -1,0 +1,75 @@
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch._dynamo.utils import counters
+
+import model as model_module
+from model import GPT, Block, GPTConfig
+from ops import CompiledBlocks
+from runtime.compiler import compile_error, prepare_compiler
+
+
+@pytest.fixture
+def problem():
+    """What `prepare_compiler` returns on a CPU without a C++ compiler; its settings stay."""
+    torch._dynamo.reset()
+    without = {"cpp.cxx": (None, "no-compiler"), "force_disable_caches": True}
+    with inductor_config.patch(without):
+        return prepare_compiler.__wrapped__(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("traced", "advice"),
+    [
+        (lambda x: x @ torch.ones(3, 3), None),  # a mistake in the model
+        (lambda x: print(x), r"with Unsupported \(.*: delete the compile cache .*, or add --no"),
+    ],
+)
+def test_compile_error_is_none_of_a_mistake_in_the_model(traced, advice):
+    with pytest.raises(RuntimeError) as raised:
+        torch.compile(traced, backend="eager", fullgraph=True)(torch.ones(2, 2))
+    problem = compile_error(raised.value)
+    assert problem is None if advice is None else re.search(advice, problem)
+
+
+def test_prepare_compiler_says_why_it_cannot_work(problem):
+    assert "MPS" in prepare_compiler(torch.device("mps"))
+    assert problem.startswith("InvalidCxxCompiler (")  # what torch has wrapped
+    assert re.search(r": delete the compile cache .*, or install a C\+\+ compiler$", problem)
+    assert "\n" not in problem
+
+
+def test_prepare_compiler_silences_a_warning_of_every_small_model(request, recwarn):
+    warnings.simplefilter("always")
+    request.getfixturevalue("problem")
+    recwarn.clear()
+    # As torch 2.11's torch/_inductor/lowering.py warns.
+    warnings.warn("\nOnline softmax is disabled on the fly since Inductor decides", stacklevel=1)
+    warnings.warn("another one", stacklevel=1)
+    assert [str(each.message) for each in recwarn] == ["another one"]
+
+
+@pytest.mark.usefixtures("problem")
+def test_blocks_that_all_differ_are_all_compiled_for_training_and_validation(monkeypatch):
+    class ScaledBlock(Block):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.scale = 1 / (layer + 1)  # a number, which compiled code has as a constant
+
+        def forward(self, x, cache=None):
+            return self.scale * super().forward(x, cache)
+
+    monkeypatch.setattr(model_module, "Block", ScaledBlock)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(block_size=16, n_layer=5, n_head=2, n_embd=32))  # 8 is torch's limit
+    trained, idx = CompiledBlocks(model), torch.zeros(1, 16, dtype=torch.int64)
+    counters["stats"].clear()
+    trained(idx, idx)
+    with torch.no_grad():
+        trained(idx, idx)
+    assert counters["stats"]["unique_graphs"] == 2 * (5 + 1)  # and the loss
