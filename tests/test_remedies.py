@@ -94,8 +94,8 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      f"{TOKENIZE} --source a.txt 'my texts'"),
     (f"{TOKENIZE} --source=windows.txt", "use iconv -f cp1252 -t utf-8 FILE > NEW_FILE",
      "iconv -f cp1252 -t utf-8 windows.txt > new.txt", f"{TOKENIZE} --source=new.txt"),
-    (f"{TOKENIZE} --source a.txt b.txt --part=2/2", "use PART/PARTS, such as 0/32 to 31/32",
-     f"{TOKENIZE} --source a.txt b.txt --part=1/2"),
+    (f"{TOKENIZE} --source a.txt 'my texts' --part=2/2", "use PART/PARTS, such as 0/32 to 31/32",
+     f"{TOKENIZE} --source a.txt 'my texts' --part=1/2"),
     ("torchrun --nproc_per_node=2 fineweb.py --source a.txt", "is not supported: use python",
      "python fineweb.py --source a.txt"),
 ]
