@@ -4,6 +4,7 @@ Text → shards → a small GPT-2 → samples → HellaSwag scorer → Hugging F
 step is a command of this project, printed before it runs.
 """
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -29,7 +30,7 @@ def main() -> None:
     config = parse_flags(DemoConfig)
     os.chdir(Path(__file__).parent)  # the commands are here, and the run is written here
     start = time.perf_counter()
-    name = time.strftime("demo-%Y%m%d-%H%M%S")
+    name = new_name()
     run_dir, export_dir = Path("runs", name), Path("exported", name)
     step("Python's standard library → token shards", "fineweb.py", "--source=stdlib")
     train = ["--config=recipes/demo.json", f"--run-name={name}"]
@@ -50,6 +51,12 @@ def main() -> None:
         f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
         f"for transformers {export_dir}"
     )
+
+
+def new_name() -> str:
+    """Return `demo` or the first unused name of `demo-2`, …, so that earlier runs are kept."""
+    names = itertools.chain(["demo"], (f"demo-{count}" for count in itertools.count(2)))
+    return next(n for n in names if not Path("runs", n).exists() | Path("exported", n).exists())
 
 
 def step(title: str, script: str, *flags: str) -> None:

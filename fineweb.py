@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from runtime.threads import usable_cores
 
+import filelock
 import numpy as np
 from tqdm import tqdm
 
@@ -47,8 +48,8 @@ class FineWebConfig:
     source: tuple[str, ...] = ("fineweb-edu",)
     """Source of the text: `fineweb-edu`, `fineweb` or another hub dataset (OWNER/NAME); `stdlib`,
     the running Python's standard library, offline; or files, folders and globs. Each row of a
-    .parquet, .jsonl or .json file (JSON also as .gz or .zst) is a document. Any other UTF-8 file is
-    one document."""
+    .parquet, .csv, .tsv, .jsonl or .json file (JSON also as .gz or .zst) is a document. Any other
+    UTF-8 file is one document."""
     text_field: str = "text"
     """Column of tables, or field of JSON lines, that holds the text."""
     name: str | None = None
@@ -85,13 +86,20 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
-    with lock_folder(folder, f".{Part.parse(config.part).manifest_name}.lock"):
-        print(make_shards(config, open_source, folder))
+    try:
+        with lock_folder(folder, f".{Part.parse(config.part).manifest_name}.lock"):
+            print(make_shards(config, open_source, folder))
+    except filelock.Timeout:
+        raise ValueError(
+            f"another fineweb.py is writing to {folder}: wait for the other process to end"
+        ) from None
     manifest = Manifest.load(folder)
     if manifest and manifest.complete:
         from training.propose import propose_training  # imports torch, which takes seconds
 
-        print(f"{describe_baseline(folder)}\n{propose_training(folder, manifest)}")
+        print(describe_baseline(folder))
+        if (Path(__file__).parent / "recipes").is_dir():  # an installed package has none
+            print(propose_training(folder, manifest))
     else:
         print("other parts are not finished yet")
 

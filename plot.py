@@ -1,11 +1,13 @@
 """Plot a run's loss and HellaSwag accuracy over tokens, from its `metrics.jsonl` alone.
 
-    python plot.py runs/my-run              # write runs/my-run/figures/*.png
-    python plot.py runs/a runs/b --report   # compare runs on a page instead: runs/a/report.html
+    python plot.py runs/my-run                        # write runs/my-run/figures/*.png
+    python plot.py runs/a runs/b --compare ab.png     # also plot both losses in one figure
+    python plot.py runs/a runs/b --report             # write a page instead: runs/a/report.html
 
 A run can be plotted while it is training.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from formats.metrics import Records, Series, hellaswag_references, read_run
+from formats.metrics import Records, Series, hellaswag_references, read_run, user_metrics
 from report import write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
@@ -31,6 +33,8 @@ class PlotConfig:
 
     runs: tuple[Path, ...] = field(metadata=POSITIONAL)
     """Run folders, such as runs/my-run."""
+    compare: Path | None = None
+    """Also plot the validation losses of all runs in this one file: .png, .pdf or .svg."""
     report: bool = False
     """Instead of figures, write an HTML page with curves, settings and samples of all runs:
     report.html in the first run's folder."""
@@ -43,17 +47,41 @@ def main() -> None:
         print(write_report(config.runs))
     else:
         print(*(path for run_dir in config.runs for path in plot_run(run_dir)), sep="\n")
+    if config.compare is not None:
+        print(plot_comparison(config.runs, config.compare))
 
 
 def plot_run(run_dir: Path) -> list[Path]:
-    """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`."""
+    """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`.
+
+    Each additional number that a modified trainer logs gets a separate figure: `spread` is drawn in
+    `own_spread.png`.
+    """
     records, figures = read_run(run_dir), run_dir / "figures"
     step, tokens = records[-1]["step"], format_count(records[-1]["tokens_seen"])
     title = f"{run_dir.resolve().name} · step {step:,} · {tokens} tokens"
     drawn = [_draw_loss(records, title, figures / "loss.png")]
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
+    for name in filter(str.isidentifier, user_metrics(records)):  # the figure's file has the name
+        axes, series = new_axes(title, name), Series.of(records, name)
+        _plot_line(axes, series, f"{series.values[-1]:.4g}", BLUE)
+        drawn.append(save_figure(axes, figures / f"own_{name}.png"))
     return drawn
+
+
+def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
+    """Plot the validation losses of several runs in one file."""
+    axes, lines = new_axes(f"{len(run_dirs)} runs", "validation loss (nats per token)"), []
+    for run_dir in run_dirs:
+        line = Series.of(read_run(run_dir), "val_loss")
+        if not len(line.values):
+            raise ValueError(f"--compare plots validation losses, but {run_dir} has none")
+        # The number comes first: matplotlib omits labels that begin with "_" from the legend.
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {run_dir.resolve().name}")
+        lines.append(line)
+    _fit_loss(axes, lines)
+    return save_figure(axes, path)
 
 
 def new_axes(title: str, quantity: str) -> Axes:
@@ -71,10 +99,18 @@ def new_axes(title: str, quantity: str) -> Axes:
     return axes
 
 
-def _plot_line(axes: Axes, series: Series, label: str, color: str) -> None:
+def _plot_line(axes: Axes, series: Series, label: str, color: str | None = None) -> None:
     """Draw a series as a solid curve, with markers if there are few points."""
     marker = "o" if len(series.values) <= MAX_MARKERS else None
     axes.plot(*series, label=label, color=color, linewidth=1.8, marker=marker, markersize=3.5)
+
+
+def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
+    """Set the y-limits; the first losses may lie above the figure."""
+    late = [line.values[line.tokens >= EARLY_FRACTION * line.tokens[-1]] for line in lines]
+    low, high = min(line.values.min() for line in lines), max(values.max() for values in late)
+    margin = max(0.05 * (high - low), 0.02)
+    axes.set_ylim(low - margin, high + margin)
 
 
 def save_figure(axes: Axes, path: Path) -> Path:
@@ -97,11 +133,7 @@ def _draw_loss(records: Records, title: str, path: Path) -> Path:
         label, bits = f"validation {val.values[-1]:.3f}", Series.of(records, "val_bpb").values
         label += f", {bits[-1]:.3f} bits per byte" if len(bits) else ""
         _plot_line(axes, val, label, RED)
-    lines = [series for series in (train, val) if len(series.values)]
-    late = [line.values[line.tokens >= EARLY_FRACTION * line.tokens[-1]] for line in lines]
-    low, high = min(line.values.min() for line in lines), max(values.max() for values in late)
-    margin = max(0.05 * (high - low), 0.02)
-    axes.set_ylim(low - margin, high + margin)
+    _fit_loss(axes, [series for series in (train, val) if len(series.values)])
     return save_figure(axes, path)
 
 

@@ -1,14 +1,15 @@
 """Generate text with a model: `python sample.py --model runs/NAME --prompt "Once upon a time"`.
 
-    python sample.py --model runs/NAME --interactive    # type texts, the model continues each
+    python sample.py --model runs/NAME --interactive    # type some text, the model continues it
     python sample.py --model runs/NAME --prompt - < FILE
 
-The default model is OpenAI's GPT-2 124M. In Python, call `generate(model, text)`.
+The default model is OpenAI's GPT-2 124M. In Python, call `generate(model, text)` or `text_loss`.
 """
 
+import codecs
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ from runtime.distributed import is_main
 from runtime.precision import DtypeName, inference, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding, prompt_ids
 
+GREETING = """Type some text; the model continues all of the text so far.
+Empty line: keep going. /new: start over. Ctrl-C: stop generating. Ctrl-D: quit."""
+
 # Largest relative difference between hidden states with and without the cache.
 CACHE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 7e-2}
 
@@ -39,7 +43,7 @@ class SampleConfig:
     prompt: str = ""
     """Text to continue, or - to read it from standard input; default: start a new document."""
     interactive: bool = False
-    """Read a text from each line that is typed, until Ctrl-D, and continue it."""
+    """Type text in the terminal, and print each continuation token by token."""
     num_samples: int = 4
     """Number of continuations per prompt."""
     max_new_tokens: int = 100
@@ -69,38 +73,68 @@ class SampleConfig:
 
 
 def main() -> None:
-    """Print samples from a model that continue a prompt, or each line that is typed."""
+    """Print samples from a model, or continue typed text interactively."""
     config = parse_flags(SampleConfig)
     device = select_device(config.device)
-    dtype, model = select_dtype(config.dtype, device), load_model(config.model, device)
-    for number, prompt in enumerate(read_prompts(config)):
-        texts = generate(
-            model,
-            prompt,
-            config.max_new_tokens,
-            num_samples=config.num_samples,
-            seed=config.seed + number,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            dtype=dtype,
-        )
-        for index, text in enumerate(texts, start=1):
-            print(f"--- sample {index} of {len(texts)} ---\n{text}\n")
+    options: dict[str, Any] = {
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "dtype": select_dtype(config.dtype, device),
+    }
+    prompt = config.prompt
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
+    model = load_model(config.model, device)
+    if config.interactive:
+        generator = torch.Generator(device).manual_seed(config.seed)
+        converse(functools.partial(generate_tokens, model, generator=generator, **options), device)
+        return
+    texts = generate(model, prompt, num_samples=config.num_samples, seed=config.seed, **options)
+    for number, text in enumerate(texts, start=1):
+        print(f"--- sample {number} of {len(texts)} ---\n{text}\n")
 
 
-def read_prompts(config: SampleConfig) -> Iterator[str]:
-    """Yield the prompts: --prompt, standard input without its last newline, or each typed line."""
-    if config.prompt == "-":
-        yield sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    elif not config.interactive:
-        yield config.prompt
-    else:
-        with suppress(ImportError):  # Windows does not have it
-            import readline  # noqa: F401 - importing it gives `input` its history
-        with suppress(EOFError):
-            while True:
-                yield input("> ")
+def converse(continue_tokens: Callable[..., object], device: torch.device) -> None:
+    """Read lines from the terminal; after each, continue all text so far, token by token."""
+    with suppress(ImportError):  # Windows does not have it
+        import readline  # noqa: F401 - importing it gives `input` its history
+    tokens = list[int]()
+    print(GREETING)
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:  # Ctrl-C came just after the text had ended
+            print()
+            continue
+        except EOFError:
+            print()
+            return
+        if line == "/new":
+            tokens.clear()
+            continue
+        tokens.extend(gpt2_encoding().encode_ordinary(f"\n{line}" if tokens and line else line))
+        print(line, end="", flush=True)
+        with suppress(KeyboardInterrupt):
+            prompt = torch.tensor([tokens or [END_OF_TEXT]], device=device)
+            continue_tokens(prompt, on_token=token_printer(tokens))
+        print()
+
+
+def token_printer(tokens: list[int]) -> Callable[[Tensor], None]:
+    """Return a callback that prints each new token, (1,), as text and appends it to `tokens`.
+
+    A character whose bytes span several tokens is printed with the last of them.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def print_token(token: Tensor) -> None:
+        tokens.append(int(token))
+        text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
+        print(text, end="", flush=True)
+
+    return print_token
 
 
 def generate(
@@ -126,6 +160,23 @@ def generate(
 
 
 @torch.no_grad()
+def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> float:
+    """Return the mean cross-entropy of a text's tokens after the first, in nats per token.
+
+    A text longer than the model's context is split into windows, and each is scored separately.
+    """
+    ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
+    if len(ids) < 2:
+        raise ValueError(f"text_loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
+    device, loss_sum = next(model.parameters()).device, 0.0
+    with inference(model, device, dtype):
+        for start in range(0, len(ids) - 1, block_size):
+            window = torch.tensor([ids[start : start + block_size + 1]], device=device)
+            loss_sum += float(model(window[:, :-1], window[:, 1:]).loss) * (window.size(1) - 1)
+    return loss_sum / (len(ids) - 1)
+
+
+@torch.no_grad()
 def generate_tokens(
     model: GPT,
     tokens: Tensor,
@@ -138,6 +189,7 @@ def generate_tokens(
     use_cache: bool = True,
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
+    on_token: Callable[[Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Continue each row of (B, T) tokens, T >= 1; return the rows, each with its continuation.
 
@@ -147,6 +199,7 @@ def generate_tokens(
 
     `model` is the raw model, neither compiled nor wrapped, on the same device as `tokens` and
     `generator`. A row ends before the first sampled `stop_token`; with None, it never ends early.
+    `on_token` is called with the next token of every row, (B,), once it is sampled.
     """
     B, T = tokens.shape
     start, device, block_size = 0, tokens.device, model.config.block_size
@@ -170,6 +223,8 @@ def generate_tokens(
             ended |= next_token == stop_token
             if ended.all():
                 break
+            if on_token is not None:
+                on_token(next_token)
     rows = tokens.tolist()
     return [row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in rows]
 

@@ -6,6 +6,7 @@ files.
 """
 
 import codecs
+import csv
 import glob
 import hashlib
 import io
@@ -30,7 +31,6 @@ NOT_UTF8 = (
     "not UTF-8 text; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE; "
     "for UTF-16, use iconv -f utf-16 -t utf-8 FILE > NEW_FILE; for others, pdftotext or pandoc"
 )
-TABLE = "a table; use python -c \"import pandas; pandas.read_csv('FILE').to_parquet('F.parquet')\""
 JSON_ARRAY = "a JSON array, not JSON lines; use jq -c '.[]' FILE > NEW_FILE.jsonl"
 TABLE_ROWS = 256  # rows read at a time
 HASHED_BYTES = 1 << 20  # hashed at the start of a file, and at its end
@@ -184,7 +184,7 @@ def read_file(path: Path, field: str) -> Iterator[str]:
     if kind == ".parquet":
         return read_parquet(path, field)
     if kind in (".csv", ".tsv"):
-        raise ValueError(f"{path}: {TABLE}")
+        return read_csv(path, field)
     return read_jsonl(path, field) if kind in JSON_LINES else read_plain(path)
 
 
@@ -227,6 +227,32 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
     _check_text_field(value if isinstance(value, dict) else (), field, where)
     text = _string(value[field], field, where)
     return text.encode(errors="replace").decode()  # JSON can have half of a surrogate pair
+
+
+def read_csv(path: Path, field: str = "text") -> Iterator[str]:
+    """Yield a column of a table whose first line has the column names.
+
+    The delimiter is the comma, semicolon or tab, whichever the first line has most often.
+    """
+    csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is too small for documents
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            delimiter = max(",;\t", key=file.readline().count)
+            file.seek(0)
+            rows = csv.reader(file, delimiter=delimiter, strict=True)
+            names = next(rows, [])
+            _check_text_field(names, field, str(path))
+            column = names.index(field)
+            for row in rows:
+                if len(row) > len(names):
+                    raise csv.Error(f"{len(row)} fields, but the table has {len(names)}")
+                yield row[column] if column < len(row) else ""
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: {NOT_UTF8}") from None
+        except csv.Error as error:
+            raise ValueError(
+                f"{path}, line {rows.line_num}: {error}: put quotes around texts with {delimiter!r}"
+            ) from None
 
 
 def read_plain(path: Path) -> Iterator[str]:

@@ -44,6 +44,8 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
     """Read this process's rank and device from `torchrun`'s environment without joining a group."""
     if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE on its own
         return DistInfo(select_device(device_name))
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     return DistInfo(
         select_device(device_name, local_rank),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("train_gpt2", "sample", "export", "fineweb", "plot", "hellaswag")
+SCRIPTS = ("train_gpt2", "sample", "export", "fineweb", "plot", "hellaswag", "read_step")
 NO_COMPILER = {"PATH": "/nonexistent", "CXX": ""}  # compiling takes a minute
 SERVER = """
 import json, os, runpy, signal, sys, time

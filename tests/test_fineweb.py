@@ -90,7 +90,7 @@ def test_main_reads_each_text_file_of_a_folder_once(make, tmp_path):
     for name, text in texts.items():
         write_texts(tmp_path / "mine" / name, [text])
     others = {"a/a.png": b"\x89PNG", "a/.d": b"d", ".e/f.txt": b"f", "latin.txt": b"caf\xe9"}
-    others |= {"package.json": b'{\n  "name": "x"\n}\n', "t.csv": b"id,text\n1,x\n"}
+    others |= {"package.json": b'{\n  "name": "x"\n}\n', "t.csv": b"id,body\n1,x\n"}
     for name, content in others.items():
         (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_bytes(content)
@@ -221,7 +221,7 @@ def test_main_refuses_a_second_writer(made, make):
     flags = ["--source", made / "a.jsonl", "--data-dir=d"]
     with (
         lock_folder(Path("d"), ".manifest.json.lock"),
-        pytest.raises(OSError, match=r"'d/\.manifest\.json\.lock' could not be acquired"),
+        pytest.raises(ValueError, match="another fineweb.py is writing to d: wait for the other"),
     ):
         make(*flags)
 

@@ -20,7 +20,7 @@ FLOORS = (
         *("hellaswag", "sample", "export", "plot", "report", "demo"),
     ),
     ("training",),
-    ("train_gpt2", "evaluation", "fineweb"),
+    ("train_gpt2", "evaluation", "fineweb", "read_step"),
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

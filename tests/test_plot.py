@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import matplotlib.font_manager  # noqa: F401 - warns here of a HOME without its list of fonts
 import numpy as np
 import pytest
@@ -5,6 +7,7 @@ from forked import assert_refused
 from PIL import Image
 from run_files import BATCH, append_records, write_run
 
+import plot
 from plot import plot_run
 
 
@@ -60,3 +63,19 @@ def test_plot_command_refuses_a_folder_without_losses_in_one_line(commands, tmp_
     assert_refused(done, f"{tmp_path}/metrics.jsonl does not exist: pass a run")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_seen": 1, "lr": 1}\n')
     assert_refused(commands.run("plot", tmp_path), "metrics.jsonl has no losses yet: wait")
+
+
+def test_plot_compares_runs_in_one_figure_and_draws_numbers_of_ones_own(
+    tmp_path, monkeypatch, capsys
+):
+    runs = [write_run(tmp_path / name, 10, val_every=5, spread=0.5) for name in ("a", "_b")]
+    flags = [*map(str, runs), "--compare", str(tmp_path / "ab.png")]
+    monkeypatch.setattr("sys.argv", ["plot.py", *flags])
+    plot.main()
+    names = ["loss.png", "own_spread.png"] * 2 + ["ab.png"]
+    printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert [path.name for path in printed] == names
+    assert all(path.is_file() for path in printed)
+    monkeypatch.setattr("sys.argv", ["plot.py", str(write_run(tmp_path / "c", 2)), *flags])
+    with pytest.raises(ValueError, match=r"validation losses, but \S+/c has none"):
+        plot.main()

@@ -1,4 +1,6 @@
+import contextlib
 import io
+import signal
 import sys
 from functools import partial
 
@@ -15,6 +17,7 @@ from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_di
 from model import GPT, Block, GPTConfig
 from runtime.cli import run_command
 from sample import generate, generate_tokens, sample_token
+from tokenizer import gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
 SMALL_VOCAB = GPTConfig(block_size=8, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -188,12 +191,65 @@ def test_main_prints_texts_that_generate_returns(run_main, folder):
     assert run_main("--prompt=-", "--num-samples=2", stdin="café au\n") == printed
 
 
-def test_main_interactive_continues_each_line(run_main):
-    flags = ("--num-samples=1", "--temperature=1")
-    printed = run_main("--interactive", *flags, stdin="Once upon\nHe said\n")
-    first = run_main("--prompt=Once upon", *flags)
-    second = run_main("--prompt=He said", "--seed=1338", *flags)
-    assert printed == f"> {first}> {second}> "
+def test_main_interactive_continues_all_text_until_new(run_main, folder):
+    printed = run_main("--interactive", stdin="Once upon\nHe said\n\n/new\nOnce upon\n")
+    model, ids = load_pretrained(folder), []
+
+    def continued(text):
+        nonlocal ids
+        ids = ids + gpt2_encoding().encode_ordinary(text)
+        [longer] = generate_tokens(model, torch.tensor([ids]), 5, temperature=0)
+        added, ids = longer[len(ids) :], longer
+        return gpt2_encoding().decode(added)
+
+    first, second, third = continued("Once upon"), continued("\nHe said"), continued("")
+    texts = printed.removeprefix(f"{sample.GREETING}\n").split("\n> ")
+    expected = [f"> Once upon{first}", f"He said{second}", third, f"> Once upon{first}", "\n"]
+    assert texts == expected
+
+
+def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(run_main, monkeypatch):
+    whole = run_main("--interactive", "--max-new-tokens=7", stdin="Once upon\n")
+    printer = sample.token_printer
+
+    def interrupting(tokens):
+        take, n_tokens = printer(tokens), len(tokens)
+
+        def print_token(token):
+            take(token)
+            if len(tokens) == n_tokens + 2 and n_tokens == 2:  # "Once upon" has two tokens
+                signal.raise_signal(signal.SIGINT)
+
+        return print_token
+
+    monkeypatch.setattr(sample, "token_printer", interrupting)
+    printed = run_main("--interactive", stdin="Once upon\n\n")
+    assert "".join(printed.split("\n> ")).strip() == "".join(whole.split("\n> ")).strip()
+
+
+@given(text=st.text(max_size=20))
+def test_token_printer_never_tears_a_character(text):
+    tokens = []
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        take = sample.token_printer(tokens)
+        for token in gpt2_encoding().encode_ordinary(text):
+            take(torch.tensor([token]))
+            assert text.startswith(out.getvalue())
+    assert out.getvalue() == text
+
+
+def test_text_loss_is_the_mean_over_windows_of_the_context():
+    model = random_model(TINY)
+    ids = gpt2_encoding().encode_ordinary("Once upon a time, there was a café. " * 5)[:38]
+    losses = []
+    for start in (0, 16, 32):
+        window = torch.tensor(ids[start : start + 17])
+        logits = model(window[None, :-1]).logits[0]
+        losses += F.cross_entropy(logits, window[1:], reduction="none").tolist()
+    loss = sample.text_loss(model, gpt2_encoding().decode(ids))
+    assert loss == pytest.approx(sum(losses) / 37, rel=1e-5)
+    with pytest.raises(ValueError, match="2 tokens or more, but 'Once' has 1"):
+        sample.text_loss(model, "Once")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Documents of files: every kind is read as it is meant, and what is none is named."""
 
+import csv
 import gzip
 import json
 
@@ -68,7 +69,6 @@ def test_read_file_names_the_tool_for_other_files(tmp_path):
         ("b.jsonl", "état".encode("utf-16"), "line 1: not UTF-8 text"),
         ("a.gz", gzip.compress(b"text"), iconv),
         ("a.json", b'[{"text": "x"}]', "a JSON array, not JSON lines; use jq"),
-        ("a.csv", b"id,text\n1,a", "a table; use python -c .*read_csv"),
     ]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"/{name}[:,] {message}"):
@@ -121,3 +121,26 @@ def test_source_resumes_from_any_document(tmp_path):
     assert [document.text for document in documents] == ["a", "", "b", "c"]
     for n, document in enumerate(documents):
         assert list(source.documents(json.loads(json.dumps(document.cursor)))) == documents[n:]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_read_csv_reads_a_column_and_names_the_line_of_a_broken_row(tmp_path, delimiter):
+    texts = [*texts_of(50), '"Two\r\nlines", a;b\tc', "longer than csv takes " * 10_000]
+    path = tmp_path / "a.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows([["id", "my body"], *enumerate(texts), ["a row without text"]])
+    assert [*read_file(path, "my body")] == [*texts, ""]
+    with pytest.raises(ValueError, match=r"field `text` .* id, my body: choose one with --text-f"):
+        next(read_file(path, "text"))
+    path.write_text(f"id{delimiter}text\n1{delimiter}a\n{delimiter.join('abc')}\n")
+    with pytest.raises(
+        ValueError, match=r"a\.csv, line 3: 3 fields, but the table has 2: put quot"
+    ):
+        list(read_file(path, "text"))
+    path.write_text(f'id{delimiter}text\n1{delimiter}"never closed\n2{delimiter}b\n')
+    with pytest.raises(ValueError, match=r"a\.csv, line 3: unexpected end of data: put quotes"):
+        list(read_file(path, "text"))
+    path.write_text("“body”", encoding="cp1252")
+    with pytest.raises(ValueError, match=r"a\.csv: not UTF-8 text"):
+        list(read_file(path, "text"))

@@ -225,7 +225,7 @@ class Trainer:
                 "with requires_grad_(False)"
             )
 
-    def raise_unless_overflow(self, metrics: Mapping[str, float], step: int) -> None:
+    def raise_unless_overflow(self, metrics: Mapping[str, float], inspect_command: str) -> None:
         """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
 
         An overflow only skips this update and halves the loss scale, which never goes below 1.
@@ -233,7 +233,8 @@ class Trainer:
         loss, norm = metrics["train_loss"], metrics["grad_norm"]
         if not math.isfinite(loss) or self.scaler.get_scale() <= 1:  # 1 without float16
             raise FloatingPointError(
-                f"loss {loss:.4f}, gradient norm {norm} in step {step + 1}: no update was made"
+                f"loss {loss:.4f}, gradient norm {norm}: no update was made; to see the text of "
+                f"the step, run {inspect_command}"
             )
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 

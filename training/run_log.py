@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from formats.metrics import LOG_METRICS, METRICS_NAME
-from runtime.cli import format_count, format_duration
+from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import device_name, peak_memory_gib, synchronize
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import append_atomically
@@ -48,7 +48,7 @@ class RunLog:
     """Dtype for matrix multiplications."""
 
     def __post_init__(self) -> None:
-        self._start_tokens = self.tokens_seen
+        self._last_step, self._start_tokens = self.start_step, self.tokens_seen
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
     def __enter__(self) -> Self:
@@ -85,6 +85,11 @@ class RunLog:
         yield
         self._step_begun += perf_counter() - begun
 
+    def inspect_command(self) -> str:
+        """Return the command that prints the text of the step after the last logged one."""
+        step = ("--step", self._last_step + 1)
+        return shell_line("python", "read_step.py", self.run_dir, *step)
+
     def step(self, step: int, tokens_seen: int, metrics: Mapping[str, float]) -> None:
         """Log a step that the device has finished, the `step`-th update.
 
@@ -94,7 +99,7 @@ class RunLog:
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
         tokens_per_second = (tokens_seen - self.tokens_seen) / seconds
-        self.tokens_seen = tokens_seen
+        self.tokens_seen, self._last_step = tokens_seen, step
         self.claim_names("train_step", metrics)
         record = {
             "step": step,
