@@ -221,7 +221,7 @@ def test_main_refuses_a_second_writer(made, make):
     flags = ["--source", made / "a.jsonl", "--data-dir=d"]
     with (
         lock_folder(Path("d"), ".manifest.json.lock"),
-        pytest.raises(ValueError, match="another fineweb.py is writing to d: wait for the other"),
+        pytest.raises(ValueError, match=r"another fineweb\.py is writing to d: wait for the other"),
     ):
         make(*flags)
 
