@@ -53,6 +53,7 @@ def saved(tmp_path):
 # --- saving and loading -------------------------------------------------------------------------
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(
     ("kind", "stateless"),
     [*((kind, []) for kind in OPTIMIZERS), ("AdamW", ["transformer.wpe.weight"])],
@@ -205,6 +206,7 @@ def test_checkpoint_that_is_damaged_or_incomplete_is_not_taken(saved, capsys):
 # --- loading a model ----------------------------------------------------------------------------
 
 
+@pytest.mark.gpt2
 def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
     path, model, _ = saved
     unknown = {"z_loss": 0.5}  # a setting that the model no longer has
@@ -267,6 +269,7 @@ def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
     assert find_checkpoint(Path()) == Path("checkpoints/step_00000006")
 
 
+@pytest.mark.gpt2
 def test_copy_weights_crops_the_position_embeddings():
     source, target, longer = (
         GPT(GPTConfig(block_size, 100, n_layer=2, n_head=2, n_embd=16))

@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import randomize_weights, series
 
+pytestmark = pytest.mark.gpt2
+
 STEPS, WARMUP_STEPS, MICRO_STEPS, CONTEXT = 40, 6, 2, 64
 MAX_LR, MIN_LR, DECAY = 2e-3, 2e-4, 0.3
 CLIP = 1.0  # some of the norms are above, others below

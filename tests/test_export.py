@@ -16,6 +16,8 @@ from formats.load import load_model
 from model import GPT, GPTConfig
 from runtime.files import read_json, write_json
 
+pytestmark = pytest.mark.gpt2
+
 CONFIG = {
     "data_dir": "/home/SECRET/corpora/my-stories",
     "out_dir": "/home/SECRET/runs",

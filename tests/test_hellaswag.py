@@ -70,6 +70,7 @@ def test_result_worked_by_hand():
     assert wrong.metrics() == metrics
 
 
+@pytest.mark.gpt2
 def test_evaluate_hellaswag_equals_one_sequence_at_a_time(model, examples):
     expected = plain_losses(model)
     result = evaluate_hellaswag(model, examples, batch_size=5)
@@ -153,6 +154,7 @@ def hub(tmp_path):
         yield hub
 
 
+@pytest.mark.gpt2
 def test_main_downloads_once_and_gives_the_same_with_any_number_of_processes(
     commands, hub, model, tmp_path
 ):

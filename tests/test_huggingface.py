@@ -19,6 +19,8 @@ from model import GPT, MLP, GPTConfig
 from runtime.files import read_json, write_json
 from tokenizer import gpt2_encoding
 
+pytestmark = pytest.mark.gpt2
+
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")  # which transformers needs
 

@@ -9,6 +9,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from model import GPT, GPT2_SIZES, GPTConfig, KVCache
 from ops import IGNORE_INDEX
 
+pytestmark = pytest.mark.gpt2
+
 CPU = torch.device("cpu")
 STAND_INS = {  # each size's layers to heads to head size in small, and an odd vocabulary
     "gpt2": {"n_layer": 3, "n_head": 3, "n_embd": 48},

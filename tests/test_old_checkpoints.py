@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from runtime.files import read_json, sha256_of, write_json
 from train_gpt2 import main
 
+pytestmark = pytest.mark.gpt2
+
 STATE = ROOT / "tests/fixtures/trainer_state_1f2b603.json"
 SHAPES = ROOT / "tests/fixtures/shapes_1f2b603.json"  # of the parameters, by their names then
 TRAIN_LOSSES = {5: 10.9363861, 6: 10.9172211, 7: 10.9402771, 8: 10.9625311}

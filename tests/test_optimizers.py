@@ -146,6 +146,7 @@ def test_ranks_share_the_matrices_and_gather_those_of_one_shape_together(command
     check_on_ranks(commands, RANKS_CHECK, tmp_path)
 
 
+@pytest.mark.gpt2
 def test_build_optimizers_gives_muon_the_blocks_matrices(tiny_data, tmp_path):
     with torch.device("meta"):
         model = GPT(GPTConfig())

@@ -71,6 +71,7 @@ MEASURED = ROW.findall("""
 """)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(("flags", "world_size", "tokens", "gib", "planned"), DOCUMENTED + MEASURED)
 def test_planned_memory_is_above_what_a_gpu_allocates_and_near_it(
     flags, world_size, tokens, gib, planned
@@ -89,6 +90,7 @@ def test_planned_memory_is_above_what_a_gpu_allocates_and_near_it(
     assert f"{total:.1f}" == planned
 
 
+@pytest.mark.gpt2
 def test_no_path_takes_twice_the_model(tmp_path, tiny_data):
     """In sizes of the model; a GPU takes as much, without the files' content in CPU memory."""
     deep = GPTConfig(block_size=4096, vocab_size=1000, n_layer=40, n_head=4, n_embd=128)
@@ -229,6 +231,7 @@ def hours_of(time):
     return sum(int(count) * units[unit] for count, unit in re.findall(r"(\d+)(\w)", duration))
 
 
+@pytest.mark.gpt2
 def test_plan_of_the_reproduction_on_a_cpu():
     rows = plan_rows(dist_info=DistInfo(CPU, world_size=8), dtype="float32")
     assert rows["model"].startswith("124,475,904 parameters: 12 layers")
@@ -252,6 +255,7 @@ def test_a_plan_says_what_its_recipe_was_shown_to_do():
     assert "recipe" not in plan_rows(gpus=8)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(
     ("gpu", "mfu", "published"), [("A100", 0.60, 218e3), ("H100", 0.41, 473e3)]
 )
@@ -261,6 +265,7 @@ def test_planned_time_is_that_of_published_runs_at_their_mfu(gpu, mfu, published
     assert planned == pytest.approx(hours, rel=0.02)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("name", GPUS)
 def test_every_kind_of_gpu_has_a_plan_that_fits(name):
     rows, gpu = plan_rows(gpus=1, gpu=name), GPUS[name]

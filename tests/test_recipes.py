@@ -19,6 +19,7 @@ def test_recipe_is_a_configuration_of_its_size_and_tokens(path):
     assert tokens == pytest.approx(10e9, rel=1e-3) or path in (*LADDER, ROOT / "recipes/demo.json")
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("path", LADDER, ids=lambda path: path.stem)
 def test_small_recipe_follows_the_rules_of_the_ladder(path):
     config = read_recipe(path)

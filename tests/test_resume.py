@@ -80,6 +80,7 @@ def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
         check("a", init_from="gpt2")
 
 
+@pytest.mark.gpt2
 def test_resume_ignores_values_that_this_version_does_not_have_and_prints_them_once(
     tmp_path, capsys, monkeypatch
 ):
@@ -134,6 +135,7 @@ def resumable(tiny_data, tmp_path_factory):
     return runs / "a"
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("name", [field.name for field in fields(TrainConfig)])
 def test_resume_does_with_each_flag_what_the_table_says(resumable, name):
     does = flags_by_what_a_resume_does().get(name)
@@ -210,6 +212,7 @@ def test_saved_setting_that_is_none_is_refused(settings, message, tmp_path):
         parse_config([f"--config={tmp_path}/config.json"])
 
 
+@pytest.mark.gpt2
 def test_init_from_takes_the_models_size_and_context_unless_another_is_given(tmp_path):
     own = GPTConfig(block_size=48, n_layer=1, n_head=2, n_embd=8)
     save_pretrained(GPT(own), tmp_path / "model")

@@ -36,6 +36,7 @@ def prompts(config, B, T):
     return torch.randint(0, config.vocab_size, (B, T))
 
 
+@pytest.mark.gpt2
 def test_generate_greedy_equals_transformers():
     transformers = pytest.importorskip("transformers")
     model, idx = random_model(TINY), prompts(TINY, 3, 4)
@@ -182,6 +183,7 @@ def run_main(monkeypatch, capsys, folder):
     return run
 
 
+@pytest.mark.gpt2
 def test_main_prints_texts_that_generate_returns(run_main, folder):
     expected = generate(load_pretrained(folder), "café au", 5, num_samples=2, temperature=0)
     printed = run_main("--prompt=café au", "--num-samples=2")
@@ -191,6 +193,7 @@ def test_main_prints_texts_that_generate_returns(run_main, folder):
     assert run_main("--prompt=-", "--num-samples=2", stdin="café au\n") == printed
 
 
+@pytest.mark.gpt2
 def test_main_interactive_continues_all_text_until_new(run_main, folder):
     printed = run_main("--interactive", stdin="Once upon\nHe said\n\n/new\nOnce upon\n")
     model, ids = load_pretrained(folder), []
@@ -208,6 +211,7 @@ def test_main_interactive_continues_all_text_until_new(run_main, folder):
     assert texts == expected
 
 
+@pytest.mark.gpt2
 def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(run_main, monkeypatch):
     whole = run_main("--interactive", "--max-new-tokens=7", stdin="Once upon\n")
     printer = sample.token_printer
@@ -238,6 +242,7 @@ def test_token_printer_never_tears_a_character(text):
     assert out.getvalue() == text
 
 
+@pytest.mark.gpt2
 def test_text_loss_is_the_mean_over_windows_of_the_context():
     model = random_model(TINY)
     ids = gpt2_encoding().encode_ordinary("Once upon a time, there was a café. " * 5)[:38]
@@ -252,6 +257,7 @@ def test_text_loss_is_the_mean_over_windows_of_the_context():
         sample.text_loss(model, "Once")
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -264,6 +270,7 @@ def test_main_refuses(run_main, flags, message):
         run_main(*flags)
 
 
+@pytest.mark.gpt2
 def test_main_without_enough_memory_says_so_in_one_line(run_main, tmp_path, capsys):
     long = GPTConfig(block_size=100_000, n_layer=12, n_head=2, n_embd=64)
     save_pretrained(GPT(long), tmp_path / "long")

@@ -97,6 +97,7 @@ def copied(whole, tmp_path):
     return Path(shutil.copytree(whole[0], tmp_path / "runs/copied"))
 
 
+@pytest.mark.gpt2
 def test_main_learns_validates_and_saves(whole, tiny_data):
     run_dir, lines, frozen = whole
     loss = series(run_dir, "train_loss")
@@ -184,6 +185,7 @@ def test_main_two_ranks_equal_one_and_agree_to_leave_hellaswag_out(
     assert_same_run(tmp_path / "runs/two", whole[0], 1e-5)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("cause", ["signal", "error"])
 def test_main_last_evaluation_that_is_cut_short_is_repeated_by_a_resume(
     tiny_flags, tmp_path, monkeypatch, capsys, cause
@@ -288,6 +290,7 @@ def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp
     assert "the run is finished" in capsys.readouterr().out
 
 
+@pytest.mark.gpt2
 def test_main_never_saves_weights_that_are_not_finite(tiny_flags, copied):
     saved = latest_checkpoint(copied)
     flags = [*tiny_flags, "--run-name=copied", "--resume=auto", "--val-every=0", "--max-steps=10"]
@@ -342,6 +345,7 @@ run_command(train_gpt2.main)
 # --- one step -------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("ignored_rows", [0, 3, 8])
 def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step, ignored_rows):
     """Also if the first micro-batch, half of the second one, or all have only ignored targets."""
@@ -377,6 +381,7 @@ def test_compiled_gradients_are_the_same_each_time_with_two_threads():
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("ignored_rows", [0, 3])
 def test_train_step_clips_to_the_norm(one_step, ignored_rows):
     torch.manual_seed(0)
@@ -446,6 +451,7 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.gpt2
 def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
     torch.manual_seed(0)
     model, batches = GPT(TINY), [random_batch(4, seed) for seed in range(3)]
@@ -470,6 +476,7 @@ def test_train_step_tells_all_that_one_is_to_stop(tiny_data, tmp_path):
             assert run.stop.signal_name() == "SIGTERM"
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("decay", [None, 3.0])
 def test_build_optimizers_decays_matrices_and_embeddings_only(tiny_data, tmp_path, decay):
     with torch.device("meta"):
@@ -509,6 +516,7 @@ def test_trainer_names_parameters_that_are_missing_in_the_optimizers_or_twice():
     Trainer(model, model, [SGD(rest)], scaler, batches=None)
 
 
+@pytest.mark.gpt2
 def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_path):
     with tiny_run(tiny_data, tmp_path) as run:
         trainer = build(run)
@@ -521,6 +529,7 @@ def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_
             train_step(run, trainer, 0)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -539,6 +548,7 @@ def test_a_metric_that_another_function_logs_is_an_error(tiny_flags, monkeypatch
         main([*tiny_flags, "--run-name=a", "--sample-every=4"])
 
 
+@pytest.mark.gpt2
 def test_evaluate_loss_weighs_tokens_not_batches():
     torch.manual_seed(0)
     model = GPT(TINY)
@@ -553,6 +563,7 @@ def test_evaluate_loss_weighs_tokens_not_batches():
     assert metrics == {"val_loss": pytest.approx(expected, abs=1e-6)}  # its ids are not GPT-2's
 
 
+@pytest.mark.gpt2
 def test_evaluate_loss_gives_bits_per_byte_of_the_targets():
     """As by hand: a loss per token, and the bytes of each; the first is no target."""
     ids = [50256, *gpt2_encoding().encode_ordinary("naïve café 日本語, 🙂!"), 50256]
