@@ -216,7 +216,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
     metrics = ranks.average(totals | {"stop": run.stop.signaled})
     if metrics.pop("stop"):
-        run.stop.sync()
+        run.stop.is_agreed = True
     counted = max(0.0, 1 - metrics.pop("masked")) or 1.0  # part of all targets; 1 for none
     if counted < 1:  # so far, a masked target counts as one with a loss of 0
         metrics |= {name: metrics[name] / counted for name in ("train_loss", "grad_norm")}

@@ -31,14 +31,13 @@ from runtime.files import write_json
 from runtime.flops import flops_per_token
 from runtime.precision import autocast, make_deterministic
 from spelling import share_by_spelling
-from training.checks import check_ranks_agree
+from training.checks import check_ranks_agree, run_preflight
 from training.config import TrainConfig
 from training.folder import explain_failures, lock_run_folder, resume_hint
 from training.groups import GroupSettings, check_optimizers
 from training.max_minutes import steps_that_fit
 from training.memory import find_device, split_batch
 from training.plan import describe_plan, print_plan
-from training.preflight import run_preflight
 from training.resume import parse_config
 from training.run_log import RunLog, warn_on_write_error
 from training.stopping import StopRequest

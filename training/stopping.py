@@ -44,10 +44,6 @@ class StopRequest:
         """Whether this process received a stop signal; the others may not know about it yet."""
         return self._signal > 0
 
-    def sync(self) -> None:
-        """Agree to stop if any process received a signal; every process must call this."""
-        self.is_agreed = all_reduce_max(self.signaled) > 0
-
     def signal_name(self) -> str | None:
         """Return the name of the signal that any process received; every process must call this."""
         number = all_reduce_max(self._signal)
@@ -55,7 +51,7 @@ class StopRequest:
 
     def interrupt_evaluation(self) -> None:
         """Leave an `interruptible` body if any process got a signal; all processes must call it."""
-        self.sync()
+        self.is_agreed = all_reduce_max(self.signaled) > 0
         if self.is_agreed:
             raise _EvaluationStopped
 
