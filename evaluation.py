@@ -154,7 +154,8 @@ def timed_parts(run: Run, trainer: Trainer) -> list[tuple[int, float, Callable[[
     part = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     validations, scores = val_tokens / tokens, len(run.hellaswag) / max(1, len(examples))
-    return [
+    parts = [
         (config.val_every, max(1.0, validations), partial(validate, part, trainer)),
         (config.hellaswag_every, scores, partial(score_hellaswag, part, trainer)),
     ]
+    return [each for each in parts if each[0]]  # 0 = never

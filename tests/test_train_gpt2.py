@@ -288,6 +288,8 @@ def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp
     assert_same_run(tmp_path / "runs/timed", tmp_path / "runs/given")
     main([*flags, "--run-name=timed", "--resume=auto", "--max-minutes=9"])
     assert "the run is finished" in capsys.readouterr().out
+    main([*flags, "--run-name=never", "--max-minutes=0.01", "--val-every=0"])
+    assert "done: " in capsys.readouterr().out
 
 
 @pytest.mark.gpt2
