@@ -39,7 +39,7 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
 def test_resume_of_a_damaged_checkpoint_is_an_error_or_goes_back_to_the_one_before(tmp_path):
     old, new = (fake_checkpoint(tmp_path / "a", step) for step in (4, 8))
     (new.path / "model.safetensors").write_text("damaged")
-    with pytest.raises(ValueError, match=r"is damaged: .*: use --resume auto and --run-name"):
+    with pytest.raises(ValueError, match=r"is damaged: .*: use an earlier checkpoint"):
         parse_config([f"--resume={tmp_path}/a"])
     assert parse_config([f"--resume={old.path}"])[1] == old
     auto = ["--resume=auto", f"--out-dir={tmp_path}", "--run-name=a"]

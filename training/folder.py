@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import Timeout
 
-from formats.checkpoint import Checkpoint, clean_up
+from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
 from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, START_OVER, latest_checkpoint
 from formats.metrics import METRICS_NAME, last_saved_step
 from runtime import distributed
@@ -61,24 +61,33 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
     """Raise if the run can be neither started nor resumed in this folder."""
     checkpoints = run_dir / "checkpoints"
     holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
+    step, complete = last_saved_step(run_dir / METRICS_NAME), complete_checkpoints(checkpoints)
     is_resumed = config.resume is not None and (resumed is None or belongs_to_run(resumed, run_dir))
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
             f"{run_dir} already holds a run: use another --run-name; {resume_hint(run_dir)}"
         )
-    if resumed is not None and config.resume != "auto":  # auto skips damaged checkpoints
-        latest = latest_checkpoint(run_dir)
-        # Compare by step, because a copy of a checkpoint may have any name.
-        if latest is not None and latest.name > f"step_{resumed.state.step:08d}":
+    # Compare by step, because a copy of a checkpoint may have any name.
+    resumed_name = f"step_{resumed.state.step:08d}" if resumed else ""
+    for other in complete:
+        if other.name > resumed_name and is_valid(other):
             raise ValueError(
-                f"{run_dir} has a newer checkpoint, {latest.name}: resume from it, or continue "
+                f"{run_dir} has a newer checkpoint, {other.name}: resume from it, or continue "
                 f"from the older one as a new run with another --run-name"
             )
-    if resumed is None and (step := last_saved_step(run_dir / METRICS_NAME)):
+    if resumed is None and step:
         raise ValueError(
             f"{run_dir} saved step {step}, but its checkpoints are missing or damaged: restore "
             f"{checkpoints}, or start over with another --run-name"
         )
+
+
+def is_valid(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is undamaged."""
+    with suppress(OSError, ValueError):
+        verify_checkpoint(checkpoint)
+        return True
+    return False
 
 
 def describe_run(run_dir: Path) -> str:

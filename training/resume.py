@@ -97,7 +97,7 @@ def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) ->
         try:
             verify_checkpoint(path)
         except ValueError as error:
-            raise ValueError(f"{error}: use --resume auto and --run-name") from None
+            raise ValueError(f"{error}: use an earlier checkpoint") from None
         return path
     if run_name is None:
         raise ValueError(f"--resume auto requires --run-name; {list_runs(out_dir)}")
