@@ -95,7 +95,7 @@ def test_no_shard_runs(tmp_path, mark, kind):
 def test_no_pretrained_file_runs(copied, mark):
     (copied / "export" / "model.safetensors").unlink()
     write_payload(copied / "export" / "pytorch_model.bin", mark, "torch")
-    with refused("pickle is never loaded"):
+    with refused("neither pickle nor shards are loaded"):
         load_model(copied / "export")
     write_payload(copied / "export" / "model.safetensors", mark, "torch")
     with refused("model.safetensors is not a readable safetensors file"):

