@@ -124,6 +124,7 @@ def test_no_path_takes_twice_the_model(tmp_path, tiny_data):
     assert peak < 0.2 * size  # not of 4096 tokens
 
 
+@pytest.mark.gpt2
 @settings(max_examples=10)  # each plans for 124M, twice
 @given(
     micro=st.integers(1, 64),
@@ -158,6 +159,7 @@ def test_split_batch_fits_steps_of_different_sizes(monkeypatch):
         split_batch(config, config.model_config(), device, dist_info)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(
     ("total", "micro", "world_size", "suggested"),
     [(1000, 3, 2, [768, 1152]), (100, 3, 2, [384])],
@@ -282,6 +284,7 @@ def test_plan_says_what_does_not_fit():
     assert "; the device has" not in plan_rows(XL, gpus=8)["memory"]
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(("steps", "times"), [(1, "0.0142"), (5000, "71.1")])
 def test_plan_and_first_screen_say_how_often_the_run_passes_over_its_data(
     tiny_flags, capsys, steps, times

@@ -174,6 +174,7 @@ def check_remedy(run, command, words, *pasted):
             assert "\ndone: " in text
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(
     "row",
     [

@@ -276,6 +276,7 @@ def test_main_refuses_other_data_too_little_data_and_a_run_that_is_there(
         assert (copied / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.gpt2
 def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp_path, capsys):
     """Digit for digit, dropout's random numbers included; a resume keeps the number."""
     flags = [*tiny_flags, f"--hellaswag-data={HELLASWAG}", "--block-size=64", "--optimizer=muon"]
@@ -304,6 +305,7 @@ def test_main_never_saves_weights_that_are_not_finite(tiny_flags, copied):
     verify_checkpoint(saved)
 
 
+@pytest.mark.gpt2
 def test_two_ranks_stop_together_when_one_has_a_gradient_that_is_not_finite(
     commands, tiny_flags, tmp_path
 ):
@@ -401,6 +403,7 @@ def test_train_step_clips_to_the_norm(one_step, ignored_rows):
     assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+@pytest.mark.gpt2
 def test_train_step_stops_before_an_update_that_is_not_finite(one_step):
     torch.manual_seed(0)
     model = GPT(TINY)
@@ -426,6 +429,7 @@ def test_raise_unless_overflow_gives_up_once_the_scale_is_down_to_1():
         trainer.raise_unless_overflow(overflow, "a command")
 
 
+@pytest.mark.gpt2
 def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data, tmp_path, capsys):
     with tiny_run(tiny_data, tmp_path, optimizer="muon", dtype="float16") as run:
         trainer = build(run)
@@ -466,6 +470,7 @@ def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
     assert counted.reads == 1
 
 
+@pytest.mark.gpt2
 def test_train_step_tells_all_that_one_is_to_stop(tiny_data, tmp_path):
     with tiny_run(tiny_data, tmp_path) as run, run.stop:
         trainer = build(run)
@@ -494,6 +499,7 @@ def test_build_optimizers_decays_matrices_and_embeddings_only(tiny_data, tmp_pat
     assert groups[0]["fused"]
 
 
+@pytest.mark.gpt2
 def test_spelling_is_shared_before_the_embedding_is_updated(tiny_data, tmp_path):
     model = GPT(GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=16))
     with tiny_run(tiny_data, tmp_path, optimizer="muon", spelling_share=0.5) as run:
