@@ -137,7 +137,7 @@ train = train_gpt2.train
 def train_and_list(*args):
     train(*args)
     for each in psutil.Process().net_connections("inet"):
-        print("socket", each.status, each.laddr.ip, flush=True)
+        print("socket", each.laddr.ip, flush=True)
 
 train_gpt2.train = train_and_list
 train_gpt2.main()
@@ -145,7 +145,7 @@ train_gpt2.main()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_process_has_no_socket_and_the_ranks_of_one_machine_listen_on_loopback(
+def test_one_process_has_no_socket_and_ranks_of_one_machine_have_them_on_loopback(
     tiny_flags, tmp_path, ranks
 ):
     script = tmp_path / "listening.py"
@@ -153,7 +153,6 @@ def test_one_process_has_no_socket_and_the_ranks_of_one_machine_listen_on_loopba
     flags = (*tiny_flags, "--max-steps=1", "--val-every=0", "--micro-batch-size=1")
     command = torchrun(script, *flags) if ranks > 1 else [sys.executable, script, *flags]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.findall("^socket (.*) (.*)$", output, re.MULTILINE)
-    listening = {address for status, address in found if status == "LISTEN"}
-    assert listening <= {"127.0.0.1", "::1"}
-    assert bool(found) == bool(listening) == (ranks > 1)
+    addresses = {a.removeprefix("::ffff:") for a in re.findall(r"socket (\S+)", output)}
+    assert addresses <= {"127.0.0.1", "::1"}
+    assert bool(addresses) == (ranks > 1)
