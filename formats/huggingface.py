@@ -24,7 +24,6 @@ from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
-EXPORTED_BY = "gpt2-from-text"  # in config.json: marks an export, which may be overwritten
 
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -260,7 +259,6 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         **TOKEN_IDS,
         "torch_dtype": "float32",
-        "exported_by": EXPORTED_BY,
     }
 
 

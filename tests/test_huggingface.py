@@ -104,8 +104,6 @@ def test_save_pretrained_loads_here_and_in_transformers_with_equal_logits(export
     assert config["bos_token_id"] == config["eos_token_id"] == 50256
     assert theirs.generation_config.eos_token_id == 50256
     assert load_file(exported / "model.safetensors")["transformer.wte.weight"].shape == (50257, 8)
-    theirs.save_pretrained(exported)  # how `export.py` tells a fine-tuned model from an export
-    assert {"exported_by", "transformers_version"} <= read_json(exported / "config.json").keys()
 
 
 TEXTS = (
