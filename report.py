@@ -11,23 +11,15 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from formats.metrics import (
-    FINEWEB_EDU_LOSSES,
-    METRICS_NAME,
-    Records,
-    Series,
-    hellaswag_references,
-    logged_values,
-    read_run,
-    user_metrics,
-)
+from formats import metrics
+from formats.metrics import Records, Series
 from runtime.files import atomic_write, read_json
 
 TEMPLATE = Path(__file__).parent / "assets" / "report.html"
@@ -41,7 +33,13 @@ SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
 def write_report(run_dirs: Sequence[Path]) -> Path:
     """Write a page about one or more runs, finished or not, to the first run's folder."""
     runs, path = [collect_run(run_dir) for run_dir in run_dirs], run_dirs[0] / "report.html"
-    page = {"written": time.time(), "references": published_values(runs), "runs": runs}
+    is_fineweb = all("fineweb-edu" in str(run["settings"].get("data_dir")) for run in runs)
+    totals = [run["hellaswag_total"] for run in runs if run["hellaswag_total"]]
+    references = {  # published values that are comparable with these runs
+        "val_loss": metrics.FINEWEB_EDU_LOSSES if is_fineweb else {},
+        "hellaswag_acc_norm": metrics.hellaswag_references(min(totals, default=0)),
+    }
+    page = {"written": time.time(), "references": references, "runs": runs}
     data = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")  # no </script> in data
     with atomic_write(path) as file:
         file.write(TEMPLATE.read_text(encoding="utf-8").replace(DATA_PLACEHOLDER, data).encode())
@@ -50,17 +48,18 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
 
 def collect_run(run_dir: Path) -> dict[str, Any]:
     """Collect what the page shows about a run, as JSON values."""
-    records, path = read_run(run_dir), run_dir / METRICS_NAME
-    resumed = [step for step in logged_values(path, "resumed_from") if step]  # 0: a new run
+    records, path = metrics.read_run(run_dir), run_dir / metrics.METRICS_NAME
+    resumed = [step for step in metrics.logged_values(path, "resumed_from") if step]  # 0: a new run
     config_path = run_dir / "config.json"
     settings = read_json(config_path) if config_path.is_file() else {}
     step, tokens = records[-1]["step"], records[-1]["tokens_seen"]
+    names = (*SERIES, *metrics.user_metrics(records))
     environment = {
         "folder": str(run_dir.resolve()),
         "resumed from step": ", ".join(f"{step:,}" for step in resumed) or "never",
     }
     for name in ("environment", "data_fingerprint"):
-        sessions = dict.fromkeys(map(str, logged_values(path, name)))
+        sessions = dict.fromkeys(map(str, metrics.logged_values(path, name)))
         environment[name.replace("_", " ")] = "; then ".join(sessions) or "unknown"
     return {
         "name": run_dir.resolve().name,
@@ -68,22 +67,12 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
         "max_steps": settings.get("max_steps", step),
         "tokens": tokens,
         "last_write": path.stat().st_mtime,
-        "series": {name: downsample(records, name) for name in (*SERIES, *user_metrics(records))},
+        "series": {name: downsample(records, name) for name in names},
         "hellaswag_total": max(record.get("hellaswag_total", 0) for record in records),
         "resumed": [each * tokens / max(step, 1) for each in resumed if each <= step],
         "settings": settings,
         "environment": environment,
         "samples": read_samples(run_dir / "samples.txt", records),
-    }
-
-
-def published_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return published values that are comparable with these runs, by series."""
-    is_fineweb = all("fineweb-edu" in str(run["settings"].get("data_dir")) for run in runs)
-    totals = [run["hellaswag_total"] for run in runs if run["hellaswag_total"]]
-    return {
-        "val_loss": FINEWEB_EDU_LOSSES if is_fineweb else {},
-        "hellaswag_acc_norm": hellaswag_references(min(totals, default=0)),
     }
 
 
@@ -119,9 +108,5 @@ def read_samples(path: Path, records: Records) -> list[dict[str, Any]]:
     for step, quoted in SAMPLE_LINE.findall(lines):
         with suppress(ValueError, SyntaxError):
             by_step[int(step)].append(str(ast.literal_eval(quoted)))
-    n_samples = {record["step"]: record["samples"] for record in records if record.get("samples")}
-    return [
-        {"step": step, "texts": by_step[step][-count:]}
-        for step, count in sorted(n_samples.items())
-        if by_step[step]
-    ]
+    sampled = [r for r in records if r.get("samples") and by_step[r["step"]]]
+    return [{"step": r["step"], "texts": by_step[r["step"]][-r["samples"] :]} for r in sampled]

@@ -8,25 +8,8 @@ from pathlib import Path
 
 import torch
 
-from formats.checkpoint import (
-    CHECKPOINT_MANIFEST,
-    MODEL_NAME,
-    STATE_NAME,
-    best_checkpoint,
-    complete_checkpoints,
-    copy_state,
-    read_state,
-    verify_checkpoint,
-    warn_if_code_changed,
-)
+from formats import checkpoint, huggingface
 from formats.code_hashes import MODEL_FILES
-from formats.huggingface import (
-    is_local,
-    load_pretrained,
-    new_model,
-    read_pretrained_config,
-    read_tensors,
-)
 from formats.metrics import METRICS_NAME, validations
 from model import GPT, GPTConfig
 from runtime.cli import shell_line
@@ -44,7 +27,7 @@ START_OVER = "start over with the same command and another --run-name"
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """Return the run's complete checkpoint with the highest step; None if it has none."""
-    return next(iter(complete_checkpoints(run_dir / "checkpoints")), None)
+    return next(iter(checkpoint.complete_checkpoints(run_dir / "checkpoints")), None)
 
 
 def latest_valid_checkpoint(run_dir: Path) -> Path | None:
@@ -52,13 +35,13 @@ def latest_valid_checkpoint(run_dir: Path) -> Path | None:
 
     Print a warning for each damaged checkpoint that is skipped.
     """
-    for checkpoint in complete_checkpoints(run_dir / "checkpoints"):
+    for path in checkpoint.complete_checkpoints(run_dir / "checkpoints"):
         try:
-            verify_checkpoint(checkpoint)
+            checkpoint.verify_checkpoint(path)
         except (OSError, ValueError) as error:
             print0(f"warning: {error}; falling back to the previous checkpoint")
         else:
-            return checkpoint
+            return path
     return None
 
 
@@ -68,11 +51,11 @@ def find_checkpoint(path: Path) -> Path:
     A run is given by its folder or name. With the suffix `@best`, this is the run's checkpoint with
     the lowest validation loss.
     """
-    find = best_checkpoint if str(path).endswith(BEST_SUFFIX) else latest_checkpoint
+    find = checkpoint.best_checkpoint if str(path).endswith(BEST_SUFFIX) else latest_checkpoint
     path = Path(str(path).removesuffix(BEST_SUFFIX))
     if not path.exists() and (RUNS / path).is_dir():
         path = RUNS / path
-    if (path / CHECKPOINT_MANIFEST).is_file() and (path / STATE_NAME).is_file():
+    if (path / checkpoint.STATE_NAME).is_file():
         return path
     if found := find(path):
         return found
@@ -139,24 +122,25 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
         device: the model's device.
     """
     if is_hugging_face(source):
-        return load_pretrained(source, device)
+        return huggingface.load_pretrained(source, device)
     path = find_checkpoint(Path(source))
-    verify_checkpoint(path, (MODEL_NAME, STATE_NAME))
-    state = read_state(path)
-    model = new_model(GPTConfig(**state.model_config), device)
-    copy_state(read_tensors(path / MODEL_NAME), model, path)
-    warn_if_code_changed(path, state, MODEL_FILES)
+    checkpoint.verify_checkpoint(path, (checkpoint.MODEL_NAME, checkpoint.STATE_NAME))
+    state = checkpoint.read_state(path)
+    model = huggingface.new_model(GPTConfig(**state.model_config), device)
+    checkpoint.copy_state(huggingface.read_tensors(path / checkpoint.MODEL_NAME), model, path)
+    checkpoint.warn_if_code_changed(path, state, MODEL_FILES)
     return model.eval()
 
 
 def model_config_of(source: str | Path) -> GPTConfig:
     """Return the dimensions of the model that `load_model` loads, without reading its weights."""
     if is_hugging_face(source):
-        return read_pretrained_config(source)
-    return GPTConfig(**read_state(find_checkpoint(Path(source))).model_config)
+        return huggingface.read_pretrained_config(source)
+    return GPTConfig(**checkpoint.read_state(find_checkpoint(Path(source))).model_config)
 
 
 def is_hugging_face(source: str | Path) -> bool:
     """Return whether a model is in Hugging Face format, unlike a run, which has a `config.json`."""
     path = Path(source)
-    return not is_local(source) or (any(path.glob("[!.]*onfig.json")) and not is_run(path))
+    is_folder = any(path.glob("[!.]*onfig.json")) and not is_run(path)
+    return is_folder or not huggingface.is_local(source)
