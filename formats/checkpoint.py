@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from formats.code_hashes import CORE_FILES, code_hashes
-from formats.huggingface import check_tensors, is_finite, read_tensors, shapes_of
+from formats.huggingface import check_tensors, is_finite, read_tensors
 from formats.metrics import validations
 from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS, Ranks
@@ -493,6 +493,6 @@ def copy_state(
 ) -> None:
     """Copy tensors by name into a model, sharded or not; raise if they do not fit it."""
     targets = model_state(model)
-    check_tensors(tensors, shapes_of(targets), f"{source} does not fit the model in model.py")
+    check_tensors(tensors, targets, f"{source} does not fit the model in model.py")
     for name, target in targets.items():
         target.copy_(ranks.shard(tensors[name], target))

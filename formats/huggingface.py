@@ -76,8 +76,6 @@ def save_pretrained(model: GPT, folder: str | Path) -> int:
         ValueError: the model's parameters or logits are not a GPT-2's.
     """
     config, folder = model.config, Path(folder)
-    if config.vocab_size != VOCAB_SIZE:
-        raise ValueError(f"vocab_size is {config.vocab_size}, but GPT-2 has {VOCAB_SIZE} tokens")
     tensors = to_hf_state_dict(model)
     _check_computes_gpt2(model, tensors)
     write_json(folder / HF_CONFIG_NAME, _hf_config(config))
@@ -102,7 +100,7 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
         raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
     model = new_model(config)
     targets = dict(_hf_views(model))
-    check_tensors(tensors, shapes_of(targets), "the tensors do not fit the model in model.py")
+    check_tensors(tensors, targets, "the tensors do not fit the model in model.py")
     with torch.no_grad():
         model.get_parameter(WTE).zero_()
         for name, target in targets.items():
@@ -149,72 +147,63 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
 
     Shapes do not reveal a different activation, or rotary embeddings next to an unused `wpe`.
     """
-    config = model.config
+    config, C = model.config, model.config.n_embd
+    found = sum(tensor.numel() for tensor in tensors.values())
+    expected = config.n_layer * (12 * C**2 + 13 * C) + 2 * C
+    expected += (VOCAB_SIZE + config.block_size) * C
+    if found != expected:
+        raise ValueError(
+            f"this model cannot be exported: it has {found:,} parameters, but a GPT-2 of its "
+            f"dimensions has {expected:,}"
+        )
     T = min(config.block_size, MAX_CHECKED_TOKENS)
     idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
-    expected = gpt2_logits(tensors, config, idx)
-    logits = deepcopy(model).cpu()(idx[None]).logits
-    error = (logits[0] - expected).norm() / expected.norm()
-    if not error <= MAX_LOGIT_ERROR:  # NaN also is an error
+    try:
+        gpt2 = gpt2_logits(tensors, config.n_layer, config.n_head, idx)
+    except (KeyError, RuntimeError) as error:
         raise ValueError(
-            f"this model's logits are not GPT-2's (relative difference {error:.1e}): a model with "
-            f"a changed activation, position embedding or attention cannot be exported"
+            f"this model cannot be exported: its parameters are not GPT-2's ({error})"
+        ) from None
+    logits = deepcopy(model).cpu()(idx[None]).logits
+    difference = (logits[0] - gpt2).norm() / gpt2.norm()
+    if not difference <= MAX_LOGIT_ERROR:  # NaN also is an error
+        raise ValueError(
+            f"this model's logits are not GPT-2's (relative difference {difference:.1e}): a model "
+            f"with a changed activation, position embedding or attention cannot be exported"
         )
 
 
-def gpt2_logits(tensors: Mapping[str, Tensor], config: GPTConfig, idx: Tensor) -> Tensor:
-    """Compute GPT-2's logits (T, vocab_size) for a sequence (T,), independently of `model.py`.
-
-    Raise ValueError unless the tensors have the names and shapes of a GPT-2's.
-    """
-    unused = dict(tensors)
-
-    def parameter(name: str, *shape: int) -> Tensor:
-        tensor = unused.pop(f"transformer.{name}", None)
-        if tensor is None or tensor.shape != shape:
-            found = "missing" if tensor is None else tuple(tensor.shape)
-            raise ValueError(
-                f"this model cannot be exported as a GPT-2: {name} is {found}, expected {shape}"
-            )
-        return tensor
+def gpt2_logits(tensors: Mapping[str, Tensor], n_layer: int, n_head: int, idx: Tensor) -> Tensor:
+    """Compute GPT-2's logits (T, vocab_size) for a sequence (T,), independently of `model.py`."""
 
     def norm(x: Tensor, name: str) -> Tensor:
-        weight, bias = parameter(f"{name}.weight", C), parameter(f"{name}.bias", C)
-        return F.layer_norm(x, (C,), weight, bias, eps=1e-5)
+        weight, bias = tensors[f"transformer.{name}.weight"], tensors[f"transformer.{name}.bias"]
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps=1e-5)
 
-    def linear(x: Tensor, name: str, n_out: int) -> Tensor:
-        return x @ parameter(f"{name}.weight", x.size(-1), n_out) + parameter(f"{name}.bias", n_out)
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ tensors[f"transformer.{name}.weight"] + tensors[f"transformer.{name}.bias"]
 
-    T, C = len(idx), config.n_embd
-    wte, wpe = (
-        parameter("wte.weight", config.vocab_size, C),
-        parameter("wpe.weight", config.block_size, C),
-    )
-    x = wte[idx] + wpe[:T]  # (T, C)
-    for block in (f"h.{layer}" for layer in range(config.n_layer)):
-        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn", 3 * C)
-        q, k, v = qkv.view(T, 3, config.n_head, -1).permute(1, 2, 0, 3)  # (H, T, D) each
+    T, wte = len(idx), tensors[WTE]
+    x = wte[idx] + tensors["transformer.wpe.weight"][:T]  # (T, C)
+    for block in (f"h.{layer}" for layer in range(n_layer)):
+        qkv = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
+        q, k, v = qkv.view(T, 3, n_head, -1).permute(1, 2, 0, 3)  # (H, T, D) each
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(heads.transpose(0, 1).reshape(T, C), f"{block}.attn.c_proj", C)
-        hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc", 4 * C)
-        x = x + linear(F.gelu(hidden, approximate="tanh"), f"{block}.mlp.c_proj", C)
-    x = norm(x, "ln_f")
-    if unused:
-        raise ValueError(
-            f"this model cannot be exported as a GPT-2: it also has {', '.join(unused)}"
-        )
-    return x @ wte.T
+        x = x + linear(heads.transpose(0, 1).reshape(T, -1), f"{block}.attn.c_proj")
+        hidden = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
+        x = x + linear(F.gelu(hidden, approximate="tanh"), f"{block}.mlp.c_proj")
+    return norm(x, "ln_f") @ wte.T
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], problem: str
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], problem: str
 ) -> None:
-    """Raise unless names and shapes are as expected and all values are finite floats."""
-    for name in sorted(expected.keys() | tensors.keys()):
+    """Raise unless names and shapes are those of the targets and all values are finite floats."""
+    for name in sorted(targets.keys() | tensors.keys()):
         found = tuple(tensors[name].shape) if name in tensors else "missing"
-        shape = expected.get(name, "none")
-        if found != shape:
-            raise ValueError(f"{problem}: {name} is {found}, expected {shape}")
+        expected = tuple(targets[name].shape) if name in targets else "none"
+        if found != expected:
+            raise ValueError(f"{problem}: {name} is {found}, expected {expected}")
         if not (tensors[name].is_floating_point() and is_finite(tensors[name])):
             raise ValueError(f"{problem}: {name} is not floating-point, or has NaN or infinity")
 
@@ -223,11 +212,6 @@ def is_finite(tensor: Tensor) -> bool:
     """Return whether no number is NaN or infinite."""
     # aminmax() returns NaN if any number is NaN. On a CPU, it is 16 times faster than isfinite().
     return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors' shapes by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _read_hf_config(path: Path) -> GPTConfig:
@@ -254,7 +238,6 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
         "n_embd": config.n_embd,
         "n_positions": config.block_size,
         "n_ctx": config.block_size,  # transformers ignores it, but many other tools read it
-        "n_inner": None,
         # With GPT2Config's defaults, fine-tuning would use dropout; this model has none.
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         **TOKEN_IDS,
