@@ -244,11 +244,10 @@ def save(run: Run, trainer: Trainer, step: int) -> None:
     Raises:
         FloatingPointError: on every rank, if a weight or the optimizers' state is not finite.
     """
-    model, optimizers = trainer.raw_model, trainer.optimizers
     with run.log.paused():
         trainer.check_finite(step, run.ranks)
         # The state has all that is not a tensor: step, position, settings, random generators, …
-        run.writer.save(trainer.run_state(step, run), model, optimizers, trainer.state)
+        run.writer.save(trainer.run_state(step, run), trainer)
 
 
 if __name__ == "__main__":

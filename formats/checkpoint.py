@@ -16,13 +16,14 @@ import base64
 import json
 import re
 import shutil
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from safetensors import SafetensorError
@@ -47,7 +48,7 @@ FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
-MAX_NAMED = 8
+MAX_CHARACTERS = 300  # of the names in a warning
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,17 @@ class RunState:
     """The numbers of `Trainer.state`."""
     code: dict[str, str] = field(default_factory=dict)
     """Hashes of the code that trained: see `code_hashes`; empty in older checkpoints."""
+
+
+class TrainerState(Protocol):
+    """What a checkpoint has of a `training.run.Trainer`, besides the fields of `RunState`."""
+
+    raw_model: GPT
+    """Neither compiled nor wrapped. It may be sharded."""
+    optimizers: Sequence[Optimizer]
+    scaler: torch.amp.GradScaler
+    state: dict[str, Tensor | float]
+    """The user's own numbers and tensors."""
 
 
 class Checkpoint(NamedTuple):
@@ -125,23 +137,16 @@ class CheckpointWriter:
         code_hashes()  # read the code that runs now, because files may be edited during the run
 
     @torch.no_grad()
-    def save(
-        self,
-        state: RunState,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        own: Mapping[str, Tensor | float] | None = None,
-    ) -> None:
+    def save(self, state: RunState, trainer: TrainerState) -> None:
         """Wait for the previous checkpoint, copy the current state, and start to write the copy.
 
-        `model` is the raw model, neither compiled nor wrapped, and `own` is `Trainer.state`. If the
-        model is sharded, every rank must call this: tensors are gathered one at a time.
+        If the model is sharded, every rank must call this: tensors are gathered one at a time.
         """
         self.wait()
-        own_tensors = {f"{OWN}{n}": t for n, t in (own or {}).items() if isinstance(t, Tensor)}
+        own = {f"{OWN}{n}": t for n, t in trainer.state.items() if isinstance(t, Tensor)}
         tensors = {
-            MODEL_NAME: model_state(model),
-            OPTIMIZER_NAME: optimizer_state(model, optimizers, tensors=True) | own_tensors,
+            MODEL_NAME: model_state(trainer.raw_model),
+            OPTIMIZER_NAME: optimizer_state(trainer, tensors=True) | own,
         }
         copies: dict[str, dict[str, Tensor]] = {MODEL_NAME: {}, OPTIMIZER_NAME: {}}
         for file, named in tensors.items():
@@ -203,23 +208,13 @@ class CheckpointWriter:
             older = [c for c in complete_checkpoints(newest.parent) if c.name < newest.name]
             for checkpoint in older[self._keep - 1 :]:
                 if checkpoint != best:
-                    _delete(checkpoint)
+                    # Renamed first, so that a partially deleted folder is never taken for a
+                    # checkpoint. Files that cannot be deleted now, for example on NFS while
+                    # another process reads them, are left to `clean_up`.
+                    hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
+                    shutil.rmtree(checkpoint.rename(hidden), ignore_errors=True)
         except OSError as error:  # only costs disk space
             print0(f"warning: {error}")
-
-
-def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint, or a symbolic link to one.
-
-    A folder is renamed first, so that a partially deleted one is never taken for a checkpoint. If
-    files cannot be deleted now, for example on NFS while another process reads them, `clean_up`
-    deletes them later.
-    """
-    if checkpoint.is_symlink():
-        checkpoint.unlink()
-    else:
-        deleted = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleted"))
-        shutil.rmtree(deleted, ignore_errors=True)
 
 
 def clean_up(checkpoints_dir: Path) -> None:
@@ -242,29 +237,25 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def optimizer_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], *, tensors: bool
-) -> dict[str, Any]:
+def optimizer_state(trainer: TrainerState, *, tensors: bool) -> dict[str, Any]:
     """Return the tensors of the optimizers' state; with `tensors=False`, all other values.
 
     They are named by key and parameter, such as `exp_avg.transformer.wte.weight`.
     """
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in trainer.raw_model.named_parameters()}
     return {
         f"{key}.{names[parameter]}": value
-        for optimizer in optimizers
+        for optimizer in trainer.optimizers
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
         if isinstance(value, Tensor) == tensors
     }
 
 
-def check_saveable(
-    model: nn.Module, optimizers: Sequence[Optimizer], own: Mapping[str, Tensor | float]
-) -> None:
+def check_saveable(trainer: TrainerState) -> None:
     """Raise ValueError if a checkpoint could not hold the optimizers' state or `Trainer.state`."""
-    values = optimizer_state(model, optimizers, tensors=False)
-    values |= {f"{OWN}{name}": value for name, value in own.items()}
+    values = optimizer_state(trainer, tensors=False)
+    values |= {f"{OWN}{name}": value for name, value in trainer.state.items()}
     for name, value in values.items():
         if not isinstance(value, Tensor | int | float | str | None):
             raise ValueError(
@@ -273,16 +264,12 @@ def check_saveable(
             )
 
 
-def find_nonfinite(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    ranks: Ranks = SINGLE_PROCESS,
-) -> str | None:
+def find_nonfinite(trainer: TrainerState, ranks: Ranks = SINGLE_PROCESS) -> str | None:
     """Return the name of a tensor of model or optimizers that is not finite; None if all are.
 
     Every process must call this; all get the same name.
     """
-    state = model_state(model) | optimizer_state(model, optimizers, tensors=True)
+    state = model_state(trainer.raw_model) | optimizer_state(trainer, tensors=True)
     bad = ""
     for name, tensor in state.items():
         if tensor.is_floating_point() and not is_finite(ranks.local(tensor)):
@@ -361,53 +348,39 @@ def warn_if_code_changed(path: Path, state: RunState, files: Sequence[str] = COR
     saved = {name: digest for name, digest in state.code.items() if name.split()[0] in files}
     edits = [name for name in current | saved if current.get(name) != saved.get(name)]
     if state.code and edits and is_main():
+        names = textwrap.shorten(", ".join(edits), MAX_CHARACTERS, placeholder=" ...")
         # On stderr, because `sample.py` prints texts on stdout.
-        print_error(
-            f"warning: {path} was saved by different code ({shorten(edits)}): results may differ"
-        )
-
-
-def shorten(names: Sequence[str]) -> str:
-    """Return the first names as a list for a message, and the number of the others."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+        print_error(f"warning: {path} was saved by different code ({names}): results may differ")
 
 
 # --- resuming ---------------------------------------------------------------------------------
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    scaler: torch.amp.GradScaler | None = None,
-    own: dict[str, Tensor | float] | None = None,
-    ranks: Ranks = SINGLE_PROCESS,
+    checkpoint: Checkpoint, trainer: TrainerState, ranks: Ranks = SINGLE_PROCESS
 ) -> None:
-    """Restore a raw model, its optimizers, the loss scaler and this rank's random generators.
+    """Restore the model, optimizers, loss scaler, `state` and this rank's random generators.
 
-    `own` is `Trainer.state`, whose values are replaced.
-
-    Every process must call this. The model may be sharded. The optimizers' hyperparameters
-    (`param_groups`) are left unchanged. Hashes are not checked here: see `verify_checkpoint`.
+    Every process must call this. The optimizers' hyperparameters (`param_groups`) are left
+    unchanged. Hashes are not checked here: see `verify_checkpoint`.
     """
     path, state = checkpoint
     with raise_on_all_ranks():
-        built = [type(optimizer).__name__ for optimizer in optimizers]
+        built = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         if built != state.optimizers:
             raise ValueError(
                 f"{path} was trained with {' and '.join(state.optimizers)}, but this run builds "
                 f"{' and '.join(built)}: use the same --optimizer, or start a new run with "
                 f"{shell_line('--init-from', path)}"
             )
-        copy_state(read_tensors(path / MODEL_NAME), model, path, ranks)
+        copy_state(read_tensors(path / MODEL_NAME), trainer.raw_model, path, ranks)
         warn_if_code_changed(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
         saved = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
-        _load_own({} if own is None else own, saved | state.own, path, ranks)
-    _load_optimizers(values, model, optimizers, ranks)
-    if scaler is not None and state.grad_scaler:
-        scaler.load_state_dict(state.grad_scaler)
+        _load_own(trainer.state, saved | state.own, path, ranks)
+    _load_optimizers(values, trainer, ranks)
+    if state.grad_scaler:
+        trainer.scaler.load_state_dict(state.grad_scaler)
     restore_rng_states(state.rng_states, ranks.rank)
 
 
@@ -424,37 +397,26 @@ def _load_own(
             built.copy_(ranks.shard(value.to(built.device), built))
         else:
             own[name] = value
-    if other := shorten(sorted(own.keys() ^ saved.keys())):
+    if other := ", ".join(sorted(own.keys() ^ saved.keys())):
         print0(f"note: {path} and Trainer.state do not both have {other}: not resumed")
 
 
-def _load_optimizers(
-    values: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks
-) -> None:
+def _load_optimizers(values: Mapping[str, Any], trainer: TrainerState, ranks: Ranks) -> None:
     """Set the optimizers' state from the values that `optimizer_state` returned."""
-    by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
+    parameters: dict[str, Tensor] = dict(trainer.raw_model.named_parameters())
+    states = defaultdict[Tensor, dict[str, Any]](dict)
     for flat_name, value in values.items():
         key, _, name = flat_name.partition(".")
-        by_parameter[name][key] = value
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameter = parameters[name]
+        if isinstance(value, Tensor):
+            # Without the copy, the entire file would stay mapped into memory.
+            value = (ranks.shard(value, parameter) if value.dim() else value).clone()
+        states[parameter][key] = value
+    for optimizer in trainer.optimizers:
+        order = [p for group in optimizer.param_groups for p in group["params"]]
         state_dict = optimizer.state_dict()
-        state_dict["state"] = {
-            index: {key: _place_like(p, v, ranks) for key, v in by_parameter[names[p]].items()}
-            for index, p in enumerate(parameters)
-        }
+        state_dict["state"] = {index: states[p] for index, p in enumerate(order)}
         optimizer.load_state_dict(state_dict)
-
-
-def _place_like(parameter: Tensor, value: Any, ranks: Ranks) -> Any:  # noqa: ANN401 - any state
-    """Return a copy of a saved value, sharded like the parameter.
-
-    Without the copy, the entire file would stay mapped into memory.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    return (ranks.shard(value, parameter) if value.dim() else value).clone()
 
 
 def restore_rng_states(states: list[dict[str, str]], rank: int = 0) -> None:

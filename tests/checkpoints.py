@@ -1,6 +1,7 @@
 """Small trainings, and the checkpoints of them."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -47,48 +48,51 @@ OPTIMIZERS = {
 }
 
 
-def new_training(config=TINY, kind="AdamW"):
+def new_trainer(config=TINY, kind="AdamW"):
     model = GPT(config)
-    return model, OPTIMIZERS[kind](model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizers = OPTIMIZERS[kind](model)
+    return SimpleNamespace(raw_model=model, optimizers=optimizers, scaler=scaler, state={})
 
 
-def run_state(step, model, optimizers):
+def run_state(step, trainer):
     return RunState(
         step=step,
         position=step * 4,
         tokens_seen=step * 64,
-        model_config=asdict(model.config),
+        model_config=asdict(trainer.raw_model.config),
         train_config={"seed": 1},
         data_fingerprint="abc",
         rng_states=rng_states(),
         grad_scaler={},
         val_fingerprint="def",
-        optimizers=[type(optimizer).__name__ for optimizer in optimizers],
-        optimizer_values=optimizer_state(model, optimizers, tensors=False),
+        optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
+        optimizer_values=optimizer_state(trainer, tensors=False),
     )
 
 
-def save(folder, step, model, optimizers, **options):
+def save(folder, step, trainer, **options):
     """Save a checkpoint, wait for it and return its folder."""
     folder.parent.mkdir(exist_ok=True)
     with CheckpointWriter(folder, **options) as writer:
-        writer.save(run_state(step, model, optimizers), model, optimizers)
+        writer.save(run_state(step, trainer), trainer)
     return folder / f"step_{step:08d}"
 
 
-def load(path, model, optimizers, ranks=SINGLE_PROCESS):
+def load(path, trainer, ranks=SINGLE_PROCESS):
     state = read_state(path)
-    load_checkpoint(Checkpoint(path, state), model, optimizers, ranks=ranks)
+    load_checkpoint(Checkpoint(path, state), trainer, ranks)
     return state
 
 
-def train(model, optimizers, steps, without_gradient=()):
+def train(trainer, steps, without_gradient=()):
+    model = trainer.raw_model
     for _ in range(steps):
         tokens = torch.randint(0, 100, (4, 17))  # the global generator's state matters
         model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
         for name in without_gradient:
             model.get_parameter(name).grad = None
-        for optimizer in optimizers:
+        for optimizer in trainer.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 

@@ -137,22 +137,22 @@ def randomize_weights(model, scale=0.1):
 
 def save_run(run_dir, config=None, records=None, step=1):
     """A run's folder with a checkpoint after `step` steps, and its metrics; returns the model."""
-    from checkpoints import new_training, run_state
+    from checkpoints import new_trainer, run_state
 
     from formats.checkpoint import CheckpointWriter
     from model import GPTConfig
 
     run_dir.mkdir()
-    model, optimizers = new_training(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
-    state = run_state(step, model, optimizers)
+    trainer = new_trainer(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
+    state = run_state(step, trainer)
     if config is not None:
         state = replace(state, train_config=config)
     with CheckpointWriter(run_dir / "checkpoints") as writer:
-        writer.save(state, model, optimizers)
+        writer.save(state, trainer)
     if records is not None:
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (run_dir / "metrics.jsonl").write_text(lines)
-    return model
+    return trainer.raw_model
 
 
 def fake_checkpoint(run_dir, step, **settings):

@@ -10,7 +10,7 @@ from checkpoints import (
     TENSOR_FILES,
     assert_same_parameters,
     load,
-    new_training,
+    new_trainer,
     rewrite_manifest,
     rewrite_state,
     run_state,
@@ -44,10 +44,9 @@ from runtime.files import read_json, write_json
 @pytest.fixture
 def saved(tmp_path):
     torch.manual_seed(0)
-    model, optimizers = new_training()
-    train(model, optimizers, 3)
-    path = save(tmp_path / "run" / "checkpoints", 3, model, optimizers)
-    return path, model, optimizers
+    trainer = new_trainer()
+    train(trainer, 3)
+    return save(tmp_path / "run" / "checkpoints", 3, trainer), trainer
 
 
 # --- saving and loading -------------------------------------------------------------------------
@@ -60,16 +59,16 @@ def saved(tmp_path):
 )
 def test_load_checkpoint_continues_bit_for_bit(tmp_path, kind, stateless):
     torch.manual_seed(0)
-    model, optimizers = new_training(kind=kind)
-    train(model, optimizers, 3, without_gradient=stateless)
-    path = save(tmp_path, 3, model, optimizers)
-    train(model, optimizers, 3)
+    trainer = new_trainer(kind=kind)
+    train(trainer, 3, without_gradient=stateless)
+    path = save(tmp_path, 3, trainer)
+    train(trainer, 3)
     torch.manual_seed(99)
-    other, other_optimizers = new_training(kind=kind)
-    state = load(path, other, other_optimizers)
+    other = new_trainer(kind=kind)
+    state = load(path, other)
     assert (state.step, state.tokens_seen, state.train_config) == (3, 192, {"seed": 1})
-    train(other, other_optimizers, 3)
-    assert_same_parameters(model, other)
+    train(other, 3)
+    assert_same_parameters(trainer.raw_model, other.raw_model)
 
 
 SHARDED_CHECK = f"""
@@ -82,26 +81,28 @@ from formats.checkpoint import copy_weights, restore_rng_states
 from parallel import FSDP
 
 def sharded():
-    model = GPT(TINY)
+    trainer = new_trainer()
+    model = trainer.raw_model
     for module in (*model.transformer.h, model):
         fully_shard(module)
-    return model, muon_and_adamw(model)
+    trainer.optimizers = muon_and_adamw(model)
+    return trainer
 
 def check(dist_info):
     ranks, folder = FSDP(**vars(dist_info)), Path("FOLDER")
     torch.manual_seed(0)
-    model, optimizers = sharded()
-    train(model, optimizers, 2)
+    trainer = sharded()
+    train(trainer, 2)
     torch.rand(dist_info.rank)  # from here on each rank has random numbers of its own
     with CheckpointWriter(folder if ranks.rank == 0 else None, ranks=ranks) as writer:
-        writer.save(run_state(2, model, optimizers), model, optimizers)
+        writer.save(run_state(2, trainer), trainer)
     barrier()
-    train(model, optimizers, 2)
-    other, other_optimizers = sharded()
-    state = load(folder / "step_00000002", other, other_optimizers, ranks)
-    train(other, other_optimizers, 2)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.to_local(), other.get_parameter(name).to_local()), name
+    train(trainer, 2)
+    other, model = sharded(), trainer.raw_model
+    state = load(folder / "step_00000002", other, ranks)
+    train(other, 2)
+    for name, parameter in other.raw_model.named_parameters():
+        assert torch.equal(parameter.to_local(), model.get_parameter(name).to_local()), name
     before = torch.get_rng_state()
     restore_rng_states(state.rng_states[:1], ranks.rank)  # of a run of one rank
     assert dist_info.rank == 0 or torch.equal(torch.get_rng_state(), before)
@@ -109,7 +110,7 @@ def check(dist_info):
     path = folder / ("step_00000002" if dist_info.rank == 0 else "nothing")
     error, message = (ValueError, "rank 1: .*nothing") if dist_info.rank == 0 else (SystemExit, "2")
     with pytest.raises(error, match=message):
-        load_checkpoint(Checkpoint(path, state), other, other_optimizers, ranks=ranks)
+        load_checkpoint(Checkpoint(path, state), other, ranks)
     torch.manual_seed(1)  # the same on each rank
     source = GPT(GPTConfig(32, 100, n_layer=2, n_head=2, n_embd=16))
     copy_weights(source, model, ranks)
@@ -125,18 +126,18 @@ def test_sharded_models_continue_bit_for_bit_load_into_one_process_and_fail_toge
     sharded = tmp_path / "sharded"
     check_on_ranks(commands, SHARDED_CHECK.replace("FOLDER", str(sharded)), tmp_path)
     torch.manual_seed(0)
-    model, optimizers = new_training(kind="Muon")
-    train(model, optimizers, 2)
-    path = save(tmp_path / "one", 2, model, optimizers)
+    trainer = new_trainer(kind="Muon")
+    train(trainer, 2)
+    path = save(tmp_path / "one", 2, trainer)
     # Muon's bfloat16 products round in another way on each kind of CPU.
     torch.testing.assert_close(
         saved_tensors(sharded / path.name), saved_tensors(path), rtol=1e-3, atol=3e-3
     )
-    load(sharded / path.name, *new_training(kind="Muon"))
+    load(sharded / path.name, new_trainer(kind="Muon"))
 
 
 def test_checkpoint_has_plain_names_and_a_manifest(saved):
-    path, _, _ = saved
+    path, _ = saved
     assert path.name == "step_00000003"
     assert sorted(os.listdir(path)) == ["manifest.json", *TENSOR_FILES, "trainer_state.json"]
     tensors = saved_tensors(path)
@@ -149,23 +150,23 @@ def test_checkpoint_has_plain_names_and_a_manifest(saved):
 
 
 def test_find_nonfinite_names_the_tensor():
-    model, optimizers = new_training()
-    train(model, optimizers, 1)
-    assert find_nonfinite(model, optimizers) is None
-    optimizers[0].state[model.lm_head.weight]["exp_avg_sq"][3, 4] = -math.inf
-    assert find_nonfinite(model, optimizers) == f"exp_avg_sq.{WTE}"
+    trainer = new_trainer()
+    train(trainer, 1)
+    assert find_nonfinite(trainer) is None
+    trainer.optimizers[0].state[trainer.raw_model.lm_head.weight]["exp_avg_sq"][3, 4] = -math.inf
+    assert find_nonfinite(trainer) == f"exp_avg_sq.{WTE}"
 
 
 def test_writer_warns_of_an_old_checkpoint_that_it_cannot_delete(saved, capsys):
-    path, model, optimizers = saved
+    path, trainer = saved
     path.with_name(f".{path.name}.deleted").touch()  # no folder can be renamed to a file's name
     with CheckpointWriter(path.parent, keep=1) as writer:
-        writer.save(run_state(4, model, optimizers), model, optimizers)
+        writer.save(run_state(4, trainer), trainer)
         writer.wait()
         assert writer.error is None
         assert "step_00000003' -> " in capsys.readouterr().out.removeprefix("warning: ")
         path.with_name(".step_00000005.tmp").touch()  # nor is one made where a file is
-        writer.save(run_state(5, model, optimizers), model, optimizers)
+        writer.save(run_state(5, trainer), trainer)
         writer.wait()
         assert "step_00000005 was not saved" in str(writer.error)
 
@@ -177,12 +178,12 @@ WTE = "transformer.wte.weight"
 
 
 def test_load_checkpoint_refuses_the_tensors_of_another_model(saved):
-    path, model, optimizers = saved
+    path, trainer = saved
     tensors = load_file(path / "model.safetensors")
     del tensors[WTE]
     save_file(tensors, path / "model.safetensors")
     rewrite_manifest(path)
-    for load_from in (lambda path: load(path, model, optimizers), load_model):
+    for load_from in (lambda path: load(path, trainer), load_model):
         with pytest.raises(
             ValueError, match=r"step_00000003 does not fit .*wte\.weight is missing"
         ):
@@ -190,8 +191,8 @@ def test_load_checkpoint_refuses_the_tensors_of_another_model(saved):
 
 
 def test_checkpoint_that_is_damaged_or_incomplete_is_not_taken(saved, capsys):
-    path, model, optimizers = saved
-    run_dir, damaged = path.parent.parent, save(path.parent, 4, model, optimizers)
+    path, trainer = saved
+    run_dir, damaged = path.parent.parent, save(path.parent, 4, trainer)
     assert find_checkpoint(run_dir) == damaged
     (damaged / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"step_00000004/model\.safetensors is damaged"):
@@ -199,8 +200,8 @@ def test_checkpoint_that_is_damaged_or_incomplete_is_not_taken(saved, capsys):
     path.with_name("step_00000007").mkdir()  # without a manifest it is none
     assert latest_valid_checkpoint(run_dir) == path
     assert "step_00000004/model.safetensors is damaged" in capsys.readouterr().out
-    assert save(path.parent, 4, model, optimizers) == damaged  # in its place
-    assert_same_parameters(load_model(damaged), model)
+    assert save(path.parent, 4, trainer) == damaged  # in its place
+    assert_same_parameters(load_model(damaged), trainer.raw_model)
 
 
 # --- loading a model ----------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def test_checkpoint_that_is_damaged_or_incomplete_is_not_taken(saved, capsys):
 
 @pytest.mark.gpt2
 def test_load_model_takes_run_folder_checkpoint_and_export(saved, tmp_path):
-    path, model, _ = saved
+    path, model = saved[0], saved[1].raw_model
     unknown = {"z_loss": 0.5}  # a setting that the model no longer has
     rewrite_state(path, lambda s: s | {"model_config": s["model_config"] | unknown})
     exported = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16))
@@ -243,16 +244,16 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
 def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
     """Beside the newest; `RUN@best` is that one, `RUN` and a resume take the latest."""
     monkeypatch.chdir(tmp_path)
-    run_dir, (model, optimizers) = Path("runs/r"), new_training()
+    run_dir, trainer = Path("runs/r"), new_trainer()
     folder = run_dir / "checkpoints"
     append_records(run_dir, {"step": 1, "train_loss": 9.0}, {"step": 1, "val_loss": None})
-    save(folder, 1, model, optimizers)
+    save(folder, 1, trainer)
     assert describe_best(run_dir) == ""
     with pytest.raises(FileNotFoundError, match=r"with a validation loss: use .*0001$"):
         load_model("r@best")
     for step, loss in {2: 5.0, 3: 3.0, 4: 4.0, 5: 3.9, 6: 4.2}.items():
         append_records(run_dir, {"step": step, "val_loss": loss})
-        save(folder, step, model, optimizers, keep=2)
+        save(folder, step, trainer, keep=2)
     assert [int(path.name[-1]) for path in sorted(folder.iterdir())] == [3, 5, 6]
     assert find_checkpoint(Path("runs/r@best")) == folder / "step_00000003"
     assert find_checkpoint(Path("r")) == folder / "step_00000006"
@@ -287,16 +288,16 @@ def test_copy_weights_crops_the_position_embeddings():
 
 def test_writer_saves_each_step_as_it_was_though_training_goes_on(tmp_path):
     # Large enough that the changes below come while the file is being written.
-    model, optimizers = new_training(GPTConfig(16, 20_000, n_layer=1, n_head=2, n_embd=128))
+    trainer = new_trainer(GPTConfig(16, 20_000, n_layer=1, n_head=2, n_embd=128))
     expected = []
     with CheckpointWriter(tmp_path) as writer:
         for step in (1, 2):
-            train(model, optimizers, 1)
-            tensors = dict(model.named_parameters())
-            for name, parameter in model.named_parameters():
-                tensors[f"exp_avg_sq.{name}"] = optimizers[0].state[parameter]["exp_avg_sq"]
+            train(trainer, 1)
+            tensors = dict(trainer.raw_model.named_parameters())
+            for name, parameter in trainer.raw_model.named_parameters():
+                tensors[f"exp_avg_sq.{name}"] = trainer.optimizers[0].state[parameter]["exp_avg_sq"]
             expected.append({name: value.detach().clone() for name, value in tensors.items()})
-            writer.save(run_state(step, model, optimizers), model, optimizers)
+            writer.save(run_state(step, trainer), trainer)
             with torch.no_grad():
                 for value in tensors.values():
                     value.add_(1.0)
@@ -307,8 +308,8 @@ def test_writer_saves_each_step_as_it_was_though_training_goes_on(tmp_path):
 
 
 def test_writer_says_saved_once_the_checkpoint_is_complete_and_is_waited_for(tmp_path):
-    model, optimizers = new_training()
-    train(model, optimizers, 1)
+    trainer = new_trainer()
+    train(trainer, 1)
     events, goes_on = [], threading.Event()
 
     def on_saved(step, path):
@@ -318,9 +319,9 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_is_waited_for(tmp
 
     writer = CheckpointWriter(tmp_path, on_saved=on_saved)
     with pytest.raises(KeyboardInterrupt), writer:  # noqa: PT012
-        writer.save(run_state(1, model, optimizers), model, optimizers)
+        writer.save(run_state(1, trainer), trainer)
         events.append("training")
         goes_on.set()
-        writer.save(run_state(2, model, optimizers), model, optimizers)
+        writer.save(run_state(2, trainer), trainer)
         raise KeyboardInterrupt  # which the second save survives
     assert events == ["training", 1, 2]

@@ -2,7 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import new_training, run_state
+from checkpoints import new_trainer, run_state
 
 from formats import code_hashes
 from formats.checkpoint import CheckpointWriter, warn_if_code_changed
@@ -111,7 +111,7 @@ def test_hashes_are_of_the_code_that_runs_and_not_of_later_edits(edited_root):
 
 
 def test_warning_names_what_changed_was_added_or_is_gone(edited_root, capsys, monkeypatch):
-    state = replace(run_state(1, *new_training()), code=code_hashes.code_hashes())
+    state = replace(run_state(1, new_trainer()), code=code_hashes.code_hashes())
 
     def warning(code, *files):
         warn_if_code_changed(Path("step_1"), replace(state, code=code), *files)
@@ -124,8 +124,8 @@ def test_warning_names_what_changed_was_added_or_is_gone(edited_root, capsys, mo
     said = "warning: step_1 was saved by different code ({}): results may differ"
     model = "model.py one, model.py two, model.py gone"
     assert warning(saved, MODEL_FILES) == said.format(model)
-    many = saved | {f"ops.py f{i}": "0" for i in range(7)}
-    first = ", ".join(f"ops.py f{i}" for i in range(4))
-    assert warning(many) == said.format(f"{model}, train_gpt2.py four, {first} and 3 more")
+    many = saved | {f"ops.py f{i}": "0" for i in range(30)}
+    assert "model.py gone" in warning(many)
+    assert len(warning(many)) < 400
     monkeypatch.setenv("RANK", "1")
     assert warning(many) == ""

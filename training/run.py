@@ -132,7 +132,7 @@ class Run:
     def after_first_step(self, trainer: "Trainer") -> None:
         """Raise ValueError on all ranks if a checkpoint cannot hold the trainer's state."""
         with distributed.raise_on_all_ranks():
-            checkpoint.check_saveable(trainer.raw_model, trainer.optimizers, trainer.state)
+            checkpoint.check_saveable(trainer)
         # Later collections would rescan all compiled objects, for half a second on one rank while
         # the others wait.
         gc.collect()
@@ -208,9 +208,7 @@ class Trainer:
 
     def load(self, resumed: Checkpoint, ranks: Ranks) -> None:
         """Restore everything from a checkpoint, except the position, which `batches` starts at."""
-        checkpoint.load_checkpoint(
-            resumed, self.raw_model, self.optimizers, self.scaler, self.state, ranks
-        )
+        checkpoint.load_checkpoint(resumed, self, ranks)
         self.settings.load_state(resumed.state.optimizer_groups)
         print0(f"resumed from {resumed.path}")
 
@@ -239,7 +237,7 @@ class Trainer:
 
     def check_finite(self, step: int, ranks: Ranks) -> None:
         """Raise FloatingPointError on every rank if a weight or a moment is not finite."""
-        if name := checkpoint.find_nonfinite(self.raw_model, self.optimizers, ranks):
+        if name := checkpoint.find_nonfinite(self, ranks):
             raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
 
     def run_state(self, step: int, run: Run) -> checkpoint.RunState:
@@ -255,9 +253,7 @@ class Trainer:
             rng_states=checkpoint.rng_states(),
             grad_scaler=self.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
-            optimizer_values=checkpoint.optimizer_state(
-                self.raw_model, self.optimizers, tensors=False
-            ),
+            optimizer_values=checkpoint.optimizer_state(self, tensors=False),
             optimizer_groups=self.settings.state(),
             own={n: value for n, value in self.state.items() if not isinstance(value, Tensor)},
             code=code_hashes(),
