@@ -130,9 +130,7 @@ def _draw_loss(records: Records, title: str, path: Path) -> Path:
         train = train.smoothed()
         _plot_line(axes, train, f"training {train.values[-1]:.3f}", BLUE)
     if len(val.values):
-        label, bits = f"validation {val.values[-1]:.3f}", Series.of(records, "val_bpb").values
-        label += f", {bits[-1]:.3f} bits per byte" if len(bits) else ""
-        _plot_line(axes, val, label, RED)
+        _plot_line(axes, val, f"validation {val.values[-1]:.3f}", RED)
     _fit_loss(axes, [series for series in (train, val) if len(series.values)])
     return save_figure(axes, path)
 

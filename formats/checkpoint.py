@@ -14,7 +14,6 @@ written.
 
 import base64
 import json
-import re
 import shutil
 import textwrap
 from collections import defaultdict
@@ -46,7 +45,7 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-CHECKPOINT_NAME = re.compile(r"step_\d{8}")
+CHECKPOINT_PATTERN = "step_" + 8 * "[0-9]"
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
 MAX_CHARACTERS = 300  # of the names in a warning
 
@@ -298,11 +297,8 @@ def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
 
     Their names are `step_` and eight digits; a user's copy with any other name is ignored.
     """
-    return [
-        folder
-        for folder in sorted(checkpoints_dir.glob("step_*"), reverse=True)
-        if CHECKPOINT_NAME.fullmatch(folder.name) and (folder / CHECKPOINT_MANIFEST).is_file()
-    ]
+    folders = sorted(checkpoints_dir.glob(CHECKPOINT_PATTERN), reverse=True)
+    return [folder for folder in folders if (folder / CHECKPOINT_MANIFEST).is_file()]
 
 
 def best_checkpoint(run_dir: Path) -> Path | None:

@@ -5,7 +5,6 @@ as (in, out), and its vocabulary is not padded. Parameter names are the same. On
 are read or written, because loading a pickle file can run arbitrary code.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -25,11 +24,12 @@ from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
 
+SIZES = ("n_layer", "n_head", "n_embd")
 TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
 # Old files contain the causal mask as a buffer of each attention layer.
-MASK_BUFFER = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 MAX_CHECKED_TOKENS = 1024
 # Float32 rounding causes about 1e-6; exact GELU instead of its tanh approximation causes 3e-4.
 MAX_LOGIT_ERROR = 1e-4
@@ -53,13 +53,24 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
     only once.
     """
     folder = _find_folder(source)
-    config = _read_hf_config(folder / HF_CONFIG_NAME)
+    config = read_pretrained_config(folder)
     return from_hf(read_tensors(folder / HF_WEIGHTS_NAME), config).to(device).eval()
 
 
 def read_pretrained_config(source: str | Path) -> GPTConfig:
-    """Return the dimensions of the model that `load_pretrained` loads, without its weights."""
-    return _read_hf_config(_find_folder(source) / HF_CONFIG_NAME)
+    """Return the dimensions of the model that `load_pretrained` loads, without its weights.
+
+    Raise ValueError if `model.py` does not implement a setting in its `config.json`.
+    """
+    path = _find_folder(source) / HF_CONFIG_NAME
+    values = read_json(path)
+    for name, accepted in GPT2_SETTINGS.items():
+        value = values.get(name, accepted[0])
+        if value not in accepted:
+            problem = f"{name} is {value!r}, not {accepted[0]!r}"
+            raise ValueError(f"{path} is not a GPT-2 that can be loaded: {problem}")
+    sizes = {name: values.get(name) for name in SIZES}
+    return GPTConfig(block_size=values.get("n_positions"), **sizes)
 
 
 def save_pretrained(model: GPT, folder: str | Path) -> int:
@@ -94,11 +105,11 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
     Names may start with `transformer.` or not. The rows that pad the vocabulary are zero.
     """
     named = {"transformer." + n.removeprefix("transformer."): t for n, t in state_dict.items()}
-    tensors = {name: t for name, t in named.items() if not MASK_BUFFER.fullmatch(name)}
+    tensors = {name: t for name, t in named.items() if not name.endswith(MASK_BUFFERS)}
     head = tensors.pop("transformer.lm_head.weight", None)
     if head is not None and not torch.equal(head, tensors.get(WTE, head)):
         raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
-    model = new_model(config)
+    model = GPT(config)
     targets = dict(_hf_views(model))
     check_tensors(tensors, targets, "the tensors do not fit the model in model.py")
     with torch.no_grad():
@@ -121,13 +132,6 @@ def is_local(source: str | Path) -> bool:
     path, name = Path(source), str(source).partition("@")[0]
     is_repo = hub.REPO_NAME.fullmatch(name) is not None and not path.parent.is_dir()
     return path.exists() or not (name in GPT2_SIZES or is_repo)
-
-
-def new_model(config: GPTConfig, device: torch.device | str = "cpu") -> GPT:
-    """Build a model whose parameters will be overwritten; leave torch's generators unchanged."""
-    device = torch.device(device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        return GPT(config)
 
 
 def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
@@ -214,28 +218,12 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
-def _read_hf_config(path: Path) -> GPTConfig:
-    """Read the dimensions in `config.json`; raise if `model.py` does not implement its settings."""
-    values = read_json(path)
-    problems = [
-        f"{name} is {values[name]!r}, not {accepted[0]!r}"
-        for name, accepted in GPT2_SETTINGS.items()
-        if values.get(name, accepted[0]) not in accepted
-    ]
-    if problems:
-        raise ValueError(f"{path} is not a GPT-2 that can be loaded: {'; '.join(problems)}")
-    sizes = {name: values.get(name) for name in ("n_layer", "n_head", "n_embd")}
-    return GPTConfig(block_size=values.get("n_positions"), **sizes)
-
-
 def _hf_config(config: GPTConfig) -> dict[str, Any]:
     """Return a model's `config.json`; omitted settings have GPT2Config's defaults."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         **{name: accepted[0] for name, accepted in GPT2_SETTINGS.items()},
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
+        **{name: getattr(config, name) for name in SIZES},
         "n_positions": config.block_size,
         "n_ctx": config.block_size,  # transformers ignores it, but many other tools read it
         # With GPT2Config's defaults, fine-tuning would use dropout; this model has none.

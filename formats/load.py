@@ -126,7 +126,8 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
     path = find_checkpoint(Path(source))
     checkpoint.verify_checkpoint(path, (checkpoint.MODEL_NAME, checkpoint.STATE_NAME))
     state = checkpoint.read_state(path)
-    model = huggingface.new_model(GPTConfig(**state.model_config), device)
+    with torch.device(device):
+        model = GPT(GPTConfig(**state.model_config))
     checkpoint.copy_state(huggingface.read_tensors(path / checkpoint.MODEL_NAME), model, path)
     checkpoint.warn_if_code_changed(path, state, MODEL_FILES)
     return model.eval()

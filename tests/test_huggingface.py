@@ -54,7 +54,7 @@ def exported(export_once, tmp_path):
 
 
 def test_from_hf_takes_bare_names_mask_buffers_and_half_precision():
-    model, before = random_model(), torch.get_rng_state()
+    model = random_model()
     state = {
         name.removeprefix("transformer."): tensor.half()
         for name, tensor in to_hf_state_dict(model).items()
@@ -64,7 +64,6 @@ def test_from_hf_takes_bare_names_mask_buffers_and_half_precision():
         state[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     state["lm_head.weight"] = state["wte.weight"].clone()
     loaded = from_hf(state, TINY)
-    assert torch.equal(torch.get_rng_state(), before)
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     assert (loaded.lm_head.weight[TINY.vocab_size :] == 0).all()
     for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
