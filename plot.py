@@ -21,7 +21,6 @@ from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
 from runtime.files import atomic_write
 
 EARLY_FRACTION = 0.02  # losses in this first fraction of the tokens lie above the figure
-REFERENCE_MARGIN = 0.05  # published scores that are further above a run's best are left out
 MAX_MARKERS = 40  # curves of at most this many points also have a marker at each point
 
 BLUE, RED, INK, GRAY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e4"
@@ -92,9 +91,7 @@ def new_axes(title: str, quantity: str) -> Axes:
     axes.set_ylabel(quantity, color=GRAY)
     axes.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GRAY)
     axes.grid(axis="y", color=PALE, linewidth=0.8)
-    axes.margins(x=0.012)
     axes.tick_params(colors=GRAY, length=0, labelsize=9)
     return axes
 
@@ -144,11 +141,11 @@ def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     axes.fill_between(*band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error")
     _plot_line(axes, accuracy, f"this run {accuracy.values[-1]:.4f}", BLUE)
     for name, height in hellaswag_references(total).items():
-        if height > accuracy.values.max() + REFERENCE_MARGIN:
-            break
         axes.axhline(height, color=GRAY, linewidth=1, linestyle=(0, (4, 3)))
         label = axes.text(1.01, height, f"{name} {height:g}", color=GRAY, fontsize=9, va="center")
         label.set_transform(axes.get_yaxis_transform())  # x is a fraction of the width
+        if height > accuracy.values.max():  # the first that the run has not reached
+            break
     return save_figure(axes, path)
 
 

@@ -23,7 +23,6 @@ from formats.metrics import Records, Series
 from runtime.files import atomic_write, read_json
 
 TEMPLATE = Path(__file__).parent / "assets" / "report.html"
-DATA_PLACEHOLDER = "RUNS_AS_JSON"  # in the template
 MAX_POINTS = 1000  # per series
 NOISY = ("train_loss", "grad_norm", "tokens_per_second")  # drawn with a running mean
 SERIES = (*NOISY, "val_loss", "val_bpb", "hellaswag_acc_norm", "lr", "peak_memory_gib")
@@ -42,7 +41,7 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
     page = {"written": time.time(), "references": references, "runs": runs}
     data = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")  # no </script> in data
     with atomic_write(path) as file:
-        file.write(TEMPLATE.read_text(encoding="utf-8").replace(DATA_PLACEHOLDER, data).encode())
+        file.write(TEMPLATE.read_text(encoding="utf-8").replace("RUNS_AS_JSON", data).encode())
     return path
 
 

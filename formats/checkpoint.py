@@ -103,34 +103,28 @@ class Checkpoint(NamedTuple):
 # --- saving -----------------------------------------------------------------------------------
 
 
+@dataclass
 class CheckpointWriter:
     """Save checkpoints while training continues; a context manager that waits for the last one.
 
     `save` copies the state, and a thread writes the copy: `save_file` and hashing release the
     interpreter's lock.
-
-    Args:
-        checkpoints_dir: the run's `checkpoints` folder; the first save creates it. None on ranks
-            that write nothing: their `save` only contributes their shards.
-        keep: number of newest checkpoints to keep, in addition to the one with the lowest
-            validation loss; 0 keeps all.
-        on_saved: called in the thread, with the step and the folder of each complete checkpoint.
-        ranks: the processes that share the state.
     """
 
-    def __init__(
-        self,
-        checkpoints_dir: Path | None,
-        keep: int = 0,
-        on_saved: Callable[[int, Path], object] = lambda *_: None,
-        ranks: Ranks = SINGLE_PROCESS,
-    ) -> None:
-        self.error: OSError | None = None
-        """Error that prevented the last checkpoint from being saved; None if it was saved."""
-        self._checkpoints_dir = checkpoints_dir
-        self._keep = keep
-        self._on_saved = on_saved
-        self._ranks = ranks
+    checkpoints_dir: Path | None
+    """The run's `checkpoints` folder; the first save creates it. None on ranks that write nothing:
+    their `save` only contributes their shards."""
+    keep: int = 0
+    """Number of newest checkpoints to keep, in addition to the one with the lowest validation loss;
+    0 keeps all."""
+    on_saved: Callable[[int, Path], object] = lambda *_: None
+    """Called in the thread, with the step and the folder of each complete checkpoint."""
+    ranks: Ranks = SINGLE_PROCESS
+    """The processes that share the state."""
+    error: OSError | None = None
+    """Error that prevented the last checkpoint from being saved; None if it was saved."""
+
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last: Future[None] | None = None
         code_hashes()  # read the code that runs now, because files may be edited during the run
@@ -150,12 +144,12 @@ class CheckpointWriter:
         copies: dict[str, dict[str, Tensor]] = {MODEL_NAME: {}, OPTIMIZER_NAME: {}}
         for file, named in tensors.items():
             for name, tensor in named.items():
-                full = self._ranks.gather(tensor)
+                full = self.ranks.gather(tensor)
                 # Not into pinned memory: torch would round each tensor up to a power of two.
-                if self._checkpoints_dir is not None:
+                if self.checkpoints_dir is not None:
                     copies[file][name] = full.contiguous().to("cpu", copy=True)
-        if self._checkpoints_dir is not None:
-            path = self._checkpoints_dir / f"step_{state.step:08d}"
+        if self.checkpoints_dir is not None:
+            path = self.checkpoints_dir / f"step_{state.step:08d}"
             self._last = self._thread.submit(self._write, path, state, copies)
 
     def wait(self) -> None:
@@ -196,8 +190,8 @@ class CheckpointWriter:
             self.error = OSError(f"{path} was not saved: {error}")
             print0(f"warning: {self.error}")
             return
-        self._on_saved(state.step, path)
-        if self._keep:
+        self.on_saved(state.step, path)
+        if self.keep:
             self._delete_old(path)
 
     def _delete_old(self, newest: Path) -> None:
@@ -205,7 +199,7 @@ class CheckpointWriter:
             best = best_checkpoint(newest.parent.parent)
             # Checkpoints of later steps are damaged, or the run would have resumed from them.
             older = [c for c in complete_checkpoints(newest.parent) if c.name < newest.name]
-            for checkpoint in older[self._keep - 1 :]:
+            for checkpoint in older[self.keep - 1 :]:
                 if checkpoint != best:
                     # Renamed first, so that a partially deleted folder is never taken for a
                     # checkpoint. Files that cannot be deleted now, for example on NFS while
