@@ -55,13 +55,13 @@ def new_trainer(config=TINY, kind="AdamW"):
     return SimpleNamespace(raw_model=model, optimizers=optimizers, scaler=scaler, state={})
 
 
-def run_state(step, trainer):
+def run_state(step, trainer, train_config=None):
     return RunState(
         step=step,
         position=step * 4,
         tokens_seen=step * 64,
         model_config=asdict(trainer.raw_model.config),
-        train_config={"seed": 1},
+        train_config=train_config or {"seed": 1},
         data_fingerprint="abc",
         rng_states=rng_states(),
         grad_scaler={},
@@ -71,12 +71,18 @@ def run_state(step, trainer):
     )
 
 
-def save(folder, step, trainer, **options):
+def save(folder, step, trainer, train_config=None, keep=0):
     """Save a checkpoint, wait for it and return its folder."""
-    folder.parent.mkdir(exist_ok=True)
-    with CheckpointWriter(folder, **options) as writer:
-        writer.save(run_state(step, trainer), trainer)
+    with CheckpointWriter(folder, keep) as writer:
+        writer.save(run_state(step, trainer, train_config), trainer)
     return folder / f"step_{step:08d}"
+
+
+def save_run(run_dir, config=None, step=1):
+    """Save a checkpoint of a model that can be exported; returns the model."""
+    trainer = new_trainer(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
+    save(run_dir / "checkpoints", step, trainer, config)
+    return trainer.raw_model
 
 
 def load(path, trainer, ranks=SINGLE_PROCESS):
@@ -106,15 +112,14 @@ def assert_same_parameters(model, other):
         assert torch.equal(parameter, other.get_parameter(name)), name
 
 
-def rewrite_manifest(path):
-    """Let a checkpoint's manifest say what its files are now."""
-    manifest = read_json(path / "manifest.json")
-    for name, entry in manifest["files"].items():
-        entry |= {"bytes": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
-    write_json(path / "manifest.json", manifest)
+def write_manifest(path):
+    """Write a checkpoint's manifest, for the files that are there now."""
+    (path / "manifest.json").unlink(missing_ok=True)
+    files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in path.iterdir()}
+    write_json(path / "manifest.json", {"format": 1, "files": files})
 
 
 def rewrite_state(path, change):
     """Change a checkpoint's trainer state, and its manifest with it."""
     write_json(path / "trainer_state.json", change(read_json(path / "trainer_state.json")))
-    rewrite_manifest(path)
+    write_manifest(path)

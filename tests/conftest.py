@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 import signal
@@ -6,7 +5,7 @@ import sys
 import sysconfig
 import tempfile
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -135,31 +134,13 @@ def randomize_weights(model, scale=0.1):
     return model
 
 
-def save_run(run_dir, config=None, records=None, step=1):
-    """A run's folder with a checkpoint after `step` steps, and its metrics; returns the model."""
-    from checkpoints import new_trainer, run_state
-
-    from formats.checkpoint import CheckpointWriter
-    from model import GPTConfig
-
-    run_dir.mkdir()
-    trainer = new_trainer(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8))
-    state = run_state(step, trainer)
-    if config is not None:
-        state = replace(state, train_config=config)
-    with CheckpointWriter(run_dir / "checkpoints") as writer:
-        writer.save(state, trainer)
-    if records is not None:
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (run_dir / "metrics.jsonl").write_text(lines)
-    return trainer.raw_model
-
-
 def fake_checkpoint(run_dir, step, **settings):
     """A checkpoint whose tensor files are empty."""
+    from checkpoints import write_manifest
+
     from formats.checkpoint import Checkpoint, RunState, read_state
     from model import GPTConfig
-    from runtime.files import sha256_of, write_json
+    from runtime.files import write_json
 
     path = run_dir / "checkpoints" / f"step_{step:08d}"
     path.mkdir(parents=True)
@@ -167,8 +148,7 @@ def fake_checkpoint(run_dir, step, **settings):
     write_json(path / "trainer_state.json", asdict(state))
     for name in ("model.safetensors", "optimizer.safetensors"):
         (path / name).touch()
-    files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in path.iterdir()}
-    write_json(path / "manifest.json", {"format": 1, "files": files})
+    write_manifest(path)
     return Checkpoint(path, read_state(path))
 
 

@@ -6,7 +6,8 @@ import sys
 import huggingface_hub
 import pytest
 import torch
-from conftest import save_run
+from checkpoints import save_run
+from run_files import append_records
 from safetensors.torch import load_file
 
 import export
@@ -53,7 +54,8 @@ def test_card_has_the_settings_and_the_results_of_the_checkpoints_step(tmp_path,
         {"step": 20, "val_loss": 3.25, "val_bpb": None, "hellaswag_total": 20},
         {"step": 30, "val_loss": 1.0, "hellaswag_acc_norm": 0.9, "hellaswag_total": 10042},
     ]
-    save_run(tmp_path / "run", CONFIG, records, step=20)
+    save_run(tmp_path / "run", CONFIG, step=20)
+    append_records(tmp_path / "run", *records)
     card = run_export(monkeypatch, tmp_path / "run", tmp_path / "tales")
     data = huggingface_hub.ModelCard.load(tmp_path / "tales" / "README.md").data
     assert (data.pipeline_tag, data.tags, data.license) == ("text-generation", ["gpt2"], None)

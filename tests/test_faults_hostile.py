@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from checkpoints import rewrite_manifest
+from checkpoints import write_manifest
 from conftest import ROOT, TINY_RUN, torchrun
 
 from formats.huggingface import save_pretrained
@@ -109,7 +109,7 @@ def test_no_checkpoint_file_runs(copied, mark, name):
     checkpoint = copied / "run/checkpoints/step_00000002"
     write_payload(checkpoint / name, mark, "torch" if "safe" in name else "pickle")
     if name != "manifest.json":
-        rewrite_manifest(checkpoint)  # as one who forges a checkpoint would
+        write_manifest(checkpoint)  # as one who forges a checkpoint would
     with refused(name):
         main([f"--resume={copied}/run", "--max-steps=3"])
     if name != "optimizer.safetensors":  # which this does not read

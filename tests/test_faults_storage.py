@@ -9,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY_RUN, save_run, series
+from checkpoints import save_run
+from conftest import ROOT, TINY_RUN, series
 
 from formats.checkpoint import verify_checkpoint
 from formats.load import latest_checkpoint
@@ -175,15 +176,6 @@ def test_users_copies_of_checkpoints_are_neither_resumed_from_nor_rotated(
     kept = {path.name for path in folder.glob("[!.]*")}
     assert kept - {"step_00000008"} == {"step_00000010", *copies}  # 8 was the best until now
     assert names(tmp_path / "archived") == sorted(FILES)  # only the link to it went
-
-
-def test_an_older_step_is_trained_on_as_another_run_only(flags, run_dir, copied):
-    flags += [f"--resume={run_dir}/checkpoints/step_00000004", "--max-steps=6"]
-    with pytest.raises(ValueError, match=r"newer checkpoint, step_00000008: .* another --run-name"):
-        main(flags)
-    main([*flags, "--run-name=b"])
-    assert names(run_dir.with_name("b") / "checkpoints") == ["step_00000006"]
-    assert names(run_dir / "checkpoints") == ["step_00000004", "step_00000008"]
 
 
 def test_resume_through_links_is_of_the_same_run_and_leaves_them(flags, run_dir, copied, tmp_path):

@@ -110,8 +110,6 @@ TEXTS = (
     "a\r\nb \r\n\r\n  c\n \n   d    \t\t e\u00a0\u3000f\u2028g  ",
     "I'm you're WE'LL he'd they've it's 's'S 1st 2,000.50 ٣٤٥ ½² x86_64",
     "👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 ﬁ ﷽ \uff21 \ufeff\ufdd0\U0001f9ff\U0010ffff <|endoftext",
-    "def f(x):\n    return {**x, 'a': [1, 2]}  # ...\n",
-    " " * 70 + "x" + "\n" * 9 + "=" * 80,
 )
 
 
@@ -139,6 +137,8 @@ def test_save_pretrained_tokenizers_give_tiktokens_ids(export_once):
 @pytest.mark.parametrize("kind", ["pickle", "shards"])
 def test_load_pretrained_reads_what_transformers_saves_and_converts(tmp_path, kind):
     theirs, idx = hf_model(TINY), torch.randint(0, 50257, (2, TINY.block_size))
+    (tmp_path / "._config.json").touch()  # macOS's, of a file that is elsewhere
+    assert not is_hugging_face(tmp_path)
     theirs.save_pretrained(
         tmp_path / "theirs", max_shard_size="300KB" if kind == "shards" else "1GB"
     )
@@ -218,7 +218,6 @@ def test_load_pretrained_refuses_another_architecture_and_damage(exported):
         ("activation_function", "relu", "activation_function is 'relu', not 'gelu_new'"),
         ("n_positions", 16, r"wpe.weight is \(8, 8\), expected \(16, 8\)"),
         ("n_layer", None, "n_layer must be an integer of at least 1, not None"),
-        ("n_layer", 1, "transformer.h.1.attn.c_attn.bias is .*, expected none"),
     ):
         write_json(exported / "config.json", {**config, name: value})
         with pytest.raises(ValueError, match=message):
@@ -242,14 +241,6 @@ class ReluMLP(MLP):
 def rename_wpe(model):
     model.transformer.positions = model.transformer.wpe
     del model.transformer.wpe
-
-
-def test_a_folder_that_has_nothing_but_a_configuration_is_hugging_faces(tmp_path):
-    (tmp_path / "._config.json").touch()
-    assert not is_hugging_face(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"lacks model\.safetensors"):
-        load_model(tmp_path)
 
 
 CHANGES = {  # what the refusal says, and the change of the model

@@ -8,10 +8,11 @@ import shutil
 
 import pytest
 import torch
+from checkpoints import write_manifest
 from conftest import ROOT, series
 from safetensors.torch import save_file
 
-from runtime.files import read_json, sha256_of, write_json
+from runtime.files import read_json
 from train_gpt2 import main
 
 pytestmark = pytest.mark.gpt2
@@ -42,8 +43,7 @@ def write_old_checkpoint(run_dir):
         moments[f"step.{name}"] = torch.tensor(4.0)
     save_file(weights, path / "model.safetensors")
     save_file(moments, path / "optimizer.safetensors")
-    files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in path.iterdir()}
-    write_json(path / "manifest.json", {"format": 1, "files": files})
+    write_manifest(path)
     return path
 
 

@@ -91,15 +91,6 @@ def test_hostile_texts_stay_texts(tmp_path):
     assert run["settings"]["data_dir"] == run["samples"][0]["texts"][0] == HOSTILE
 
 
-def test_page_of_a_run_in_progress_with_nothing_but_a_loss(tmp_path):
-    run_dir = write_run(tmp_path / "run", 5, tokens_per_second=None)
-    write_settings(run_dir)
-    run = collect_run(run_dir)
-    assert (run["step"], run["max_steps"]) == (5, 100)
-    assert [name for name, series in run["series"].items() if series["values"]] == ["train_loss"]
-    assert (run["samples"], run["resumed"]) == ([], [])
-
-
 def test_references_are_shown_only_where_they_compare(tmp_path):
     runs = [
         write_run(tmp_path / str(total), 5, hellaswag_every=5, total=total) for total in (10042, 24)
