@@ -38,10 +38,9 @@ def latest_valid_checkpoint(run_dir: Path) -> Path | None:
     for path in checkpoint.complete_checkpoints(run_dir / "checkpoints"):
         try:
             checkpoint.verify_checkpoint(path)
+            return path
         except (OSError, ValueError) as error:
             print0(f"warning: {error}; falling back to the previous checkpoint")
-        else:
-            return path
     return None
 
 

@@ -95,9 +95,9 @@ def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 def last_saved_step(path: Path) -> int:
     """Return the last step that a run saved or resumed from; 0 if there is none, or no file."""
-    records = _read_lines(path) if path.exists() else ()
-    steps = (record.get("saved_step", record.get("resumed_from")) for record in records)
-    return max((step for step in steps if isinstance(step, int)), default=0)
+    if not path.exists():
+        return 0
+    return max(logged_values(path, "saved_step") + logged_values(path, "resumed_from"), default=0)
 
 
 def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:

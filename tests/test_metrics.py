@@ -44,8 +44,6 @@ def test_read_metrics_has_the_last_record_of_what_a_resumed_run_did_again(path):
 
 def test_last_saved_step_is_the_largest_saved_or_resumed_from(path):
     assert last_saved_step(path) == 0
-    write(path, {"step": 9})
-    assert last_saved_step(path) == 0
     write(path, {"resumed_from": 4}, {"step": 9})
     assert last_saved_step(path) == 4
     write(path, {"saved_step": 6}, {"resumed_from": 4}, {"step": 9})
