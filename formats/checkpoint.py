@@ -47,7 +47,7 @@ FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_PATTERN = "step_" + 8 * "[0-9]"
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
-MAX_CHARACTERS = 300  # of the names in a warning
+MAX_CHARACTERS = 300  # longer lists of names are cut in the warning
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RunState:
 
 
 class TrainerState(Protocol):
-    """What a checkpoint has of a `training.run.Trainer`, besides the fields of `RunState`."""
+    """Attributes of `training.run.Trainer` that are saved or restored."""
 
     raw_model: GPT
     """Neither compiled nor wrapped. It may be sharded."""

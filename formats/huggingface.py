@@ -202,7 +202,7 @@ def gpt2_logits(tensors: Mapping[str, Tensor], n_layer: int, n_head: int, idx: T
 def check_tensors(
     tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], problem: str
 ) -> None:
-    """Raise unless names and shapes are those of the targets and all values are finite floats."""
+    """Raise unless names and shapes match the targets' and all values are finite floats."""
     for name in sorted(targets.keys() | tensors.keys()):
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         expected = tuple(targets[name].shape) if name in targets else "none"
