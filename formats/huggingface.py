@@ -152,6 +152,14 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     Shapes do not reveal a different activation, or rotary embeddings next to an unused `wpe`.
     """
     config, C = model.config, model.config.n_embd
+    T = min(config.block_size, MAX_CHECKED_TOKENS)
+    idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
+    try:
+        gpt2 = gpt2_logits(tensors, config.n_layer, config.n_head, idx)
+    except (KeyError, RuntimeError) as error:  # a missing name, or shapes that cannot be multiplied
+        raise ValueError(
+            f"this model cannot be exported: its parameters are not GPT-2's ({error})"
+        ) from None
     found = sum(tensor.numel() for tensor in tensors.values())
     expected = config.n_layer * (12 * C**2 + 13 * C) + 2 * C
     expected += (VOCAB_SIZE + config.block_size) * C
@@ -160,14 +168,6 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
             f"this model cannot be exported: it has {found:,} parameters, but a GPT-2 of its "
             f"dimensions has {expected:,}"
         )
-    T = min(config.block_size, MAX_CHECKED_TOKENS)
-    idx = torch.randint(config.vocab_size, (T,), generator=torch.Generator().manual_seed(0))
-    try:
-        gpt2 = gpt2_logits(tensors, config.n_layer, config.n_head, idx)
-    except (KeyError, RuntimeError) as error:
-        raise ValueError(
-            f"this model cannot be exported: its parameters are not GPT-2's ({error})"
-        ) from None
     logits = deepcopy(model).cpu()(idx[None]).logits
     difference = (logits[0] - gpt2).norm() / gpt2.norm()
     if not difference <= MAX_LOGIT_ERROR:  # NaN also is an error

@@ -244,9 +244,10 @@ def rename_wpe(model):
 
 
 CHANGES = {  # what the refusal says, and the change of the model
-    "403,736 parameters, but .* has 403,880": change_part(
-        "transformer.h.1.mlp.c_fc", nn.Linear(8, 16)
+    "has 806,312 parameters, but .* has 403,880": change_part(
+        "lm_head", nn.Linear(8, 50304, bias=False)
     ),
+    r"not GPT-2's \(mat1 and mat2": change_part("transformer.h.1.mlp.c_fc", nn.Linear(8, 16)),
     r"not GPT-2's \('transformer\.wpe\.weight'\)": rename_wpe,
     "changed activation": change_part("transformer.h.1.mlp", ReluMLP(TINY)),
     "relative difference nan": lambda m: m.transformer.ln_f.bias.data.fill_(torch.nan),
