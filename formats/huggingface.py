@@ -229,7 +229,6 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
         # With GPT2Config's defaults, fine-tuning would use dropout; this model has none.
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         **TOKEN_IDS,
-        "torch_dtype": "float32",
     }
 
 
@@ -244,8 +243,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """Return a model's folder, downloaded if needed; raise if it has no safetensors weights."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    # config.json, or a related file such as adapter_config.json; `[!.]` excludes hidden files.
-    if any(folder.glob("[!.]*onfig.json")) and not (folder / HF_WEIGHTS_NAME).is_file():
+    if not (folder / HF_WEIGHTS_NAME).is_file():
         raise FileNotFoundError(
             f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
             f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "

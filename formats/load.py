@@ -142,5 +142,6 @@ def model_config_of(source: str | Path) -> GPTConfig:
 def is_hugging_face(source: str | Path) -> bool:
     """Return whether a model is in Hugging Face format, unlike a run, which has a `config.json`."""
     path = Path(source)
+    # config.json, or a related file such as adapter_config.json; `[!.]` excludes hidden files.
     is_folder = any(path.glob("[!.]*onfig.json")) and not is_run(path)
     return is_folder or not huggingface.is_local(source)
