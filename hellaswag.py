@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import runtime.threads  # noqa: F401 - before torch, which reads its settings
 
@@ -47,6 +47,7 @@ DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parque
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 N_ENDINGS = 4
 Style = Literal["completion", "harness"]
+Row = tuple[list[int], list[int]]  # token ids of a context and of one of its endings
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,6 @@ class Example:
     context: list[int]
     endings: list[list[int]]
     lengths: list[int]  # ending lengths for `acc_norm`: tokens or, in harness style, characters
-
-
-class Row(NamedTuple):
-    """A context and one of its endings, as token ids."""
-
-    context: list[int]
-    ending: list[int]
 
 
 @dataclass(frozen=True)
@@ -232,11 +226,7 @@ def evaluate_hellaswag(
         before_batch: see `distributed.rank_batches`.
     """
     dist_info = dist_info or DistInfo(next(model.parameters()).device)
-    rows = [
-        fit_row(each.context, ending, model.config.block_size)
-        for each in examples
-        for ending in each.endings
-    ]
+    rows = [(each.context, ending) for each in examples for ending in each.endings]
     # Sort by length to save padding, longest first, so that a lack of memory shows at the start.
     order = sorted(range(len(rows)), key=lambda i: -sum(map(len, rows[i])))
     n_rows = N_ENDINGS * batch_size
@@ -254,17 +244,12 @@ def evaluate_hellaswag(
     return HellaSwagResult(examples, summed)
 
 
-def fit_row(context: list[int], ending: list[int], block_size: int) -> Row:
-    """Cut off the start of a row whose tokens, without the last one, exceed the model's context."""
-    tokens, n_targets = (context + ending)[-block_size - 1 :], min(len(ending), block_size)
-    return Row(tokens[:-n_targets], tokens[-n_targets:])
-
-
 @torch.no_grad()
 def score_rows(model: GPT, rows: Sequence[Row], device: torch.device) -> Tensor:
     """Return the summed loss of the ending of each of B rows, in nats: (B,) float32 on `device`."""
-    inputs = [torch.tensor((context + ending)[:-1]) for context, ending in rows]
-    labels = [torch.tensor([IGNORE_INDEX] * (len(c) - 1) + ending) for c, ending in rows]
+    n = model.config.block_size  # only the last n inputs of a row are used
+    inputs = [torch.tensor((context + ending)[-n - 1 : -1]) for context, ending in rows]
+    labels = [torch.tensor(([IGNORE_INDEX] * (len(c) - 1) + ending)[-n:]) for c, ending in rows]
     idx = pad_sequence(inputs, batch_first=True)  # (B, T)
     targets = pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX).flatten()
     queries = (targets != IGNORE_INDEX).nonzero().squeeze(1)  # (N,): N tokens in all endings

@@ -100,7 +100,14 @@ def converse(continue_tokens: Callable[..., object], device: torch.device) -> No
     """Read lines from the terminal; after each, continue all text so far, token by token."""
     with suppress(ImportError):  # Windows does not have it
         import readline  # noqa: F401 - importing it gives `input` its history
-    tokens = list[int]()
+    tokens, decoder = list[int](), codecs.getincrementaldecoder("utf-8")("replace")
+
+    def print_token(token: Tensor) -> None:
+        """Print a character whose bytes span several tokens with the last of them."""
+        tokens.append(int(token))
+        text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
+        print(text, end="", flush=True)
+
     print(GREETING)
     while True:
         try:
@@ -113,28 +120,16 @@ def converse(continue_tokens: Callable[..., object], device: torch.device) -> No
             return
         if line == "/new":
             tokens.clear()
+            decoder.reset()
             continue
+        if line:
+            decoder.reset()
         tokens.extend(gpt2_encoding().encode_ordinary(f"\n{line}" if tokens and line else line))
         print(line, end="", flush=True)
         with suppress(KeyboardInterrupt):
             prompt = torch.tensor([tokens or [END_OF_TEXT]], device=device)
-            continue_tokens(prompt, on_token=token_printer(tokens))
+            continue_tokens(prompt, on_token=print_token)
         print()
-
-
-def token_printer(tokens: list[int]) -> Callable[[Tensor], None]:
-    """Return a callback that prints each new token, (1,), as text and appends it to `tokens`.
-
-    A character whose bytes span several tokens is printed with the last of them.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def print_token(token: Tensor) -> None:
-        tokens.append(int(token))
-        text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
-        print(text, end="", flush=True)
-
-    return print_token
 
 
 def generate(

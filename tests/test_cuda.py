@@ -12,7 +12,7 @@ from corpus.shards import open_shards
 from dataloader import validation_batches
 from evaluation import evaluate_loss
 from formats.huggingface import save_pretrained
-from hellaswag import Row, evaluate_hellaswag, load_examples, score_rows
+from hellaswag import evaluate_hellaswag, load_examples, score_rows
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from runtime.device import is_out_of_memory
@@ -145,7 +145,7 @@ def test_samples_and_hellaswag_are_those_of_the_cpu(both):
 def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
     _, model = both
     examples = load_examples(HELLASWAG)[:8]
-    rows = [Row(each.context, ending) for each in examples for ending in each.endings]
+    rows = [(each.context, ending) for each in examples for ending in each.endings]
     shards, dist_info = open_shards(tiny_data, "val"), DistInfo(CUDA)
     batches = {"block_size": 128, "micro_batch_size": 4, "max_tokens": 1024, "vocab_size": 50257}
     for mode in ("default", "error"):  # first what is only made once, such as cuBLAS's handle

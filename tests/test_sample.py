@@ -1,6 +1,4 @@
-import contextlib
 import io
-import signal
 import sys
 from functools import partial
 
@@ -211,35 +209,19 @@ def test_main_interactive_continues_all_text_until_new(run_main, folder):
     assert texts == expected
 
 
-@pytest.mark.gpt2
-def test_main_interactive_stops_a_text_at_ctrl_c_and_keeps_what_there_is(run_main, monkeypatch):
-    whole = run_main("--interactive", "--max-new-tokens=7", stdin="Once upon\n")
-    printer = sample.token_printer
+def test_converse_never_tears_a_character_even_if_each_turn_is_interrupted(monkeypatch, capsys):
+    ids, prompts = gpt2_encoding().encode_ordinary("né☃🎉"), []
 
-    def interrupting(tokens):
-        take, n_tokens = printer(tokens), len(tokens)
+    def continue_tokens(prompt, on_token):
+        prompts.append(prompt[0].tolist())
+        on_token(torch.tensor([ids[len(prompts) - 1]]))
+        raise KeyboardInterrupt
 
-        def print_token(token):
-            take(token)
-            if len(tokens) == n_tokens + 2 and n_tokens == 2:  # "Once upon" has two tokens
-                signal.raise_signal(signal.SIGINT)
-
-        return print_token
-
-    monkeypatch.setattr(sample, "token_printer", interrupting)
-    printed = run_main("--interactive", stdin="Once upon\n\n")
-    assert "".join(printed.split("\n> ")).strip() == "".join(whole.split("\n> ")).strip()
-
-
-@given(text=st.text(max_size=20))
-def test_token_printer_never_tears_a_character(text):
-    tokens = []
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        take = sample.token_printer(tokens)
-        for token in gpt2_encoding().encode_ordinary(text):
-            take(torch.tensor([token]))
-            assert text.startswith(out.getvalue())
-    assert out.getvalue() == text
+    lines = io.StringIO("Once\n" + "\n" * (len(ids) - 1))
+    monkeypatch.setattr(sys, "stdin", lines)
+    sample.converse(continue_tokens, torch.device("cpu"))
+    assert capsys.readouterr().out.replace("\n> ", "").endswith("Oncené☃🎉\n")
+    assert prompts == [gpt2_encoding().encode_ordinary("Once") + ids[:n] for n in range(len(ids))]
 
 
 @pytest.mark.gpt2
