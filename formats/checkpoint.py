@@ -15,7 +15,6 @@ written.
 import base64
 import json
 import shutil
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,7 +78,7 @@ class RunState:
     own: dict[str, float] = field(default_factory=dict)
     """The numbers of `Trainer.state`."""
     code: dict[str, str] = field(default_factory=dict)
-    """Hashes of the code that trained: see `code_hashes`; empty in older checkpoints."""
+    """Hashes of the code that trained: see `code_hashes`. Older checkpoints have none by file."""
 
 
 class TrainerState(Protocol):
@@ -333,13 +332,12 @@ def _known_fields(config_class: type[Any], values: Mapping[str, Any]) -> dict[st
 
 
 def warn_if_code_changed(path: Path, state: RunState, files: Sequence[str] = CORE_FILES) -> None:
-    """Warn if functions, classes or constants in `files` changed since a checkpoint was saved."""
-    current = code_hashes(files)
-    saved = {name: digest for name, digest in state.code.items() if name.split()[0] in files}
-    edits = [name for name in current | saved if current.get(name) != saved.get(name)]
-    if state.code and edits and is_main():
-        names = textwrap.shorten(", ".join(edits), MAX_CHARACTERS, placeholder=" ...")
+    """Warn if `files` changed since a checkpoint was saved; older checkpoints have no hashes."""
+    current = code_hashes()
+    edits = [file for file in files if state.code.get(file, current[file]) != current[file]]
+    if edits and is_main():
         # On stderr, because `sample.py` prints texts on stdout.
+        names = ", ".join(edits)
         print_error(f"warning: {path} was saved by different code ({names}): results may differ")
 
 
