@@ -2,10 +2,9 @@
 
 import json
 
-import torch
-
 from runtime.distributed import DistInfo
 from training.config import TrainConfig
+from training.memory import find_device
 from training.run_log import RunLog
 
 BATCH = 8192
@@ -40,7 +39,7 @@ def new_log(run_dir, start_step=0, **settings):
     """The log of a run of ten steps; its settings can be others."""
     config = TrainConfig(**({"max_steps": 10, "total_batch_size": 1000} | settings))
     tokens_seen = start_step * config.total_batch_size
-    return RunLog(run_dir, config, start_step, tokens_seen, 10**6, DistInfo(), torch.float32)
+    return RunLog(run_dir, config, start_step, tokens_seen, find_device(config, DistInfo()))
 
 
 def log_step(log, step, loss=3.0, lr=1e-3, grad_norm=1.0):

@@ -114,11 +114,6 @@ def test_main_learns_validates_and_saves(whole, tiny_data):
     record = read_metrics(run_dir / "metrics.jsonl")[-2]
     assert record["tokens_seen"] == 8 * 256
     assert record["mfu"] is None  # a CPU's peak is not guessed
-    # Evaluations and saves count in the overall rate, and not in that of a step.
-    fastest, overall = (
-        series(run_dir, name) for name in ("tokens_per_second", "overall_tokens_per_second")
-    )
-    assert 0 < overall[8] < max(fastest.values())
     # Checkpoints are announced once they are complete, which may be after the evaluation.
     paths = [run_dir / "checkpoints" / f"step_{step:08d}" for step in (4, 8)]
     assert sorted((run_dir / "checkpoints").iterdir()) == paths

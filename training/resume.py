@@ -107,11 +107,7 @@ def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) ->
 
 
 def check_resume_compatible(
-    resumed: Checkpoint,
-    config: TrainConfig,
-    model_config: GPTConfig,
-    data_fingerprint: str,
-    val_fingerprint: str,
+    resumed: Checkpoint, config: TrainConfig, data_fingerprint: str, val_fingerprint: str
 ) -> None:
     """Raise if the dimensions, batch, data order or dataset differ from the checkpoint's.
 
@@ -119,7 +115,7 @@ def check_resume_compatible(
     """
     path, state = resumed
     saved = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
-    current = asdict(model_config)
+    current = asdict(config.model_config())
     expected = {name: saved.pop(name) for name in FIXED_MODEL_SETTINGS}
     found = {name: current.pop(name) for name in FIXED_MODEL_SETTINGS}
     found |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}

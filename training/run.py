@@ -28,7 +28,6 @@ from runtime.compiler import prepare_compiler
 from runtime.device import tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import write_json
-from runtime.flops import flops_per_token
 from runtime.precision import autocast, make_deterministic
 from spelling import share_by_spelling
 from training.checks import check_ranks_agree, run_preflight
@@ -312,8 +311,7 @@ def open_run(
         The run; None if it is already finished.
     """
     device = find_device(config, dist_info)
-    model_config = config.model_config()
-    splits = check_ranks_agree(config, resumed, device.dtype, dist_info)
+    splits = check_ranks_agree(config, resumed, device)
     if is_finished(resumed, config):
         print0("the run is finished: use a larger --max-steps to continue")
         yield None
@@ -323,9 +321,9 @@ def open_run(
         tune_malloc()
     stop = StopRequest(dist_info)
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
-        split = split_batch(config, model_config, device, dist_info)
+        split = split_batch(config, device)
         if is_main():  # the plan for a CPU times a matmul
-            print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
+            print0(describe_plan(config, device, split, splits[0]))
         hellaswag = list[Example]()
         if config.hellaswag_every:
             hellaswag = examples_or_none(config.hellaswag_data)
@@ -334,16 +332,14 @@ def open_run(
             config,
             start_step=resumed.state.step if resumed else 0,
             tokens_seen=resumed.state.tokens_seen if resumed else 0,
-            flops_per_token=flops_per_token(model_config),
-            dist_info=dist_info,
-            dtype=device.dtype,
+            device=device,
         )
         ranks = choose_ranks(config, dist_info, device.dtype)
         yield Run(
             config=config,
             ranks=ranks,
             resumed=resumed,
-            model_config=model_config,
+            model_config=config.model_config(),
             dtype=device.dtype,
             compiles=config.compile and can_compile(dist_info),
             **split._asdict(),
