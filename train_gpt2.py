@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dataloader import ShardedDataLoader
-from evaluation import evaluate, timed_parts
-from lr_schedule import settings_at, windows_at
+from evaluation import evaluate, fit_max_minutes
+from lr_schedule import settings_at
 from model import GPT, Block, Linear
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from optimizers import Muon
@@ -36,17 +36,8 @@ def main(args: Sequence[str] | None = None) -> None:
         if run is None:  # finished, or only `--plan` or `--preflight`
             return
         if run.config.max_minutes is not None and run.resumed is None:
-            run = fit_max_minutes(run)
+            run = fit_max_minutes(run, build(run), train_step)  # its trainer is freed here
         train(run, build(run))
-
-
-def fit_max_minutes(run: Run) -> Run:
-    """Return the run with as many steps as fit into `--max-minutes`, after timing some."""
-    trainer = build(run)  # used only here, because it is freed when this function returns
-    largest = max(range(run.config.max_steps), key=partial(windows_at, run.config))
-    with trainer.batches:
-        step = partial(train_step, run, trainer, largest)
-        return run.fit_max_minutes(step, timed_parts(run, trainer))
 
 
 # --- model and optimizers ---------------------------------------------------------------------

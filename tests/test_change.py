@@ -462,7 +462,7 @@ def test_a_second_validation_text_is_two_lines(patched, tiny_data):
     assert one[8] != logged(commands, "one", "val_loss")[8]
     with edited(commands, "evaluation.py", '"second"))', '"val"))') as same:
         done = same.run("train_gpt2", *flags, "--run-name=same")
-    assert_refused(done, "validate (evaluation 1)", "'val_loss'")
+    assert_refused(done, "evaluation 2 and evaluation 1 both log 'val_loss'")
 
 
 def test_state_of_ones_own_is_saved_evaluated_and_resumed(patched, tiny_data):

@@ -7,31 +7,38 @@ import shutil
 import signal
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import HELLASWAG, ROOT, TINY_RUN, change_function, needs_compiler, series, tiny_run
+from conftest import (
+    HELLASWAG,
+    ROOT,
+    TINY_RUN,
+    change_function,
+    needs_compiler,
+    randomize_weights,
+    series,
+    tiny_run,
+)
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evaluation
 import train_gpt2
+from corpus.shards import open_shards
 from dataloader import Batch
-from evaluation import evaluate_loss
 from formats.checkpoint import verify_checkpoint
 from formats.load import latest_checkpoint, load_model
 from formats.metrics import read_metrics
 from lr_schedule import windows_at
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
-from runtime.distributed import DistInfo
 from runtime.precision import make_deterministic
-from tokenizer import gpt2_encoding
+from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
 from training.run import Trainer
 
@@ -536,50 +543,38 @@ def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("val_loss", r"\(evaluation 3\) and validate \(evaluation 1\) both log 'val_loss': rename"),
-        ("val_bpb", r"validate \(evaluation 3\) and validate \(evaluation 1\) both log 'val_loss'"),
-        ("grad_norm", r"train_step and <lambda> \(evaluation 3\) both log 'grad_norm'"),
-        ("tokens_seen", r"<lambda> \(evaluation 3\) and the log both log 'tokens_seen'"),
+        ("val_loss", "evaluation 3 and evaluation 1 both log 'val_loss': rename one"),
+        ("grad_norm", "train_step and evaluation 3 both log 'grad_norm'"),
+        ("tokens_seen", "evaluation 3 and the log both log 'tokens_seen'"),
     ],
 )
 def test_a_metric_that_another_function_logs_is_an_error(tiny_flags, monkeypatch, name, message):
     monkeypatch.setattr(evaluation, "write_samples", lambda *_: {name: 1.0})
-    if name == "val_bpb":
-        again = partial(evaluation.validate)  # has no name of its own
-        monkeypatch.setattr(evaluation, "write_samples", again)
     with pytest.raises(ValueError, match=message):
         main([*tiny_flags, "--run-name=a", "--sample-every=4"])
 
 
 @pytest.mark.gpt2
-def test_evaluate_loss_weighs_tokens_not_batches():
-    torch.manual_seed(0)
-    model = GPT(TINY)
-    batch = random_batch(6)
-    ignored = batch.targets.clone()
-    ignored[4:] = -100
-    nothing = torch.full_like(ignored, -100)
-    batches = [Batch(batch.inputs, ignored), Batch(batch.inputs[4:], batch.targets[4:])]
-    batches.append(Batch(batch.inputs, nothing))
-    expected = float(model(*batch).loss.detach())
-    metrics = evaluate_loss(model, batches, TINY.vocab_size, torch.float32, DistInfo())
-    assert metrics == {"val_loss": pytest.approx(expected, abs=1e-6)}  # its ids are not GPT-2's
-
-
-@pytest.mark.gpt2
-def test_evaluate_loss_gives_bits_per_byte_of_the_targets():
-    """As by hand: a loss per token, and the bytes of each; the first is no target."""
-    ids = [50256, *gpt2_encoding().encode_ordinary("naïve café 日本語, 🙂!"), 50256]
-    tokens = torch.tensor([ids])
-    config = GPTConfig(block_size=len(ids), n_layer=1, n_head=1, n_embd=8)
-    torch.manual_seed(0)
-    model = GPT(config)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
-    targets[0, 2] = -100
-    loss = F.cross_entropy(model(inputs).logits[0].detach(), targets[0], reduction="sum").item()
-    text = [gpt2_encoding().decode_single_token_bytes(i) for i in [*ids[1:3], *ids[4:-1]]]
-    batches = [Batch(inputs, targets)]
-    metrics = evaluate_loss(model, batches, config.vocab_size, torch.float32, DistInfo())
-    assert metrics["val_bpb"] == pytest.approx(loss / math.log(2) / len(b"".join(text)), rel=1e-5)
-    with pytest.raises(ValueError, match="the text of my_loss is shorter than --block-size"):
-        evaluate_loss(model, [], config.vocab_size, torch.float32, DistInfo(), "my")
+def test_validate_weighs_tokens_not_batches_and_counts_the_bytes_of_targets(tiny_data, tmp_path):
+    """As by hand, for six windows of which the last two share a batch with two fillers."""
+    ids = gpt2_encoding().encode_ordinary("naïve café 日本語, 🙂! " * 8)[:96]
+    ids.insert(3, END_OF_TEXT)  # a target without bytes
+    for name, tokens in (("text", ids), ("short", ids[:9])):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "val_000000.npy", np.array(tokens, np.uint16))
+    text, short = (open_shards(tmp_path / name, "all") for name in ("text", "short"))
+    with tiny_run(tiny_data, tmp_path, total_batch_size=64, micro_batch_size=4) as run:
+        trainer = build(run)
+        randomize_weights(trainer.raw_model)
+        metrics = evaluation.validate(run, trainer, text, "my")
+        with pytest.raises(ValueError, match="the text of my_loss is shorter than --block-size"):
+            evaluation.validate(run, trainer, short, "my")
+        other = replace(run, model_config=replace(run.model_config, vocab_size=1000))
+        assert evaluation.validate(other, trainer).keys() == {"val_loss"}  # no ids of GPT-2
+    tokens = torch.tensor(ids)
+    with torch.no_grad():
+        logits = trainer.raw_model(tokens[:-1].view(6, 16)).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
+    n_bytes = len(gpt2_encoding().decode_bytes([id for id in ids[1:] if id != END_OF_TEXT]))
+    assert metrics["my_loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["my_bpb"] == pytest.approx(96 * loss / math.log(2) / n_bytes, rel=1e-5)

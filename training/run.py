@@ -3,9 +3,9 @@
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,7 +34,6 @@ from training.checks import check_ranks_agree, run_preflight
 from training.config import TrainConfig
 from training.folder import explain_failures, lock_run_folder, resume_hint
 from training.groups import GroupSettings, check_optimizers
-from training.max_minutes import steps_that_fit
 from training.memory import find_device, split_batch
 from training.plan import describe_plan, print_plan
 from training.resume import parse_config
@@ -136,20 +135,6 @@ class Run:
         # the others wait.
         gc.collect()
         gc.freeze()
-
-    def fit_max_minutes(
-        self,
-        train_step: Callable[[], object],
-        evaluations: Sequence[tuple[int, float, Callable[[], object]]],
-    ) -> "Run":
-        """Return the run with the number of steps that fits into `--max-minutes`.
-
-        The arguments have the same meaning as in `steps_that_fit`.
-        """
-        minutes = self.config.max_minutes or math.inf
-        steps = steps_that_fit(minutes, self.ranks, train_step, evaluations)
-        self.log.config = replace(self.config, max_steps=steps, max_minutes=None)
-        return replace(self, config=self.log.config)
 
     def finish(self, step: int) -> None:
         """Print how the run ended; create the file `PREEMPTED` if the run should be resumed.
