@@ -61,7 +61,7 @@ def build(run: Run) -> Trainer:
             shuffle=run.config.shuffle,
             vocab_size=run.model_config.vocab_size,
             dist_info=run.ranks,
-            position=run.start_position,
+            position=run.resumed.state.position if run.resumed else 0,
         ),
     )
     if run.resumed is not None:
@@ -205,7 +205,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
         scaler.unscale_(optimizer)
     totals["grad_norm"] = norm = ranks.grad_norm(raw_model.parameters())
     # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
-    metrics = ranks.average(totals | {"stop": run.stop.signaled})
+    metrics = ranks.average(totals | {"stop": run.stop.signal})
     if metrics.pop("stop"):
         run.stop.is_agreed = True
     counted = max(0.0, 1 - metrics.pop("masked")) or 1.0  # part of all targets; 1 for none

@@ -90,17 +90,6 @@ def is_valid(checkpoint: Path) -> bool:
     return False
 
 
-def describe_run(run_dir: Path) -> str:
-    """Describe where a run is, and how to follow, stop and resume it."""
-    path = shell_line(run_dir)
-    return (
-        f"run folder  {path}\n"
-        f"figures     python plot.py {path}, at any time\n"
-        f"to stop     Ctrl-C or SIGTERM; the run saves a checkpoint first\n"
-        f"to resume   the same command with {shell_line('--resume', run_dir)}"
-    )
-
-
 def resume_hint(run_dir: Path) -> str:
     """Describe the last checkpoint, and how to resume from it or to start over without one."""
     checkpoint = latest_checkpoint(run_dir)
@@ -129,7 +118,7 @@ def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
                 f"{resume_hint(run_dir)}"
             ) from None
         if problem := compile_error(error):
-            if stop.signaled:  # the signal also stopped the compiler's processes
+            if stop.signal:  # the signal also stopped the compiler's processes
                 raise KeyboardInterrupt(resume_hint(run_dir)) from None
             raise ValueError(f"{problem}; {resume_hint(run_dir)}") from None
         raise

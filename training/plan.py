@@ -10,7 +10,7 @@ import torch
 from corpus.shards import TokenShards, open_shards
 from lr_schedule import position_at
 from runtime.cli import format_duration
-from runtime.distributed import DistInfo, is_main, print0, read_dist_env
+from runtime.distributed import DistInfo, print0, read_dist_env
 from runtime.files import read_json
 from runtime.flops import cpu_flops, flops_per_token, peak_flops
 from training.config import TrainConfig
@@ -37,8 +37,7 @@ def print_plan(config: TrainConfig) -> None:
     split = split_batch(config, device)
     with suppress(OSError, ValueError):  # a plan does not need data
         train_shards = open_shards(config.data_dir, "train")
-    if is_main():
-        print0(describe_plan(config, device, split, train_shards))
+    print0(describe_plan(config, device, split, train_shards))
 
 
 def describe_plan(

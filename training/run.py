@@ -1,6 +1,5 @@
 """A run, which is set up once before training, and the state of its training loop."""
 
-import gc
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,11 +70,6 @@ class Run:
         """Number of updates done before this start or resume."""
         return self.resumed.state.step if self.resumed else 0
 
-    @property
-    def start_position(self) -> int:
-        """Windows of the data order that the updates before this start consumed."""
-        return self.resumed.state.position if self.resumed else 0
-
     def micro_steps(self, step: int) -> int:
         """Return the number of micro-batches of each rank in the update after `step` updates."""
         return windows_at(self.config, step) // (self.micro_batch_size * self.ranks.world_size)
@@ -122,19 +116,12 @@ class Run:
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
         with self.stop, self.log, self.writer:  # the writer exits first, because it logs
             self.log.start(self.train_shards.fingerprint)
-            try:
-                yield
-            finally:
-                gc.unfreeze()  # `after_first_step` called gc.freeze()
+            yield
 
     def after_first_step(self, trainer: "Trainer") -> None:
         """Raise ValueError on all ranks if a checkpoint cannot hold the trainer's state."""
         with distributed.raise_on_all_ranks():
             checkpoint.check_saveable(trainer.raw_model, trainer.optimizers, trainer.state)
-        # Later collections would rescan all compiled objects, for half a second on one rank while
-        # the others wait.
-        gc.collect()
-        gc.freeze()
 
     def finish(self, step: int) -> None:
         """Print how the run ended; create the file `PREEMPTED` if the run should be resumed.
@@ -307,18 +294,11 @@ def open_run(
     stop = StopRequest(dist_info)
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, device)
-        if is_main():  # the plan for a CPU times a matmul
-            print0(describe_plan(config, device, split, splits[0]))
+        print0(describe_plan(config, device, split, splits[0]))
         hellaswag = list[Example]()
         if config.hellaswag_every:
             hellaswag = examples_or_none(config.hellaswag_data)
-        log = RunLog(
-            folder,
-            config,
-            start_step=resumed.state.step if resumed else 0,
-            tokens_seen=resumed.state.tokens_seen if resumed else 0,
-            device=device,
-        )
+        log = RunLog(folder, config, resumed, device)
         ranks = choose_ranks(config, dist_info, device.dtype)
         yield Run(
             config=config,

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 
+from formats.checkpoint import Checkpoint
 from formats.metrics import LOG_METRICS, METRICS_NAME
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import peak_memory_gib, synchronize
@@ -25,7 +26,6 @@ from runtime.distributed import is_main, print0
 from runtime.files import append_atomically
 from runtime.flops import flops_per_token, mfu, peak_flops
 from training.config import TrainConfig
-from training.folder import describe_run
 from training.memory import Device
 from training.trackers import Trackers
 
@@ -40,13 +40,14 @@ class RunLog:
 
     run_dir: Path
     config: TrainConfig
-    start_step: int
-    """Number of updates done before this start or resume."""
-    tokens_seen: int
-    """Tokens of all updates so far."""
+    resumed: Checkpoint | None
     device: Device
 
     def __post_init__(self) -> None:
+        self.start_step = self.tokens_seen = 0  # of the updates done before this start or resume
+        if self.resumed is not None:
+            self.start_step = self.resumed.state.step
+            self.tokens_seen = self.resumed.state.tokens_seen
         self._last_step = self.start_step
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
@@ -72,7 +73,11 @@ class RunLog:
 
     def start(self, data_fingerprint: str) -> None:
         """Print how to follow the run; record where it resumes, the machine and the data."""
-        print0(describe_run(self.run_dir))
+        path = shell_line(self.run_dir)
+        print0(f"run folder  {path}")
+        print0(f"figures     python plot.py {path}, at any time")
+        print0("to stop     Ctrl-C or SIGTERM; the run saves a checkpoint first")
+        print0(f"to resume   the same command with {shell_line('--resume', self.run_dir)}")
         if self.config.resume is not None:
             self.record(resumed_from=self.start_step)
         device = f"{self.device.dist_info.world_size} x {self.device.name}"

@@ -36,22 +36,17 @@ class StopRequest:
         self.is_agreed = False  # all processes know that they must stop
         self.interrupted_evaluation = False
         self._is_single_process = dist_info.world_size == 1
-        self._signal = 0  # received by this process; 0 = none
+        self.signal = 0  # received by this process; 0 = none
         self._handlers: dict[int, Any] = {}
-
-    @property
-    def signaled(self) -> bool:
-        """Whether this process received a stop signal; the others may not know about it yet."""
-        return self._signal > 0
 
     def signal_name(self) -> str | None:
         """Return the name of the signal that any process received; every process must call this."""
-        number = all_reduce_max(self._signal)
+        number = all_reduce_max(self.signal)
         return signal.Signals(number).name if number else None
 
     def interrupt_evaluation(self) -> None:
         """Leave an `interruptible` body if any process got a signal; all processes must call it."""
-        self.is_agreed = all_reduce_max(self.signaled) > 0
+        self.is_agreed = all_reduce_max(self.signal) > 0
         if self.is_agreed:
             raise _EvaluationStopped
 
@@ -74,10 +69,10 @@ class StopRequest:
             signal.signal(*self._handlers.popitem())
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._signal == number == signal.SIGINT and self._is_single_process:
+        if self.signal == number == signal.SIGINT and self._is_single_process:
             raise KeyboardInterrupt
-        if not self._signal and is_main() and os.isatty(2):
+        if not self.signal and is_main() and os.isatty(2):
             line = f"{signal.Signals(number).name}: stopping after this step\n"
             with suppress(OSError):  # the terminal was closed
                 os.write(2, line.encode())  # not print, which the signal may have interrupted
-        self._signal = self._signal or number
+        self.signal = self.signal or number
