@@ -5,6 +5,7 @@ Each is a function `(run, trainer) -> dict[str, float]`, whose numbers are logge
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -22,10 +23,9 @@ from sample import generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
 from training.run import Run, Trainer
+from training.stopping import EvaluationStopped
 
 TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # how much of an evaluation --max-minutes times
-MAX_TIMED_SECONDS = 5.0
-TIMED_FRACTION = 0.01  # of --max-minutes, for each thing that is timed
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
 PROMPT_TOKENS = 16  # without --sample-prompt, samples continue the start of the validation split
 Evaluation = Callable[[Run, Trainer], dict[str, float]]
@@ -54,10 +54,11 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
     ]
     if not due:
         return
-    with run.log.evaluation(step) as record, eval_mode(trainer.raw_model), run.stop.interruptible():
+    raw_model = trainer.raw_model
+    with run.log.evaluation(step) as record, eval_mode(raw_model), suppress(EvaluationStopped):
         for name, measure in due:
             metrics = measure(run, trainer)
-            run.ranks.reshard(trainer.raw_model)  # its forward passes left parameters gathered
+            run.ranks.reshard(raw_model)  # its forward passes left parameters gathered
             run.log.claim_names(name, metrics)
             record |= metrics
 
@@ -148,7 +149,7 @@ def fit_max_minutes(
     begun, config = perf_counter(), run.config
     assert config.max_minutes is not None
     budget = 60 * config.max_minutes
-    timed_seconds = min(MAX_TIMED_SECONDS, TIMED_FRACTION * budget)
+    timed_seconds = min(5.0, 0.01 * budget)  # for each thing that is timed
     last_step = config.max_steps - 1  # if the batch grows during training, the largest
     with trainer.batches:
         step = partial(train_step, run, trainer, last_step)

@@ -216,7 +216,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     nn.utils.clip_grads_with_norm_(raw_model.parameters(), run.config.grad_clip, norm / counted)
     is_finite = math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["grad_norm"])
     if not is_finite:
-        trainer.raise_unless_overflow(metrics, run.log.inspect_command())
+        trainer.raise_unless_overflow(metrics, step, run.folder)
     for optimizer in trainer.optimizers:
         if is_finite:  # with `scaler.step`, one optimizer could step and another could not
             optimizer.step()

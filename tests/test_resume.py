@@ -202,7 +202,7 @@ def test_saved_settings_have_flags_laid_over_them(tmp_path):
     [
         ({"max_steps": True}, "config.json: --max-steps: expected one argument"),
         ({"max_lr": -1}, "config.json: --max-lr must be above 0, not -1"),
-        ({"layers": 3}, "has the unknown setting 'layers': use the version that wrote the file"),
+        ({"layers": 3}, "config.json: unknown flag --layers: did you mean --n-layer"),
         ([], "config.json is neither a recipe nor a run's config.json"),
     ],
 )

@@ -412,13 +412,14 @@ def test_raise_unless_overflow_gives_up_once_the_scale_is_down_to_1():
     model, scaler = GPT(TINY), torch.amp.GradScaler("cpu", init_scale=4.0)
     trainer = Trainer(model, model, [SGD(model.parameters())], scaler, batches=None)
     overflow, nan = {"train_loss": 1.0, "grad_norm": math.inf}, math.nan
-    trainer.raise_unless_overflow(overflow, "a command")  # only this update is left out
+    run_dir = Path("runs/a")
+    trainer.raise_unless_overflow(overflow, 3, run_dir)  # only this update is left out
     with pytest.raises(FloatingPointError, match="loss nan"):
-        trainer.raise_unless_overflow({"train_loss": nan, "grad_norm": nan}, "")
+        trainer.raise_unless_overflow({"train_loss": nan, "grad_norm": nan}, 3, run_dir)
     scaler.scale(torch.ones(()))  # sets it up
     scaler.update(1.0)
-    with pytest.raises(FloatingPointError, match=r"gradient norm inf: .*, run a command"):
-        trainer.raise_unless_overflow(overflow, "a command")
+    with pytest.raises(FloatingPointError, match=r"norm inf: .* read_step\.py runs/a --step 4$"):
+        trainer.raise_unless_overflow(overflow, 3, run_dir)
 
 
 @pytest.mark.gpt2

@@ -262,11 +262,6 @@ class TrainConfig:
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
     """Return the configuration whose `saved()` is `settings`; missing fields get their defaults."""
-    for name in settings.keys() - {field.name for field in fields(TrainConfig)}:
-        raise ValueError(
-            f"{source} has the unknown setting {name!r:.60}: use the version that wrote "
-            f"the file, or remove the setting"
-        )
     try:
         return parse_flags(TrainConfig, as_flags(settings))
     except ValueError as error:

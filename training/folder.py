@@ -52,17 +52,14 @@ def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
     return config.out_dir / f"{config.size}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def belongs_to_run(resumed: Checkpoint, run_dir: Path) -> bool:
-    """Return whether a checkpoint is in this run's folder, also if links lead there."""
-    return resumed.path.parent.resolve() == (run_dir / "checkpoints").resolve()
-
-
 def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None) -> None:
     """Raise if the run can be neither started nor resumed in this folder."""
     checkpoints = run_dir / "checkpoints"
     holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
     step, complete = last_saved_step(run_dir / METRICS_NAME), complete_checkpoints(checkpoints)
-    is_resumed = config.resume is not None and (resumed is None or belongs_to_run(resumed, run_dir))
+    # Links may lead to the run's folder.
+    is_own = resumed is None or resumed.path.parent.resolve() == checkpoints.resolve()
+    is_resumed = config.resume is not None and is_own
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
             f"{run_dir} already holds a run: use another --run-name; {resume_hint(run_dir)}"

@@ -72,15 +72,15 @@ def describe_plan(
         if train_shards is not None:
             total = train_shards.total_tokens
             rows["passes"] = f"{tokens / total:.3g} over the dataset's {total:,} tokens"
-        rows["time"] = describe_time(config, device)
+        rows["time"] = describe_time(config, device, tokens)
     if config.config is not None and (about := read_json(config.config).get("about")):
         rows["recipe"] = about
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-def describe_time(config: TrainConfig, device: Device) -> str:
-    """Return the duration of training without evaluations."""
+def describe_time(config: TrainConfig, device: Device, tokens: int) -> str:
+    """Return the duration of training on this number of tokens, without evaluations."""
     model_config, dist_info = config.model_config(), device.dist_info
     peak = None
     if dist_info.device.type == "cpu":
@@ -89,7 +89,6 @@ def describe_time(config: TrainConfig, device: Device) -> str:
         peak = peak_flops(device.name, float32=device.dtype == torch.float32)
     if peak is None:
         return "unknown for this model on this device; see the eta after the first steps"
-    tokens = position_at(config, config.max_steps) * config.block_size
     seconds = flops_per_token(model_config) * tokens / (MFU * peak * dist_info.world_size)
     time = f"about {format_duration(seconds)}, at {MFU:.0%} MFU"
     if dist_info.device.type == "cpu":  # may be wrong by a factor of two

@@ -23,6 +23,7 @@ from lr_schedule import windows_at
 from model import GPT, GPTConfig
 from parallel import DDP, FSDP, Ranks
 from runtime import distributed
+from runtime.cli import shell_line
 from runtime.compiler import prepare_compiler
 from runtime.device import tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
@@ -195,7 +196,7 @@ class Trainer:
                 "with requires_grad_(False)"
             )
 
-    def raise_unless_overflow(self, metrics: Mapping[str, float], inspect_command: str) -> None:
+    def raise_unless_overflow(self, metrics: Mapping[str, float], step: int, folder: Path) -> None:
         """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
 
         An overflow only skips this update and halves the loss scale, which never goes below 1.
@@ -204,7 +205,7 @@ class Trainer:
         if not math.isfinite(loss) or self.scaler.get_scale() <= 1:  # 1 without float16
             raise FloatingPointError(
                 f"loss {loss:.4f}, gradient norm {norm}: no update was made; to see the text of "
-                f"the step, run {inspect_command}"
+                f"the step, run {shell_line('python', 'read_step.py', folder, '--step', step + 1)}"
             )
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
@@ -295,9 +296,6 @@ def open_run(
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, device)
         print0(describe_plan(config, device, split, splits[0]))
-        hellaswag = list[Example]()
-        if config.hellaswag_every:
-            hellaswag = examples_or_none(config.hellaswag_data)
         log = RunLog(folder, config, resumed, device)
         ranks = choose_ranks(config, dist_info, device.dtype)
         yield Run(
@@ -310,7 +308,7 @@ def open_run(
             **split._asdict(),
             train_shards=splits[0],
             val_shards=splits[1],
-            hellaswag=hellaswag,
+            hellaswag=examples_or_none(config.hellaswag_data) if config.hellaswag_every else [],
             folder=folder,
             stop=stop,
             log=log,

@@ -48,7 +48,6 @@ class RunLog:
         if self.resumed is not None:
             self.start_step = self.resumed.state.step
             self.tokens_seen = self.resumed.state.tokens_seen
-        self._last_step = self.start_step
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
     def __enter__(self) -> Self:
@@ -95,11 +94,6 @@ class RunLog:
         yield
         self._step_begun += perf_counter() - begun
 
-    def inspect_command(self) -> str:
-        """Return the command that prints the text of the step after the last logged one."""
-        step = ("--step", self._last_step + 1)
-        return shell_line("python", "read_step.py", self.run_dir, *step)
-
     def step(self, step: int, tokens_seen: int, metrics: Mapping[str, float]) -> None:
         """Log a step that the device has finished, the `step`-th update.
 
@@ -109,7 +103,7 @@ class RunLog:
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
         tokens_per_second = (tokens_seen - self.tokens_seen) / seconds
-        self.tokens_seen, self._last_step = tokens_seen, step
+        self.tokens_seen = tokens_seen
         self.claim_names("train_step", metrics)
         record = {
             "step": step,
@@ -165,8 +159,7 @@ class RunLog:
         lines = [f"step {step} | sample: {text!r}" for text in texts]
         with warn_on_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-        for line in lines:
-            print0(line)
+        print0("\n".join(lines))
 
     def saved(self, step: int, path: Path) -> None:
         """Log that the checkpoint of a step is complete."""

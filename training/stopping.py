@@ -6,8 +6,7 @@ and Ctrl-C are recorded here until all processes know about them.
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -20,8 +19,8 @@ SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
 ]
 
 
-class _EvaluationStopped(Exception):  # noqa: N818 - not an error
-    pass
+class EvaluationStopped(Exception):  # noqa: N818 - not an error
+    """Ends an evaluation on all processes, because one of them received a signal."""
 
 
 class StopRequest:
@@ -45,18 +44,10 @@ class StopRequest:
         return signal.Signals(number).name if number else None
 
     def interrupt_evaluation(self) -> None:
-        """Leave an `interruptible` body if any process got a signal; all processes must call it."""
-        self.is_agreed = all_reduce_max(self.signal) > 0
+        """Raise EvaluationStopped if any process got a signal; all processes must call this."""
+        self.is_agreed = self.interrupted_evaluation = all_reduce_max(self.signal) > 0
         if self.is_agreed:
-            raise _EvaluationStopped
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Run an evaluation that calls `interrupt_evaluation` before each batch."""
-        try:
-            yield
-        except _EvaluationStopped:
-            self.interrupted_evaluation = True
+            raise EvaluationStopped
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
