@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
             settings = (group["lr"], group["weight_decay"], group["momentum"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    rows = tuple(group["rows"]) or parameter.shape[:1]  # of the stacked matrices
+                    rows = tuple(group["rows"]) or parameter.shape[:1]  # one matrix
                     together[parameter.shape, rows, *settings].append(parameter)
         for (_, rows, lr, weight_decay, momentum), parameters in together.items():
             update = self._next_updates(parameters, momentum)

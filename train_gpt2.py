@@ -162,7 +162,7 @@ def train(run: Run, trainer: Trainer) -> None:
             metrics = train_step(run, trainer, step)
             run.log.step(step + 1, trainer.batches.tokens_seen, metrics)
             if step == run.start_step:
-                run.after_first_step(trainer)
+                trainer.check_saveable()  # the optimizers have their state now
 
 
 def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:

@@ -119,11 +119,6 @@ class Run:
             self.log.start(self.train_shards.fingerprint)
             yield
 
-    def after_first_step(self, trainer: "Trainer") -> None:
-        """Raise ValueError on all ranks if a checkpoint cannot hold the trainer's state."""
-        with distributed.raise_on_all_ranks():
-            checkpoint.check_saveable(trainer.raw_model, trainer.optimizers, trainer.state)
-
     def finish(self, step: int) -> None:
         """Print how the run ended; create the file `PREEMPTED` if the run should be resumed.
 
@@ -208,6 +203,11 @@ class Trainer:
                 f"the step, run {shell_line('python', 'read_step.py', folder, '--step', step + 1)}"
             )
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
+
+    def check_saveable(self) -> None:
+        """Raise ValueError on all ranks if a checkpoint cannot hold the state."""
+        with distributed.raise_on_all_ranks():
+            checkpoint.check_saveable(self.raw_model, self.optimizers, self.state)
 
     def check_finite(self, step: int, ranks: Ranks) -> None:
         """Raise FloatingPointError on every rank if a weight or a moment is not finite."""

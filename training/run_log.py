@@ -44,7 +44,7 @@ class RunLog:
     device: Device
 
     def __post_init__(self) -> None:
-        self.start_step = self.tokens_seen = 0  # of the updates done before this start or resume
+        self.start_step = self.tokens_seen = 0  # steps and tokens before this start or resume
         if self.resumed is not None:
             self.start_step = self.resumed.state.step
             self.tokens_seen = self.resumed.state.tokens_seen
