@@ -4,23 +4,26 @@ Each is a function `(run, trainer) -> dict[str, float]`, whose numbers are logge
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 import torch
-from torch import nn
 
 from corpus.shards import TokenShards
-from dataloader import Batch, validation_batches
+from dataloader import validation_batches
 from hellaswag import evaluate_hellaswag
 from ops import IGNORE_INDEX
-from runtime.distributed import DistInfo, all_reduce_sum
-from runtime.precision import autocast, eval_mode
+from runtime.device import synchronize
+from runtime.distributed import DistInfo, all_reduce_max, all_reduce_sum, print0
+from runtime.precision import eval_mode
 from sample import generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
 from training.run import Run, Trainer
+from training.stopping import EvaluationStopped
 
 TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # how much of an evaluation --max-minutes times
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -44,21 +47,23 @@ def evaluations(config: TrainConfig) -> list[tuple[int, Evaluation]]:
 
 def evaluate(run: Run, trainer: Trainer, step: int) -> None:
     """Run and log the evaluations that are due after `step` updates."""
-    due = []
-    for number, (every, measure) in enumerate(evaluations(run.config), start=1):
-        name = getattr(getattr(measure, "func", measure), "__name__", "")  # `func` of a partial
-        if run.is_due(every, step):
-            due.append((measure, f"{name} (evaluation {number})"))
+    due = [
+        (f"evaluation {number}", measure)
+        for number, (every, measure) in enumerate(evaluations(run.config), start=1)
+        if run.is_due(every, step)
+    ]
     if not due:
         return
-    with run.log.evaluation(step) as record, eval_mode(trainer.raw_model), run.stop.interruptible():
-        for measure, name in due:
+    raw_model = trainer.raw_model
+    with run.log.evaluation(step) as record, eval_mode(raw_model), suppress(EvaluationStopped):
+        for name, measure in due:
             metrics = measure(run, trainer)
-            run.ranks.reshard(trainer.raw_model)  # its forward passes left parameters gathered
+            run.ranks.reshard(raw_model)  # its forward passes left parameters gathered
             run.log.claim_names(name, metrics)
             record |= metrics
 
 
+@torch.no_grad()
 def validate(
     run: Run, trainer: Trainer, split: TokenShards | None = None, name: str = "val"
 ) -> dict[str, float]:
@@ -66,40 +71,25 @@ def validate(
 
     The text is the first `--val-tokens` of a split, by default of the validation split; for text of
     your own, pass `open_shards(folder, "all")`. The windows are the same at any number of ranks.
+    Losses, tokens and bytes are summed over the ranks and then divided once, so that the results
+    do not depend on the number of ranks. Bits per byte are left out if the ids are not GPT-2's.
     """
+    device, vocab_size = run.ranks.device, run.model_config.vocab_size
     batches = validation_batches(
         run.val_shards if split is None else split,
         block_size=run.model_config.block_size,
         micro_batch_size=run.micro_batch_size,
         max_tokens=run.config.val_tokens,
-        vocab_size=run.model_config.vocab_size,
+        vocab_size=vocab_size,
         dist_info=run.ranks,
         before_batch=run.stop.interrupt_evaluation,
     )
-    vocab_size = run.model_config.vocab_size
-    return evaluate_loss(trainer.model, batches, vocab_size, run.dtype, run.ranks, name)
-
-
-@torch.no_grad()
-def evaluate_loss(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    vocab_size: int,
-    dtype: torch.dtype,
-    dist_info: DistInfo,
-    name: str = "val",
-) -> dict[str, float]:
-    """Return the mean loss of all ranks' batches, see `validate`.
-
-    Losses, tokens and bytes are summed over the ranks and then divided once, so that the results
-    do not depend on the number of ranks. Bits per byte are left out if the ids are not GPT-2's.
-    """
-    lengths = torch.from_numpy(token_bytes(vocab_size)).to(dist_info.device)
-    exact = torch.float32 if dist_info.device.type == "mps" else torch.float64  # MPS has no float64
-    totals = torch.zeros(3, dtype=exact, device=dist_info.device)
+    lengths = torch.from_numpy(token_bytes(vocab_size)).to(device)
+    exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    totals = torch.zeros(3, dtype=exact, device=device)
     for inputs, targets in batches:
-        with autocast(dist_info.device, dtype):
-            _, loss = model(inputs, targets)
+        with run.autocast():
+            _, loss = trainer.model(inputs, targets)
         is_counted = targets != IGNORE_INDEX
         totals[0] += torch.where(is_counted.any(), loss * is_counted.sum(), 0.0)
         totals[1] += is_counted.sum()
@@ -146,16 +136,53 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
     return {"samples": len(sequences)}
 
 
-def timed_parts(run: Run, trainer: Trainer) -> list[tuple[int, float, Callable[[], object]]]:
-    """Return what `--max-minutes` times of validation and HellaSwag: see `Run.fit_max_minutes`."""
-    config, block_size = run.config, run.model_config.block_size
-    examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
-    tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * block_size
-    part = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
+# --- --max-minutes ----------------------------------------------------------------------------
+
+
+def fit_max_minutes(
+    run: Run, trainer: Trainer, train_step: Callable[[Run, Trainer, int], object]
+) -> Run:
+    """Return the run with the number of steps that fits into `--max-minutes`.
+
+    Time a step, a part of a validation and a part of HellaSwag. Every process must call this.
+    """
+    begun, config = perf_counter(), run.config
+    assert config.max_minutes is not None
+    budget = 60 * config.max_minutes
+    timed_seconds = min(5.0, 0.01 * budget)  # for each thing that is timed
+    last_step = config.max_steps - 1  # if the batch grows during training, the largest
+    with trainer.batches:
+        step = partial(train_step, run, trainer, last_step)
+        step_seconds = time_call(step, timed_seconds, run.ranks)
+    tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
-    validations, scores = val_tokens / tokens, len(run.hellaswag) / max(1, len(examples))
-    parts = [
-        (config.val_every, max(1.0, validations), partial(validate, part, trainer)),
-        (config.hellaswag_every, scores, partial(score_hellaswag, part, trainer)),
-    ]
-    return [each for each in parts if each[0]]  # 0 = never
+    examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
+    part = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
+    seconds_per_step, fixed_seconds = step_seconds, 0.0
+    for every, measure, n_parts in (
+        (config.val_every, validate, val_tokens / tokens),
+        (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
+    ):
+        if every > 0:
+            part_seconds = time_call(partial(measure, part, trainer), timed_seconds, run.ranks)
+            seconds = max(1.0, n_parts) * part_seconds
+            seconds_per_step += seconds / every
+            fixed_seconds += 1.5 * seconds  # they also run at the start and at the end
+    left = budget - (perf_counter() - begun) - fixed_seconds
+    steps = -all_reduce_max(-max(1, int(left / seconds_per_step)))
+    print0(f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each")
+    run.log.config = replace(config, max_steps=steps, max_minutes=None)
+    return replace(run, config=run.log.config)
+
+
+def time_call(work: Callable[[], object], timed_seconds: float, dist_info: DistInfo) -> float:
+    """Return the seconds that a compiled call takes; every process must call this."""
+    calls = 1
+    for _ in range(3):  # compile, estimate the number of calls, measure
+        begun = perf_counter()
+        for _ in range(calls):
+            work()
+        synchronize(dist_info.device)
+        seconds = (perf_counter() - begun) / calls
+        calls = all_reduce_max(int(min(100, 1 + timed_seconds / seconds)))
+    return seconds

@@ -6,7 +6,7 @@ hidden layers; AdamW updates embeddings, biases and LayerNorms.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -67,31 +67,20 @@ class Muon(torch.optim.Optimizer):
             settings = (group["lr"], group["weight_decay"], group["momentum"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    rows = tuple(group["rows"]) or parameter.shape[:1]
+                    rows = tuple(group["rows"]) or parameter.shape[:1]  # one matrix
                     together[parameter.shape, rows, *settings].append(parameter)
-        for (_, *options), parameters in together.items():
-            self._update(parameters, *options)
-
-    def _update(
-        self,
-        parameters: list[Tensor],
-        rows: Sequence[int],
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-    ) -> None:
-        """Update parameters of the same shape; each stacks matrices of these numbers of rows."""
-        update = self._next_updates(parameters, momentum)
-        matrices = torch.split(self.ranks.gather(update), list(rows), dim=1)
-        # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
-        rms = [max(matrix.shape[1:]) ** -0.5 for matrix in matrices]
-        results = [
-            self._orthogonalize(matrix) * (rms[0] / each)
-            for matrix, each in zip(matrices, rms, strict=True)
-        ]
-        shard = self.ranks.shard(torch.cat(results, dim=1), update).to(parameters[0].dtype)
-        torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-        torch._foreach_add_(parameters, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
+        for (_, rows, lr, weight_decay, momentum), parameters in together.items():
+            update = self._next_updates(parameters, momentum)
+            matrices = torch.split(self.ranks.gather(update), list(rows), dim=1)
+            # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
+            rms = [max(matrix.shape[1:]) ** -0.5 for matrix in matrices]
+            results = [
+                self._orthogonalize(matrix) * (rms[0] / each)
+                for matrix, each in zip(matrices, rms, strict=True)
+            ]
+            shard = self.ranks.shard(torch.cat(results, dim=1), update).to(parameters[0].dtype)
+            torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+            torch._foreach_add_(parameters, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
 
     def _next_updates(self, parameters: list[Tensor], momentum: float) -> Tensor:
         """Return Nesterov's updates before orthogonalization: (n, rows, columns), or its shard."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dataloader import ShardedDataLoader
-from evaluation import evaluate, timed_parts
-from lr_schedule import settings_at, windows_at
+from evaluation import evaluate, fit_max_minutes
+from lr_schedule import settings_at
 from model import GPT, Block, Linear
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from optimizers import Muon
@@ -36,17 +36,8 @@ def main(args: Sequence[str] | None = None) -> None:
         if run is None:  # finished, or only `--plan` or `--preflight`
             return
         if run.config.max_minutes is not None and run.resumed is None:
-            run = fit_max_minutes(run)
+            run = fit_max_minutes(run, build(run), train_step)  # its trainer is freed here
         train(run, build(run))
-
-
-def fit_max_minutes(run: Run) -> Run:
-    """Return the run with as many steps as fit into `--max-minutes`, after timing some."""
-    trainer = build(run)  # used only here, because it is freed when this function returns
-    largest = max(range(run.config.max_steps), key=partial(windows_at, run.config))
-    with trainer.batches:
-        step = partial(train_step, run, trainer, largest)
-        return run.fit_max_minutes(step, timed_parts(run, trainer))
 
 
 # --- model and optimizers ---------------------------------------------------------------------
@@ -70,7 +61,7 @@ def build(run: Run) -> Trainer:
             shuffle=run.config.shuffle,
             vocab_size=run.model_config.vocab_size,
             dist_info=run.ranks,
-            position=run.start_position,
+            position=run.resumed.state.position if run.resumed else 0,
         ),
     )
     if run.resumed is not None:
@@ -171,7 +162,7 @@ def train(run: Run, trainer: Trainer) -> None:
             metrics = train_step(run, trainer, step)
             run.log.step(step + 1, trainer.batches.tokens_seen, metrics)
             if step == run.start_step:
-                run.after_first_step(trainer)
+                trainer.after_first_step()
 
 
 def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
@@ -214,7 +205,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
         scaler.unscale_(optimizer)
     totals["grad_norm"] = norm = ranks.grad_norm(raw_model.parameters())
     # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
-    metrics = ranks.average(totals | {"stop": run.stop.signaled})
+    metrics = ranks.average(totals | {"stop": run.stop.signal})
     if metrics.pop("stop"):
         run.stop.is_agreed = True
     counted = max(0.0, 1 - metrics.pop("masked")) or 1.0  # part of all targets; 1 for none
@@ -225,7 +216,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     nn.utils.clip_grads_with_norm_(raw_model.parameters(), run.config.grad_clip, norm / counted)
     is_finite = math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["grad_norm"])
     if not is_finite:
-        trainer.raise_unless_overflow(metrics, run.log.inspect_command())
+        trainer.raise_unless_overflow(metrics, step, run.folder)
     for optimizer in trainer.optimizers:
         if is_finite:  # with `scaler.step`, one optimizer could step and another could not
             optimizer.step()

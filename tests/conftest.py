@@ -43,7 +43,7 @@ TINY_MODEL = ("--n-layer=2", "--n-head=2", "--n-embd=32", "--block-size=32")
 TINY_RUN = (
     *TINY_MODEL,
     *("--total-batch-size=256", "--micro-batch-size=4", "--max-steps=8", "--warmup-steps=0"),
-    *("--val-every=4", "--val-tokens=256", "--sample-every=0", "--hellaswag-every=0"),
+    *("--val-every=4", "--val-tokens=288", "--sample-every=0", "--hellaswag-every=0"),
     *("--checkpoint-every=4", "--device=cpu", "--dtype=float32", "--no-compile"),
 )
 

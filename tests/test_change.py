@@ -366,8 +366,6 @@ def test_settings_of_a_step_are_factors_on_those_of_the_groups(patched, tiny_dat
     whole = train_twice(commands, flags)
     train(commands, *flags, "--run-name=less", "--momentum=0.5")
     assert logged(commands, "less", "train_loss") != whole
-    done = commands.run("train_gpt2", *run_flags(tiny_data, "--run-name=none"))
-    assert_refused(done, "no parameter group has a momentum")  # AdamW has betas
 
 
 def test_weight_decay_may_follow_the_step_and_a_flag_acts_on_a_resume(patched, tiny_data):
@@ -393,8 +391,6 @@ def test_a_batch_size_may_follow_the_step(patched, tiny_data):
     texts = [text.strip() for text in done.stdout.split("--- ")[1:]]
     assert len(texts) == 16
     assert texts[:8] == texts[8:]
-    done = commands.run("train_gpt2", *flags, "--micro-batch-size=8", "--run-name=large")
-    assert_refused(done, "lr_schedule.windows_at returns 4, which is not a multiple of 8")
 
 
 # --- numbers of a step, evaluations, state, data ----------------------------------------------
@@ -460,7 +456,7 @@ def test_a_second_validation_text_is_two_lines(patched, tiny_data):
     assert one[8] != logged(commands, "one", "val_loss")[8]
     with edited(commands, "evaluation.py", '"second"))', '"val"))') as same:
         done = same.run("train_gpt2", *flags, "--run-name=same")
-    assert_refused(done, "validate (evaluation 1)", "'val_loss'")
+    assert_refused(done, "evaluation 2 and evaluation 1 both log 'val_loss'")
 
 
 def test_state_of_ones_own_is_saved_evaluated_and_resumed(patched, tiny_data):

@@ -10,7 +10,6 @@ from conftest import HELLASWAG, series
 
 from corpus.shards import open_shards
 from dataloader import validation_batches
-from evaluation import evaluate_loss
 from formats.huggingface import save_pretrained
 from hellaswag import evaluate_hellaswag, load_examples, score_rows
 from model import GPT, GPTConfig
@@ -157,10 +156,6 @@ def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
                     model(inputs, targets)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    validated = validation_batches(shards, **batches, dist_info=dist_info)
-    size = model.config.vocab_size
-    metrics = evaluate_loss(model, validated, size, torch.float32, dist_info)
-    assert all(map(math.isfinite, metrics.values()))
 
 
 @needs_two

@@ -309,9 +309,9 @@ def test_stop_request_ignores_what_nohup_ignores_and_ends_at_a_second_ctrl_c_onl
         for first in (signal.SIGTERM, signal.SIGINT):
             with StopRequest(DistInfo()) as stop:
                 os.kill(os.getpid(), signal.SIGHUP)
-                assert not stop.signaled
+                assert not stop.signal
                 os.kill(os.getpid(), first)
-                assert stop.signaled
+                assert stop.signal
                 with pytest.raises(KeyboardInterrupt) if first == signal.SIGINT else nullcontext():
                     os.kill(os.getpid(), signal.SIGINT)
                 assert stop.signal_name() == first.name

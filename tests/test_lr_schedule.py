@@ -35,20 +35,16 @@ def test_cosine_lr_equals_torch_linear_then_cosine(max_lr, min_lr, warmup_steps,
 
 
 @pytest.mark.parametrize(
-    ("warmup_steps", "expected"),
+    ("name", "warmup_steps", "expected"),
     [
-        (2, [5.0, *[10.0] * 8, 6.0, 2.0, 2.0]),
-        (9, [*[10.0 * step / 9 for step in range(1, 10)], 10.0, 2.0, 2.0]),  # no stable part
+        ("wsd", 2, [5.0, *[10.0] * 8, 6.0, 2.0, 2.0]),
+        ("wsd", 9, [*[10.0 * step / 9 for step in range(1, 10)], 10.0, 2.0, 2.0]),  # no stable part
+        ("wsd-long", 2, [5.0, *[10.0] * 3, *[10.0 - step * 8 / 6 for step in range(6)], 2.0, 2.0]),
     ],
 )
-def test_wsd_lr_worked_by_hand(warmup_steps, expected):
+def test_wsd_lr_worked_by_hand(name, warmup_steps, expected):
     run = {"max_lr": 10.0, "min_lr": 2.0, "warmup": warmup_steps, "max_steps": 10}
-    assert rates_of("wsd", 12, **run) == pytest.approx(expected)
-
-
-def test_long_decay_takes_the_last_sixty_percent():
-    run = {"max_lr": 10.0, "min_lr": 1.0, "warmup": 2, "max_steps": 15}
-    assert rates_of("wsd-long", 16, **run) == pytest.approx([5.0, *[10.0] * 6, *range(9, 0, -1)])
+    assert rates_of(name, 12, **run) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -3,13 +3,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_RUN, check_on_ranks, needs_compiler, series, tiny_run
+from conftest import check_on_ranks, needs_compiler, tiny_run
 from torch.optim import SGD
 
 from model import GPT, GPTConfig
 from optimizers import Muon, orthogonalize
 from parallel import SINGLE_PROCESS
-from train_gpt2 import build_optimizers, main
+from train_gpt2 import build_optimizers
 from training.config import TrainConfig
 from training.groups import GroupSettings
 
@@ -161,13 +161,6 @@ def test_build_optimizers_gives_muon_the_blocks_matrices(tiny_data, tmp_path):
     others = {names[p] for group in adamw.param_groups for p in group["params"]}
     assert matrices.keys() | others == set(names.values())
     assert not matrices.keys() & others
-    blocks, decayed, undecayed = adamw.param_groups
-    assert not blocks["params"]
-    assert {names[p] for p in decayed["params"]} == {
-        "transformer.wte.weight",
-        "transformer.wpe.weight",
-    }
-    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
     assert {group["weight_decay"] for group in muon.param_groups} == {0.1}
 
 
@@ -210,9 +203,6 @@ def test_group_settings_scale_the_numbers_that_groups_were_built_with():
     assert values(optimizer, "momentum") == [0.8, 0.6]
     with pytest.raises(ValueError, match="no parameter group has a moment or rate, which"):
         settings.multiply({"lr": 1.0, "rate": 1.0, "moment": 1.0})
-    optimizer.param_groups[1]["lr"] = torch.tensor(0.4)
-    with pytest.raises(ValueError, match="lr is a tensor: pass a number"):
-        GroupSettings([optimizer])
 
 
 def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
@@ -232,27 +222,3 @@ def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
     resumed.load_state([])  # of an older checkpoint
     with pytest.raises(ValueError, match=r"state of 1 parameter groups, but .* builds 2"):
         resumed.load_state(saved[:1])
-
-
-@pytest.mark.slow
-def test_muon_run_moves_between_one_and_two_ranks(commands, tiny_data, tmp_path):
-    flags = [f"--data-dir={tiny_data}", f"--out-dir={tmp_path}", *TINY_RUN, "--val-every=0"]
-    flags += ["--optimizer=muon", "--lr-schedule=wsd", "--max-lr=2e-2", "--min-lr=2e-2"]
-    flags += ["--spelling-share=0.3", "--micro-batch-size=2"]
-    main([*flags, "--run-name=whole"])  # with a checkpoint after step 4
-    moved = [*flags, "--run-name=moved"]
-    for more in (
-        [
-            f"--resume={tmp_path}/whole/checkpoints/step_00000004",
-            "--parallel=fsdp",
-            "--max-steps=6",
-        ],
-        ["--resume=auto", "--parallel=ddp", "--max-steps=7"],
-    ):
-        done = commands.run_ranks(2, "train_gpt2", *moved, *more)
-        assert done.code == 0, done.stderr
-    main([*moved, "--resume=auto"])
-    losses, whole = (series(tmp_path / name, "train_loss") for name in ("moved", "whole"))
-    assert whole[8] < whole[1] - 1
-    assert [*losses] == [5, 6, 7, 8]
-    assert max(abs(losses[step] - whole[step]) for step in losses) <= 1e-4

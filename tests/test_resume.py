@@ -69,7 +69,7 @@ def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
 
     def check(data, **changes):
         changed = replace(config, **changes)
-        check_resume_compatible(saved, changed, changed.model_config(), data, "v")
+        check_resume_compatible(saved, changed, data, "v")
 
     check("a", max_steps=9, max_lr=1e-3)
     said = "n_layer 12 -> 3, data_fingerprint a -> b, total_batch_size 524288 -> 2048, "
@@ -94,7 +94,7 @@ def test_resume_ignores_values_that_this_version_does_not_have_and_prints_them_o
     names = "old, lr_schedule flat, logger ['paper'], parallel hsdp, old_flag None, "
     note = f"note: {path} has values that this version ignores: {names}z_loss 0.5\n"
     assert capsys.readouterr().out == note
-    check_resume_compatible(checkpoint, config, GPTConfig(), "a", "v")
+    check_resume_compatible(checkpoint, config, "a", "v")
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "1")
     assert parse_config([f"--resume={path}"]) == (config, checkpoint)
@@ -146,7 +146,7 @@ def test_resume_does_with_each_flag_what_the_table_says(resumable, name):
         assert name in NOT_SAVED
         return
     if name == "data_dir":
-        return  # test_main_refuses_other_data_too_little_data_and_a_run_that_is_there
+        return  # test_main_refuses_other_data_and_too_little_data
     value = OTHER_VALUES[name]
     resume = [f"--resume={resumable}", "--max-steps=8", *TOGETHER.get(name, ())]
     resume += as_flags({name: value})
@@ -160,7 +160,7 @@ def test_resume_does_with_each_flag_what_the_table_says(resumable, name):
     assert does == "accepted"
     config, checkpoint = parse_config(resume)
     fingerprints = checkpoint.state.data_fingerprint, checkpoint.state.val_fingerprint
-    check_resume_compatible(checkpoint, config, config.model_config(), *fingerprints)
+    check_resume_compatible(checkpoint, config, *fingerprints)
     assert config.saved()[name] == value != checkpoint.state.train_config[name]
 
 
@@ -171,8 +171,9 @@ def test_warmup_is_shorter_than_the_run():
     for steps, warmup in ((TrainConfig.max_steps, 715), (2000, 200), (9, 0)):
         config, _ = parse_config([f"--max-steps={steps}"])
         assert config.saved()["warmup_steps"] == warmup
-    for steps, warmup in ((2000, 2000), (10, 715)):
-        with pytest.raises(ValueError, match=f"--warmup-steps {warmup} is not shorter than --max"):
+    for steps, warmup, remedy in ((2000, 2000, 200), (90, 500, 9)):
+        error = rf"--warmup-steps {warmup} is not shorter than .*: use --warmup-steps {remedy}\b"
+        with pytest.raises(ValueError, match=error):
             parse_config([f"--max-steps={steps}", f"--warmup-steps={warmup}"])
 
 
@@ -183,8 +184,6 @@ def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
         flag = "--config" if source == "config.json" else "--resume"
         given = f"{flag}={tmp_path / source}"
         assert parse_config([given, "--max-steps=3000"])[0].warmup == 500
-        with pytest.raises(ValueError, match=r"500 is not shorter .*: use --warmup-steps 9"):
-            parse_config([given, "--max-steps=90"])
 
 
 def test_saved_settings_have_flags_laid_over_them(tmp_path):
@@ -202,7 +201,7 @@ def test_saved_settings_have_flags_laid_over_them(tmp_path):
     [
         ({"max_steps": True}, "config.json: --max-steps: expected one argument"),
         ({"max_lr": -1}, "config.json: --max-lr must be above 0, not -1"),
-        ({"layers": 3}, "has the unknown setting 'layers': use the version that wrote the file"),
+        ({"layers": 3}, "config.json: unknown flag --layers: did you mean --n-layer"),
         ([], "config.json is neither a recipe nor a run's config.json"),
     ],
 )

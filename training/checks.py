@@ -15,12 +15,11 @@ from formats.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
 from lr_schedule import windows_at
 from runtime import distributed
 from runtime.cli import flag_of
-from runtime.device import device_name
 from runtime.distributed import DistInfo, gather_text, is_main, print0, raise_on_all_ranks
 from runtime.files import sha256_of
 from training.config import TrainConfig
 from training.folder import check_usable
-from training.memory import CHECKPOINT_BYTES_PER_PARAMETER, find_device
+from training.memory import CHECKPOINT_BYTES_PER_PARAMETER, Device, find_device
 from training.resume import check_resume_compatible
 from training.trackers import check_installed
 
@@ -28,10 +27,7 @@ CODE_FOLDERS = (".", "corpus", "formats", "runtime", "training")
 
 
 def check_ranks_agree(
-    config: TrainConfig,
-    resumed: Checkpoint | None,
-    dtype: torch.dtype,
-    dist_info: DistInfo,
+    config: TrainConfig, resumed: Checkpoint | None, device: Device
 ) -> tuple[TokenShards, TokenShards]:
     """Check that all ranks agree; return the training split and the validation split.
 
@@ -39,7 +35,7 @@ def check_ranks_agree(
     collectives.
     """
     with raise_on_all_ranks():
-        check_parallel_mode(config, dtype, dist_info)
+        check_parallel_mode(config, device)
         check_installed(config.logger if is_main() else ())
         train, val = (open_shards(config.data_dir, split) for split in ("train", "val"))
         if config.val_every and not count_windows(val.total_tokens, config.block_size):
@@ -55,13 +51,11 @@ def check_ranks_agree(
                 f"at most {found * config.block_size}, or add data"
             )
         if resumed is not None:
-            check_resume_compatible(
-                resumed, config, config.model_config(), train.fingerprint, val.fingerprint
-            )
+            check_resume_compatible(resumed, config, train.fingerprint, val.fingerprint)
     checkpoint = "no checkpoint"
     if resumed is not None:
         checkpoint = f"{resumed.path} ({sha256_of(resumed.path / CHECKPOINT_MANIFEST)[:8]})"
-    lines = [*describe_software(config, dtype), checkpoint]
+    lines = [*describe_software(config, device.dtype), checkpoint]
     lines += [f"train tokens {train.fingerprint}", f"val tokens {val.fingerprint}"]
     distributed.check_same_on_all_ranks("the ranks", lines)
     return train, val
@@ -79,14 +73,14 @@ def describe_software(config: TrainConfig, dtype: torch.dtype) -> list[str]:
     ]
 
 
-def check_parallel_mode(config: TrainConfig, dtype: torch.dtype, dist_info: DistInfo) -> None:
+def check_parallel_mode(config: TrainConfig, device: Device) -> None:
     """Raise if this device or these processes do not support `--parallel` or `--cpu-offload`."""
-    device = dist_info.device
-    if config.cpu_offload and device.type != "cuda":
-        raise ValueError(f"--cpu-offload requires a GPU, but this device is {device.type}")
+    kind = device.dist_info.device.type
+    if config.cpu_offload and kind != "cuda":
+        raise ValueError(f"--cpu-offload requires a GPU, but this device is {kind}")
     if config.parallel != "fsdp":
         return
-    if dtype == torch.float16:
+    if device.dtype == torch.float16:
         raise ValueError(
             "--parallel fsdp does not support float16: use --dtype bfloat16 or, if the GPU does "
             "not have it, --dtype float32"
@@ -105,8 +99,9 @@ def run_preflight(config: TrainConfig, resumed: Checkpoint | None, dist_info: Di
     """Run all checks; print a line for each one that passes."""
     distributed.barrier()
     count, per_machine = dist_info.world_size, dist_info.local_world_size
-    print0(f"network   {count} x {device_name(dist_info.device)}, {per_machine} per machine")
-    check_ranks_agree(config, resumed, find_device(config, dist_info).dtype, dist_info)
+    device = find_device(config, dist_info)
+    print0(f"network   {count} x {device.name}, {per_machine} per machine")
+    check_ranks_agree(config, resumed, device)
     print0("ranks     have the same software, flags, data and checkpoint")
     print0(f"data      {check_hashes(config, dist_info)}")
     print0(f"disk      {check_disk(config, resumed)}")

@@ -204,7 +204,7 @@ class TrainConfig:
         if self.warmup >= self.max_steps > 0 and self.max_minutes is None:
             yield (
                 f"--warmup-steps {self.warmup} is not shorter than --max-steps {self.max_steps}: "
-                f"use --warmup-steps {self.default_warmup}"
+                f"use --warmup-steps {self.max_steps // 10}"
             )
         if self.val_every and 0 < self.val_tokens < self.block_size:
             yield f"--val-tokens {self.val_tokens} is below --block-size {self.block_size}"
@@ -223,14 +223,10 @@ class TrainConfig:
             )
 
     @property
-    def default_warmup(self) -> int:
-        """Default number of warm-up steps, for this `max_steps`."""
-        return min(MAX_DEFAULT_WARMUP_STEPS, self.max_steps // 10)
-
-    @property
     def warmup(self) -> int:
         """Number of warm-up steps: `warmup_steps`, or the default if it is None."""
-        return self.default_warmup if self.warmup_steps is None else self.warmup_steps
+        default = min(MAX_DEFAULT_WARMUP_STEPS, self.max_steps // 10)
+        return default if self.warmup_steps is None else self.warmup_steps
 
     @property
     def embedding_weight_decay(self) -> float:
@@ -266,11 +262,6 @@ class TrainConfig:
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
     """Return the configuration whose `saved()` is `settings`; missing fields get their defaults."""
-    for name in settings.keys() - {field.name for field in fields(TrainConfig)}:
-        raise ValueError(
-            f"{source} has the unknown setting {name!r:.60}: use the version that wrote "
-            f"the file, or remove the setting"
-        )
     try:
         return parse_flags(TrainConfig, as_flags(settings))
     except ValueError as error:

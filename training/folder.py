@@ -52,17 +52,14 @@ def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
     return config.out_dir / f"{config.size}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def belongs_to_run(resumed: Checkpoint, run_dir: Path) -> bool:
-    """Return whether a checkpoint is in this run's folder, also if links lead there."""
-    return resumed.path.parent.resolve() == (run_dir / "checkpoints").resolve()
-
-
 def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None) -> None:
     """Raise if the run can be neither started nor resumed in this folder."""
     checkpoints = run_dir / "checkpoints"
     holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
     step, complete = last_saved_step(run_dir / METRICS_NAME), complete_checkpoints(checkpoints)
-    is_resumed = config.resume is not None and (resumed is None or belongs_to_run(resumed, run_dir))
+    # Links may lead to the run's folder.
+    is_own = resumed is None or resumed.path.parent.resolve() == checkpoints.resolve()
+    is_resumed = config.resume is not None and is_own
     if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
         raise ValueError(
             f"{run_dir} already holds a run: use another --run-name; {resume_hint(run_dir)}"
@@ -88,17 +85,6 @@ def is_valid(checkpoint: Path) -> bool:
         verify_checkpoint(checkpoint)
         return True
     return False
-
-
-def describe_run(run_dir: Path) -> str:
-    """Describe where a run is, and how to follow, stop and resume it."""
-    path = shell_line(run_dir)
-    return (
-        f"run folder  {path}\n"
-        f"figures     python plot.py {path}, at any time\n"
-        f"to stop     Ctrl-C or SIGTERM; the run saves a checkpoint first\n"
-        f"to resume   the same command with {shell_line('--resume', run_dir)}"
-    )
 
 
 def resume_hint(run_dir: Path) -> str:
@@ -129,7 +115,7 @@ def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
                 f"{resume_hint(run_dir)}"
             ) from None
         if problem := compile_error(error):
-            if stop.signaled:  # the signal also stopped the compiler's processes
+            if stop.signal:  # the signal also stopped the compiler's processes
                 raise KeyboardInterrupt(resume_hint(run_dir)) from None
             raise ValueError(f"{problem}; {resume_hint(run_dir)}") from None
         raise

@@ -1,9 +1,10 @@
 """Parameter groups of optimizers: their settings in a step, and a check that all is trained."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 
@@ -15,22 +16,12 @@ class GroupSettings:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        if any(isinstance(g.get("lr"), Tensor) for o in optimizers for g in o.param_groups):
-            raise ValueError("an optimizer's lr is a tensor: pass a number, which can be scheduled")
-        self._built = self._numbers()
+        self._built = [dict(group) for group in self._groups()]
         self._scaled = set[str]()  # names that `multiply` has set
 
-    def _numbers(self) -> list[dict[str, float]]:
-        return [
-            {name: value for name, value in group.items() if isinstance(value, int | float)}
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        ]
-
-    def _set(self, values: Iterable[Mapping[str, float]]) -> None:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        for group, numbers in zip(groups, values, strict=True):
-            group.update(numbers)
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the groups of all optimizers; loading an optimizer's state replaces them."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def multiply(self, factors: Mapping[str, float]) -> None:
         """Multiply the built numbers of the same names; raise ValueError if no group has a name."""
@@ -41,27 +32,32 @@ class GroupSettings:
                 f"train_gpt2.build_optimizers builds"
             )
         self._scaled |= factors.keys()
-        self._set(
-            {name: built[name] * factors[name] for name in factors.keys() & built.keys()}
-            for built in self._built
-        )
+        for group, built in zip(self._groups(), self._built, strict=True):
+            for name in factors.keys() & built.keys():
+                group[name] = built[name] * factors[name]
 
     def state(self) -> list[dict[str, float]]:
         """Return the numbers that something else changed, such as a schedule-free optimizer."""
         return [
-            {n: v for n, v in now.items() if v != built.get(n) and n not in self._scaled}
-            for now, built in zip(self._numbers(), self._built, strict=True)
+            {
+                name: value
+                for name, value in group.items()
+                if isinstance(value, int | float)
+                and value != built.get(name)
+                and name not in self._scaled
+            }
+            for group, built in zip(self._groups(), self._built, strict=True)
         ]
 
     def load_state(self, values: Sequence[Mapping[str, float]]) -> None:
         """Set what `state` returned; raise ValueError if the groups are others."""
-        if any(values):
-            if len(values) != len(self._built):
-                raise ValueError(
-                    f"the checkpoint has the state of {len(values)} parameter groups, but "
-                    f"train_gpt2.build_optimizers builds {len(self._built)}: restore its groups"
-                )
-            self._set(values)
+        if any(values) and len(values) != len(self._built):
+            raise ValueError(
+                f"the checkpoint has the state of {len(values)} parameter groups, but "
+                f"train_gpt2.build_optimizers builds {len(self._built)}: restore its groups"
+            )
+        for group, numbers in zip(self._groups(), values, strict=False):
+            group.update(numbers)
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 
 from lr_schedule import windows_at
-from model import GPTConfig
-from ops import ActivationCheckpointing
 from runtime.device import device_name, memory_gib
 from runtime.distributed import DistInfo, all_reduce_max
 from runtime.flops import BEFORE_AMPERE, GPUS
@@ -21,15 +19,6 @@ MAX_CHUNKS = 8  # more chunks save little memory
 # On GPUs, fewer chunks are faster as long as a chunk has fewer than 2**31 logits; with more logits,
 # compiled kernels need 64-bit indices.
 MAX_CHUNK_TOKENS = 32_768
-# Values that a block saves for its backward pass, per token and channel: a number in the residual
-# stream's dtype and a number in the matmul dtype.
-#   none  two residual inputs; two normalized copies, q, k, v, attention's output, and the hidden
-#         layer before and after GELU
-#   full  the block's input
-SAVED_VALUES: dict[ActivationCheckpointing, tuple[int, int]] = {
-    "none": (2, 2 + 4 + 8),
-    "full": (1, 0),
-}
 # Fitted to peaks of torch's allocator (docs/memory.md), which are up to 12 % below the estimates.
 HEAD_BYTES = 10  # per LM head weight: its gradients as LM head and as embedding
 HEAD_REDUCE_BYTES = 10  # per LM head weight, while its gradient is reduced to shards
@@ -37,22 +26,24 @@ EMBED_AND_NORM_BYTES = 12  # per token and channel: embedding, final LayerNorm
 
 
 class Device(NamedTuple):
-    """Device that a process computes on."""
+    """Device that a process computes on, and the process's place among all."""
 
     name: str
     memory_gib: float | None  # available to the process; None if unknown
     dtype: torch.dtype  # for matrix multiplications
+    dist_info: DistInfo
 
 
 def find_device(config: TrainConfig, dist_info: DistInfo) -> Device:
     """Return the device of a process: this machine's or, with `--gpus`, the planned one."""
     if config.gpus:
         auto = torch.float16 if config.gpu in BEFORE_AMPERE else torch.bfloat16
-        return Device(config.gpu, GPUS[config.gpu].memory_gib, DTYPES.get(config.dtype, auto))
+        dtype = DTYPES.get(config.dtype, auto)
+        return Device(config.gpu, GPUS[config.gpu].memory_gib, dtype, dist_info)
     device, memory = dist_info.device, memory_gib(dist_info.device)
     if memory is not None and device.type != "cuda":
         memory /= dist_info.local_world_size  # processes without GPUs share the machine's memory
-    return Device(device_name(device), memory, select_dtype(config.dtype, device))
+    return Device(device_name(device), memory, select_dtype(config.dtype, device), dist_info)
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -69,19 +60,14 @@ class Memory(NamedTuple):
         return self.state + self.per_token * tokens
 
 
-def plan_memory(
-    config: TrainConfig,
-    model_config: GPTConfig,
-    dtype: torch.dtype,
-    dist_info: DistInfo,
-    loss_chunks: int,
-) -> Memory:
+def plan_memory(config: TrainConfig, device: Device, loss_chunks: int) -> Memory:
     """Estimate the bytes of model and optimizer state, and the bytes per token of a micro-batch.
 
     Parameters, gradients and moments are float32; `--parallel fsdp` shards them.
     """
+    model_config, dist_info = config.model_config(), device.dist_info
     n_params, width = model_config.n_params, model_config.n_embd
-    vocab_size, itemsize = model_config.padded_vocab_size, dtype.itemsize
+    vocab_size, itemsize = model_config.padded_vocab_size, device.dtype.itemsize
     sharded = 16.0 * n_params
     if config.optimizer == "muon":  # keeps one moment of the blocks' matrices, not two
         sharded -= 4 * 12 * model_config.n_layer * width**2
@@ -103,16 +89,18 @@ def plan_memory(
         logits = itemsize * vocab_size * 2 / loss_chunks
     else:  # and float32 copies
         logits = (12 if loss_chunks == 1 else 18 / loss_chunks) * vocab_size
-    mode = config.activation_checkpointing
-    is_bfloat16 = dtype == torch.bfloat16 and (config.compile or mode != "none")
+    recomputes = config.activation_checkpointing == "full"
+    is_bfloat16 = device.dtype == torch.bfloat16 and (config.compile or recomputes)
     residual = 2 if is_bfloat16 else 4  # bytes per value; an uncompiled LayerNorm saves float32
-    saved = {mode: r * residual + m * itemsize for mode, (r, m) in SAVED_VALUES.items()}
-    if mode != "none":  # a recomputed block holds all of its activations
-        logits = max(logits, saved["none"] * width)
-    return Memory(
-        sharded + unsharded,
-        (saved[mode] * model_config.n_layer + EMBED_AND_NORM_BYTES) * width + logits,
-    )
+    # What a block saves for its backward pass, per token and channel: two residual inputs; two
+    # normalized copies, q, k, v, attention's output, and the hidden layer before and after GELU.
+    block = 2 * residual + (2 + 4 + 8) * itemsize
+    saved = block
+    if recomputes:  # only the block's input; a recomputed block holds all of its activations
+        saved = residual
+        logits = max(logits, block * width)
+    activations = (saved * model_config.n_layer + EMBED_AND_NORM_BYTES) * width
+    return Memory(sharded + unsharded, activations + logits)
 
 
 # --- batch ------------------------------------------------------------------------------------
@@ -125,22 +113,17 @@ class BatchSplit(NamedTuple):
     loss_chunks: int  # chunks of a micro-batch in which logits are computed
 
 
-def split_batch(
-    config: TrainConfig, model_config: GPTConfig, device: Device, dist_info: DistInfo
-) -> BatchSplit:
+def split_batch(config: TrainConfig, device: Device) -> BatchSplit:
     """Split the global batch over processes and micro-steps, identically on every process.
 
     `--micro-batch-size auto` is the largest size that divides the sequences of a process, fits in
     every process's memory and is faster than smaller sizes. On a GPU, `--loss-chunks` then defaults
     to the smallest number that fits.
     """
-    block_size, kind = model_config.block_size, dist_info.device.type
+    block_size, dist_info = config.block_size, device.dist_info
+    kind = dist_info.device.type
     usable = MEMORY_FRACTION[kind] * (device.memory_gib or math.inf) * 2**30
     usable = -all_reduce_max(-int(min(usable, 2**62)))  # the minimum over all processes
-
-    def fits(sequences: int, loss_chunks: int) -> bool:
-        memory = plan_memory(config, model_config, device.dtype, dist_info, loss_chunks)
-        return memory.total(sequences * block_size) <= usable
 
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
     total, unit = config.total_batch_size, block_size * dist_info.world_size * (fixed or 1)
@@ -162,11 +145,13 @@ def split_batch(
     chunks = config.loss_chunks or (4 if kind == "cpu" else MAX_CHUNKS)
     limit = max(1, MAX_MICRO_BATCH_TOKENS[kind] // block_size)
     sizes = (n for n in range(min(limit, sequences), 0, -1) if sequences % n == 0)
-    micro_batch_size = fixed or next((n for n in sizes if fits(n, chunks)), 1)
+    memory = plan_memory(config, device, chunks)
+    fitting = (n for n in sizes if memory.total(n * block_size) <= usable)
+    micro_batch_size = fixed or next(fitting, 1)
     if kind == "cuda" and config.loss_chunks is None:
         chunks, tokens = 1, micro_batch_size * block_size
         while tokens > chunks * MAX_CHUNK_TOKENS:
             chunks *= 2
-        while chunks < MAX_CHUNKS and not fits(micro_batch_size, chunks):
+        while chunks < MAX_CHUNKS and plan_memory(config, device, chunks).total(tokens) > usable:
             chunks *= 2
     return BatchSplit(micro_batch_size, chunks)

@@ -9,9 +9,8 @@ import torch
 
 from corpus.shards import TokenShards, open_shards
 from lr_schedule import position_at
-from model import GPTConfig
 from runtime.cli import format_duration
-from runtime.distributed import DistInfo, is_main, print0, read_dist_env
+from runtime.distributed import DistInfo, print0, read_dist_env
 from runtime.files import read_json
 from runtime.flops import cpu_flops, flops_per_token, peak_flops
 from training.config import TrainConfig
@@ -30,32 +29,26 @@ MIN_PARAMETERS = 1e8  # fewest that keep a GPU busy; the MFU of smaller models i
 
 def print_plan(config: TrainConfig) -> None:
     """Print a run's plan on rank 0, for this machine or for `--gpus`."""
-    model_config = config.model_config()
     if config.gpus:
         dist_info = DistInfo(torch.device("cuda"), world_size=config.gpus)
     else:
         dist_info = read_dist_env(config.device)
     device, train_shards = find_device(config, dist_info), None
-    split = split_batch(config, model_config, device, dist_info)
+    split = split_batch(config, device)
     with suppress(OSError, ValueError):  # a plan does not need data
         train_shards = open_shards(config.data_dir, "train")
-    if is_main():
-        print0(describe_plan(config, model_config, device, split, dist_info, train_shards))
+    print0(describe_plan(config, device, split, train_shards))
 
 
 def describe_plan(
-    config: TrainConfig,
-    model_config: GPTConfig,
-    device: Device,
-    split: BatchSplit,
-    dist_info: DistInfo,
-    train_shards: TokenShards | None,
+    config: TrainConfig, device: Device, split: BatchSplit, train_shards: TokenShards | None
 ) -> str:
     """Return a run's plan as a table."""
-    n_params = model_config.n_params
-    world_size, block_size = dist_info.world_size, model_config.block_size
+    model_config = config.model_config()
+    n_params, block_size = model_config.n_params, config.block_size
+    world_size = device.dist_info.world_size
     micro_steps = config.total_batch_size // (split.micro_batch_size * block_size * world_size)
-    memory = plan_memory(config, model_config, device.dtype, dist_info, split.loss_chunks)
+    memory = plan_memory(config, device, split.loss_chunks)
     state = memory.state / 2**30
     activations = memory.per_token * split.micro_batch_size * block_size / 2**30
     checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
@@ -79,29 +72,25 @@ def describe_plan(
         if train_shards is not None:
             total = train_shards.total_tokens
             rows["passes"] = f"{tokens / total:.3g} over the dataset's {total:,} tokens"
-        rows |= describe_time(config, model_config, device, dist_info)
+        rows["time"] = describe_time(config, device, tokens)
     if config.config is not None and (about := read_json(config.config).get("about")):
         rows["recipe"] = about
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-def describe_time(
-    config: TrainConfig, model_config: GPTConfig, device: Device, dist_info: DistInfo
-) -> dict[str, str]:
-    """Return the plan's time row: the duration of training without evaluations."""
+def describe_time(config: TrainConfig, device: Device, tokens: int) -> str:
+    """Return the duration of training on this number of tokens, without evaluations."""
+    model_config, dist_info = config.model_config(), device.dist_info
     peak = None
     if dist_info.device.type == "cpu":
         peak = cpu_flops(device.dtype)
     elif dist_info.device.type == "cuda" and model_config.n_params > MIN_PARAMETERS:
         peak = peak_flops(device.name, float32=device.dtype == torch.float32)
     if peak is None:
-        unknown = "unknown for this model on this device"
-        return {"time": f"{unknown}; see the eta after the first steps"}
-    tokens = position_at(config, config.max_steps) * model_config.block_size
-    flops = flops_per_token(model_config) * tokens
-    seconds = flops / (MFU * peak * dist_info.world_size)
+        return "unknown for this model on this device; see the eta after the first steps"
+    seconds = flops_per_token(model_config) * tokens / (MFU * peak * dist_info.world_size)
     time = f"about {format_duration(seconds)}, at {MFU:.0%} MFU"
     if dist_info.device.type == "cpu":  # may be wrong by a factor of two
         time += "; the eta after the first steps is more accurate"
-    return {"time": time}
+    return time

@@ -107,32 +107,25 @@ def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) ->
 
 
 def check_resume_compatible(
-    resumed: Checkpoint,
-    config: TrainConfig,
-    model_config: GPTConfig,
-    data_fingerprint: str,
-    val_fingerprint: str,
+    resumed: Checkpoint, config: TrainConfig, data_fingerprint: str, val_fingerprint: str
 ) -> None:
     """Raise if the dimensions, batch, data order or dataset differ from the checkpoint's.
 
     Print the other settings of the model that differ.
     """
     path, state = resumed
-    saved = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
-    current = asdict(model_config)
-    expected = {name: saved.pop(name) for name in FIXED_MODEL_SETTINGS}
-    found = {name: current.pop(name) for name in FIXED_MODEL_SETTINGS}
-    found |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
-    expected["data_fingerprint"] = state.data_fingerprint
-    expected["val_fingerprint"] = state.val_fingerprint
-    for name in FIXED_SETTINGS:
-        found[name], expected[name] = getattr(config, name), state.train_config.get(name)
-    if changes := differences(expected, found):
+    saved_model = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
+    saved = state.train_config | vars(state) | saved_model
+    model = asdict(config.model_config())
+    fixed = {name: model.pop(name) for name in FIXED_MODEL_SETTINGS}
+    fixed |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
+    fixed |= {name: getattr(config, name) for name in FIXED_SETTINGS}
+    if changes := differences(saved, fixed):
         raise ValueError(
             f"{path} belongs to another run ({', '.join(changes)}): restore these settings, or "
             f"start a new run with another --run-name and without --resume"
         )
-    if changes := differences(saved, current):
+    if changes := differences(saved, model):
         print0(f"note: {', '.join(changes)}")
 
 

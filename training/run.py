@@ -3,9 +3,9 @@
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,18 +24,17 @@ from lr_schedule import windows_at
 from model import GPT, GPTConfig
 from parallel import DDP, FSDP, Ranks
 from runtime import distributed
+from runtime.cli import shell_line
 from runtime.compiler import prepare_compiler
 from runtime.device import tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.files import write_json
-from runtime.flops import flops_per_token
 from runtime.precision import autocast, make_deterministic
 from spelling import share_by_spelling
 from training.checks import check_ranks_agree, run_preflight
 from training.config import TrainConfig
 from training.folder import explain_failures, lock_run_folder, resume_hint
 from training.groups import GroupSettings, check_optimizers
-from training.max_minutes import steps_that_fit
 from training.memory import find_device, split_batch
 from training.plan import describe_plan, print_plan
 from training.resume import parse_config
@@ -72,11 +71,6 @@ class Run:
     def start_step(self) -> int:
         """Number of updates done before this start or resume."""
         return self.resumed.state.step if self.resumed else 0
-
-    @property
-    def start_position(self) -> int:
-        """Windows of the data order that the updates before this start consumed."""
-        return self.resumed.state.position if self.resumed else 0
 
     def micro_steps(self, step: int) -> int:
         """Return the number of micro-batches of each rank in the update after `step` updates."""
@@ -127,30 +121,7 @@ class Run:
             try:
                 yield
             finally:
-                gc.unfreeze()  # `after_first_step` called gc.freeze()
-
-    def after_first_step(self, trainer: "Trainer") -> None:
-        """Raise ValueError on all ranks if a checkpoint cannot hold the trainer's state."""
-        with distributed.raise_on_all_ranks():
-            checkpoint.check_saveable(trainer)
-        # Later collections would rescan all compiled objects, for half a second on one rank while
-        # the others wait.
-        gc.collect()
-        gc.freeze()
-
-    def fit_max_minutes(
-        self,
-        train_step: Callable[[], object],
-        evaluations: Sequence[tuple[int, float, Callable[[], object]]],
-    ) -> "Run":
-        """Return the run with the number of steps that fits into `--max-minutes`.
-
-        The arguments have the same meaning as in `steps_that_fit`.
-        """
-        minutes = self.config.max_minutes or math.inf
-        steps = steps_that_fit(minutes, self.ranks, train_step, evaluations)
-        self.log.config = replace(self.config, max_steps=steps, max_minutes=None)
-        return replace(self, config=self.log.config)
+                gc.unfreeze()  # `Trainer.after_first_step` called gc.freeze()
 
     def finish(self, step: int) -> None:
         """Print how the run ended; create the file `PREEMPTED` if the run should be resumed.
@@ -222,7 +193,7 @@ class Trainer:
                 "with requires_grad_(False)"
             )
 
-    def raise_unless_overflow(self, metrics: Mapping[str, float], inspect_command: str) -> None:
+    def raise_unless_overflow(self, metrics: Mapping[str, float], step: int, folder: Path) -> None:
         """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
 
         An overflow only skips this update and halves the loss scale, which never goes below 1.
@@ -231,9 +202,18 @@ class Trainer:
         if not math.isfinite(loss) or self.scaler.get_scale() <= 1:  # 1 without float16
             raise FloatingPointError(
                 f"loss {loss:.4f}, gradient norm {norm}: no update was made; to see the text of "
-                f"the step, run {inspect_command}"
+                f"the step, run {shell_line('python', 'read_step.py', folder, '--step', step + 1)}"
             )
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
+
+    def after_first_step(self) -> None:
+        """Raise ValueError on all ranks if a checkpoint cannot hold the state."""
+        with distributed.raise_on_all_ranks():
+            checkpoint.check_saveable(self)
+        # Later collections would rescan all compiled objects, for half a second on one rank while
+        # the others wait.
+        gc.collect()
+        gc.freeze()
 
     def check_finite(self, step: int, ranks: Ranks) -> None:
         """Raise FloatingPointError on every rank if a weight or a moment is not finite."""
@@ -308,8 +288,7 @@ def open_run(
         The run; None if it is already finished.
     """
     device = find_device(config, dist_info)
-    model_config = config.model_config()
-    splits = check_ranks_agree(config, resumed, device.dtype, dist_info)
+    splits = check_ranks_agree(config, resumed, device)
     if is_finished(resumed, config):
         print0("the run is finished: use a larger --max-steps to continue")
         yield None
@@ -319,33 +298,21 @@ def open_run(
         tune_malloc()
     stop = StopRequest(dist_info)
     with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
-        split = split_batch(config, model_config, device, dist_info)
-        if is_main():  # the plan for a CPU times a matmul
-            print0(describe_plan(config, model_config, device, split, dist_info, splits[0]))
-        hellaswag = list[Example]()
-        if config.hellaswag_every:
-            hellaswag = examples_or_none(config.hellaswag_data)
-        log = RunLog(
-            folder,
-            config,
-            start_step=resumed.state.step if resumed else 0,
-            tokens_seen=resumed.state.tokens_seen if resumed else 0,
-            flops_per_token=flops_per_token(model_config),
-            dist_info=dist_info,
-            dtype=device.dtype,
-        )
+        split = split_batch(config, device)
+        print0(describe_plan(config, device, split, splits[0]))
+        log = RunLog(folder, config, resumed, device)
         ranks = choose_ranks(config, dist_info, device.dtype)
         yield Run(
             config=config,
             ranks=ranks,
             resumed=resumed,
-            model_config=model_config,
+            model_config=config.model_config(),
             dtype=device.dtype,
             compiles=config.compile and can_compile(dist_info),
             **split._asdict(),
             train_shards=splits[0],
             val_shards=splits[1],
-            hellaswag=hellaswag,
+            hellaswag=examples_or_none(config.hellaswag_data) if config.hellaswag_every else [],
             folder=folder,
             stop=stop,
             log=log,

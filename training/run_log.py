@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from time import perf_counter
@@ -17,14 +18,15 @@ from typing import Any, Self
 
 import torch
 
+from formats.checkpoint import Checkpoint
 from formats.metrics import LOG_METRICS, METRICS_NAME
 from runtime.cli import format_count, format_duration, shell_line
-from runtime.device import device_name, peak_memory_gib, synchronize
-from runtime.distributed import DistInfo, is_main, print0
+from runtime.device import peak_memory_gib, synchronize
+from runtime.distributed import is_main, print0
 from runtime.files import append_atomically
-from runtime.flops import mfu, peak_flops
+from runtime.flops import flops_per_token, mfu, peak_flops
 from training.config import TrainConfig
-from training.folder import describe_run
+from training.memory import Device
 from training.trackers import Trackers
 
 
@@ -38,17 +40,14 @@ class RunLog:
 
     run_dir: Path
     config: TrainConfig
-    start_step: int
-    """Number of updates done before this start or resume."""
-    tokens_seen: int
-    """Tokens of all updates so far."""
-    flops_per_token: int
-    dist_info: DistInfo
-    dtype: torch.dtype
-    """Dtype for matrix multiplications."""
+    resumed: Checkpoint | None
+    device: Device
 
     def __post_init__(self) -> None:
-        self._last_step, self._start_tokens = self.start_step, self.tokens_seen
+        self.start_step = self.tokens_seen = 0  # steps and tokens before this start or resume
+        if self.resumed is not None:
+            self.start_step = self.resumed.state.step
+            self.tokens_seen = self.resumed.state.tokens_seen
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
     def __enter__(self) -> Self:
@@ -56,9 +55,14 @@ class RunLog:
         self._lock = threading.Lock()  # the thread that writes checkpoints calls `saved`
         names = self.config.logger if is_main() else ()
         self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
-        float32 = self.dtype == torch.float32
-        self._peak_flops = peak_flops(device_name(self.dist_info.device), float32=float32)
-        self._begun = self._step_begun = self._first_step_end = perf_counter()
+        float32 = self.device.dtype == torch.float32
+        self._mfu = partial(
+            mfu,
+            flops_per_token=flops_per_token(self.config.model_config()),
+            device_peak_flops=peak_flops(self.device.name, float32=float32),
+            world_size=self.device.dist_info.world_size,
+        )
+        self._step_begun = self._first_step_end = perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,11 +72,15 @@ class RunLog:
 
     def start(self, data_fingerprint: str) -> None:
         """Print how to follow the run; record where it resumes, the machine and the data."""
-        print0(describe_run(self.run_dir))
+        path = shell_line(self.run_dir)
+        print0(f"run folder  {path}")
+        print0(f"figures     python plot.py {path}, at any time")
+        print0("to stop     Ctrl-C or SIGTERM; the run saves a checkpoint first")
+        print0(f"to resume   the same command with {shell_line('--resume', self.run_dir)}")
         if self.config.resume is not None:
             self.record(resumed_from=self.start_step)
-        device = f"{self.dist_info.world_size} x {device_name(self.dist_info.device)}"
-        dtype = str(self.dtype).removeprefix("torch.")
+        device = f"{self.device.dist_info.world_size} x {self.device.name}"
+        dtype = str(self.device.dtype).removeprefix("torch.")
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         environment = f"{device}, {dtype}, {versions}"
         self.record(environment=environment, data_fingerprint=data_fingerprint)
@@ -80,15 +88,11 @@ class RunLog:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the step clock during evaluation and saving."""
-        synchronize(self.dist_info.device)  # the pause must not include work of the last step
+        # The pause must not include work of the last step.
+        synchronize(self.device.dist_info.device)
         begun = perf_counter()
         yield
         self._step_begun += perf_counter() - begun
-
-    def inspect_command(self) -> str:
-        """Return the command that prints the text of the step after the last logged one."""
-        step = ("--step", self._last_step + 1)
-        return shell_line("python", "read_step.py", self.run_dir, *step)
 
     def step(self, step: int, tokens_seen: int, metrics: Mapping[str, float]) -> None:
         """Log a step that the device has finished, the `step`-th update.
@@ -99,7 +103,7 @@ class RunLog:
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
         tokens_per_second = (tokens_seen - self.tokens_seen) / seconds
-        self.tokens_seen, self._last_step = tokens_seen, step
+        self.tokens_seen = tokens_seen
         self.claim_names("train_step", metrics)
         record = {
             "step": step,
@@ -107,10 +111,8 @@ class RunLog:
             **metrics,
             "step_time_ms": 1000 * seconds,
             "tokens_per_second": tokens_per_second,
-            "mfu": mfu(
-                tokens_per_second, self.flops_per_token, self._peak_flops, self.dist_info.world_size
-            ),
-            "peak_memory_gib": peak_memory_gib(self.dist_info.device),
+            "mfu": self._mfu(tokens_per_second),
+            "peak_memory_gib": peak_memory_gib(self.device.dist_info.device),
         }
         self.record(**record)
         timed_steps = step - self.start_step - 1  # without the first, which compiles
@@ -146,9 +148,6 @@ class RunLog:
         # A custom evaluation may return tensors.
         values = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
         values["evaluation_seconds"] = seconds
-        if step > self.start_step:  # includes compiling, evaluations and saves
-            tokens, seconds = self.tokens_seen - self._start_tokens, perf_counter() - self._begun
-            values["overall_tokens_per_second"] = tokens / seconds
         self.record(step=step, tokens_seen=self.tokens_seen, **values)
         print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in values.items())]))
 
@@ -160,8 +159,7 @@ class RunLog:
         lines = [f"step {step} | sample: {text!r}" for text in texts]
         with warn_on_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-        for line in lines:
-            print0(line)
+        print0("\n".join(lines))
 
     def saved(self, step: int, path: Path) -> None:
         """Log that the checkpoint of a step is complete."""

@@ -6,8 +6,7 @@ and Ctrl-C are recorded here until all processes know about them.
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -20,8 +19,8 @@ SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
 ]
 
 
-class _EvaluationStopped(Exception):  # noqa: N818 - not an error
-    pass
+class EvaluationStopped(Exception):  # noqa: N818 - not an error
+    """Ends an evaluation on all processes, because one of them received a signal."""
 
 
 class StopRequest:
@@ -36,32 +35,19 @@ class StopRequest:
         self.is_agreed = False  # all processes know that they must stop
         self.interrupted_evaluation = False
         self._is_single_process = dist_info.world_size == 1
-        self._signal = 0  # received by this process; 0 = none
+        self.signal = 0  # received by this process; 0 = none
         self._handlers: dict[int, Any] = {}
-
-    @property
-    def signaled(self) -> bool:
-        """Whether this process received a stop signal; the others may not know about it yet."""
-        return self._signal > 0
 
     def signal_name(self) -> str | None:
         """Return the name of the signal that any process received; every process must call this."""
-        number = all_reduce_max(self._signal)
+        number = all_reduce_max(self.signal)
         return signal.Signals(number).name if number else None
 
     def interrupt_evaluation(self) -> None:
-        """Leave an `interruptible` body if any process got a signal; all processes must call it."""
-        self.is_agreed = all_reduce_max(self.signaled) > 0
+        """Raise EvaluationStopped if any process got a signal; all processes must call this."""
+        self.is_agreed = self.interrupted_evaluation = all_reduce_max(self.signal) > 0
         if self.is_agreed:
-            raise _EvaluationStopped
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Run an evaluation that calls `interrupt_evaluation` before each batch."""
-        try:
-            yield
-        except _EvaluationStopped:
-            self.interrupted_evaluation = True
+            raise EvaluationStopped
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
@@ -74,10 +60,10 @@ class StopRequest:
             signal.signal(*self._handlers.popitem())
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._signal == number == signal.SIGINT and self._is_single_process:
+        if self.signal == number == signal.SIGINT and self._is_single_process:
             raise KeyboardInterrupt
-        if not self._signal and is_main() and os.isatty(2):
+        if not self.signal and is_main() and os.isatty(2):
             line = f"{signal.Signals(number).name}: stopping after this step\n"
             with suppress(OSError):  # the terminal was closed
                 os.write(2, line.encode())  # not print, which the signal may have interrupted
-        self._signal = self._signal or number
+        self.signal = self.signal or number
