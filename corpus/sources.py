@@ -73,11 +73,11 @@ class Source:
         """Yield the documents of a part, starting at `cursor`; None = at the start of the part."""
         files = self.open_files()
         numbers = part.file_numbers(len(files))
-        first, skipped = (numbers.start, 0) if cursor is None else (cursor["file"], cursor["text"])
-        for number in range(first, numbers.stop):
+        start = (cursor["file"], cursor["text"]) if cursor else (numbers.start, 0)
+        for number in range(start[0], numbers.stop):
             file = files[number]
             for i, text in enumerate(file.read()):
-                if number > first or i >= skipped:
+                if (number, i) >= start:
                     starts_document = i == 0 or not file.is_document
                     yield Document(text, {"file": number, "text": i}, starts_document)
 

@@ -117,7 +117,7 @@ def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path):
     path = tmp_path / "train.bin"
     for content in (llm_c_header(30) + bytes(58), llm_c_header(0), bytes(61), b""):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{path} is not a token file \(.* bytes\)"):
+        with pytest.raises(ValueError, match=rf"{path} (cannot be read as|is not) a token shard"):
             open_shards(tmp_path, "train")
 
 
