@@ -25,7 +25,6 @@ from tokenizer import gpt2_encoding
         (b'{"body": "x", "id": 2}', "field `text` .* body, id"),
         (b'["text"]', "field `text` .* no fields at all"),
         (b'{"text": true}', "`text` is bool, not a string"),
-        (b'{"text": "\xff"}', r"not UTF-8 text; .* iconv -f cp1252 -t utf-8 "),
     ],
 )
 def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
@@ -66,7 +65,7 @@ def test_read_file_names_the_tool_for_other_files(tmp_path):
     for name, content, message in [
         ("a.txt", "“Windows” text".encode("cp1252"), iconv),
         ("a", "état".encode("utf-16"), iconv),
-        ("b.jsonl", "état".encode("utf-16"), "line 1: not UTF-8 text"),
+        ("b.jsonl", "état".encode("utf-16"), iconv),
         ("a.gz", gzip.compress(b"text"), iconv),
         ("a.json", b'[{"text": "x"}]', "a JSON array, not JSON lines; use jq"),
     ]:
