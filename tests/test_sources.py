@@ -4,17 +4,15 @@ import csv
 import gzip
 import json
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fineweb_runs import reference, texts_of, write_texts
+from fineweb_runs import texts_of, write_texts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from corpus import sources
 from corpus.sources import file_source, read_file, read_plain
-from fineweb import tokenize_documents
 from tokenizer import gpt2_encoding
 
 
@@ -92,15 +90,6 @@ def test_read_plain_blocks_have_the_tokens_of_the_whole(tmp_path_factory, text, 
     assert "".join(blocks) == text
     encode = gpt2_encoding().encode_ordinary
     assert [id for block in blocks for id in encode(block)] == encode(text)
-
-
-def test_tokenize_documents_joins_blocks_and_marks_documents_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 64)
-    text = "".join(f"word{n} and 語 \n" for n in range(200))
-    source = file_source([write_texts(tmp_path / name, [text]) for name in ("a.txt", "b.txt")])
-    batches = list(tokenize_documents(source.documents(None), 1))
-    assert len(batches) > 50
-    assert np.concatenate([tokens for _, tokens in batches]).tolist() == reference([text, text])
 
 
 def test_stdlib_source_is_the_librarys_own_files_in_a_fixed_order():
