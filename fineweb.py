@@ -125,7 +125,8 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
         shards.check_same_dataset(folder, each, expected)
     shards.verify_shards(folder, manifest.shards)
     note = "; finished earlier, and unchanged"
-    if not manifest.covers(config.max_tokens):
+    limit = manifest.max_tokens or math.inf
+    if not manifest.complete or limit < (config.max_tokens or math.inf):
         note = ""
         size = config.shard_size  # only full shards are kept when tokens are added
         full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))

@@ -18,7 +18,6 @@ nanoGPT are found in the same way.
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -91,10 +90,6 @@ class Manifest:
         """The values that must not change when a dataset is resumed."""
         source = {name: value for name, value in self.source.items() if name != "part"}
         return source | {"shard size": self.shard_size, "tokenizer": self.tokenizer_sha256}
-
-    def covers(self, max_tokens: int | None) -> bool:
-        """Return whether the data is finished and not cut below `max_tokens`; None = no limit."""
-        return self.complete and (self.max_tokens or math.inf) >= (max_tokens or math.inf)
 
     def save(self, folder: Path) -> None:
         """Write the manifest atomically."""

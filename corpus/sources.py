@@ -29,6 +29,7 @@ NOT_UTF8 = (
     "not UTF-8 text; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE; "
     "for UTF-16, use iconv -f utf-16 -t utf-8 FILE > NEW_FILE; for others, pdftotext or pandoc"
 )
+JSON_ARRAY = "a JSON array, not JSON lines; use jq -c '.[]' FILE > NEW_FILE.jsonl"
 TABLE_ROWS = 256  # rows read at a time
 HASHED_BYTES = 1 << 20  # hashed at the start of a file, and at its end
 BLOCK_BYTES = 1 << 20  # read at a time; also about the size of the blocks of a plain text
@@ -83,13 +84,14 @@ def file_source(
     paths: list[Path], identity: dict[str, Any] | None = None, field: str = "text"
 ) -> Source:
     """Return a source of local files, in order; files of unknown type are read as plain text."""
-    files = []
-    for path in paths:
-        is_document = READERS[file_type(path)] is read_plain
-        files.append(SourceFile(partial(read_file, path, field), is_document))
     if identity is None:
         identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
-    return Source(identity, lambda: files)
+    return Source(identity, lambda: [local_file(path, field) for path in paths])
+
+
+def local_file(path: Path, field: str) -> SourceFile:
+    """Return a local file, which is a single document if it is plain text."""
+    return SourceFile(partial(read_file, path, field), READERS[file_type(path)] is read_plain)
 
 
 def describe_file(path: Path) -> dict[str, str | int]:
@@ -205,9 +207,7 @@ def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
         decompressed = pyarrow.input_stream(path)  # according to the suffix
         with io.BufferedReader(decompressed, BLOCK_BYTES) as lines:
             if lines.peek(9).lstrip().startswith(b"["):
-                raise ValueError(
-                    f"{path}: a JSON array, not JSON lines; use jq -c '.[]' FILE > NEW_FILE.jsonl"
-                )
+                raise ValueError(f"{path}: {JSON_ARRAY}")
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _parse_line(line, field, f"{path}, line {number}")
