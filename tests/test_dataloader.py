@@ -1,4 +1,5 @@
 import itertools
+import threading
 from contextlib import ExitStack
 
 import numpy as np
@@ -148,6 +149,12 @@ def test_loader_continues_at_the_position_of_what_was_taken(data_dir, taken):
             for _ in range(2):
                 for ours, theirs in zip(next(resumed), next(batches), strict=True):
                     assert torch.equal(ours, theirs)
+
+
+def test_loader_thread_ends_with_the_body(data_dir):
+    with loader(data_dir) as batches:
+        next(batches)
+    assert not any(thread.name.startswith("dataloader") for thread in threading.enumerate())
 
 
 def test_loader_refuses_an_impossible_id(data_dir):

@@ -60,6 +60,12 @@ def test_encode_documents_of_any_length_has_tiktokens_ids(encoder):
     assert np.array_equal(tokens, np.array(reference(texts), np.uint16))
 
 
+def test_encode_documents_allows_longer_runs_of_space_than_tiktoken():
+    text = "a" + "\u3000" * 1_500_000 + "b"
+    (tokens,) = encode_documents([[text]])
+    assert gpt2_encoding().decode(tokens[1:].tolist()) == text
+
+
 def test_encode_documents_in_threads_keeps_order_and_reads_only_a_few_batches_ahead(monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     texts = [[f"document {i} of batch {n}" for i in range(n % 5)] for n in range(50)]
