@@ -87,8 +87,8 @@ def epoch_offset(epoch: int, block_size: int, seed: int) -> int:
 class ShardedDataLoader:
     """Endless iterator over this process's micro-batches, from a position on.
 
-    During a micro-step, a thread reads the next micro-batch and copies it to the device: with
-    several GPUs, reading can take as long as the step.
+    During a micro-step, a thread reads the next micro-batch: with several GPUs, reading can take as
+    long as the step.
 
         with ShardedDataLoader(...) as batches:  # starts and stops the thread
             inputs, targets = next(batches)
@@ -113,7 +113,6 @@ class ShardedDataLoader:
     def __post_init__(self) -> None:
         self.windows_per_epoch = count_windows(self.shards.total_tokens, self.block_size)
         self.windows_per_micro_step = self.micro_batch_size * self.dist_info.world_size
-        self._micro_batches = self._read_micro_batches(self.position)
 
     @property
     def tokens_seen(self) -> int:
@@ -121,8 +120,8 @@ class ShardedDataLoader:
         return self.position * self.block_size
 
     def __enter__(self) -> "ShardedDataLoader":
-        self._thread = ThreadPoolExecutor(1, "dataloader", initializer=self._choose_gpu)
-        self._upcoming = self._thread.submit(next, self._micro_batches)
+        self._thread = ThreadPoolExecutor(1, "dataloader")
+        self._upcoming = self._thread.submit(self._read_tokens, self.position)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,14 +131,16 @@ class ShardedDataLoader:
         return self
 
     def __next__(self) -> Batch:
-        batch = self._upcoming.result()
-        self._upcoming = self._thread.submit(next, self._micro_batches)
+        tokens = self._upcoming.result()
         self.position += self.windows_per_micro_step
-        return Batch(*(tensor.to(self.dist_info.device) for tensor in batch))
+        self._upcoming = self._thread.submit(self._read_tokens, self.position)
+        return to_batch(tokens, self.dist_info.device)
 
-    def _choose_gpu(self) -> None:  # each thread has its own current GPU
-        if self.dist_info.device.type == "cuda":
-            torch.cuda.set_device(self.dist_info.device)
+    def _read_tokens(self, position: int) -> TokenArray:
+        """Read this process's micro-batch of the micro-step that starts at `position`."""
+        first = position + self.dist_info.rank * self.micro_batch_size
+        starts = self.window_starts(first, self.micro_batch_size)
+        return read_windows(self.shards, starts, self.block_size, self.vocab_size)
 
     def window_starts(self, position: int, count: int) -> IndexArray:
         """Return the first tokens of `count` windows, from a position of the order on: int64."""
@@ -155,17 +156,6 @@ class ShardedDataLoader:
             starts[in_epoch] = windows * self.block_size + offset
         # The offset may move the last window beyond the end of the split.
         return np.minimum(starts, self.shards.total_tokens - self.block_size - 1)
-
-    def _read_micro_batches(self, position: int) -> Iterator[Batch]:
-        # MPS crashes if two threads use it (pytorch #197805), so `__next__` copies the batch to it.
-        device = self.dist_info.device
-        device = torch.device("cpu") if device.type == "mps" else device
-        while True:
-            first = position + self.dist_info.rank * self.micro_batch_size
-            starts = self.window_starts(first, self.micro_batch_size)
-            tokens = read_windows(self.shards, starts, self.block_size, self.vocab_size)
-            yield to_batch(tokens, device)
-            position += self.windows_per_micro_step
 
 
 def validation_batches(

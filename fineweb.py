@@ -97,7 +97,10 @@ def main() -> None:
     if manifest and manifest.complete:
         from training.propose import propose_training  # imports torch, which takes seconds
 
-        print(describe_baseline(folder))
+        train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
+        loss, bits = unigram_baseline(train, val)
+        baseline = f"loss {loss:.2f} nats per token, {bits:.2f} bits per byte"
+        print(f"unigram baseline (token frequencies only): {baseline}")
         if (Path(__file__).parent / "recipes").is_dir():  # an installed package has none
             print(propose_training(folder, manifest))
     else:
@@ -122,7 +125,8 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
         shards.check_same_dataset(folder, each, expected)
     shards.verify_shards(folder, manifest.shards)
     note = "; finished earlier, and unchanged"
-    if not manifest.covers(config.max_tokens):
+    limit = manifest.max_tokens or math.inf
+    if not manifest.complete or limit < (config.max_tokens or math.inf):
         note = ""
         size = config.shard_size  # only full shards are kept when tokens are added
         full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
@@ -183,14 +187,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         chars += len(document.text) + 1
     if batch:
         yield batch
-
-
-def describe_baseline(folder: Path) -> str:
-    """Describe the unigram baseline of a finished dataset."""
-    train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
-    loss, bits = unigram_baseline(train, val)
-    line = "unigram baseline (token frequencies only)"
-    return f"{line}: loss {loss:.2f} nats per token, {bits:.2f} bits per byte"
 
 
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:

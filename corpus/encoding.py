@@ -40,27 +40,20 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     Yields:
         The ids of each batch, in order: (tokens,) uint16. A few batches are in memory at a time.
     """
-    encode = new_encoder(workers)
-    in_flight: deque[Future[TokenIds]] = deque()
-    pool = ThreadPoolExecutor(1)  # the encoders start threads themselves
+    encode: Callable[[Sequence[str]], TokenIds]
     try:
+        encode = GigatokenEncoder(workers).encode
+    except ImportError:
+        warnings.warn("gigatoken is not installed: encoding with tiktoken, slowly", stacklevel=1)
+        encode = partial(encode_with_tiktoken, workers=workers)
+    in_flight: deque[Future[TokenIds]] = deque()
+    with ThreadPoolExecutor(1) as pool:  # the encoders start threads themselves
         for texts in batches:
             in_flight.append(pool.submit(encode, texts))
             if len(in_flight) > BATCHES_AHEAD:
                 yield in_flight.popleft().result()
         while in_flight:
             yield in_flight.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def new_encoder(workers: int) -> Callable[[Sequence[str]], TokenIds]:
-    """Return a function that encodes a batch: with gigatoken or, if it is missing, tiktoken."""
-    try:
-        return GigatokenEncoder(workers).encode
-    except ImportError:
-        warnings.warn("gigatoken is not installed: encoding with tiktoken, slowly", stacklevel=1)
-        return partial(encode_with_tiktoken, workers=workers)
 
 
 def encode_with_tiktoken(texts: Sequence[str], workers: int) -> TokenIds:

@@ -18,7 +18,6 @@ nanoGPT are found in the same way.
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -92,10 +91,6 @@ class Manifest:
         source = {name: value for name, value in self.source.items() if name != "part"}
         return source | {"shard size": self.shard_size, "tokenizer": self.tokenizer_sha256}
 
-    def covers(self, max_tokens: int | None) -> bool:
-        """Return whether the data is finished and not cut below `max_tokens`; None = no limit."""
-        return self.complete and (self.max_tokens or math.inf) >= (max_tokens or math.inf)
-
     def save(self, folder: Path) -> None:
         """Write the manifest atomically."""
         write_json(folder / self.part.manifest_name, asdict(self))
@@ -133,7 +128,7 @@ class ShardWriter:
 
     The first shard is the validation split. Writing starts once it and another shard are full: in
     a smaller corpus, validation is `VAL_BLOCKS` equally spaced blocks, a tenth in total. Memory
-    holds the tokens of at most two shards; a smaller corpus is held twice while it is split.
+    holds the tokens of at most two shards, twice while they are written.
 
     Only the first part of a dataset has a validation split; the other parts may be empty. If
     `manifest` already lists shards, the tokens added here follow theirs.
@@ -142,44 +137,38 @@ class ShardWriter:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._n_kept_shards = len(manifest.shards)
         self._needs_val = manifest.part.index == 0 and not manifest.shards
-        self._buffer = np.empty((2 if self._needs_val else 1) * manifest.shard_size, SHARD_DTYPE)
-        self._filled = 0
+        self._buffer = [np.empty(0, SHARD_DTYPE)]  # tokens that do not fill a shard yet
         for name in (f"*_{manifest.part.prefix}[0-9]*.npy", manifest.part.manifest_name):
             for leftover in folder.glob(f".{name}.*.tmp"):  # left by a killed run
                 leftover.unlink()
 
     def add(self, tokens: TokenArray, progress: dict[str, Any] | None = None) -> None:
         """Append tokens; if they fill shards, write these and the manifest, with `progress`."""
-        finished = len(self.manifest.shards)
-        while len(tokens):
-            chunk = tokens[: len(self._buffer) - self._filled]
-            self._buffer[self._filled : self._filled + len(chunk)] = chunk
-            self._filled += len(chunk)
-            tokens = tokens[len(chunk) :]
-            if self._filled == len(self._buffer):
-                self._write_buffer()
-        if len(self.manifest.shards) > finished:
+        self._buffer.append(tokens)
+        n_tokens, size = sum(map(len, self._buffer)), self.manifest.shard_size
+        if n_tokens >= (2 * size if self._needs_val else size):
+            self._write_buffer(n_tokens // size * size)
             self._save(progress=progress)
 
     def close(self, documents: int = 0, max_tokens: int | None = None) -> Manifest:
         """Write the remaining tokens and the finished manifest, with these values."""
-        if self._needs_val and self._filled < 2:
+        n_tokens = sum(map(len, self._buffer))
+        if self._needs_val and n_tokens < 2:
             raise ValueError(
-                f"the corpus is too small for two splits ({self._filled} tokens): add more text"
+                f"the corpus is too small for two splits ({n_tokens} tokens): add more text"
             )
-        self._write_buffer()
+        self._write_buffer(n_tokens)
         self._save(documents=documents, max_tokens=max_tokens, complete=True)
         return self.manifest
 
-    def _write_buffer(self) -> None:
+    def _write_buffer(self, count: int) -> None:
+        """Write the first `count` tokens as shards, and keep the others."""
         size = self.manifest.shard_size
-        tokens = self._buffer[: self._filled]
-        if len(self.manifest.shards) == self._n_kept_shards:
-            self._save()  # first, or a killed run would leave shards that contradict the manifest
+        tokens, rest = np.split(np.concatenate(self._buffer), [count])
+        self._save()  # first, or a killed run would leave shards that contradict the manifest
         if self._needs_val:
-            if self._filled == 2 * size:
+            if count >= 2 * size:
                 val, tokens = np.split(tokens, [size])
             else:
                 pieces = np.array_split(tokens, 10 * VAL_BLOCKS)
@@ -190,8 +179,7 @@ class ShardWriter:
             self._needs_val = False
         for start in range(0, len(tokens), size):
             self._write("train", tokens[start : start + size])
-        self._buffer = self._buffer[:size]
-        self._filled = 0
+        self._buffer = [rest.copy()]
 
     def _write(self, split: Split, tokens: TokenArray) -> None:
         number = len(self.manifest.shards)
@@ -222,8 +210,7 @@ class TokenShards:
         # Read the headers here, once. NumPy parses them, which two threads cannot do at the same
         # time in Python 3.11 (cpython#106905), and the loader's thread maps the shards.
         headers = [(len(tokens), tokens.offset) for tokens in map(_map_shard, paths)]
-        self.lengths = [length for length, _ in headers]
-        self.offsets = np.cumsum([0, *self.lengths])
+        self.offsets = np.cumsum([0, *(length for length, _ in headers)])
 
         @lru_cache(MAX_MAPPED_SHARDS)
         def map_tokens(shard: int) -> TokenArray:
@@ -309,11 +296,11 @@ def _find_shards(folder: Path, splits: Collection[str]) -> list[Path]:
 
 
 def _map_shard(path: Path) -> np.memmap:
-    if path.suffix == ".bin":
-        return _map_bin(path)
     try:
-        # The same as np.load with mmap_mode, for .npy files only. It rejects pickled objects.
-        array = np.lib.format.open_memmap(path, mode="r")
+        # `open_memmap` is np.load with mmap_mode, for .npy files only. It rejects pickled objects.
+        array = (
+            _map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
+        )
     except Exception as error:  # a damaged header raises many kinds of errors
         raise ValueError(
             f"{path} cannot be read as a token shard ({error}): make or download the file again"
@@ -328,15 +315,12 @@ def _map_shard(path: Path) -> np.memmap:
 
 def _map_bin(path: Path) -> np.memmap:
     """Map the tokens of an llm.c file, which has a header, or a nanoGPT file, which has none."""
-    size, offset = path.stat().st_size, 0
     with path.open("rb") as file:
         header = file.read(LLM_C_HEADER_BYTES)
-    expected = size // SHARD_DTYPE.itemsize
-    if header.startswith(LLM_C_MAGIC):
-        offset, expected = LLM_C_HEADER_BYTES, int.from_bytes(header[8:12], "little")
-    if not expected or size != offset + expected * SHARD_DTYPE.itemsize:
-        raise ValueError(f"{path} is not a token file ({size:,} bytes): copy the file again")
-    return np.memmap(path, SHARD_DTYPE, "r", offset)
+    if not header.startswith(LLM_C_MAGIC):
+        return np.memmap(path, SHARD_DTYPE, "r")
+    n_tokens = int.from_bytes(header[8:12], "little")
+    return np.memmap(path, SHARD_DTYPE, "r", LLM_C_HEADER_BYTES, (n_tokens,))
 
 
 def _fingerprint(infos: list[ShardInfo], paths: list[Path]) -> str:

@@ -25,8 +25,6 @@ from tokenizer import CUT
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
 JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
-FILE_TYPES = (*JSON_LINES, ".parquet", ".csv", ".tsv", ".txt")
-PLAIN_TEXT = ("", ".txt")  # the values of `file_type` that mean plain text
 NOT_UTF8 = (
     "not UTF-8 text; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE; "
     "for UTF-16, use iconv -f utf-16 -t utf-8 FILE > NEW_FILE; for others, pdftotext or pandoc"
@@ -73,11 +71,11 @@ class Source:
         """Yield the documents of a part, starting at `cursor`; None = at the start of the part."""
         files = self.open_files()
         numbers = part.file_numbers(len(files))
-        first, skipped = (numbers.start, 0) if cursor is None else (cursor["file"], cursor["text"])
-        for number in range(first, numbers.stop):
+        start = (cursor["file"], cursor["text"]) if cursor else (numbers.start, 0)
+        for number in range(start[0], numbers.stop):
             file = files[number]
             for i, text in enumerate(file.read()):
-                if number > first or i >= skipped:
+                if (number, i) >= start:
                     starts_document = i == 0 or not file.is_document
                     yield Document(text, {"file": number, "text": i}, starts_document)
 
@@ -86,12 +84,14 @@ def file_source(
     paths: list[Path], identity: dict[str, Any] | None = None, field: str = "text"
 ) -> Source:
     """Return a source of local files, in order; files of unknown type are read as plain text."""
-    files = [
-        SourceFile(partial(read_file, path, field), file_type(path) in PLAIN_TEXT) for path in paths
-    ]
     if identity is None:
         identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
-    return Source(identity, lambda: files)
+    return Source(identity, lambda: [local_file(path, field) for path in paths])
+
+
+def local_file(path: Path, field: str) -> SourceFile:
+    """Return a local file, which is a single document if it is plain text."""
+    return SourceFile(partial(read_file, path, field), READERS[file_type(path)] is read_plain)
 
 
 def describe_file(path: Path) -> dict[str, str | int]:
@@ -134,8 +134,8 @@ def hash_of_name(name: str) -> bytes:
 
 
 def file_type(path: Path | str) -> str:
-    """Return the suffix that selects a file's reader, one of `FILE_TYPES`, or an empty string."""
-    return next((kind for kind in FILE_TYPES if str(path).endswith(kind)), "")
+    """Return the end of a file's name that selects its reader in `READERS`, or an empty string."""
+    return next(kind for kind in READERS if str(path).endswith(kind))
 
 
 def local_paths(pattern: str) -> list[Path]:
@@ -179,13 +179,11 @@ def folder_files(folder: Path, field: str) -> list[Path]:
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
-    """Return an iterator over the texts of a local file."""
-    kind = file_type(path)
-    if kind == ".parquet":
-        return read_parquet(path, field)
-    if kind in (".csv", ".tsv"):
-        return read_csv(path, field)
-    return read_jsonl(path, field) if kind in JSON_LINES else read_plain(path)
+    """Yield the texts of a local file."""
+    try:
+        yield from READERS[file_type(path)](path, field)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: {NOT_UTF8}") from None
 
 
 def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
@@ -218,10 +216,9 @@ def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
 
 
 def _parse_line(line: bytes, field: str, where: str) -> str:
+    content = line.decode("utf-8-sig")
     try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: {NOT_UTF8}") from None
+        value = json.loads(content)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
     _check_text_field(value if isinstance(value, dict) else (), field, where)
@@ -247,15 +244,13 @@ def read_csv(path: Path, field: str = "text") -> Iterator[str]:
                 if len(row) > len(names):
                     raise csv.Error(f"{len(row)} fields, but the table has {len(names)}")
                 yield row[column] if column < len(row) else ""
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}: {NOT_UTF8}") from None
         except csv.Error as error:
             raise ValueError(
                 f"{path}, line {rows.line_num}: {error}: put quotes around texts with {delimiter!r}"
             ) from None
 
 
-def read_plain(path: Path) -> Iterator[str]:
+def read_plain(path: Path, _: str = "") -> Iterator[str]:
     """Yield a plain text in blocks, whose token ids together are the ids of the full text.
 
     Each block ends at a match of `tokenizer.CUT`.
@@ -263,16 +258,25 @@ def read_plain(path: Path) -> Iterator[str]:
     # utf-8-sig removes a byte-order mark. open() would decode only 8 KB at a time.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
-    try:
-        with path.open("rb") as file:
-            while data := file.read(BLOCK_BYTES):
-                text += decoder.decode(data)
-                while cut := CUT.search(text, BLOCK_BYTES):
-                    yield text[: cut.start()]
-                    text = text[cut.start() :]
-            yield text + decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: {NOT_UTF8}") from None
+    with path.open("rb") as file:
+        while data := file.read(BLOCK_BYTES):
+            text += decoder.decode(data)
+            while cut := CUT.search(text, BLOCK_BYTES):
+                yield text[: cut.start()]
+                text = text[cut.start() :]
+    yield text + decoder.decode(b"", final=True)
+
+
+# Readers of local files by the end of the file's name; "" is for any other name. A reader gets the
+# path and the field that holds the text, and yields documents or, as `read_plain`, parts of one.
+READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    **dict.fromkeys(JSON_LINES, read_jsonl),
+    ".parquet": read_parquet,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".txt": read_plain,
+    "": read_plain,
+}
 
 
 def _check_text_field(names: Collection[str], field: str, where: str) -> None:

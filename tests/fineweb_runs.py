@@ -4,7 +4,6 @@ import io
 import json
 import random
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager, redirect_stdout
 
@@ -25,8 +24,6 @@ from tokenizer import END_OF_TEXT, gpt2_encoding
 DRIVER = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
-if os.environ.get("HIDE"):
-    sys.modules["gigatoken"] = None
 import fineweb
 from corpus import sources
 fineweb.BATCH_CHARS = 1000
@@ -94,15 +91,6 @@ def tokens_of(folder):
         places = [*pieces[::10], *(piece for i, piece in enumerate(pieces) if i % 10)]
         first = first[np.argsort(np.concatenate(places))]
     return np.concatenate([first, *others]).tolist()
-
-
-def start_fineweb(folder, *flags):
-    """Start fineweb.py in `folder`, in a process of its own."""
-    script = folder / "driver.py"
-    script.write_text(DRIVER)
-    command = [sys.executable, str(script), *map(str, flags)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, text=True, **pipes)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import sys
 from pathlib import Path
 
 import fineweb_runs
@@ -68,21 +67,10 @@ def test_main_writes_the_tokens_of_every_document_and_proposes_a_training(make, 
 def test_main_makes_the_same_shards_of_every_kind_of_file(made, make, tmp_path, kind):
     """A null is an empty document."""
     source = write_texts(tmp_path / f"b.{kind}", [*TEXTS[:40], None, *TEXTS[40:]], "content")
-    with pytest.raises(ValueError, match=r"field `text` .* id, content: choose one with --text-f"):
-        make("--source", source, SIZE)
-    with pytest.raises(ValueError, match="`id` is int, not a string"):
-        make("--source", source, SIZE, "--text-field=id")
     make("--source", source, SIZE, "--text-field=content", "--workers=3")
     assert contents(Path("data/b"), "*.npy") == contents(made / "jsonl", "*.npy")
     with pytest.raises(ValueError, match=r"another dataset \(text field content instead of id\)"):
         make("--source", source, SIZE, "--text-field=id")
-
-
-def test_main_makes_the_same_shards_without_gigatoken(made, make, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gigatoken", None)
-    with pytest.warns(UserWarning, match="gigatoken is not installed"):
-        make("--source", made / "a.jsonl", SIZE, "--data-dir=d")
-    assert contents(Path("d")) == contents(made / "jsonl")
 
 
 def test_main_reads_each_text_file_of_a_folder_once(make, tmp_path):
@@ -111,12 +99,10 @@ def test_find_source_names_the_folder_after_the_source(make, tmp_path):
         write_texts(tmp_path / file, ["one two three"])
     for source, name, folder in [
         (("a/b.py",), None, "b"),
-        (("a/README",), None, "README"),
         (("a/*",), None, "a"),
         (("c", "a/b.py"), None, "c"),
         (("fineweb-edu",), None, "fineweb-edu-10BT"),
         (("fineweb-edu",), "sample-100BT", "fineweb-edu-100BT"),
-        (("owner/stories",), None, "stories"),
         (("stdlib",), None, "stdlib"),
     ]:
         assert fineweb.find_source(FineWebConfig(source=source, name=name))[0] == folder
@@ -169,19 +155,16 @@ def test_main_killed_at_any_moment_resumes_to_the_same_bytes(made, make, drive, 
     ],
     ids=["SIGTERM", "SIGINT", "full disk"],
 )
-@pytest.mark.parametrize("hide", ["", "yes"], ids=["gigatoken", "tiktoken"])
-def test_main_that_is_stopped_leaves_no_bad_shard_and_resumes(
-    made, make, drive, stop, code, line, hide
-):
+def test_main_that_is_stopped_leaves_no_bad_shard_and_resumes(made, make, drive, stop, code, line):
     flags = ["--source", made / "a.jsonl", SIZE, "--data-dir", "d"]
-    done = drive(*flags, kill_at=6, INSTEAD=f"import resource; {stop}", HIDE=hide)
+    done = drive(*flags, kill_at=6, INSTEAD=f"import resource; {stop}")
     assert done.code == code, done
     assert (done.stderr.splitlines() or [""])[-1].startswith(line)
     assert "Traceback" not in done.stderr
     assert code == -15 or not list(Path("d").glob(".*.tmp"))
     verify_shards(Path("d"), Manifest.load(Path("d")).shards)
     assert contents(Path("d"), "*.npy").items() <= contents(made / "jsonl").items()
-    assert drive(*flags, HIDE=hide).code == 0
+    make(*flags)
     assert contents(Path("d")) == contents(made / "jsonl")
 
 
@@ -233,6 +216,7 @@ def test_main_refuses_a_second_writer(made, make):
 def test_max_tokens_are_the_first_of_a_full_run_and_more_can_be_added(made, make, kind, limit):
     """Of less than two shards, of exactly two; then of more."""
     everything = tokens_of(made / kind)
+    assert everything == reference(TEXTS if kind == "jsonl" else ["\n".join(TEXTS)])
     flags = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "d"]
     for more in (limit, limit + 2507):
         make(*flags, "--max-tokens", more)
@@ -255,7 +239,7 @@ def test_max_tokens_killed_at_any_moment_goes_on_to_the_same_bytes(made, make, d
     drive(*flags, "--max-tokens=3500", kill_at=3)
     make(*flags, "--max-tokens", 3500)
     assert contents(Path("killed")) == contents(Path("some"))
-    for kill_at in (1, 2, 6):  # while it goes on, before and after its last shard is replaced
+    for kill_at in (1, 2, 8):  # while it goes on, before and after its last shard is replaced
         drive(*flags, kill_at=kill_at)
         if kill_at == 1:
             assert contents(Path("killed")) == contents(Path("some"))
