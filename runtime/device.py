@@ -1,6 +1,5 @@
 """The device of this process: which one, its name and its memory."""
 
-import contextlib
 import ctypes
 import os
 import re
@@ -12,7 +11,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.backends import cudnn
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the driver is loaded (Linux)
@@ -98,13 +96,6 @@ def is_out_of_memory(error: Exception) -> bool:
 def device_name(device: torch.device) -> str:
     """Return the model name of a CUDA GPU, or the type of any other device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def cudnn_version() -> int:
-    """Return the version of cuDNN, such as 91500 for 9.15; 0 if torch has none or rejects it."""
-    with contextlib.suppress(RuntimeError):
-        return cudnn.version() or 0  # type: ignore[no-untyped-call]
-    return 0
 
 
 def synchronize(device: torch.device) -> None:

@@ -13,7 +13,6 @@ import model
 from bench import __main__ as bench
 from bench import measurement, plain
 from bench.__main__ import PRODUCT, BenchConfig, peers, read_rates, run_tests
-from bench.components import components
 from bench.measurement import (
     RUN_SECONDS,
     format_results,
@@ -25,7 +24,6 @@ from bench.plain import HUGGING_FACE, OPTIMIZATIONS, HuggingFaceGPT2
 from formats.metrics import read_metrics
 from model import GPT, GPTConfig
 from runtime.cli import parse_flags
-from tokenizer import END_OF_TEXT
 from training.config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -314,15 +312,3 @@ time.sleep(600)
 def test_script_without_rates_has_a_reason(text, reason, tiny_data, tmp_path):
     with pytest.raises(ValueError, match=f"^{reason}"):
         script_measure(tiny_data, tmp_path, text)(600)
-
-
-def test_components_do_the_same_work_in_both_ways(monkeypatch):
-    monkeypatch.setattr("bench.components.N_TOKENS", 8)
-    texts, config = ["one two", "", "three"], GPTConfig(n_layer=1, n_head=1, n_embd=16)
-    found = components(GPT(config), torch.device("cpu"), texts)
-    plain, used = (work() for work in found["hellaswag"])
-    torch.testing.assert_close(plain.summed, used.summed, rtol=2e-2, atol=0.1)
-    plain, used = (work() for work in found["sample"])
-    assert [len(row) for row in plain] == [len(row) for row in used] == [9] * 4
-    plain, used = (work() for work in found["tokenize"])
-    assert [id for ids in plain for id in (END_OF_TEXT, *ids)] == used[0].tolist()

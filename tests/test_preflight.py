@@ -20,7 +20,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import numpy as np, train_gpt2
 from runtime.cli import run_command
-from training import checks
+from formats import code_hashes
 os.chdir({folder!r} + "/" + os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
 if os.environ["RANK"] == "1":
@@ -94,9 +94,9 @@ def test_preflight_refuses_machines_that_differ(two_machines, change, check, mes
 def test_training_does_not_begin_with_other_code_on_a_machine(two_machines, tmp_path):
     copy = copy_code(tmp_path / "code")
     with (copy / "lr_schedule.py").open("a") as file:
-        file.write("# changed\n")
-    done = two_machines(f"checks.__file__ = {str(copy / 'training/checks.py')!r}")
-    assert_refused(done, "rank 1 has lr_schedule.py with SHA-256")
+        file.write("CHANGED = 1\n")
+    done = two_machines(f"code_hashes.ROOT = Path({str(copy)!r})")
+    assert_refused(done, "rank 1 has lr_schedule.py with code")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from corpus.shards import Manifest, TokenShards, open_shards, verify_shards
 from dataloader import count_windows
 from formats.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
+from formats.code_hashes import code_hashes
 from lr_schedule import windows_at
 from runtime import distributed
 from runtime.cli import flag_of
@@ -22,8 +23,6 @@ from training.folder import check_usable
 from training.memory import CHECKPOINT_BYTES_PER_PARAMETER, Device, find_device
 from training.resume import check_resume_compatible
 from training.trackers import check_installed
-
-CODE_FOLDERS = (".", "corpus", "formats", "runtime", "training")
 
 
 def check_ranks_agree(
@@ -62,13 +61,11 @@ def check_ranks_agree(
 
 
 def describe_software(config: TrainConfig, dtype: torch.dtype) -> list[str]:
-    """Return this rank's versions, dtype, script hashes and flags, one per line."""
-    root = Path(__file__).parent.parent
-    scripts = sorted(path for folder in CODE_FOLDERS for path in (root / folder).glob("[!.]*.py"))
+    """Return this rank's versions, dtype, hashes of the core and flags, one per line."""
     settings = {"resume": config.resume} | config.saved()
     return [
         f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}",
-        *(f"{path.relative_to(root)} with SHA-256 {sha256_of(path)[:12]}" for path in scripts),
+        *(f"{file} with code {digest}" for file, digest in code_hashes().items()),
         *(f"{flag_of(name)} {value}" for name, value in settings.items()),
     ]
 

@@ -13,15 +13,8 @@ from runtime.cli import format_duration
 from runtime.distributed import DistInfo, print0, read_dist_env
 from runtime.files import read_json
 from runtime.flops import cpu_flops, flops_per_token, peak_flops
+from training import memory
 from training.config import TrainConfig
-from training.memory import (
-    CHECKPOINT_BYTES_PER_PARAMETER,
-    BatchSplit,
-    Device,
-    find_device,
-    plan_memory,
-    split_batch,
-)
 
 MFU = 0.4  # fraction of its peak FLOP/s that a device is assumed to reach
 MIN_PARAMETERS = 1e8  # fewest that keep a GPU busy; the MFU of smaller models is unknown
@@ -33,25 +26,28 @@ def print_plan(config: TrainConfig) -> None:
         dist_info = DistInfo(torch.device("cuda"), world_size=config.gpus)
     else:
         dist_info = read_dist_env(config.device)
-    device, train_shards = find_device(config, dist_info), None
-    split = split_batch(config, device)
+    device, train_shards = memory.find_device(config, dist_info), None
+    split = memory.split_batch(config, device)
     with suppress(OSError, ValueError):  # a plan does not need data
         train_shards = open_shards(config.data_dir, "train")
     print0(describe_plan(config, device, split, train_shards))
 
 
 def describe_plan(
-    config: TrainConfig, device: Device, split: BatchSplit, train_shards: TokenShards | None
+    config: TrainConfig,
+    device: memory.Device,
+    split: memory.BatchSplit,
+    train_shards: TokenShards | None,
 ) -> str:
     """Return a run's plan as a table."""
     model_config = config.model_config()
     n_params, block_size = model_config.n_params, config.block_size
     world_size = device.dist_info.world_size
     micro_steps = config.total_batch_size // (split.micro_batch_size * block_size * world_size)
-    memory = plan_memory(config, device, split.loss_chunks)
-    state = memory.state / 2**30
-    activations = memory.per_token * split.micro_batch_size * block_size / 2**30
-    checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
+    planned = memory.plan_memory(config, device, split.loss_chunks)
+    state = planned.state / 2**30
+    activations = planned.per_token * split.micro_batch_size * block_size / 2**30
+    checkpoint = memory.CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
     rows = {
         "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
         f"heads, width {model_config.n_embd}, context {block_size:,}",
@@ -79,7 +75,7 @@ def describe_plan(
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-def describe_time(config: TrainConfig, device: Device, tokens: int) -> str:
+def describe_time(config: TrainConfig, device: memory.Device, tokens: int) -> str:
     """Return the duration of training on this number of tokens, without evaluations."""
     model_config, dist_info = config.model_config(), device.dist_info
     peak = None

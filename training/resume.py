@@ -6,14 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from formats import load
 from formats.checkpoint import STATE_NAME, Checkpoint, read_state, verify_checkpoint
-from formats.load import (
-    find_checkpoint,
-    latest_valid_checkpoint,
-    list_runs,
-    model_config_of,
-    run_names,
-)
 from model import GPTConfig
 from runtime.cli import parse_flags, usable_settings
 from runtime.distributed import print0
@@ -49,7 +43,7 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
             if given.config:
                 print0(f"note: ignoring --config {given.config}: the run's settings are in {path}")
     if checkpoint is None and given.init_from and defaults.init_from is None:
-        source = model_config_of(given.init_from)
+        source = load.model_config_of(given.init_from)
         defaults = _with_model_settings(defaults, source)
     config = parse_flags(TrainConfig, args, defaults)
     if source is not None:
@@ -93,17 +87,17 @@ def _check_size(config: TrainConfig, source: GPTConfig) -> None:
 def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
     """Return the checkpoint that `--resume` names; None if it is auto and the run is new."""
     if resume != "auto":
-        path = find_checkpoint(Path(resume))
+        path = load.find_checkpoint(Path(resume))
         try:
             verify_checkpoint(path)
         except ValueError as error:
             raise ValueError(f"{error}: use an earlier checkpoint") from None
         return path
     if run_name is None:
-        raise ValueError(f"--resume auto requires --run-name; {list_runs(out_dir)}")
-    if run_name not in run_names(out_dir):
-        print0(f"starting a new run: no run named {run_name} yet; {list_runs(out_dir)}")
-    return latest_valid_checkpoint(out_dir / run_name)
+        raise ValueError(f"--resume auto requires --run-name; {load.list_runs(out_dir)}")
+    if run_name not in load.run_names(out_dir):
+        print0(f"starting a new run: no run named {run_name} yet; {load.list_runs(out_dir)}")
+    return load.latest_valid_checkpoint(out_dir / run_name)
 
 
 def check_resume_compatible(
