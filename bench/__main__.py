@@ -32,18 +32,17 @@ from bench.measurement import (
     format_results,
     measure_in_turn,
     run_python,
+    split_flags,
     store_results,
 )
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from corpus.shards import open_shards
-from model import GPTConfig
 from runtime.cli import as_flags, bad_numbers, parse_flags, run_command
 from runtime.compiler import prepare_compiler
-from runtime.device import DeviceName, select_device
+from runtime.device import select_device
 from runtime.precision import select_dtype
 from training.config import TrainConfig
 
-DIMENSIONS = ("size", "n_layer", "n_head", "n_embd", "block_size")
 GPU_SECONDS = 680.0  # 12 minutes, less the time to tokenize a text and to find a compiler
 PRODUCT = "product defaults"
 TRAINING = {  # constant learning rate, no evaluation, no checkpoints
@@ -60,7 +59,7 @@ TEST_FILE = "tests/test_cuda.py"
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure training speed: the ladder, a comparison (--peer) or a check of a GPU (--gpu)."""
+    """Measure training speed; all other flags are passed to train_gpt2.py."""
 
     gpu: bool = False
     """Check this machine's GPU in at most 12 minutes: ladder, defaults, Muon, GPT-2 XL, long
@@ -70,30 +69,11 @@ class BenchConfig:
     with the training script at PATH. The script must print its tokens per second, and finds the
     shards in the folder edu_fineweb10B."""
 
-    size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
-    """Model size: 124M, 350M, 774M or 1558M parameters."""
-    n_layer: int | None = None
-    """Number of blocks; default: from --size."""
-    n_head: int | None = None
-    """Number of attention heads; default: from --size."""
-    n_embd: int | None = None
-    """Embedding width; default: from --size."""
-    block_size: int = 1024
-    """Context length in tokens."""
-
-    micro_batch_size: int | None = None
-    """Sequences per micro-batch of the plain trainer; default: 16 on GPUs (as in published
-    figures), 4 on other devices. train_gpt2.py chooses its own."""
     steps: int | None = None
     """Timed steps per run, after one untimed step; default: 20 on GPUs, else 4. A run ends after 10
     minutes even if it has done fewer."""
     rounds: int = 3
     """Number of runs of each configuration; the configurations alternate. With --gpu, it is 1."""
-
-    device: DeviceName = "auto"
-    """Device to measure."""
-    data_dir: Path | None = None
-    """Folder of token shards to train on; default: Python's standard library, tokenized."""
     out_dir: Path = Path("bench/results")
     """Folder for the results."""
 
@@ -102,55 +82,64 @@ class BenchConfig:
             raise ValueError(f"--peer {self.peer} is neither transformers nor a .py file")
         if self.gpu and self.peer:
             raise ValueError("--gpu and --peer are separate measurements: use one of them")
-        if problems := bad_numbers(self, ("micro_batch_size", "steps", "rounds")):
+        if problems := bad_numbers(self, ("steps", "rounds")):
             raise ValueError("; ".join(problems))
-        self.model_config()
 
-    def model_config(self) -> GPTConfig:
-        """Return the model configuration that the flags select."""
-        return TrainConfig(**{name: getattr(self, name) for name in DIMENSIONS}).model_config()
+
+@dataclass(frozen=True)
+class Setup:
+    """Configuration that all runs of a measurement share."""
+
+    config: BenchConfig
+    flags: tuple[str, ...]
+    """Flags of `train_gpt2.py`."""
+    settings: TrainConfig
+    """The settings that result from the flags."""
 
     @property
-    def torch_device(self) -> torch.device:
+    def device(self) -> torch.device:
         """The device to measure."""
-        return select_device(self.device)
+        return select_device(self.settings.device)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens per micro-batch of the plain trainer."""
-        sequences = self.micro_batch_size or (16 if self.torch_device.type == "cuda" else 4)
-        return sequences * self.block_size
+        """Tokens per step of the plain trainer; by default 16 sequences on GPUs, else 4."""
+        default = 16 if self.device.type == "cuda" else 4
+        sequences = self.settings.micro_batch_size
+        return (default if sequences == "auto" else sequences) * self.settings.block_size
 
     @property
     def timed_steps(self) -> int:
         """Timed steps per run."""
-        return self.steps or (20 if self.torch_device.type == "cuda" else 4)
+        return self.config.steps or (20 if self.device.type == "cuda" else 4)
 
 
 def main() -> None:
     """Run the measurements that the flags select."""
-    config = parse_flags(BenchConfig)
-    if config.gpu and config.device == "auto" and config.torch_device.type != "cuda":
+    config, flags = split_flags(BenchConfig)
+    settings = parse_flags(TrainConfig, flags)
+    if config.gpu and settings.device == "auto" and select_device("auto").type != "cuda":
         raise ValueError("--gpu found no usable GPU: use --device cpu for a trial run")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        data_dir = config.data_dir or Path(folder)
-        if config.data_dir is None:
+        if settings.data_dir == TrainConfig.data_dir:
             print("tokenizing Python's standard library to train on", flush=True)
-            run_python("fineweb.py", "--source=stdlib", f"--data-dir={data_dir}")
-        open_shards(data_dir, "train")  # raise for a wrong folder before measuring
-        measure(replace(config, data_dir=data_dir.absolute()))
+            run_python("fineweb.py", "--source=stdlib", f"--data-dir={folder}")
+            settings = replace(settings, data_dir=Path(folder))
+        open_shards(settings.data_dir, "train")  # raise for a wrong folder before measuring
+        measure(Setup(config, (*flags, f"--data-dir={settings.data_dir.absolute()}"), settings))
 
 
-def measure(config: BenchConfig) -> None:
+def measure(setup: Setup) -> None:
     """Measure, print a table, and add it to the device's results."""
-    device, model = device_label(config.torch_device), config.model_config()
+    config, model = setup.config, setup.settings.model_config()
+    device = device_label(setup.device)
     print(f"{device}: {model}", flush=True)
     if config.gpu:
-        name, measures = "gpu", gpu_check(config)
+        name, measures = "gpu", gpu_check(setup)
     elif config.peer:
-        name, measures = f"peer_{Path(config.peer).stem}", peers(config)
+        name, measures = f"peer_{Path(config.peer).stem}", peers(setup, config.peer)
     else:
-        name, measures = "ladder", ladder(config)
+        name, measures = "ladder", ladder(setup)
     rounds, seconds = (1, GPU_SECONDS) if config.gpu else (config.rounds, math.inf)
     for results, failures in measure_in_turn(measures, rounds, seconds):
         measured = {"model": asdict(model), "not_measured": failures, "results": results}
@@ -159,37 +148,37 @@ def measure(config: BenchConfig) -> None:
     print(path)
 
 
-def ladder(config: BenchConfig) -> dict[str, Measure]:
+def ladder(setup: Setup) -> dict[str, Measure]:
     """Return the plain trainer's measurements: each row adds an optimization to the row above."""
-    rows, enabled = {"float32": plain(config)}, list[str]()
-    for name in available_optimizations(config.torch_device):
+    rows, enabled = {"float32": plain(setup)}, list[str]()
+    for name in available_optimizations(setup.device):
         enabled.append(name)
-        rows[name] = plain(config, *enabled)
-    return rows | {PRODUCT: product(config)}
+        rows[name] = plain(setup, *enabled)
+    return rows | {PRODUCT: product(setup)}
 
 
-def peers(config: BenchConfig) -> dict[str, Measure]:
+def peers(setup: Setup, peer: str | Path) -> dict[str, Measure]:
     """Return the measurements of --peer and of the defaults of `train_gpt2.py`."""
-    if isinstance(config.peer, Path):
-        script = partial(measure_script, config, config.peer.resolve())
-        return {config.peer.name: script, PRODUCT: product(config)}
-    names = [*available_optimizations(config.torch_device), HUGGING_FACE]
+    if isinstance(peer, Path):
+        script = partial(measure_script, setup, peer.resolve())
+        return {peer.name: script, PRODUCT: product(setup)}
+    names = [*available_optimizations(setup.device), HUGGING_FACE]
     return {
-        "transformers": plain(config, *names),
-        PRODUCT: product(config, total_batch_size=config.micro_batch_tokens),
+        "transformers": plain(setup, *names),
+        PRODUCT: product(setup, total_batch_size=setup.micro_batch_tokens),
     }
 
 
-def gpu_check(config: BenchConfig) -> dict[str, Measure]:
+def gpu_check(setup: Setup) -> dict[str, Measure]:
     """Return the measurements of --gpu."""
-    tokens = SEQUENCES * config.block_size
-    measures = ladder(config)
+    tokens = SEQUENCES * setup.settings.block_size
+    measures = ladder(setup)
     for settings in (
         {"optimizer": "muon"},
         {"size": "gpt2-xl", "total_batch_size": tokens},
         {"block_size": tokens, "total_batch_size": tokens},
     ):
-        measures[" ".join(as_flags(settings))] = product(config, **settings)
+        measures[" ".join(as_flags(settings))] = product(setup, **settings)
     return measures | {"tests": run_tests}
 
 
@@ -203,45 +192,42 @@ def available_optimizations(device: torch.device) -> list[str]:
     return [name for name in OPTIMIZATIONS if not missing.get(name)]
 
 
-def plain(config: BenchConfig, *optimizations: str) -> Measure:
+def plain(setup: Setup, *optimizations: str) -> Measure:
     """Return a measurement of the plain trainer."""
     command = ("-m", "bench.plain", ",".join(optimizations))
-    return partial(
-        measure_training, config, command, {"total_batch_size": config.micro_batch_tokens}
-    )
+    return partial(measure_training, setup, command, {"total_batch_size": setup.micro_batch_tokens})
 
 
-def product(config: BenchConfig, **settings: object) -> Measure:
+def product(setup: Setup, **settings: object) -> Measure:
     """Return a measurement of `train_gpt2.py` with its defaults, except for `settings`.
 
     Without a GPU, a step is a micro-batch of the plain trainer instead of 524,288 tokens.
     """
-    on_gpu = config.torch_device.type == "cuda"
-    tokens = TrainConfig.total_batch_size if on_gpu else config.micro_batch_tokens
+    on_gpu = setup.device.type == "cuda"
+    tokens = TrainConfig.total_batch_size if on_gpu else setup.micro_batch_tokens
     settings = {"total_batch_size": tokens} | settings
-    return partial(measure_training, config, ("train_gpt2.py",), settings)
+    return partial(measure_training, setup, ("train_gpt2.py",), settings)
 
 
 def measure_training(
-    config: BenchConfig, command: Sequence[str], settings: dict[str, Any], seconds: float
+    setup: Setup, command: Sequence[str], settings: dict[str, Any], seconds: float
 ) -> dict[str, float]:
     """Measure a trainer that has the flags of `train_gpt2.py`."""
-    shared = {name: getattr(config, name) for name in (*DIMENSIONS, "device", "data_dir")}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        run = {"out_dir": folder, "max_steps": config.timed_steps + 1}
-        flags = as_flags(shared | TRAINING | run | settings)
-        return measure_speed(config, [*command, *flags], seconds)
+        run = {"out_dir": folder, "max_steps": setup.timed_steps + 1}
+        flags = (*setup.flags, *as_flags(TRAINING | run | settings))
+        return measure_speed(setup, [*command, *flags], seconds)
 
 
-def measure_script(config: BenchConfig, script: Path, seconds: float) -> dict[str, float]:
+def measure_script(setup: Setup, script: Path, seconds: float) -> dict[str, float]:
     """Measure another project's script, which finds the shards where build-nanogpt expects them."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        Path(folder, "edu_fineweb10B").symlink_to(str(config.data_dir))
-        return measure_speed(config, [str(script)], seconds, Path(folder))
+        Path(folder, "edu_fineweb10B").symlink_to(str(setup.settings.data_dir.absolute()))
+        return measure_speed(setup, [str(script)], seconds, Path(folder))
 
 
 def measure_speed(
-    config: BenchConfig, command: Sequence[str], seconds: float, folder: Path | None = None
+    setup: Setup, command: Sequence[str], seconds: float, folder: Path | None = None
 ) -> dict[str, float]:
     """Run a trainer until it has printed the speeds of enough steps; return their median.
 
@@ -250,7 +236,7 @@ def measure_speed(
     """
 
     def is_done(output: str) -> bool:
-        return len(read_rates(output)) > config.timed_steps
+        return len(read_rates(output)) > setup.timed_steps
 
     output = run_python(*command, seconds=seconds, is_done=is_done, folder=folder)
     if not (rates := read_rates(output)[1:]):

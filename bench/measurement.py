@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic, sleep
@@ -26,6 +27,7 @@ from runtime.threads import usable_cores
 import torch
 from torch.backends import cudnn
 
+from runtime.cli import flag_of, parse_flags
 from runtime.device import device_name
 from runtime.files import read_json, write_json
 
@@ -34,6 +36,19 @@ POLL_SECONDS = 0.1  # between checks of a child process
 RUN_SECONDS = 600.0  # time limit of a run
 Measure = Callable[[float], dict[str, float]]  # makes one run with a time limit; values by unit
 Results = dict[str, dict[str, list[float]]]  # values of all runs, by label and unit
+
+
+def split_flags(config_class: type[Any]) -> tuple[Any, list[str]]:
+    """Return a configuration from this process's flags, and all other flags."""
+    names = {flag_of(field.name) for field in fields(config_class)} | {"--help"}
+    own, others = list[str](), list[str]()
+    target = own
+    for arg in sys.argv[1:]:
+        if arg.startswith("-"):
+            flag = arg.partition("=")[0].replace("_", "-").replace("--no-", "--")
+            target = own if flag in names else others
+        target.append(arg)
+    return parse_flags(config_class, own), others
 
 
 def measure_in_turn(
@@ -57,6 +72,8 @@ def measure_in_turn(
             values = measures[label](limit)
             line = ", ".join(f"{value:,.5g} {unit}" for unit, value in values.items())
         except ValueError as error:
+            for output in getattr(error, "__notes__", ()):
+                print(output, flush=True)
             # Results are published, so hide the folders of this machine.
             line = re.sub(r"(/[\w.+-]+){2,}", "PATH", str(error))[:160]
             values, failures[label] = {}, line
@@ -97,7 +114,7 @@ def run_python(
         Standard output and standard error, in the order in which they were printed.
 
     Raises:
-        ValueError: the child failed; the message is its last line.
+        ValueError: the child failed; the message is its last line, and the output is a note.
     """
     end = monotonic() + seconds
     with tempfile.TemporaryDirectory() as scratch, open(f"{scratch}/output", "wb") as file:
@@ -121,9 +138,11 @@ def run_python(
                 os.killpg(child.pid, signal.SIGKILL) if os.name == "posix" else child.kill()
             child.wait()
         if code:
-            print(output(), flush=True)
             last_line = output().strip().rpartition("\n")[2].removeprefix("error: ")
-            raise ValueError(last_line if code > 0 else f"killed by signal {-code}: out of memory?")
+            killed = f"killed by signal {-code}: out of memory?"
+            error = ValueError(last_line if code > 0 else killed)
+            error.add_note(output())
+            raise error
         return output()
 
 

@@ -199,7 +199,7 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
                     return parse_int(given) if choice is int else choice(given)
         raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(names)}")
 
-    options: dict[str, Any] = {"nargs": "*"}
+    options: dict[str, Any] = {"nargs": "*", "action": "extend"}
     if field.metadata == POSITIONAL:
         flag, metavar, options = field.name, field.name.upper(), {"nargs": "+"}
     elif isinstance(value, tuple):

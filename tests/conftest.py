@@ -1,6 +1,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -86,6 +87,25 @@ def commands(tmp_path_factory):
 def tiny_flags(tiny_data, tmp_path):
     """Flags of a run of seconds; later flags override them."""
     return [f"--data-dir={tiny_data}", f"--out-dir={tmp_path}/runs", *TINY_RUN]
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with one commit, this project's files; the working directory is its parent."""
+    from bench import trial
+
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+    for name in filter(lambda name: (ROOT / name).is_file(), names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
+    for command in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "base"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    monkeypatch.setattr(trial, "ROOT", folder)
+    monkeypatch.chdir(tmp_path)
+    return folder
 
 
 def copy_code(folder):

@@ -12,7 +12,7 @@ from torch.profiler import profile
 import model
 from bench import __main__ as bench
 from bench import measurement, plain
-from bench.__main__ import PRODUCT, BenchConfig, peers, read_rates, run_tests
+from bench.__main__ import PRODUCT, BenchConfig, Setup, peers, read_rates, run_tests
 from bench.measurement import (
     RUN_SECONDS,
     format_results,
@@ -106,7 +106,7 @@ def test_results_are_replaced_by_name(tmp_path):
 def test_run_python_returns_all_output_and_raises_with_the_last_line():
     text = "import sys; print('out'); print('err', file=sys.stderr); print('end')"
     assert run_python("-c", text) == "out\nerr\nend\n"
-    with pytest.raises(ValueError, match=r"^a reason$"):
+    with pytest.raises(ValueError, match=r"^a reason\n"):
         run_python("-c", "print('out'); raise SystemExit('error: a reason')")
     with pytest.raises(ValueError, match=r"^killed by signal 9: out of memory"):
         run_python("-c", "import os; os.kill(os.getpid(), 9)")
@@ -215,7 +215,8 @@ def test_peer_is_compared_with_the_defaults(call):
     results = file["peer_transformers"]["results"]
     peer, product = results["transformers"], results[PRODUCT]
     assert f"({product['tokens/s'][0] / peer['tokens/s'][0]:.2f}x)" in shown
-    command = peers(BenchConfig(peer="transformers", device="cpu"))["transformers"].args[1]
+    setup = Setup(BenchConfig(), (), TrainConfig(device="cpu"))
+    command = peers(setup, "transformers")["transformers"].args[1]
     assert command[-1].endswith(f"flash attention,padded vocabulary,fused AdamW,{HUGGING_FACE}")
 
 
@@ -274,8 +275,8 @@ def test_read_rates_knows_how_training_scripts_print_them(line, rates):
 def script_measure(tiny_data, tmp_path, text):
     """Return the measurement of a script."""
     (tmp_path / "theirs.py").write_text(text)
-    flags = [f"--peer={tmp_path}/theirs.py", f"--data-dir={tiny_data}", "--device=cpu", "--steps=2"]
-    measures = peers(parse_flags(BenchConfig, flags))
+    setup = Setup(BenchConfig(steps=2), (), TrainConfig(data_dir=tiny_data, device="cpu"))
+    measures = peers(setup, tmp_path / "theirs.py")
     assert list(measures) == ["theirs.py", PRODUCT]
     return measures["theirs.py"]
 

@@ -6,76 +6,49 @@ import sys
 
 import pytest
 from conftest import ROOT
-from forked import fork_trainers
 
 from bench import recipes
-from bench.proxy import first_merges, vocab_size
-from bench.recipes import PUBLISHED_STEPS, RECIPES, SCALES, Scale, scaled
+from bench.recipes import PUBLISHED_STEPS, RECIPES, SCALES, Scale, first_merges, scaled
+from formats.metrics import read_metrics
+from runtime.files import read_json, write_json
 from tokenizer import VOCAB_SIZE, gpt2_encoding
 from training.config import read_recipe
 
 TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 180
 
 
-def test_command_trains_what_is_missing_and_goes_on(commands, tmp_path, monkeypatch, capsys):
+def test_command_compares_recipes_on_a_small_model(checkout, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(recipes.SCALES, "S29", Scale(64, 512, 8))
     monkeypatch.setattr(recipes, "VAL_TOKENS", 256)
     monkeypatch.setattr(recipes, "VAL_SPLIT", 300)
-    monkeypatch.setattr(recipes, "RECIPES", {"published": RECIPES["published"]})
-    fork_trainers(monkeypatch, commands, recipes)
+    monkeypatch.setattr(recipes, "RECIPES", tmp_path / "recipes.json")
+    eager = {"recipe": "gpt2-124m", "compile": False}  # compiling takes a minute
+    write_json(tmp_path / "recipes.json", {"published": eager})
+    published = read_recipe(ROOT / "recipes/gpt2-124m.json").saved()
+    write_json(tmp_path / "mine.json", published | {"max_lr": 0.003, "compile": False})
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    path = tmp_path / "results/proxy.jsonl"
-
-    def write_recipe(**settings):
-        published = read_recipe(ROOT / "recipes/gpt2-124m.json").saved()
-        (tmp_path / "mine.json").write_text(json.dumps(published | settings))
 
     def call(*flags):
-        places = [f"--out-dir={tmp_path}/runs", f"--results-dir={tmp_path}/results", "--jobs=1"]
-        monkeypatch.setattr(sys, "argv", ["recipes.py", *places, *flags])
+        monkeypatch.setattr(sys, "argv", ["recipes.py", "--source=text.txt", "--seeds=1", *flags])
         recipes.main()
-        runs = [json.loads(line) for line in path.read_text().splitlines()]
-        return capsys.readouterr().out, {(run["recipe"], run["seed"]): run for run in runs}
+        return capsys.readouterr().out
 
-    with pytest.raises(ValueError, match=r"proxy.jsonl has no run of --scale S29: use --source"):
-        call()
-    source, mine = f"--source={tmp_path}/text.txt", f"--recipe={tmp_path}/mine.json"
-    write_recipe()
-    _, runs = call(source, mine, "--seeds=1")
-    assert runs["mine", 1]["val_loss"] == runs["published", 1]["val_loss"]
-    assert len(runs["mine", 1]["curve"]) == 8
-    first = runs["published", 1]["curve"][0]
+    assert "\nmine: val_loss 6." in call("--recipe=mine.json", "--jobs=1")
+    runs = sorted((tmp_path / "runs/trials/S29").glob("*/metrics.jsonl"))
+    assert [path.parent.name.split("-")[0] for path in runs] == ["base", "mine"]
+    first = read_metrics(runs[0])[0]["val_loss"]
     assert first == pytest.approx(math.log(2048), abs=0.5)  # of its vocabulary, well begun
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")  # as on another machine
-    write_recipe(max_lr=0.003)
-    shown, again = call(source, mine, "--seeds=2")
-    assert len([*(tmp_path / "runs").glob("*/metrics.jsonl")]) == 3
-    assert [*again] == [("published", 1), ("mine", 1), ("published", 2), ("mine", 2)]
-    assert again["published", 1] == runs["published", 1]
-    losses = {key: run["val_loss"] for key, run in again.items()}
-    assert losses["mine", 1] != runs["mine", 1]["val_loss"]  # edited, so trained again
-    pairs = [losses["mine", seed] - losses["published", seed] for seed in (1, 2)]
-    assert f"mine | 2 | {(losses['mine', 1] + losses['mine', 2]) / 2:.4f}" in shown
-    assert f"| {sum(pairs) / 2:+.4f}" in shown
-    assert call()[0] == shown[shown.index("recipe |") :]  # trains nothing
-    assert (tmp_path / "results/S29.png").stat().st_size > 10_000
-    (tmp_path / "text.txt").write_text(TEXT + "other", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"proxy.jsonl has runs on another text: use"):
-        call(source)
     (tmp_path / "text.txt").write_text(TEXT[:3800], encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"trains on 4,096 tokens in at most 2 passes, but --source has only "
-    ):
-        call(source)
+    with pytest.raises(ValueError, match=r"trains on 4,096 tokens in at most 2 passes, but --sour"):
+        call()
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("label", RECIPES)
+@pytest.mark.parametrize("label", read_json(RECIPES))
 def test_small_model_has_the_proportions_of_124m(label, scale):
-    file, own = RECIPES[label]
-    recipe, small = read_recipe(ROOT / f"recipes/{file}.json"), SCALES[scale]
-    settings = scaled(recipe, own, small, seed=1)
-    large = recipe.saved() | own
+    own, small = read_json(RECIPES)[label], SCALES[scale]
+    large = read_recipe(ROOT / f"recipes/{own.pop('recipe')}.json").saved() | own
+    settings = scaled(large, small)
     share = large["max_steps"] / PUBLISHED_STEPS
     assert settings["max_steps"] == round(share * small.steps)
     assert settings["total_batch_size"] / small.batch == large["total_batch_size"] / 524_288
@@ -84,7 +57,7 @@ def test_small_model_has_the_proportions_of_124m(label, scale):
         return values["max_lr"] * values["weight_decay"] * values["max_steps"]
 
     assert decayed(settings) == pytest.approx(decayed(large), rel=0.002)
-    embeddings = vocab_size(small.width) / (12 * 6 * small.width)  # per parameter of the blocks
+    embeddings = 32 / (12 * 6)  # per parameter of the blocks
     assert embeddings == pytest.approx(50_257 / (12 * 12 * 768), rel=0.03)
 
 

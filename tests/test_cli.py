@@ -95,7 +95,8 @@ def end(process):
         (["--micro-batch-size=8", "--no_compile"], Config(compile=False, micro_batch_size=8)),
         (["--micro-batch-size", "auto", "--logger", "wandb"], Config(logger=("wandb",))),
         (["--logger", "wandb", "trackio", "--run-name=a_b"], Config(run_name="a_b", logger=BOTH)),
-        (["--logger=wandb", "--logger", "--bare=3"], Config(bare=3)),
+        (["--logger", "--bare=3"], Config(bare=3)),
+        (["--logger=wandb", "--logger=trackio"], Config(logger=("wandb", "trackio"))),
         (["--max-steps=1e9", "--workers=1.5B"], Config(max_steps=10**9, workers=1_500_000_000)),
         (
             ["--max-steps=500M", "--micro-batch-size=10k"],
