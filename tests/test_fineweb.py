@@ -190,12 +190,12 @@ def test_main_refuses_other_data_in_the_same_folder(make, drive, tmp_path):
     for _ in ("resume", "rerun"):
         before = contents(Path("d"))
         for flags, difference in [
-            ([SIZE + "1"], "shard size 1000 instead of 10001"),
-            (["--source", edited], "other files"),
-            (["--source", "stdlib"], "kind files instead of stdlib"),
+            (["--source", source, SIZE + "1"], "shard size 1000 instead of 10001"),
+            (["--source", edited, SIZE], "other files"),
+            (["--source", "stdlib", SIZE], "kind files instead of stdlib"),
         ]:
             with pytest.raises(ValueError, match=rf"another dataset \({difference}\): use the fl"):
-                make(*same, *flags)
+                make(*flags, "--data-dir", "d")
         assert contents(Path("d")) == before
         make(*same)
 
