@@ -49,7 +49,8 @@ def main() -> None:
         f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
         f"run, samples     {run_dir}\n"
         f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
-        f"for transformers {export_dir}"
+        f"for transformers {export_dir}\n"
+        f"next: source .venv/bin/activate; python sample.py --model {run_dir} --interactive"
     )
 
 
@@ -62,7 +63,11 @@ def new_name() -> str:
 def step(title: str, script: str, *flags: str) -> None:
     """Print and run one of the project's commands; if it fails, exit with its code."""
     print(f"\n=== {title}\n$ python {shlex.join([script, *flags])}", flush=True)
-    with subprocess.Popen([sys.executable, script, *flags]) as child:  # lets it save on Ctrl-C
+    command = [sys.executable, "-u", script, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout or ():
+            if not line.startswith("next: "):  # a command for users with a text of their own
+                print(line, end="", flush=True)
         if code := child.wait():
             raise SystemExit(code)
 

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from formats.huggingface import save_pretrained
-from formats.load import find_checkpoint, is_hugging_face, load_model
+from formats.load import load_with_state
 from formats.model_card import model_card
 from runtime.cli import parse_flags, run_command
 from runtime.files import write_folder
+from runtime.precision import DTYPES
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class ExportConfig:
     """Model: a run folder, a checkpoint, a folder in Hugging Face format, or a GPT-2 on the hub."""
     out: Path
     """Folder to write, which must be new or empty."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the weights in the file."""
     license: str | None = None
     """License for the model card, as a hub license id such as mit."""
 
@@ -27,16 +31,13 @@ def main() -> None:
     config = parse_flags(ExportConfig)
     if config.out.exists() and any(config.out.iterdir()):
         raise ValueError(f"{config.out} is not empty: delete it, or choose another with --out")
-    checkpoint = None
-    if not is_hugging_face(config.model):  # only once: a run may save another meanwhile
-        checkpoint = find_checkpoint(Path(config.model))
-    model = load_model(checkpoint or config.model)
+    model, checkpoint = load_with_state(config.model)
     with write_folder(config.out) as folder:
-        n_params = save_pretrained(model, folder)
+        n_params = save_pretrained(model, folder, DTYPES[config.dtype])
         name = config.out.resolve().name
         card = model_card(name, model.config, n_params, checkpoint, config.license)
         (folder / "README.md").write_text(card, encoding="utf-8")
-    print(f"exported {n_params:,} parameters to {config.out}; load the model with")
+    print(f"exported {n_params:,} parameters to {config.out}; after pip install transformers, use")
     print(f'  transformers.pipeline("text-generation", "{config.out.as_posix()}")')
 
 

@@ -131,7 +131,8 @@ def main() -> None:
         dtype = select_dtype("float32" if use_float32 else config.dtype, dist_info.device)
         result = evaluate_hellaswag(model, examples, dist_info, dtype, batch_size=config.batch_size)
         if distributed.is_main():
-            print(f"HellaSwag {path}, {config.model}, {config.style} style: {result}")
+            scored = f"HellaSwag {path}, {config.model}, {config.style} style"
+            print(f"{scored}: {result} (chance: {1 / N_ENDINGS})")
             if config.output is not None:
                 write_predictions(config.output, result)
 
@@ -170,6 +171,8 @@ def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: A
         context = encode(prompt.rstrip())  # spaces at the end belong to the endings
         tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
         lengths = [*map(len, choices)]
+    if row["label"] == "":
+        raise ValueError("it has no label, like all of the test split: use the validation split")
     label = int(row["label"])  # a string on the hub
     if not context or len(endings) != N_ENDINGS or label not in range(N_ENDINGS):
         raise ValueError(f"expected a context, {N_ENDINGS} endings and a label below {N_ENDINGS}")

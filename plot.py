@@ -10,15 +10,24 @@ A run can be plotted while it is training.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from formats.metrics import Records, Series, hellaswag_references, read_run, user_metrics
+from formats.metrics import (
+    METRICS_NAME,
+    Records,
+    Series,
+    hellaswag_references,
+    logged_values,
+    read_run,
+    user_metrics,
+)
 from report import write_report
-from runtime.cli import POSITIONAL, format_count, parse_flags, run_command
-from runtime.files import atomic_write
+from runtime.cli import POSITIONAL, format_count, parse_flags, print_error, run_command
+from runtime.files import atomic_write, read_json
 
 EARLY_FRACTION = 0.02  # losses in this first fraction of the tokens lie above the figure
 MAX_MARKERS = 40  # curves of at most this many points also have a marker at each point
@@ -72,15 +81,33 @@ def plot_run(run_dir: Path) -> list[Path]:
 def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     """Plot the validation losses of several runs in one file."""
     [axes], lines = new_axes(f"{len(run_dirs)} runs", "validation loss (nats per token)"), []
-    for run_dir in run_dirs:
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    first = what_is_measured(run_dirs[0])
+    for run_dir, name in zip(run_dirs, names, strict=True):
+        for what, value in what_is_measured(run_dir).items():
+            if value != first[what]:
+                print_error(
+                    f"warning: the losses are not comparable: {run_dir} has {what} {value}, "
+                    f"{run_dirs[0]} has {first[what]}"
+                )
         line = Series.of(read_run(run_dir), "val_loss")
         if not len(line.values):
             raise ValueError(f"--compare plots validation losses, but {run_dir} has none")
         # The number comes first: matplotlib omits labels that begin with "_" from the legend.
-        _plot_line(axes, line, f"{line.values[-1]:.3f} {run_dir.resolve().name}")
+        label = name if names.count(name) == 1 else str(run_dir)
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {label}")
         lines.append(line)
     _fit_loss(axes, lines)
     return save_figure(axes, path)
+
+
+def what_is_measured(run_dir: Path) -> dict[str, Any]:
+    """Return the data and settings that runs must share if their losses are to be compared."""
+    path = run_dir / "config.json"
+    settings = read_json(path) if path.is_file() else {}
+    values = {name: settings.get(name) for name in ("block_size", "val_tokens")}
+    fingerprints = logged_values(run_dir / METRICS_NAME, "data_fingerprint")
+    return {"data": fingerprints[-1] if fingerprints else None, **values}
 
 
 def new_axes(title: str, *quantities: str) -> list[Axes]:

@@ -2,16 +2,19 @@
 
     python sample.py --model runs/NAME --interactive    # type some text, the model continues it
     python sample.py --model runs/NAME --prompt - < FILE
+    python sample.py --model runs/NAME --score FILE     # the loss of a text
 
 The default model is OpenAI's GPT-2 124M. In Python, call `generate(model, text)` or `text_loss`.
 """
 
 import codecs
 import functools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import runtime.threads  # noqa: F401 - before torch, which reads its settings
@@ -44,6 +47,9 @@ class SampleConfig:
     """Text to continue, or - to read it from standard input; default: start a new document."""
     interactive: bool = False
     """Type text in the terminal, and print each continuation token by token."""
+    score: Path | None = None
+    """Instead of sampling, print the loss of the text in this file: nats per token, bits per byte,
+    tokens."""
     num_samples: int = 4
     """Number of continuations per prompt."""
     max_new_tokens: int = 100
@@ -54,6 +60,8 @@ class SampleConfig:
     """Sample from only this many of the most likely tokens; 0 = from all."""
     top_p: float = 1.0
     """Sample from the most likely tokens whose probabilities add up to this; 1 = from all."""
+    stop: tuple[str, ...] = ()
+    """End a sample before any of these texts."""
     seed: int = 1337
     """Random seed; with the same seed, the same machine prints the same samples."""
     device: DeviceName = "auto"
@@ -81,12 +89,16 @@ def main() -> None:
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
+        "stop": config.stop,
         "dtype": select_dtype(config.dtype, device),
     }
     prompt = config.prompt
     if prompt == "-":
         prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
     model = load_model(config.model, device)
+    if config.score is not None:
+        print(describe_loss(model, config.score, options["dtype"]))
+        return
     if config.interactive:
         generator = torch.Generator(device).manual_seed(config.seed)
         converse(functools.partial(generate_tokens, model, generator=generator, **options), device)
@@ -139,6 +151,7 @@ def generate(
     *,
     num_samples: int = 1,
     seed: int | None = None,
+    stop: Sequence[str] = (),
     **options: Any,  # noqa: ANN401
 ) -> list[str]:
     """Continue a prompt `num_samples` times; return the texts, each including the prompt.
@@ -150,8 +163,23 @@ def generate(
     ids = prompt_ids(prompt)
     tokens = torch.tensor([ids] * num_samples, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    rows = generate_tokens(model, tokens, max_new_tokens, generator=generator, **options)
-    return [prompt + gpt2_encoding().decode(row[len(ids) :]) for row in rows]
+    options |= {"generator": generator, "stop": stop}
+    rows = generate_tokens(model, tokens, max_new_tokens, **options)
+    texts = [gpt2_encoding().decode(row[len(ids) :]) for row in rows]
+    ends = [min((text.index(s) for s in stop if s in text), default=None) for text in texts]
+    return [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]
+
+
+def describe_loss(model: GPT, path: Path, dtype: torch.dtype) -> str:
+    """Return a text file's loss in nats per token and bits per byte, and its number of tokens."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--score {path} is not UTF-8 text: {error}") from None
+    loss, ids = text_loss(model, text, dtype), gpt2_encoding().encode_ordinary(text)
+    n_bytes = len(gpt2_encoding().decode_bytes(ids[1:]))  # the first token has no loss
+    bits = loss * (len(ids) - 1) / math.log(2) / n_bytes
+    return f"{path}: {loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids):,} tokens"
 
 
 @torch.no_grad()
@@ -184,6 +212,7 @@ def generate_tokens(
     use_cache: bool = True,
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
+    stop: Sequence[str] = (),
     on_token: Callable[[Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Continue each row of (B, T) tokens, T >= 1; return the rows, each with its continuation.
@@ -194,8 +223,11 @@ def generate_tokens(
 
     `model` is the raw model, neither compiled nor wrapped, on the same device as `tokens` and
     `generator`. A row ends before the first sampled `stop_token`; with None, it never ends early.
+    No token is sampled once every row has ended or its continuation has a text of `stop`.
     `on_token` is called with the next token of every row, (B,), once it is sampled.
     """
+    # Raise for invalid values.
+    SampleConfig(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     B, T = tokens.shape
     start, device, block_size = 0, tokens.device, model.config.block_size
     cache = None
@@ -216,6 +248,9 @@ def generate_tokens(
             next_token = sample_token(logits, temperature, top_k, top_p, generator)
             tokens = torch.cat([tokens, next_token[:, None]], dim=1)
             ended |= next_token == stop_token
+            for row in range(B if stop else 0):
+                text = gpt2_encoding().decode(tokens[row, T:].tolist())
+                ended[row] |= any(each in text for each in stop)
             if ended.all():
                 break
             if on_token is not None:

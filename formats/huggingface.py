@@ -68,28 +68,38 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
         value = values.get(name, accepted[0])
         if value not in accepted:
             problem = f"{name} is {value!r}, not {accepted[0]!r}"
+            if name == "vocab_size" and value > VOCAB_SIZE:
+                problem += (
+                    f"; if the first {VOCAB_SIZE} are GPT-2's, load it with transformers, call "
+                    f"resize_token_embeddings({VOCAB_SIZE}) and save_pretrained('converted')"
+                )
             raise ValueError(f"{path} is not a GPT-2 that can be loaded: {problem}")
     sizes = {name: values.get(name) for name in SIZES}
     return GPTConfig(block_size=values.get("n_positions"), **sizes)
 
 
-def save_pretrained(model: GPT, folder: str | Path) -> int:
+def save_pretrained(model: GPT, folder: str | Path, dtype: torch.dtype = torch.float32) -> int:
     """Write a folder that transformers can load: weights, configuration and tokenizer.
 
     Args:
         model: a raw model, neither compiled nor wrapped.
         folder: the folder to write.
+        dtype: dtype of the weights in the file.
 
     Returns:
         The number of parameters in the file, which has no rows that pad the vocabulary.
 
     Raises:
-        ValueError: the model's parameters or logits are not a GPT-2's.
+        ValueError: the model's parameters or logits are not a GPT-2's, or `dtype` cannot hold them.
     """
     config, folder = model.config, Path(folder)
     tensors = to_hf_state_dict(model)
     _check_computes_gpt2(model, tensors)
-    write_json(folder / HF_CONFIG_NAME, _hf_config(config))
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if not all(map(is_finite, tensors.values())):
+        raise ValueError(f"a weight exceeds the range of {dtype}: use --dtype bfloat16")
+    dtype_name = str(dtype).removeprefix("torch.")
+    write_json(folder / HF_CONFIG_NAME, _hf_config(config) | {"torch_dtype": dtype_name})
     # transformers 4 requires the metadata that names PyTorch as the tensors' format. `save_file`
     # would make the file unreadable for other users.
     (folder / HF_WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -243,6 +253,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """Return a model's folder, downloaded if needed; raise if it has no safetensors weights."""
     folder = Path(source) if is_local(source) else _download(str(source))
+    if (folder / "adapter_config.json").is_file() and not (folder / HF_CONFIG_NAME).is_file():
+        raise ValueError(
+            f"{source} is a PEFT adapter: load it with peft's AutoPeftModelForCausalLM, call "
+            f"merge_and_unload().save_pretrained('merged'), and use the new folder"
+        )
     if not (folder / HF_WEIGHTS_NAME).is_file():
         raise FileNotFoundError(
             f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
@@ -252,10 +267,15 @@ def _find_folder(source: str | Path) -> Path:
     return folder
 
 
+def repo_name(source: str) -> str:
+    """Return the hub's OWNER/NAME of a model, without its revision."""
+    name = source.partition("@")[0]
+    return f"openai-community/{name}" if name in GPT2_SIZES else name
+
+
 def _download(source: str) -> Path:
     """Return the folder in the hub's cache with a model's configuration and weights."""
-    name, _, revision = source.partition("@")
-    repo = f"openai-community/{name}" if name in GPT2_SIZES else name
+    repo, revision = repo_name(source), source.partition("@")[2]
     failure = f"{source!r} is not a folder, and downloading it from the Hugging Face hub failed"
     remedy = f"use a run, a checkpoint, a local folder, {', '.join(GPT2_SIZES)} or OWNER/NAME"
     with hub.explain_hub_errors(failure, remedy):

@@ -54,6 +54,8 @@ def find_checkpoint(path: Path) -> Path:
     path = Path(str(path).removesuffix(BEST_SUFFIX))
     if not path.exists() and (RUNS / path).is_dir():
         path = RUNS / path
+    if path.name == "checkpoints" and is_run(path.parent):
+        path = path.parent
     if (path / checkpoint.STATE_NAME).is_file():
         return path
     if found := find(path):
@@ -64,6 +66,10 @@ def find_checkpoint(path: Path) -> Path:
         raise FileNotFoundError(
             f"the run {path} has no checkpoint yet: wait for its first one or, if the run has "
             f"ended, {START_OVER}"
+        )
+    if models := sorted(config.parent for config in path.glob("*/config.json")):
+        raise FileNotFoundError(
+            f"{path} holds several models: use one of them, such as {models[-1]}"
         )
     problem = "is not a run, checkpoint or model folder" if path.exists() else "does not exist"
     places = (path, *path.parents[:-1], RUNS, Path())
@@ -120,16 +126,32 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> GPT:
             in Hugging Face format, or the name of a GPT-2 on the hub.
         device: the model's device.
     """
+    return load_with_state(source, device)[0]
+
+
+def load_with_state(
+    source: str | Path, device: torch.device | str = "cpu"
+) -> tuple[GPT, checkpoint.Checkpoint | None]:
+    """Load a model as `load_model` does; also return its checkpoint, if it has one.
+
+    If the run's trainer deletes the checkpoint meanwhile, the next one is loaded.
+    """
     if is_hugging_face(source):
-        return huggingface.load_pretrained(source, device)
+        return huggingface.load_pretrained(source, device), None
     path = find_checkpoint(Path(source))
-    checkpoint.verify_checkpoint(path, (checkpoint.MODEL_NAME, checkpoint.STATE_NAME))
-    state = checkpoint.read_state(path)
+    try:
+        checkpoint.verify_checkpoint(path, (checkpoint.MODEL_NAME, checkpoint.STATE_NAME))
+        state = checkpoint.read_state(path)
+        tensors = huggingface.read_tensors(path / checkpoint.MODEL_NAME)
+    except (FileNotFoundError, ValueError):  # ValueError: deleted while it was read
+        if path.exists():
+            raise
+        return load_with_state(source, device)
     with torch.device(device):
         model = GPT(GPTConfig(**state.model_config))
-    checkpoint.copy_state(huggingface.read_tensors(path / checkpoint.MODEL_NAME), model, path)
+    checkpoint.copy_state(tensors, model, path)
     checkpoint.warn_if_code_changed(path, state, MODEL_FILES)
-    return model.eval()
+    return model.eval(), checkpoint.Checkpoint(path, state)
 
 
 def model_config_of(source: str | Path) -> GPTConfig:

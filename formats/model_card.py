@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from formats.checkpoint import read_state
+from formats.checkpoint import Checkpoint
+from formats.huggingface import is_local, repo_name
 from formats.metrics import HELLASWAG_EXAMPLES, validations
-from model import GPT2_SIZES, GPTConfig
+from model import GPTConfig
 
 # Settings and results in the card. Other settings may contain paths on the user's machine.
 LISTED = (
@@ -24,7 +25,11 @@ repeats the errors and biases of its data. Only the results listed in this card 
 
 
 def model_card(
-    name: str, config: GPTConfig, n_params: int, checkpoint: Path | None, license_id: str | None
+    name: str,
+    config: GPTConfig,
+    n_params: int,
+    checkpoint: Checkpoint | None,
+    license_id: str | None,
 ) -> str:
     """Return a model's card; without a checkpoint, it has no data, settings and results.
 
@@ -39,10 +44,10 @@ def model_card(
         f"{config.n_head} heads, width {config.n_embd:,}, context {config.block_size:,} tokens.\n"
     )
     if checkpoint is not None:
-        state, run_dir = read_state(checkpoint), checkpoint.absolute().parent.parent
+        state, run_dir = checkpoint.state, checkpoint.path.absolute().parent.parent
         values = state.train_config | validations(run_dir).get(state.step, {})
-        if (start := values.get("init_from")) in GPT2_SIZES:
-            metadata.base_model = f"openai-community/{start}"
+        if (start := values.get("init_from")) and not is_local(start):
+            metadata.base_model = repo_name(start)
         data = Path(values.get("data_dir", "unknown")).name
         text += f"\n{state.tokens_seen:,} tokens of `{data}` in {state.step:,} steps.\n\n"
         rows = {key: values[key] for key in LISTED if values.get(key) is not None}

@@ -1,6 +1,7 @@
 """An exported model computes the run's logits; its card says what the run's files say, no more."""
 
 import os
+import shutil
 import sys
 
 import huggingface_hub
@@ -11,6 +12,7 @@ from run_files import append_records
 from safetensors.torch import load_file
 
 import export
+from formats import checkpoint, load
 from formats.huggingface import save_pretrained
 from formats.load import load_model
 from model import GPT, GPTConfig
@@ -101,3 +103,49 @@ def test_main_writes_through_a_link_and_into_no_folder_that_has_files(tmp_path, 
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     assert os.listdir(disk) == ["export"]
     assert sorted(os.listdir(tmp_path)) == ["disk", "out", "run"]
+
+
+def test_card_names_a_base_model_on_the_hub_and_no_local_one(tmp_path, monkeypatch):
+    for number, (start, base) in enumerate(
+        [
+            ("OWNER/NAME@v1", "OWNER/NAME"),
+            (str(tmp_path / "x"), None),
+            ("gpt2-xl", "openai-community/gpt2-xl"),
+        ]
+    ):
+        save_run(tmp_path / f"run{number}", CONFIG | {"init_from": start})
+        run_export(monkeypatch, tmp_path / f"run{number}", tmp_path / f"out{number}")
+        card = huggingface_hub.ModelCard.load(tmp_path / f"out{number}" / "README.md")
+        assert card.data.base_model == base
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):
+    save_run(tmp_path / "run", step=1)
+    model = save_run(tmp_path / "run", step=2)
+    verify = checkpoint.verify_checkpoint
+
+    def delete_then_verify(path, names):
+        shutil.rmtree(tmp_path / "run/checkpoints/step_00000001", ignore_errors=True)
+        verify(path, names)
+
+    first = tmp_path / "run/checkpoints/step_00000001"
+    found = iter([first])  # as if step 2 was saved after the first look
+    look = load.find_checkpoint
+    monkeypatch.setattr(load, "find_checkpoint", lambda path: next(found, None) or look(path))
+    monkeypatch.setattr(checkpoint, "verify_checkpoint", delete_then_verify)
+    run_export(monkeypatch, tmp_path / "run", tmp_path / "out")
+    idx = torch.randint(0, 50257, (1, 8))
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "out")(idx).logits, model(idx).logits)
+    with pytest.raises(FileNotFoundError, match="step_00000001 does not exist"):
+        load_model(first)
+
+
+def test_folders_with_several_models_and_a_runs_checkpoints_folder(tmp_path):
+    model = save_run(tmp_path / "run")
+    loaded = load_model(tmp_path / "run/checkpoints")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    for step in (100, 200):  # as the Trainer of transformers saves them
+        save_pretrained(model, tmp_path / f"theirs/checkpoint-{step}")
+    with pytest.raises(FileNotFoundError, match=r"several models: use one .*/checkpoint-200$"):
+        load_model(tmp_path / "theirs")

@@ -11,6 +11,7 @@ from conftest import ROOT, randomize_weights
 
 from formats.huggingface import load_pretrained, save_pretrained
 from model import GPT, GPTConfig
+from sample import generate
 
 transformers = pytest.importorskip("transformers")
 
@@ -133,3 +134,25 @@ def test_documented_snippet_exports_onnx_with_the_same_logits_at_any_length(
         [logits] = session.run(None, {session.get_inputs()[0].name: each.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(logits), theirs(each).logits, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gives_the_same_greedy_text(exported, tokenizer, tmp_path, dtype):
+    save_pretrained(load_pretrained(exported), tmp_path, dtype)
+    assert (tmp_path / "model.safetensors").stat().st_size < 0.6 * (
+        exported / "model.safetensors"
+    ).stat().st_size
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert getattr(config, "dtype", None) == dtype or config.torch_dtype == dtype
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompt = tokenizer("Once upon", return_tensors="pt").input_ids
+    text = tokenizer.decode(theirs.generate(prompt, max_new_tokens=12, do_sample=False)[0])
+    assert text.startswith(generate(load_pretrained(tmp_path), "Once upon", 12, temperature=0)[0])
+    huge = load_pretrained(exported)
+    with torch.no_grad():
+        huge.transformer.h[0].mlp.c_fc.bias[0] = 1e5
+    if dtype == torch.float16:
+        with pytest.raises(
+            ValueError, match=r"exceeds the range of torch.float16: use --dtype"
+        ):
+            save_pretrained(huge, tmp_path / "huge", dtype)

@@ -301,3 +301,24 @@ def test_load_pretrained_downloads_once_then_needs_no_network(commands, export_o
     for line, text in zip(lines, expected, strict=True):
         assert text in line
     assert "log in" not in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 50304}, r"vocab_size is 50304, .* call resize_token_embeddings\(50257\)"),
+        ({"vocab_size": 50000}, "vocab_size is 50000, not 50257$"),
+    ],
+)
+def test_other_vocabularies_have_a_remedy_if_there_is_one(exported, tmp_path, change, message):
+    shutil.copytree(exported, tmp_path / "other")
+    path = tmp_path / "other/config.json"
+    write_json(path, read_json(path) | change)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path / "other")
+
+
+def test_an_adapter_is_to_be_merged_first(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is a PEFT adapter: .* merge_and_unload\(\)"):
+        load_pretrained(tmp_path)

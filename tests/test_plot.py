@@ -8,7 +8,7 @@ from PIL import Image
 from run_files import BATCH, append_records, write_run
 
 import plot
-from plot import plot_run
+from plot import plot_comparison, plot_run
 
 
 def check_figure(path):
@@ -78,3 +78,17 @@ def test_plot_compares_runs_in_one_figure_and_draws_numbers_of_ones_own(
     monkeypatch.setattr("sys.argv", ["plot.py", str(write_run(tmp_path / "c", 2)), *flags])
     with pytest.raises(ValueError, match=r"validation losses, but \S+/c has none"):
         plot.main()
+
+
+def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, capsys):
+    runs = [write_run(tmp_path / name / "run", steps=10, val_every=5) for name in "abc"]
+    for run, block_size, data in zip(runs, (64, 32, 64), ("1", "1", "2"), strict=True):
+        (run / "config.json").write_text(f'{{"block_size": {block_size}, "val_tokens": 9}}')
+        append_records(run, {"data_fingerprint": data})
+    plot_comparison(runs, tmp_path / "figure.svg")
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: the losses are not comparable: {runs[1]} has block_size 32, {runs[0]} has 64",
+        f"warning: the losses are not comparable: {runs[2]} has data 2, {runs[0]} has 1",
+    ]
+    plot_comparison([runs[0], runs[0]], tmp_path / "figure.svg")
+    assert capsys.readouterr().err == ""

@@ -1,4 +1,5 @@
 import io
+import math
 import sys
 from functools import partial
 
@@ -262,3 +263,51 @@ def test_main_without_enough_memory_says_so_in_one_line(run_main, tmp_path, caps
     error = capsys.readouterr().err
     assert error.startswith("error: the device is out of memory: stop other programs")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"temperature": -1.0}, "--temperature must be at least 0, not -1.0"),
+        ({"top_k": -1}, "--top-k must be at least 0, not -1"),
+        ({"top_p": 1.5}, "--top-p must be at most 1, not 1.5"),
+        ({"max_new_tokens": 0}, "--max-new-tokens must be above 0, not 0"),
+    ],
+)
+def test_generate_refuses_what_the_command_refuses(option, message):
+    with pytest.raises(ValueError, match=message):
+        generate(random_model(TINY), "Once", **option)
+    with pytest.raises(ValueError, match=message):
+        sample.SampleConfig(**option)
+
+
+@pytest.mark.gpt2
+def test_generate_ends_before_each_stop_text(run_main, folder):
+    model = load_pretrained(folder)
+    full = generate(model, "Once", 12, num_samples=3, seed=1)
+    stops = [text[6:8] for text in full[:2]]  # in the continuation, within a token or across two
+    cut = generate(model, "Once", 12, num_samples=3, seed=1, stop=stops)
+    for text, whole in zip(cut, full, strict=True):
+        ends = [whole.index(stop, 4) for stop in stops if stop in whole[4:]]
+        assert text == whole[: min(ends, default=None)]
+    seen = []
+    generate_tokens(model, torch.tensor([[1]]), 12, stop=[""], on_token=seen.append)
+    assert seen == []  # it ended with the first token
+    flags = ("--prompt=Once", "--num-samples=1", "--max-new-tokens=12")
+    text = generate(model, "Once", 12, temperature=0)[0]
+    printed = run_main(*flags, f"--stop={text[6:8]}", "--stop=none such")
+    assert printed == f"--- sample 1 of 1 ---\n{text[: text.index(text[6:8], 4)]}\n\n"
+
+
+@pytest.mark.gpt2
+def test_main_scores_a_text(run_main, folder, tmp_path):
+    text = "Once upon a time, there was a café. " * 3
+    (tmp_path / "text").write_text(text, encoding="utf-8")
+    loss = sample.text_loss(load_pretrained(folder), text)
+    ids = gpt2_encoding().encode_ordinary(text)
+    bits = loss * (len(ids) - 1) / math.log(2) / (len(text.encode()) - len("Once"))
+    expected = f"{loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids)} tokens"
+    assert run_main(f"--score={tmp_path}/text") == f"{tmp_path}/text: {expected}\n"
+    (tmp_path / "latin").write_bytes(b"caf\xe9 au")
+    with pytest.raises(ValueError, match=r"--score .*latin is not UTF-8 text: .* position 3"):
+        run_main(f"--score={tmp_path}/latin")
