@@ -182,7 +182,7 @@ def scaled(recipe: TrainConfig, diff: Mapping[str, Any], scale: Scale, seed: int
     times decay times steps stays the same, and AdamW's beta2 so that it averages over the same
     number of tokens as 0.95 with 524,288 tokens per step.
     """
-    settings = {**recipe.saved(), **diff}
+    settings = {**recipe.saved(), "warmup_steps": recipe.warmup, **diff}
     batch = scale.batch * settings["total_batch_size"] // 524_288
     steps = scale.steps / PUBLISHED_STEPS
     for name, factor in (

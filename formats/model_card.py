@@ -4,6 +4,7 @@ from pathlib import Path
 
 from formats.checkpoint import read_state
 from formats.metrics import HELLASWAG_EXAMPLES, validations
+from lr_schedule import default_warmup_steps
 from model import GPT2_SIZES, GPTConfig
 
 # Settings and results in the card. Other settings may contain paths on the user's machine.
@@ -41,6 +42,8 @@ def model_card(
     if checkpoint is not None:
         state, run_dir = read_state(checkpoint), checkpoint.absolute().parent.parent
         values = state.train_config | validations(run_dir).get(state.step, {})
+        if values.get("warmup_steps") is None and "max_steps" in values:
+            values["warmup_steps"] = default_warmup_steps(values["max_steps"])
         if (start := values.get("init_from")) in GPT2_SIZES:
             metadata.base_model = f"openai-community/{start}"
         data = Path(values.get("data_dir", "unknown")).name

@@ -54,7 +54,7 @@ class RunLog:
         self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
         self._lock = threading.Lock()  # the thread that writes checkpoints calls `saved`
         names = self.config.logger if is_main() else ()
-        self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
+        self._trackers = Trackers(names, self.run_dir, self.config.in_effect(), self.start_step)
         float32 = self.device.dtype == torch.float32
         self._mfu = partial(
             mfu,
