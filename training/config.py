@@ -224,9 +224,8 @@ class TrainConfig:
     @property
     def warmup(self) -> int:
         """Number of warm-up steps: `warmup_steps`, or the default if it is None."""
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        return default_warmup_steps(self.max_steps)
+        default = default_warmup_steps(self.max_steps)
+        return default if self.warmup_steps is None else self.warmup_steps
 
     @property
     def embedding_weight_decay(self) -> float:
@@ -261,14 +260,6 @@ class TrainConfig:
             if name not in NOT_SAVED
         }
         return settings | {"logger": list(self.logger)}
-
-    def in_effect(self) -> dict[str, Any]:
-        """Return the same, with the values of defaults that depend on other settings."""
-        return self.saved() | {
-            "warmup_steps": self.warmup,
-            "embedding_decay": self.embedding_weight_decay,
-            "beta2": self.adam_beta2,
-        }
 
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:

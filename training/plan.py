@@ -73,9 +73,8 @@ def describe_plan(
             total = train_shards.total_tokens
             rows["passes"] = f"{tokens / total:.3g} over the dataset's {total:,} tokens"
         rows["schedule"] = (
-            f"{config.lr_schedule}: learning rate {config.max_lr:g} after {config.warmup} steps of "
-            f"warm-up, {config.min_lr:g} at the end; beta2 {config.adam_beta2:.6g}, weight decay "
-            f"of embeddings {config.embedding_weight_decay:g}"
+            f"{config.lr_schedule} after {config.warmup} steps of warm-up; beta2 "
+            f"{config.adam_beta2:.6g}, weight decay of embeddings {config.embedding_weight_decay:g}"
         )
         rows["time"] = describe_time(config, device, tokens)
     if config.config is not None and (about := read_json(config.config).get("about")):

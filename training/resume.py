@@ -69,20 +69,17 @@ def _note_unused(path: Path, config: TrainConfig, args: Sequence[str]) -> None:
 
     With `--max-minutes` and `--init-from`, a new run does not use all of them either.
     """
-    passed = {arg.partition("=")[0].replace("-", "_").removeprefix("__") for arg in args}
-    replaced = {name.removeprefix("no_") for name in passed}
+    flags = {arg.partition("=")[0].replace("-", "_") for arg in args}
+    replaced = {flag.removeprefix("__").removeprefix("no_") for flag in flags}
     if config.max_minutes is not None:
         replaced.add("max_steps")
     if config.init_from is not None:
         replaced |= asdict(GPTConfig()).keys()
-    recipe, used = read_recipe(path).saved(), config.saved()
-    names = [name for name in read_json(path) if name in recipe and name not in replaced]
-    in_recipe = {name: recipe[name] for name in names if recipe[name] is not None}
-    if changes := differences(in_recipe, {name: used[name] for name in in_recipe}):
-        print0(
-            f"note: ignoring settings in --config {path}, because the run has other values: "
-            f"{', '.join(changes)}"
-        )
+    recipe = vars(read_recipe(path))
+    names = [n for n in read_json(path) if recipe.get(n) is not None and n not in replaced]
+    if changes := differences(recipe, {name: getattr(config, name) for name in names}):
+        note = f"note: ignoring settings in --config {path}, because the run has other values"
+        print0(f"{note}: {', '.join(changes)}")
 
 
 def _saved_config(checkpoint: Checkpoint) -> TrainConfig:

@@ -54,7 +54,8 @@ class RunLog:
         self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
         self._lock = threading.Lock()  # the thread that writes checkpoints calls `saved`
         names = self.config.logger if is_main() else ()
-        self._trackers = Trackers(names, self.run_dir, self.config.in_effect(), self.start_step)
+        settings = self.config.saved() | {"warmup_steps": self.config.warmup}
+        self._trackers = Trackers(names, self.run_dir, settings, self.start_step)
         float32 = self.device.dtype == torch.float32
         self._mfu = partial(
             mfu,
