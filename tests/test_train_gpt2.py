@@ -2,6 +2,7 @@ import ast
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from contextlib import redirect_stdout
@@ -31,7 +32,7 @@ from corpus.shards import open_shards
 from dataloader import Batch
 from formats.checkpoint import verify_checkpoint
 from formats.load import latest_checkpoint, load_model
-from formats.metrics import read_metrics
+from formats.metrics import STANDARD_METRICS, read_metrics
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
 from runtime.precision import make_deterministic
@@ -121,6 +122,16 @@ def test_main_learns_validates_and_saves(whole, tiny_data):
     assert lines[-1] == f"done: {run_dir}"
     for path in paths:
         verify_checkpoint(path)
+
+
+@pytest.mark.gpt2
+def test_walkthrough_lists_every_key_of_metrics_jsonl(whole):
+    text = (ROOT / "docs/walkthrough.md").read_text(encoding="utf-8")
+    table = text.partition("### How to watch a run")[2].partition("## What people change")[0]
+    documented = set(re.findall(r"`(\w+)`", table))
+    lines = (whole[0] / "metrics.jsonl").read_text().splitlines()
+    logged = {key for line in lines for key in json.loads(line)}
+    assert (logged | STANDARD_METRICS) - {"overall_tokens_per_second"} <= documented
 
 
 @pytest.mark.parametrize(
