@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -17,7 +18,7 @@ from dataloader import validation_batches
 from hellaswag import evaluate_hellaswag
 from ops import IGNORE_INDEX
 from runtime.device import synchronize
-from runtime.distributed import DistInfo, all_reduce_max, all_reduce_sum, print0
+from runtime.distributed import all_reduce_max, all_reduce_sum, print0
 from runtime.precision import eval_mode
 from sample import generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
@@ -122,7 +123,7 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
     device, encoding = run.ranks.device, gpt2_encoding()
     text = run.config.sample_prompt
     start = run.val_shards.read(0, PROMPT_TOKENS).tolist()
-    prompt = start if text is None else prompt_ids(text)
+    prompt = start if start and text is None else prompt_ids(text or "")
     sequences = generate_tokens(
         trainer.raw_model,
         torch.tensor([prompt] * SAMPLE_COUNT, device=device),
@@ -153,7 +154,7 @@ def fit_max_minutes(
     last_step = config.max_steps - 1  # if the batch grows during training, the largest
     with trainer.batches:
         step = partial(train_step, run, trainer, last_step)
-        step_seconds = time_call(step, timed_seconds, run.ranks)
+        step_seconds = time_call(step, timed_seconds, run)
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
@@ -164,25 +165,30 @@ def fit_max_minutes(
         (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
     ):
         if every > 0:
-            part_seconds = time_call(partial(measure, part, trainer), timed_seconds, run.ranks)
+            part_seconds = time_call(partial(measure, part, trainer), timed_seconds, run)
             seconds = max(1.0, n_parts) * part_seconds
             seconds_per_step += seconds / every
             fixed_seconds += 1.5 * seconds  # they also run at the start and at the end
     left = budget - (perf_counter() - begun) - fixed_seconds
     steps = -all_reduce_max(-max(1, int(left / seconds_per_step)))
-    print0(f"--max-minutes {config.max_minutes:g}: --max-steps {steps}, {step_seconds:.3g} s each")
+    print0(
+        f"--max-minutes {config.max_minutes:g}: --max-steps {steps} instead of {config.max_steps}, "
+        f"{step_seconds:.3g} s each; other flags, such as --embedding-decay, are unchanged"
+    )
     run.log.config = replace(config, max_steps=steps, max_minutes=None)
     return replace(run, config=run.log.config)
 
 
-def time_call(work: Callable[[], object], timed_seconds: float, dist_info: DistInfo) -> float:
-    """Return the seconds that a compiled call takes; every process must call this."""
-    calls = 1
+def time_call(work: Callable[[], object], timed_seconds: float, run: Run) -> float:
+    """Return the median seconds of a compiled call; every process must call this."""
+    n_calls = 1
     for _ in range(3):  # compile, estimate the number of calls, measure
-        begun = perf_counter()
-        for _ in range(calls):
+        run.stop.interrupt_evaluation()
+        seconds = []
+        for _ in range(n_calls):
+            begun = perf_counter()
             work()
-        synchronize(dist_info.device)
-        seconds = (perf_counter() - begun) / calls
-        calls = all_reduce_max(int(min(100, 1 + timed_seconds / seconds)))
-    return seconds
+            synchronize(run.ranks.device)
+            seconds.append(perf_counter() - begun)
+        n_calls = all_reduce_max(int(min(100, 1 + timed_seconds / median(seconds))))
+    return median(seconds)

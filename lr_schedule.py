@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens in steps of 524,288 tokens
+
 
 def cosine(step: int, warmup_steps: int, max_steps: int) -> float:
     """Follow half a cosine from 1 down to 0.
@@ -40,6 +42,11 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], float]] = {
     "wsd": wsd,
     "wsd-long": partial(wsd, decay_fraction=0.6),
 }
+
+
+def default_warmup_steps(max_steps: int) -> int:
+    """Return the number of warm-up steps of a run whose settings do not have one."""
+    return min(MAX_DEFAULT_WARMUP_STEPS, max_steps // 10)
 
 
 def learning_rate(config: Any, step: int) -> float:  # noqa: ANN401 - a TrainConfig

@@ -60,6 +60,8 @@ def main() -> None:
 def read_step(run_dir: Path, step: int) -> Iterator[tuple[Path, int, TokenArray]]:
     """Yield each window of a run's step: its shard, offset and (T + 1,) uint16 tokens."""
     run = read_recipe(run_dir / RUN_CONFIG_NAME)
+    if step > run.max_steps:
+        raise ValueError(f"--step {step} is above the {run.max_steps} steps of {run_dir}")
     shards, T = open_shards(run.data_dir, "train"), run.block_size
     if shards.fingerprint not in logged_values(run_dir / METRICS_NAME, "data_fingerprint"):
         raise ValueError(f"{run.data_dir} has changed since {run_dir} was trained on it")

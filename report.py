@@ -20,6 +20,7 @@ import numpy as np
 
 from formats import metrics
 from formats.metrics import Records, Series
+from lr_schedule import default_warmup_steps
 from runtime.files import atomic_write, read_json
 
 TEMPLATE = Path(__file__).parent / "assets" / "report.html"
@@ -51,6 +52,8 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
     resumed = [step for step in metrics.logged_values(path, "resumed_from") if step]  # 0: a new run
     config_path = run_dir / "config.json"
     settings = read_json(config_path) if config_path.is_file() else {}
+    if settings.get("warmup_steps") is None and "max_steps" in settings:
+        settings["warmup_steps"] = default_warmup_steps(settings["max_steps"])
     step, tokens = records[-1]["step"], records[-1]["tokens_seen"]
     names = (*SERIES, *metrics.user_metrics(records))
     environment = {

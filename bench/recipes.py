@@ -81,10 +81,12 @@ def main() -> None:
     recipes = {}
     for label, changes in read_json(RECIPES).items():
         recipe = read_recipe(ROOT / f"recipes/{changes.pop('recipe')}.json")
-        recipes[label] = recipe.saved() | changes
-    recipes |= {file.stem: read_recipe(file).saved() for file in config.recipe}
-    for label, recipe in recipes.items():
-        write_json(folder / f"{label}.json", scaled(recipe, scale))
+        recipes[label] = recipe.saved() | {"warmup_steps": recipe.warmup} | changes
+    for file in config.recipe:
+        recipe = read_recipe(file)
+        recipes[file.stem] = recipe.saved() | {"warmup_steps": recipe.warmup}
+    for label, settings in recipes.items():
+        write_json(folder / f"{label}.json", scaled(settings, scale))
     base, *edits = [str(folder / f"{label}.json") for label in recipes]
     trial = TrialConfig(tuple(edits), SMALL_GPT2, config.seeds, config.jobs, name=config.scale)
     compare(trial, [f"--data-dir={folder}", *as_flags(read_json(Path(base)))])

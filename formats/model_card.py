@@ -5,6 +5,7 @@ from pathlib import Path
 from formats.checkpoint import Checkpoint
 from formats.huggingface import is_local, repo_name
 from formats.metrics import HELLASWAG_EXAMPLES, validations
+from lr_schedule import default_warmup_steps
 from model import GPTConfig
 
 # Settings and results in the card. Other settings may contain paths on the user's machine.
@@ -46,6 +47,8 @@ def model_card(
     if checkpoint is not None:
         state, run_dir = checkpoint.state, checkpoint.path.absolute().parent.parent
         values = state.train_config | validations(run_dir).get(state.step, {})
+        if values.get("warmup_steps") is None and "max_steps" in values:
+            values["warmup_steps"] = default_warmup_steps(values["max_steps"])
         if (start := values.get("init_from")) and not is_local(start):
             metadata.base_model = repo_name(start)
         data = Path(values.get("data_dir", "unknown")).name

@@ -71,6 +71,16 @@ def write_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after an error
 
 
+def open_lines(path: Path) -> FileIO:
+    """Open an unbuffered file to append lines; end a last line that a power cut left incomplete."""
+    file = FileIO(path, "a+")
+    if end := file.seek(0, os.SEEK_END):
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            append_atomically(file, b"\n")
+    return file
+
+
 def append_atomically(file: FileIO, data: bytes) -> None:
     """Append all of `data` to an unbuffered file opened for appending, or nothing."""
     end = file.seek(0, os.SEEK_END)

@@ -152,7 +152,5 @@ def test_half_precision_gives_the_same_greedy_text(exported, tokenizer, tmp_path
     with torch.no_grad():
         huge.transformer.h[0].mlp.c_fc.bias[0] = 1e5
     if dtype == torch.float16:
-        with pytest.raises(
-            ValueError, match=r"exceeds the range of torch.float16: use --dtype"
-        ):
+        with pytest.raises(ValueError, match=r"exceeds the range of torch.float16: use --dtype"):
             save_pretrained(huge, tmp_path / "huge", dtype)

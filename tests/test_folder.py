@@ -1,13 +1,14 @@
 import re
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from conftest import fake_checkpoint
 from torch._inductor.runtime.triton_compat import OutOfResources
 
-from formats.checkpoint import Checkpoint
+from formats.checkpoint import Checkpoint, read_state
 from runtime.cli import RunStopped
 from runtime.distributed import DistInfo
 from training.config import TrainConfig
@@ -116,3 +117,17 @@ def test_compilers_error_is_an_interrupt_if_a_signal_came_before(tmp_path):
         raise OutOfResources(2, 1, "shared memory")
     with pytest.raises(ValueError, match="out of memory"), explain(tmp_path, stop):
         raise RuntimeError("out of memory")  # no signal does that
+
+
+def test_run_folder_of_a_resumed_checkpoint_is_relative_if_its_path_is(tmp_path, monkeypatch):
+    path = fake_checkpoint(tmp_path / "runs/a", 4).path
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (
+        (path, tmp_path / "runs/a"),
+        (path.relative_to(tmp_path), Path("runs/a")),
+    ):
+        assert choose_run_dir(TrainConfig(), Checkpoint(given, read_state(given))) == expected
+    monkeypatch.chdir(path.parent)
+    assert choose_run_dir(TrainConfig(), Checkpoint(Path(path.name), read_state(path))) == Path(
+        ".."
+    )

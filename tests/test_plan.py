@@ -225,6 +225,8 @@ def test_plan_of_the_reproduction_on_a_cpu():
     assert rows["device"] == "8 x cpu, float32"
     assert rows["checkpoint"] == "1.39 GiB each"
     assert rows["tokens"] == "9,999,745,024 in 19,073 steps, 80.3 per parameter"
+    assert rows["schedule"] == "cosine after 715 steps of warm-up"
+    assert rows["AdamW"] == "beta2 0.95, embedding decay 0.1"
     # Of a measured peak: 0.1 to 10,000 GFLOP/s of each.
     days = re.match(r"about (\d+)d\d\dh, at 40% MFU; the eta after the first", rows["time"])[1]
     assert 3 < int(days) < 3e6

@@ -55,6 +55,7 @@ def run_dir(tmp_path):
 def test_page_has_what_the_run_measured(run_dir):
     _, page = report_of(run_dir)
     (run,) = page["runs"]
+    assert run["settings"]["warmup_steps"] == 10  # the default for 100 steps
     records = read_metrics(run_dir / "metrics.jsonl")
     for name in CHARTS:
         expected = {r["tokens_seen"]: r[name] for r in records if r.get(name) is not None}

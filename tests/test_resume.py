@@ -59,8 +59,25 @@ def test_resume_says_that_it_does_not_use_a_given_config(tmp_path, capsys):
     write_json(recipe, {"max_lr": 0.2})
     path = fake_checkpoint(tmp_path / "a", 4, max_lr=0.3).path
     assert parse_config([f"--config={recipe}", f"--resume={path}"])[0].max_lr == 0.3
-    said = f"note: ignoring --config {recipe}: the run's settings are in {path}\n"
-    assert capsys.readouterr().out == said
+    said = f"note: ignoring settings in --config {recipe}, because the run has other values: "
+    assert capsys.readouterr().out == f"{said}max_lr 0.2 -> 0.3\n"
+
+
+@pytest.mark.gpt2
+def test_resume_with_the_command_of_the_start_prints_no_note(tmp_path, capsys):
+    recipe, auto = tmp_path / "recipe.json", ["--resume=auto", f"--out-dir={tmp_path}"]
+    write_json(recipe, {"max_steps": 60, "max_lr": 0.2, "seed": 5, "shuffle": True, "n_layer": 3})
+    model = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 48}
+    save_pretrained(GPT(GPTConfig(**model)), tmp_path / "model")
+    flags = ["--max-minutes=3", "--seed", "7", "--no-shuffle", "--run-name=a"]
+    flags += [f"--config={recipe}", f"--init-from={tmp_path}/model", *auto]
+    first, _ = parse_config(flags)
+    measured = replace(first, max_steps=35, max_minutes=None).saved()
+    path = fake_checkpoint(tmp_path / "a", 4, **measured).path
+    rewrite_state(path, lambda state: state | {"model_config": model})
+    capsys.readouterr()
+    assert parse_config(flags)[0].saved() == measured
+    assert capsys.readouterr().out == ""
 
 
 def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
@@ -89,7 +106,7 @@ def test_resume_ignores_values_that_this_version_does_not_have_and_prints_them_o
     path = fake_checkpoint(tmp_path / "a", 4, **settings).path
     rewrite_state(path, lambda state: state | {"old": [1]})
     config, checkpoint = parse_config([f"--resume={path}"])
-    expected = TrainConfig(resume=str(path), max_lr=0.1, warmup_steps=715)
+    expected = TrainConfig(resume=str(path), max_lr=0.1)
     assert config == expected
     names = "old, lr_schedule flat, logger ['paper'], parallel hsdp, old_flag None, "
     note = f"note: {path} has values that this version ignores: {names}z_loss 0.5\n"
@@ -170,7 +187,7 @@ def test_resume_does_with_each_flag_what_the_table_says(resumable, name):
 def test_warmup_is_shorter_than_the_run():
     for steps, warmup in ((TrainConfig.max_steps, 715), (2000, 200), (9, 0)):
         config, _ = parse_config([f"--max-steps={steps}"])
-        assert config.saved()["warmup_steps"] == warmup
+        assert config.warmup == warmup
     for steps, warmup, remedy in ((2000, 2000, 200), (90, 500, 9)):
         error = rf"--warmup-steps {warmup} is not shorter than .*: use --warmup-steps {remedy}\b"
         with pytest.raises(ValueError, match=error):
@@ -184,6 +201,26 @@ def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
         flag = "--config" if source == "config.json" else "--resume"
         given = f"{flag}={tmp_path / source}"
         assert parse_config([given, "--max-steps=3000"])[0].warmup == 500
+
+
+@pytest.mark.gpt2
+def test_default_that_follows_from_other_settings_is_saved_as_a_default(tmp_path):
+    """A new run has that of its own settings; a resumed run keeps its warm-up."""
+    settings = replace(TrainConfig(), max_steps=40, weight_decay=0.5).saved()
+    derived = ("warmup_steps", "embedding_decay", "beta2")
+    assert {settings[name] for name in derived} == {None}
+    write_json(tmp_path / "config.json", settings)
+    resume = f"--resume={fake_checkpoint(tmp_path / 'a', 1, **settings).path}"
+    new, _ = parse_config(
+        [f"--config={tmp_path}/config.json", "--max-steps=10", "--total-batch-size=262144"]
+    )
+    assert (new.warmup, new.embedding_weight_decay, new.adam_beta2) == (1, 0.5, 0.95**0.5)
+    assert parse_config([resume])[0].saved() == settings
+    resumed, _ = parse_config([resume, "--max-steps=80"])
+    assert (resumed.warmup, resumed.saved()["warmup_steps"]) == (4, 4)
+    assert parse_config([resume, "--max-steps=80", "--warmup-steps=7"])[0].warmup == 7
+    timed, _ = parse_config([resume, "--max-minutes=3", "--max-steps=80"])
+    assert timed.saved() == settings
 
 
 def test_saved_settings_have_flags_laid_over_them(tmp_path):
@@ -223,8 +260,14 @@ def test_init_from_takes_the_models_size_and_context_unless_another_is_given(tmp
         assert config.saved()["block_size"] == 48
     config, _ = parse_config([*init, "--block_size", "32"])
     assert config.model_config() == replace(own, block_size=32)
+    write_json(recipe, {"init_from": f"{tmp_path}/model"})
+    assert parse_config([f"--config={recipe}"])[0].model_config() == own
     write_json(tmp_path / "config.json", config.saved())  # of a run that began so
     assert parse_config([f"--config={tmp_path}/config.json", *init])[0].block_size == 32
+    wider = replace(own, n_embd=16)
+    save_pretrained(GPT(wider), tmp_path / "wider")
+    flags = [f"--config={tmp_path}/config.json", f"--init-from={tmp_path}/wider"]
+    assert parse_config(flags)[0].model_config() == wider
     error = "has another size (n_embd 8 -> 16, block_size 48 -> 49): leave out --n-layer, "
     with pytest.raises(ValueError, match=re.escape(error)):
         parse_config([*init, "--n-embd=16", "--block-size=49"])

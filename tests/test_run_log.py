@@ -5,6 +5,7 @@ import pytest
 import torch
 from run_files import log_step, new_log
 
+from formats.metrics import logged_values
 from training import run_log
 from training.run_log import format_step
 
@@ -31,6 +32,25 @@ def test_record_is_in_the_file_at_once_with_null_for_what_is_not_finite(tmp_path
         text = (tmp_path / "metrics.jsonl").read_text()  # as after a kill
     record = '{"step": 1, "a": null, "b": null, "c": 0.1, "d": "text"}'
     assert text == f'{record}\n{{"saved_step": 1}}\n'
+
+
+def test_incomplete_last_line_is_ended_before_the_next_record(tmp_path):
+    with new_log(tmp_path) as log, log.evaluation(8) as record:
+        log.samples(["one"])
+        record["val_loss"] = 2.0
+    for name in ("metrics.jsonl", "samples.txt"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 15, "val')  # a kill, a power cut
+    with new_log(tmp_path) as log, log.evaluation(8):
+        log.samples(["two"])
+        log.record(resumed_from=8)
+    assert logged_values(tmp_path / "metrics.jsonl", "resumed_from") == [8]
+    samples = (tmp_path / "samples.txt").read_text().splitlines()
+    assert samples[::2] == ["step 8 | sample: 'one'", "step 8 | sample: 'two'"]
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    with new_log(tmp_path):  # a complete line gets no second end
+        pass
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == lines
 
 
 def test_only_rank_0_writes_and_shows(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sqlite3
 import struct
 import sys
@@ -14,8 +15,9 @@ from run_files import log_step, new_log
 
 from formats.metrics import read_metrics
 from report import collect_run
+from runtime.files import write_json
 from train_gpt2 import main
-from training.trackers import TRACKERS, Tracker
+from training.trackers import TRACKERS, Tracker, tracker_id
 
 
 class Recorder:
@@ -95,6 +97,25 @@ def test_tracker_that_fails_costs_one_warning(recorders, monkeypatch, tmp_path, 
     )
     assert recorders[0].values == measured(tmp_path)  # the other one has everything
     assert recorders[0].is_finished
+
+
+def test_tracker_id_stays_with_a_run_and_not_with_its_copy_or_another_of_its_name(tmp_path):
+    run, moved, copied = (tmp_path / name for name in ("a", "moved", "b/a"))
+    first = tracker_id(run, "trackio")
+    assert tracker_id(run, "trackio") == first
+    assert tracker_id(tmp_path / "other/a", "trackio") != first
+    shutil.copytree(run, copied)
+    second = tracker_id(copied, "trackio")
+    assert second != first
+    run.rename(moved)
+    tracker_id(run, "trackio")  # a new run in the place of the old one
+    ids = [tracker_id(folder, "trackio") for folder in (moved, copied)]
+    assert ids == [first, second]
+    (tmp_path / "old/trackers").mkdir(parents=True)
+    write_json(tmp_path / "old/trackers/wandb.json", {"id": "ours"})  # of an earlier version
+    assert tracker_id(tmp_path / "old", "wandb") == "ours"
+    assert tracker_id(tmp_path / "old", "wandb", "given") == "given"
+    assert tracker_id(tmp_path / "old", "wandb") == "given"
 
 
 def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):

@@ -2,6 +2,7 @@ import ast
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from contextlib import redirect_stdout
@@ -26,11 +27,12 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evaluation
+import train_gpt2
 from corpus.shards import open_shards
 from dataloader import Batch
 from formats.checkpoint import verify_checkpoint
 from formats.load import latest_checkpoint, load_model
-from formats.metrics import read_metrics
+from formats.metrics import STANDARD_METRICS, read_metrics
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
 from runtime.precision import make_deterministic
@@ -120,6 +122,16 @@ def test_main_learns_validates_and_saves(whole, tiny_data):
     assert lines[-1] == f"done: {run_dir}"
     for path in paths:
         verify_checkpoint(path)
+
+
+@pytest.mark.gpt2
+def test_walkthrough_lists_every_key_of_metrics_jsonl(whole):
+    text = (ROOT / "docs/walkthrough.md").read_text(encoding="utf-8")
+    table = text.partition("### How to watch a run")[2].partition("## What people change")[0]
+    documented = set(re.findall(r"`(\w+)`", table))
+    lines = (whole[0] / "metrics.jsonl").read_text().splitlines()
+    logged = {key for line in lines for key in json.loads(line)}
+    assert (logged | STANDARD_METRICS) - {"overall_tokens_per_second"} <= documented
 
 
 @pytest.mark.parametrize(
@@ -247,6 +259,46 @@ def test_main_refuses_other_data_and_too_little_data(tiny_flags, tiny_data, tmp_
     assert (copied / "metrics.jsonl").read_bytes() == before
 
 
+def test_main_without_a_validation_split_trains_if_nothing_needs_it(
+    tiny_flags, tiny_data, tmp_path
+):
+    shutil.copy(tiny_data / "train_000001.npy", tmp_path)
+    flags = [*tiny_flags, f"--data-dir={tmp_path}", "--run-name=a", "--max-steps=2"]
+    error = f"the validation split in {tmp_path} has 0 tokens, .*: add more data, or use --val-"
+    with pytest.raises(ValueError, match=error):
+        main(flags)
+    assert not (tmp_path / "runs/a").exists()
+    main([*flags, "--val-every=0", "--sample-every=2"])
+    samples = (tmp_path / "runs/a/samples.txt").read_text(encoding="utf-8")
+    assert samples.startswith("step 0 | sample: '<|endoftext|>")
+    main([f"--resume={tmp_path}/runs/a", "--max-steps=3", "--sample-every=0"])
+    assert sorted(series(tmp_path / "runs/a", "train_loss")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("busy", [(evaluation, "time_call"), (train_gpt2, "build_model")])
+def test_main_signal_before_training_leaves_no_folder(
+    tiny_flags, tmp_path, monkeypatch, capsys, busy, number
+):
+    work = getattr(*busy)
+
+    def interrupted(*args):
+        os.kill(os.getpid(), number)
+        return work(*args)
+
+    monkeypatch.setattr(*busy, interrupted)
+    flags, line = [*tiny_flags, "--run-name=a"], "before training began: run the same command again"
+    if busy[0] is evaluation:
+        flags.append("--max-minutes=9")
+    if number == signal.SIGINT:
+        with pytest.raises(KeyboardInterrupt, match=line):
+            main(flags)
+    else:
+        main(flags)
+        assert capsys.readouterr().out.endswith(f"SIGTERM: stopped {line}\n")
+    assert not (tmp_path / "runs/a").exists()
+
+
 @pytest.mark.gpt2
 def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp_path, capsys):
     """Digit for digit, dropout's random numbers included; a resume keeps the number."""
@@ -254,7 +306,8 @@ def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp
     main([*flags, "--run-name=timed", "--max-minutes=0.02", "--hellaswag-every=50"])
     config = json.loads((tmp_path / "runs/timed/config.json").read_text())
     steps = config["max_steps"]
-    assert f"--max-minutes 0.02: --max-steps {steps}, " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"--max-minutes 0.02: --max-steps {steps} instead of 8, " in shown
     assert "max_minutes" not in config
     main([*flags, "--run-name=given", f"--max-steps={steps}", "--hellaswag-every=50"])
     assert_same_run(tmp_path / "runs/timed", tmp_path / "runs/given")

@@ -3,7 +3,7 @@
 import platform
 import shutil
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -36,11 +36,13 @@ def check_ranks_agree(
     with raise_on_all_ranks():
         check_parallel_mode(config, device)
         check_installed(config.logger if is_main() else ())
-        train, val = (open_shards(config.data_dir, split) for split in ("train", "val"))
+        train, val = open_shards(config.data_dir, "train"), TokenShards([], "none")
+        with suppress(FileNotFoundError):  # a run without validations needs no validation split
+            val = open_shards(config.data_dir, "val")
         if config.val_every and not count_windows(val.total_tokens, config.block_size):
             raise ValueError(
-                f"the validation split has {val.total_tokens} tokens, fewer than "
-                f"--block-size {config.block_size} + 1: add more data, or use --val-every 0"
+                f"the validation split in {config.data_dir} has {val.total_tokens} tokens, fewer "
+                f"than --block-size {config.block_size} + 1: add more data, or use --val-every 0"
             )
         windows = max(windows_at(config, step) for step in range(config.max_steps))
         if (found := count_windows(train.total_tokens, config.block_size)) < windows:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lr_schedule import SCHEDULES
+from lr_schedule import SCHEDULES, default_warmup_steps
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import as_flags, bad_numbers, parse_flags
@@ -22,7 +22,6 @@ ABOVE_ZERO = (
 NOT_SAVED = (  # flags that select, name or plan a run, so they are not among its settings
     *("config", "resume", "plan", "preflight", "run_name", "max_minutes", "gpus", "gpu"),
 )
-MAX_DEFAULT_WARMUP_STEPS = 715  # GPT-3's 375M tokens in steps of 524,288 tokens
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ class TrainConfig:
     @property
     def warmup(self) -> int:
         """Number of warm-up steps: `warmup_steps`, or the default if it is None."""
-        default = min(MAX_DEFAULT_WARMUP_STEPS, self.max_steps // 10)
+        default = default_warmup_steps(self.max_steps)
         return default if self.warmup_steps is None else self.warmup_steps
 
     @property
@@ -251,13 +250,16 @@ class TrainConfig:
         return GPTConfig(**(GPT2_SIZES[self.size] | overrides))
 
     def saved(self) -> dict[str, Any]:
-        """Return the settings as JSON values, for `config.json` and checkpoints."""
+        """Return the settings as JSON values, for `config.json` and checkpoints.
+
+        A default that depends on other settings is stored as None, so that it follows them.
+        """
         settings = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self).items()
             if name not in NOT_SAVED
         }
-        return settings | {"warmup_steps": self.warmup, "logger": list(self.logger)}
+        return settings | {"logger": list(self.logger)}
 
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:

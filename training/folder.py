@@ -1,5 +1,6 @@
 """A run's folder: choosing, locking and checking it, and how to resume the run in it."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -48,7 +49,8 @@ def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
     if config.run_name is not None:
         return config.out_dir / config.run_name
     if resumed is not None and (folder := resumed.path.absolute().parent).name == "checkpoints":
-        return folder.parent
+        run_dir = folder.parent
+        return run_dir if resumed.path.is_absolute() else Path(os.path.relpath(run_dir))
     return config.out_dir / f"{config.size}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

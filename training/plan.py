@@ -55,7 +55,7 @@ def describe_plan(
         "batch": f"{config.total_batch_size:,} tokens = {split.micro_batch_size} sequences x "
         f"{block_size:,} tokens x {micro_steps} micro-steps x world size {world_size}",
         "memory": f"about {state + activations:.1f} GiB per device: {state:.1f} weights, "
-        f"gradients, moments + {activations:.1f} activations",
+        f"gradients, moments + {activations:.1f} activations, without Python and libraries",
         "checkpoint": f"{checkpoint:.2f} GiB each",
     }
     if device.memory_gib is not None and state + activations > device.memory_gib:
@@ -68,6 +68,9 @@ def describe_plan(
         if train_shards is not None:
             total = train_shards.total_tokens
             rows["passes"] = f"{tokens / total:.3g} over the dataset's {total:,} tokens"
+        rows["schedule"] = f"{config.lr_schedule} after {config.warmup} steps of warm-up"
+        decay = config.embedding_weight_decay
+        rows["AdamW"] = f"beta2 {config.adam_beta2:.6g}, embedding decay {decay:g}"
         rows["time"] = describe_time(config, device, tokens)
     if config.config is not None and (about := read_json(config.config).get("about")):
         rows["recipe"] = about

@@ -40,17 +40,40 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         if path is not None:
             checkpoint = Checkpoint(path, read_state(path))
             defaults = _saved_config(checkpoint)
-            if given.config:
-                print0(f"note: ignoring --config {given.config}: the run's settings are in {path}")
-    if checkpoint is None and given.init_from and defaults.init_from is None:
-        source = load.model_config_of(given.init_from)
+    init_from = given.init_from or defaults.init_from
+    is_new_size = init_from != defaults.init_from or defaults.n_layer is None
+    if checkpoint is None and init_from and is_new_size:
+        source = load.model_config_of(init_from)
         defaults = _with_model_settings(defaults, source)
     config = parse_flags(TrainConfig, args, defaults)
     if source is not None:
         _check_size(config, source)
-    if checkpoint is not None and config.max_minutes is not None:
-        config = replace(config, max_steps=defaults.max_steps)  # which an earlier start has set
+    if checkpoint is not None:
+        if config.max_minutes is not None:
+            config = replace(config, max_steps=defaults.max_steps)  # set by an earlier start
+        if config.warmup_steps is None and config.warmup != defaults.warmup < config.max_steps:
+            config = replace(config, warmup_steps=defaults.warmup)
+        if given.config:
+            _note_unused(Path(given.config), config, args)
     return config, checkpoint
+
+
+def _note_unused(path: Path, config: TrainConfig, args: Sequence[str]) -> None:
+    """Print the settings in `--config` that a resumed run does not use, unless flags replace them.
+
+    With `--max-minutes` and `--init-from`, a new run does not use all of them either.
+    """
+    flags = {arg.partition("=")[0].replace("-", "_") for arg in args}
+    replaced = {flag.removeprefix("__").removeprefix("no_") for flag in flags}
+    if config.max_minutes is not None:
+        replaced.add("max_steps")
+    if config.init_from is not None:
+        replaced |= asdict(GPTConfig()).keys()
+    recipe = vars(read_recipe(path))
+    names = [n for n in read_json(path) if recipe.get(n) is not None and n not in replaced]
+    if changes := differences(recipe, {name: getattr(config, name) for name in names}):
+        note = f"note: ignoring settings in --config {path}, because the run has other values"
+        print0(f"{note}: {', '.join(changes)}")
 
 
 def _saved_config(checkpoint: Checkpoint) -> TrainConfig:

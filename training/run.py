@@ -39,7 +39,7 @@ from training.memory import find_device, split_batch
 from training.plan import describe_plan, print_plan
 from training.resume import parse_config
 from training.run_log import RunLog, warn_on_write_error
-from training.stopping import StopRequest
+from training.stopping import EvaluationStopped, StopRequest
 
 PREEMPTED_NAME = "PREEMPTED"
 
@@ -109,14 +109,15 @@ class Run:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Write `config.json`; handle signals, log and save while the body runs.
+        """Write `config.json`; log and save while the body runs.
 
         Before, the folder holds only a lock, and it is removed if the run cannot start.
         """
+        self.stop.interrupt_evaluation()
         with distributed.raise_on_all_ranks():
             if is_main():
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
-        with self.stop, self.log, self.writer:  # the writer exits first, because it logs
+        with self.log, self.writer:  # the writer exits first, because it logs
             self.log.start(self.train_shards.fingerprint)
             try:
                 yield
@@ -150,10 +151,7 @@ class Run:
             return
         if reason == "failure":  # only the process that could not save has the error
             raise error or SystemExit(2)
-        message = f"after step {step}; {resume_hint(self.folder)}"
-        if reason == "SIGINT":
-            raise KeyboardInterrupt(message) if is_main() else SystemExit(130)
-        print0(f"{reason}: stopped {message}")
+        self.stop.report(f"after step {step}; {resume_hint(self.folder)}")
 
 
 @dataclass
@@ -297,12 +295,12 @@ def open_run(
         make_deterministic()
         tune_malloc()
     stop = StopRequest(dist_info)
-    with lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
+    with stop, lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, device)
         print0(describe_plan(config, device, split, splits[0]))
         log = RunLog(folder, config, resumed, device)
         ranks = choose_ranks(config, dist_info, device.dtype)
-        yield Run(
+        run = Run(
             config=config,
             ranks=ranks,
             resumed=resumed,
@@ -323,6 +321,10 @@ def open_run(
                 ranks=ranks,
             ),
         )
+        try:
+            yield run
+        except EvaluationStopped:  # a signal came before training began
+            stop.report("before training began: run the same command again")
 
 
 def is_finished(resumed: Checkpoint | None, config: TrainConfig) -> bool:

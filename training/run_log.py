@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -23,7 +22,7 @@ from formats.metrics import LOG_METRICS, METRICS_NAME
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import peak_memory_gib, synchronize
 from runtime.distributed import is_main, print0
-from runtime.files import append_atomically
+from runtime.files import append_atomically, open_lines
 from runtime.flops import flops_per_token, mfu, peak_flops
 from training.config import TrainConfig
 from training.memory import Device
@@ -51,10 +50,11 @@ class RunLog:
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
     def __enter__(self) -> Self:
-        self._file = FileIO(self.run_dir / METRICS_NAME, "a") if is_main() else None
+        self._file = open_lines(self.run_dir / METRICS_NAME) if is_main() else None
         self._lock = threading.Lock()  # the thread that writes checkpoints calls `saved`
         names = self.config.logger if is_main() else ()
-        self._trackers = Trackers(names, self.run_dir, self.config.saved(), self.start_step)
+        settings = self.config.saved() | {"warmup_steps": self.config.warmup}
+        self._trackers = Trackers(names, self.run_dir, settings, self.start_step)
         float32 = self.device.dtype == torch.float32
         self._mfu = partial(
             mfu,
@@ -157,7 +157,7 @@ class RunLog:
             return
         step = self._evaluated_step
         lines = [f"step {step} | sample: {text!r}" for text in texts]
-        with warn_on_write_error(), FileIO(self.run_dir / "samples.txt", "a") as file:
+        with warn_on_write_error(), open_lines(self.run_dir / "samples.txt") as file:
             append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
         print0("\n".join(lines))
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
-from runtime.distributed import DistInfo, all_reduce_max, is_main
+from runtime.distributed import DistInfo, all_reduce_max, is_main, print0
 
 SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
     getattr(signal, name)
@@ -20,7 +20,7 @@ SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
 
 
 class EvaluationStopped(Exception):  # noqa: N818 - not an error
-    """Ends an evaluation on all processes, because one of them received a signal."""
+    """Ends an evaluation or a measurement on all processes, because one received a signal."""
 
 
 class StopRequest:
@@ -48,6 +48,15 @@ class StopRequest:
         self.is_agreed = self.interrupted_evaluation = all_reduce_max(self.signal) > 0
         if self.is_agreed:
             raise EvaluationStopped
+
+    def report(self, message: str) -> None:
+        """Print that a signal stopped the run; every process must call this.
+
+        Raise after Ctrl-C, for the exit code.
+        """
+        if (name := self.signal_name()) == "SIGINT":
+            raise KeyboardInterrupt(message) if is_main() else SystemExit(130)
+        print0(f"{name}: stopped {message}")
 
     def __enter__(self) -> Self:
         for number in SIGNALS:

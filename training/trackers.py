@@ -34,6 +34,21 @@ class Tracker(NamedTuple):
     """Waits until everything is written or sent."""
 
 
+def tracker_id(run_dir: Path, tracker: str, given: str | None = None) -> str:
+    """Return the id of a run in a tracker: the given one, or else the id in the run's folder.
+
+    A new run has a new id, and so has a copy of a run's folder while the original exists.
+    """
+    path = run_dir / "trackers" / f"{tracker}.json"
+    saved = read_json(path) if path.is_file() else {}
+    original = Path(saved.get("folder", run_dir), "trackers", path.name)
+    if original.is_file() and not original.samefile(path) and read_json(original) == saved:
+        saved = {}
+    run_id = given or saved.get("id") or secrets.token_hex(4)
+    write_json(path, {"id": run_id, "folder": str(run_dir.resolve())})
+    return str(run_id)
+
+
 def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
     """Write event files to the run's folder; `tensorboard --logdir runs` shows them.
 
@@ -55,17 +70,14 @@ def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: in
 def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
     """Report to Weights & Biases, configured with `wandb login` and WANDB_* environment variables.
 
-    A file in the run's folder stores the run id, so that a resumed run continues under this id.
+    A resumed run continues under its id.
     """
     import wandb
 
-    id_path, run_id = run_dir / "trackers" / "wandb.json", os.environ.get("WANDB_RUN_ID")
-    if run_id or not id_path.is_file():
-        write_json(id_path, {"id": run_id or secrets.token_hex(4)})
     run: Any = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         dir=os.environ.get("WANDB_DIR", run_dir),
-        id=read_json(id_path)["id"],
+        id=tracker_id(run_dir, "wandb", os.environ.get("WANDB_RUN_ID")),
         name=os.environ.get("WANDB_NAME", run_dir.name),
         config=dict(settings),
         resume="allow",
@@ -76,12 +88,12 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
 
 
 def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
-    """Report to Trackio; a resumed run continues under the name of its folder."""
+    """Report to Trackio; a resumed run continues under its name, which ends with its id."""
     import trackio
 
     run: Any = trackio.init(
         project=PROJECT,
-        name=run_dir.name,
+        name=f"{run_dir.name}-{tracker_id(run_dir, 'trackio')}",
         config=dict(settings),
         resume="allow" if start_step else "never",
     )
