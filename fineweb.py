@@ -20,7 +20,6 @@ from typing import ClassVar
 
 from runtime.threads import usable_cores
 
-import filelock
 import numpy as np
 from tqdm import tqdm
 
@@ -86,13 +85,10 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
-    try:
-        with lock_folder(folder, f".{Part.parse(config.part).manifest_name}.lock"):
-            print(make_shards(config, open_source, folder))
-    except filelock.Timeout:
-        raise ValueError(
-            f"another fineweb.py is writing to {folder}: wait for the other process to end"
-        ) from None
+    lock_name = f".{Part.parse(config.part).manifest_name}.lock"
+    busy = "another fineweb.py is writing to"
+    with lock_folder(folder, lock_name, busy, "use another --data-dir"):
+        print(make_shards(config, open_source, folder))
     manifest = Manifest.load(folder)
     if manifest and manifest.complete:
         from training.propose import propose_training  # imports torch, which takes seconds
