@@ -6,7 +6,7 @@ from pathlib import Path
 from formats.huggingface import save_pretrained
 from formats.load import find_checkpoint, is_hugging_face, load_model
 from formats.model_card import model_card
-from runtime.cli import parse_flags, run_command
+from runtime.cli import PathOrName, parse_flags, run_command
 from runtime.files import write_folder
 
 
@@ -14,7 +14,7 @@ from runtime.files import write_folder
 class ExportConfig:
     """Export a model to a folder in Hugging Face format."""
 
-    model: str
+    model: PathOrName
     """Model: a run folder, a checkpoint, a folder in Hugging Face format, or a GPT-2 on the hub."""
     out: Path
     """Folder to write, which must be new or empty."""

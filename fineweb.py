@@ -30,7 +30,7 @@ from corpus.shards import Manifest, ShardWriter
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import bad_numbers, parse_flags, run_command
+from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
 
@@ -44,7 +44,7 @@ class FineWebConfig:
 
     OTHER_NAMES: ClassVar = {"FILE": "--source"}
 
-    source: tuple[str, ...] = ("fineweb-edu",)
+    source: tuple[PathOrName, ...] = ("fineweb-edu",)
     """Source of the text: `fineweb-edu`, `fineweb` or another hub dataset (OWNER/NAME); `stdlib`,
     the running Python's standard library, offline; or files, folders and globs. Each row of a
     .parquet, .csv, .tsv, .jsonl or .json file (JSON also as .gz or .zst) is a document. Any other
@@ -86,8 +86,7 @@ def main() -> None:
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
     lock_name = f".{Part.parse(config.part).manifest_name}.lock"
-    busy = "another fineweb.py is writing to"
-    with lock_folder(folder, lock_name, busy, "use another --data-dir"):
+    with lock_folder(folder, lock_name, "use another --data-dir"):
         print(make_shards(config, open_source, folder))
     manifest = Manifest.load(folder)
     if manifest and manifest.complete:

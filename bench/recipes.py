@@ -29,7 +29,7 @@ from corpus.shards import open_shards
 from corpus.sources import file_source, local_files
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from plot import BLUE, GRAY, RED, new_axes, save_figure
-from runtime.cli import as_flags, parse_flags, run_command
+from runtime.cli import PathOrName, as_flags, parse_flags, run_command
 from runtime.device import select_device
 from training.config import TrainConfig, read_recipe
 
@@ -81,7 +81,7 @@ COLORS = {"published": GRAY, "adamw 0.0018, half the batch": RED, "fast": BLUE} 
 class RecipesConfig:
     """Train recipes on the same tokens in the same order, and compare their final losses."""
 
-    source: tuple[str, ...] = ()
+    source: tuple[PathOrName, ...] = ()
     """Training texts, as for fineweb.py --source; they need at least half as many tokens as a run
     uses (5M for S29). Without texts, nothing is trained."""
     scale: str = "S29"

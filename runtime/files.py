@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from io import FileIO
 from pathlib import Path
@@ -125,22 +125,16 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
 
 
 @contextmanager
-def lock_folder(
-    path: Path,
-    file_name: str,
-    busy: str = "another process is working in",
-    remedy: str = "use another folder",
-) -> Iterator[None]:
+def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") -> Iterator[None]:
     """Create a folder and lock it against other processes while the body runs.
 
-    On a disk without flock, a file that names this process and machine is the lock. The folder is
+    On a disk without flock, the lock is a file that names this process and machine. The folder is
     removed if the body leaves it empty (POSIX).
 
     Args:
         path: the folder.
         file_name: name of the lock file.
-        busy: start of the message if another process holds the lock.
-        remedy: what a user can do instead.
+        remedy: what a user can do if the folder cannot be locked.
 
     Raises:
         ValueError: another process holds the lock.
@@ -156,8 +150,12 @@ def lock_folder(
                 raise
             lock = SoftFileLock(owner).acquire(timeout=0)
     except Timeout:
-        held = f"{busy} {path}: wait for the other process to end, or {remedy}"
-        raise ValueError(held + _describe_owner(owner)) from None
+        fix = f"wait for the other process to end, or {remedy}"
+        if owner.exists():
+            process = " on ".join(owner.read_text().split()[:2])
+            age = timedelta(seconds=round(max(0, time.time() - owner.stat().st_mtime)))
+            fix += f"; process {process} has held it for {age}: if that has ended, delete {owner}"
+        raise ValueError(f"another process is at work in {path}: {fix}") from None
     except OSError as error:
         raise OSError(f"{path} cannot be written and locked ({error}): {remedy}") from None
     with lock:
@@ -168,18 +166,6 @@ def lock_folder(
                 for file in (path / file_name, owner):
                     file.unlink(missing_ok=True)
                 path.rmdir()
-
-
-def _describe_owner(owner: Path) -> str:
-    """Return a clause about the process that holds a lock without flock; empty with flock."""
-    with suppress(OSError, ValueError):
-        pid, machine, *_ = owner.read_text().split()
-        age = timedelta(seconds=max(0, round(time.time() - owner.stat().st_mtime)))
-        return (
-            f"; process {pid} on {machine} has held the lock for {age}: if that process has ended, "
-            f"delete {owner}"
-        )
-    return ""
 
 
 def redact_secrets(message: str) -> str:

@@ -47,7 +47,7 @@ def test_read_json_of_something_else_names_the_file(tmp_path, content):
 def test_lock_folder_lets_one_in_and_leaves_no_empty_folder(tmp_path):
     folder = tmp_path / "a" / "b"
     said = (
-        f"another process is working in {folder}: wait for the other process to end, or use another"
+        f"another process is at work in {folder}: wait for the other process to end, or use another"
     )
     with lock_folder(folder, ".lock"), pytest.raises(ValueError, match=f"{said} folder$"):  # noqa: SIM117
         with lock_folder(folder, ".lock"):
@@ -84,7 +84,7 @@ def test_lock_folder_without_flock_names_the_owner_and_how_to_take_the_lock_over
 ):
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, "not here")))
     folder, owner = tmp_path / "a", tmp_path / "a" / ".lock.owner"
-    said = f"process {os.getpid()} on {socket.gethostname()} has held the lock for 0:00:0"
+    said = f"process {os.getpid()} on {socket.gethostname()} has held it for 0:00:0"
     with lock_folder(folder, ".lock"), pytest.raises(ValueError, match=said):  # noqa: SIM117
         with lock_folder(folder, ".lock"):
             pass
@@ -92,10 +92,11 @@ def test_lock_folder_without_flock_names_the_owner_and_how_to_take_the_lock_over
     folder.mkdir()
     owner.write_text("1\nanother-machine\n")  # a process that was killed there
     os.utime(owner, (0, 0))
-    with pytest.raises(ValueError, match=r"process 1 on another-machine .* days, .*: if ") as caught:  # noqa: SIM117
+    said = r"process 1 on another-machine has held it for \d+ days, "
+    with pytest.raises(ValueError, match=said) as caught:  # noqa: SIM117
         with lock_folder(folder, ".lock"):
             pass
-    remedy = "if that process has ended, delete "
+    remedy = "if that has ended, delete "
     assert str(caught.value).partition(remedy)[2] == str(owner)
     owner.unlink()
     with lock_folder(folder, ".lock"):

@@ -30,9 +30,8 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
         with distributed.raise_on_all_ranks():
             if is_main():
                 run_dir = choose_run_dir(config, resumed)
-                busy = "another process is already training in"
                 remedy = "use another --run-name or --out-dir"
-                stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME, busy, remedy))
+                stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME, remedy))
                 check_usable(run_dir, config, resumed)
                 clean_up(run_dir / "checkpoints")
         yield Path(distributed.gather_text(str(run_dir))[0])
