@@ -37,6 +37,10 @@ def check_ranks_agree(
     with raise_on_all_ranks():
         check_parallel_mode(config, device)
         check_installed(config.logger if is_main() else ())
+        if (resumed or config.config) and not config.data_dir.exists():
+            raise FileNotFoundError(
+                f"{config.data_dir} does not exist: use --data-dir with the folder of the data"
+            )
         train, val = (open_shards(config.data_dir, split) for split in ("train", "val"))
         if config.val_every and not count_windows(val.total_tokens, config.block_size):
             raise ValueError(
