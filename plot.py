@@ -7,6 +7,7 @@
 A run can be plotted while it is training.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,7 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
         if not len(line.values):
             raise ValueError(f"--compare plots validation losses, but {run_dir} has none")
         # The number comes first: matplotlib omits labels that begin with "_" from the legend.
-        _plot_line(axes, line, f"{line.values[-1]:.3f} {run_dir.resolve().name}")
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {plain(run_dir.resolve().name)}")
         lines.append(line)
     _fit_loss(axes, lines)
     return save_figure(axes, path)
@@ -86,7 +87,7 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 def new_axes(title: str, quantity: str) -> Axes:
     """Return axes over training tokens, in this project's style, in a new figure."""
     axes = Figure(figsize=(8, 4.5), dpi=120, facecolor="white", layout="constrained").subplots()
-    axes.set_title(title, color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
+    axes.set_title(plain(title), color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
     axes.set_xlabel("training tokens", color=GRAY)
     axes.set_ylabel(quantity, color=GRAY)
     axes.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
@@ -94,6 +95,11 @@ def new_axes(title: str, quantity: str) -> Axes:
     axes.grid(axis="y", color=PALE, linewidth=0.8)
     axes.tick_params(colors=GRAY, length=0, labelsize=9)
     return axes
+
+
+def plain(text: str) -> str:
+    """Escape a text in which matplotlib would read `$` as the start of a formula."""
+    return text.replace("$", r"\$")
 
 
 def _plot_line(axes: Axes, series: Series, label: str, color: str | None = None) -> None:
@@ -114,7 +120,8 @@ def save_figure(axes: Axes, path: Path) -> Path:
     """Add the legend and write the file, in the format of its suffix."""
     axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width
     axes.legend(fontsize=9, edgecolor="none", framealpha=1)
-    with atomic_write(path) as file:
+    # Without a warning if the font lacks a name's characters, such as Chinese.
+    with atomic_write(path) as file, warnings.catch_warnings(action="ignore"):
         axes.figure.savefig(file, format=path.suffix[1:])  # type: ignore[union-attr]
     return path
 
