@@ -5,6 +5,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._functorch.config as functorch_config
+from torch.compiler import is_compiling
 from tqdm import tqdm
 
 from runtime.distributed import is_main
@@ -61,10 +63,8 @@ def prepare_compiler(device: torch.device) -> str | None:
             functorch_config.ban_recompute_materialized_backward = False
         # np.pi makes Dynamo list NumPy's functions now. Later, another thread, such as the data
         # loader's, might be importing a NumPy module at that moment.
-        compiled = torch.compile(
-            lambda x: x.sin() + np.pi if torch.compiler.is_compiling() else None, dynamic=False
-        )
-        if compiled(torch.ones(64, device=device)) is None:
+        probe = torch.compile(lambda x: (x.sin() + np.pi, is_compiling()), dynamic=False)
+        if not probe(torch.ones(64, device=device))[1]:
             switches = " ".join(name for name in SWITCHES if name in os.environ)
             return f"torch.compile is switched off: unset {switches}"
     except Exception as error:  # Dynamo, Inductor and Triton raise many classes
@@ -87,11 +87,10 @@ def show_compiling() -> None:
     def show() -> None:
         while True:
             with tqdm(desc=events.get(), bar_format="{desc}: {elapsed}", leave=False) as line:
-                is_compiling = True
-                while is_compiling:
+                while events.empty():
                     line.refresh()
-                    with suppress(queue.Empty):
-                        is_compiling = bool(events.get(timeout=1))
+                    time.sleep(0.2)
+            events.get()
 
     if is_main() and sys.stderr.isatty():
         callback_handler.register_start_callback(start)

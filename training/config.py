@@ -110,7 +110,7 @@ class TrainConfig:
     momentum: float = 0.95
     """Muon's momentum."""
     grad_clip: float = 1.0
-    """Maximum global gradient norm; larger gradients are scaled down to it; 0 = never."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0 = never."""
 
     val_every: int = 250
     """Steps between validations; 0 = never."""
