@@ -7,7 +7,7 @@ from typing import Literal
 from formats.huggingface import save_pretrained
 from formats.load import load_with_state
 from formats.model_card import model_card
-from runtime.cli import parse_flags, run_command
+from runtime.cli import PathOrName, parse_flags, run_command
 from runtime.files import write_folder
 from runtime.precision import DTYPES
 
@@ -16,7 +16,7 @@ from runtime.precision import DTYPES
 class ExportConfig:
     """Export a model to a folder in Hugging Face format."""
 
-    model: str
+    model: PathOrName
     """Model: a run folder, a checkpoint, a folder in Hugging Face format, or a GPT-2 on the hub."""
     out: Path
     """Folder to write, which must be new or empty."""

@@ -20,7 +20,6 @@ from typing import ClassVar
 
 from runtime.threads import usable_cores
 
-import filelock
 import numpy as np
 from tqdm import tqdm
 
@@ -31,7 +30,7 @@ from corpus.shards import Manifest, ShardWriter
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import bad_numbers, parse_flags, run_command
+from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
 
@@ -45,7 +44,7 @@ class FineWebConfig:
 
     OTHER_NAMES: ClassVar = {"FILE": "--source"}
 
-    source: tuple[str, ...] = ("fineweb-edu",)
+    source: tuple[PathOrName, ...] = ("fineweb-edu",)
     """Source of the text: `fineweb-edu`, `fineweb` or another hub dataset (OWNER/NAME); `stdlib`,
     the running Python's standard library, offline; or files, folders and globs. Each row of a
     .parquet, .csv, .tsv, .jsonl or .json file (JSON also as .gz or .zst) is a document. Any other
@@ -86,13 +85,9 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
-    try:
-        with lock_folder(folder, f".{Part.parse(config.part).manifest_name}.lock"):
-            print(make_shards(config, open_source, folder))
-    except filelock.Timeout:
-        raise ValueError(
-            f"another fineweb.py is writing to {folder}: wait for the other process to end"
-        ) from None
+    lock_name = f".{Part.parse(config.part).manifest_name}.lock"
+    with lock_folder(folder, lock_name, "use another --data-dir"):
+        print(make_shards(config, open_source, folder))
     manifest = Manifest.load(folder)
     if manifest and manifest.complete:
         from training.propose import propose_training  # imports torch, which takes seconds

@@ -36,7 +36,7 @@ from formats.load import load_model
 from model import GPT
 from ops import IGNORE_INDEX
 from runtime import distributed
-from runtime.cli import bad_numbers, parse_flags, run_command
+from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, to_device, tune_malloc
 from runtime.distributed import DistInfo
 from runtime.files import atomic_write
@@ -54,7 +54,7 @@ Row = tuple[list[int], list[int]]  # token ids of a context and of one of its en
 class HellaSwagConfig:
     """Score a model on HellaSwag."""
 
-    model: str = "gpt2"
+    model: PathOrName = "gpt2"
     """Model to score: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub."""
     data: Path | None = None
     """HellaSwag file, JSONL or Parquet; default: the validation set, downloaded once."""

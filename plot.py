@@ -7,6 +7,7 @@
 A run can be plotted while it is training.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +96,7 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
             raise ValueError(f"--compare plots validation losses, but {run_dir} has none")
         # The number comes first: matplotlib omits labels that begin with "_" from the legend.
         label = name if names.count(name) == 1 else str(run_dir)
-        _plot_line(axes, line, f"{line.values[-1]:.3f} {label}")
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {plain(label)}")
         lines.append(line)
     _fit_loss(axes, lines)
     return save_figure(axes, path)
@@ -121,9 +122,14 @@ def new_axes(title: str, *quantities: str) -> list[Axes]:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.grid(axis="y", color=PALE, linewidth=0.8)
         axes.tick_params(colors=GRAY, length=0, labelsize=9)
-    panels[0].set_title(title, color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
+    panels[0].set_title(plain(title), color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
     panels[-1].set_xlabel("training tokens", color=GRAY)
     return [*panels]
+
+
+def plain(text: str) -> str:
+    """Escape a text in which matplotlib would read `$` as the start of a formula."""
+    return text.replace("$", r"\$")
 
 
 def _plot_line(axes: Axes, series: Series, label: str, color: str | None = None) -> None:
@@ -144,7 +150,8 @@ def save_figure(axes: Axes, path: Path) -> Path:
     """Add the legend and write the file, in the format of its suffix."""
     axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width
     axes.legend(fontsize=9, edgecolor="none", framealpha=1)
-    with atomic_write(path) as file:
+    # Without a warning if the font lacks a name's characters, such as Chinese.
+    with atomic_write(path) as file, warnings.catch_warnings(action="ignore"):
         axes.figure.savefig(file, format=path.suffix[1:])  # type: ignore[union-attr]
     return path
 

@@ -18,7 +18,7 @@ from dataloader import ShardedDataLoader, to_batch
 from formats.load import RUN_CONFIG_NAME, load_model
 from formats.metrics import METRICS_NAME, logged_values
 from lr_schedule import position_at, windows_at
-from runtime.cli import POSITIONAL, bad_numbers, parse_flags, run_command
+from runtime.cli import POSITIONAL, PathOrName, bad_numbers, parse_flags, run_command
 from runtime.device import select_device
 from runtime.distributed import DistInfo
 from tokenizer import gpt2_encoding
@@ -33,7 +33,7 @@ class ReadStepConfig:
     """Run folders, such as runs/my-run."""
     step: int
     """Number of the step, as in the log: the first is 1."""
-    model: str | None = None
+    model: PathOrName | None = None
     """Print the loss of each text under this model: a run, RUN@best, a checkpoint, gpt2, …"""
 
     def __post_init__(self) -> None:

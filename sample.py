@@ -24,7 +24,7 @@ from torch import Tensor
 
 from formats.load import load_model
 from model import GPT, KVCache
-from runtime.cli import bad_numbers, parse_flags, print_error, run_command
+from runtime.cli import PathOrName, bad_numbers, parse_flags, print_error, run_command
 from runtime.device import DeviceName, select_device
 from runtime.distributed import is_main
 from runtime.precision import DtypeName, inference, select_dtype
@@ -41,7 +41,7 @@ CACHE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 7e-
 class SampleConfig:
     """Continue a text with a model."""
 
-    model: str = "gpt2"
+    model: PathOrName = "gpt2"
     """Model to sample from: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub."""
     prompt: str = ""
     """Text to continue, or - to read it from standard input; default: start a new document."""

@@ -213,7 +213,8 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
         metrics |= {name: metrics[name] / counted for name in ("train_loss", "grad_norm")}
         for gradient in (p.grad for p in raw_model.parameters() if p.grad is not None):
             gradient /= counted
-    nn.utils.clip_grads_with_norm_(raw_model.parameters(), run.config.grad_clip, norm / counted)
+    if run.config.grad_clip:
+        nn.utils.clip_grads_with_norm_(raw_model.parameters(), run.config.grad_clip, norm / counted)
     is_finite = math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["grad_norm"])
     if not is_finite:
         trainer.raise_unless_overflow(metrics, step, run.folder)

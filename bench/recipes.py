@@ -22,7 +22,7 @@ import tiktoken
 from bench.measurement import ROOT
 from bench.trial import TrialConfig, compare
 from corpus.sources import file_source, local_files
-from runtime.cli import as_flags, parse_flags, run_command
+from runtime.cli import PathOrName, as_flags, parse_flags, run_command
 from runtime.files import read_json, write_json
 from tokenizer import WORD_PATTERN, gpt2_encoding
 from training.config import read_recipe
@@ -54,7 +54,7 @@ SCALES = {  # named after the size (small, medium, large) and the tokens per par
 class RecipesConfig:
     """Train recipes on the same tokens in the same order, and compare their final losses."""
 
-    source: tuple[str, ...] = ()
+    source: tuple[PathOrName, ...] = ()
     """Training texts, as for fineweb.py --source; they need at least half as many tokens as a run
     uses (5M for S29)."""
     scale: str = "S29"

@@ -36,7 +36,7 @@ import torch
 from bench.measurement import ROOT, device_label, provenance, run_python, split_flags
 from formats.metrics import METRICS_NAME, Series, read_run
 from plot import BLUE, GRAY, new_axes, save_figure
-from runtime.cli import as_flags, bad_numbers, flag_of, run_command
+from runtime.cli import PathOrName, as_flags, bad_numbers, flag_of, run_command
 from runtime.device import select_device
 from runtime.files import read_json, write_json
 from training.config import TrainConfig
@@ -60,7 +60,7 @@ SET_BY_TRIAL = {"seed", "run_name", "out_dir", "resume", "plan", "preflight"}
 class TrialConfig:
     """Compare edits with the last commit. All other flags are passed to train_gpt2.py."""
 
-    edit: tuple[str, ...] = ()
+    edit: tuple[PathOrName, ...] = ()
     """Edits, each compared with the base: a patch, a JSON file of settings, the folder of another
     checkout, or worktree (the uncommitted changes)."""
     base: Path | None = None

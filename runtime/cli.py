@@ -16,11 +16,12 @@ from contextlib import suppress
 from dataclasses import MISSING, Field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
 from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
+PathOrName = Annotated[str, Path]  # the type of a flag for a path, whose `~` is expanded, or a name
 RANK_0_SECONDS = 5  # other ranks wait while rank 0 prints its error; then torchrun ends them
 POSITIONAL = {"positional": True}  # metadata of a field with one or more values and no --NAME
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
@@ -45,7 +46,7 @@ def parse_flags(
     `--help` prints each flag with its default and the first sentence of its docstring, and exits.
     Two class attributes are optional. `HELP_GROUPS` maps the first field of each group of flags to
     the group's title. `OTHER_NAMES` maps flags of other programs to the flags that error messages
-    suggest instead, and `FILE` to the flag for file names without a flag.
+    suggest instead ("" for none), and `FILE` to the flag for file names without a flag.
 
     Args:
         config_class: the dataclass.
@@ -129,18 +130,25 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     for name, value in vars(config).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        too_large = 2**63 if isinstance(value, int) else float("inf")
-        if name in above_zero and not 0 < value < too_large:
-            problems.append(f"{flag_of(name)} must be above 0, not {value}")
-        elif not 0 <= value < too_large:
-            problems.append(f"{flag_of(name)} must be at least 0, not {value}")
+        limits = {  # the message names the first one that is not met
+            "a number": value == value,
+            "above 0": value > 0 or name not in above_zero,
+            "at least 0": value >= 0,
+            "finite": value < float("inf"),
+            "below 2**63": value < 2**63 or isinstance(value, float),
+        }
+        unmet = [limit for limit, is_met in limits.items() if not is_met]
+        problems += [f"{flag_of(name)} must be {limit}, not {value}" for limit in unmet[:1]]
     return problems
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ValueError, where argparse would print the usage of every flag and exit."""
-        raise ValueError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        if "ignored explicit argument" in message:  # --compile=False
+            message += ": use the flag without a value"
+        raise ValueError(message)
 
 
 def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
@@ -148,7 +156,7 @@ def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
     names, problems = [flag_of(field.name) for field in fields(config_class)], []
     for flag in (arg.split("=")[0] for arg in unknown if arg.startswith("-")):
         similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-        suggested = getattr(config_class, "OTHER_NAMES", {}).get(flag) or "".join(similar)
+        suggested = getattr(config_class, "OTHER_NAMES", {}).get(flag, "".join(similar))
         hint = f": did you mean {suggested}?" if suggested else ""
         problems.append(f"unknown flag {flag}{hint}")
     hint = ": use --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
@@ -167,7 +175,7 @@ def _new_parser(config_class: type[Any], default: object | None) -> argparse.Arg
         allow_abbrev=False,
     )
     titles, docstrings = getattr(config_class, "HELP_GROUPS", {}), _field_docstrings(config_class)
-    kinds, group = get_type_hints(config_class), cast(Any, parser)
+    kinds, group = get_type_hints(config_class, include_extras=True), cast(Any, parser)
     for field in fields(config_class):
         if field.name in titles:
             group = parser.add_argument_group(titles[field.name])
@@ -191,13 +199,17 @@ def _add_flag(group: Any, field: Field[Any], kind: object, value: object, docstr
         text += f" [{', '.join(names)}]"
 
     def read(given: str) -> Any:  # noqa: ANN401 - a value of the field's type
+        if Path in choices:  # the shell does not expand `~` in `--flag=~/x`
+            given = os.path.expanduser(given)
         for choice in choices:
             if choice == given:
                 return given
             if choice in METAVARS:
                 with suppress(ValueError):
                     return parse_int(given) if choice is int else choice(given)
-        raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(names)}")
+        kind, _, gpu = given.partition(":")
+        hint = f": use cuda, and set CUDA_VISIBLE_DEVICES={gpu}" if kind == "cuda" and gpu else ""
+        raise argparse.ArgumentTypeError(f"{given!r:.80} is not {' or '.join(names)}{hint}")
 
     options: dict[str, Any] = {"nargs": "*", "action": "extend"}
     if field.metadata == POSITIONAL:
@@ -215,8 +227,10 @@ def parse_int(text: str) -> int:
     with suppress(ValueError):
         return int(text)
     number = float(re.sub("[kmb]$", lambda unit: UNITS[unit[0]], text.lower()))
-    if not number.is_integer() or abs(number) > 2**53:  # larger floats are not exact
+    if not number.is_integer():
         raise ValueError(f"{text} is not a whole number")
+    if abs(number) > 2**53:  # larger floats are not exact
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is beyond 2**53: write all of its digits")
     return int(number)
 
 

@@ -1,11 +1,24 @@
-"""torch.compile: set it up, describe its errors."""
+"""torch.compile: set it up, show that it works, describe its errors."""
 
 import functools
+import os
+import queue
+import sys
+import threading
+import time
 import warnings
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
 import torch._functorch.config as functorch_config
+from torch.compiler import is_compiling
+from tqdm import tqdm
+
+from runtime.distributed import is_main
+
+SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
 
 
 def compile_error(error: Exception) -> str | None:
@@ -23,7 +36,10 @@ def _reason(error: Exception) -> str:
 
     inner = getattr(error, "inner_exception", error)
     first_line = str(inner).strip().partition("\n")[0]
-    return f"{type(inner).__name__} ({first_line}): delete the compile cache {cache_dir()}"
+    fix = f"delete the compile cache {cache_dir()}"
+    if " " in cache_dir():  # the compiler's command does not quote it
+        fix = f"set TORCHINDUCTOR_CACHE_DIR to a path without a space, unlike {cache_dir()}"
+    return f"{type(inner).__name__} ({first_line}): {fix}"
 
 
 @functools.cache  # because it compiles a function
@@ -31,6 +47,8 @@ def prepare_compiler(device: torch.device) -> str | None:
     """Set up torch.compile for training; return why it cannot work here, or None if it can."""
     if device.type == "mps":
         return "torch.compile does not support MPS well yet"
+    with suppress(ImportError, AttributeError):  # torch internals may change
+        show_compiling()
     try:  # a compiler may be missing or broken, and torch internals may change
         from torch._dynamo import config as dynamo_config  # takes a second to import
 
@@ -45,9 +63,36 @@ def prepare_compiler(device: torch.device) -> str | None:
             functorch_config.ban_recompute_materialized_backward = False
         # np.pi makes Dynamo list NumPy's functions now. Later, another thread, such as the data
         # loader's, might be importing a NumPy module at that moment.
-        torch.compile(lambda x: x.sin() + np.pi, dynamic=False)(torch.ones(64, device=device))
+        probe = torch.compile(lambda x: (x.sin() + np.pi, is_compiling()), dynamic=False)
+        if not probe(torch.ones(64, device=device))[1]:
+            switches = " ".join(name for name in SWITCHES if name in os.environ)
+            return f"torch.compile is switched off: unset {switches}"
     except Exception as error:  # Dynamo, Inductor and Triton raise many classes
         if "Python.h" in str(error):
             return "Python.h is missing: install your system's python3-dev package"
         return f"{_reason(error)}, or install a C++ compiler"
     return None
+
+
+def show_compiling() -> None:
+    """From now on, show on a terminal what torch.compile compiles, and for how long so far."""
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    events = queue.SimpleQueue[str]()  # what is compiled, and "" when it has been compiled
+
+    def start(args: Any) -> None:  # noqa: ANN401 - private to torch
+        is_backward = args.callback_trigger == CallbackTrigger.LAZY_BACKWARD
+        events.put(f"compiling the {'backward' if is_backward else 'forward'} pass")
+
+    def show() -> None:
+        while True:
+            with tqdm(desc=events.get(), bar_format="{desc}: {elapsed}", leave=False) as line:
+                while events.empty():
+                    line.refresh()
+                    time.sleep(0.2)
+            events.get()
+
+    if is_main() and sys.stderr.isatty():
+        callback_handler.register_start_callback(start)
+        callback_handler.register_end_callback(lambda _: events.put(""))
+        threading.Thread(target=show, daemon=True).start()

@@ -1,11 +1,13 @@
 """The device of this process: which one, its name and its memory."""
 
+import contextlib
 import ctypes
 import os
 import re
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # Linux
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the driver is loaded (Linux)
 # Matches the messages of torch (GPU and CPU), Triton, NCCL, cuBLAS and cuDNN.
 OUT_OF_MEMORY = re.compile(
@@ -105,12 +108,27 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_gib(device: torch.device) -> float | None:
-    """Return the device's total memory in GiB; None if unknown."""
+    """Return the device's total memory in GiB, or a container's limit; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min([total, *_cgroup_limits()]) / 2**30
     return None
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Yield the limits in bytes that a container or a cluster sets for this process (Linux)."""
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root, name = CGROUPS, "memory.max"
+            if "memory" in controllers.split(","):  # version 1 of control groups
+                root, name = CGROUPS / "memory", "memory.limit_in_bytes"
+            group = Path(path.lstrip("/"))
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                    yield int((root / folder / name).read_text())
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

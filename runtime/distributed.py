@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,10 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from runtime.cli import RunStopped
+from runtime.cli import RANK_0_SECONDS, RunStopped
 from runtime.device import DeviceName, select_device
 
 Item = TypeVar("Item")
+# Variables in which srun and mpirun set the number of processes and the number of each process.
+LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
 MAX_TIMEOUT_MINUTES = 60 * 24 * 365  # stands for no limit
 
 
@@ -43,6 +50,7 @@ class DistInfo:
 def read_dist_env(device_name: DeviceName) -> DistInfo:
     """Read this process's rank and device from `torchrun`'s environment without joining a group."""
     if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE on its own
+        check_launcher()
         return DistInfo(select_device(device_name))
     if "WORLD_SIZE" not in os.environ:
         raise ValueError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
@@ -54,6 +62,23 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
+
+
+def check_launcher() -> None:
+    """Raise if srun or mpirun started several processes, each of which would train alone.
+
+    Only their first process prints the error.
+    """
+    for name, rank in LAUNCHERS.items():
+        if (count := os.environ.get(name, "")) in ("", "0", "1"):
+            continue
+        if os.environ.get(rank, "0") != "0":
+            time.sleep(RANK_0_SECONDS)
+            raise SystemExit(2)
+        raise ValueError(
+            f"{name} is {count}: start one process per machine, and in it torchrun "
+            f"(docs/many_machines.md), or unset {name} to train {count} separate models"
+        )
 
 
 @contextmanager

@@ -1,21 +1,26 @@
 """Files and folders that are either complete or absent: atomic writes, locks, hashes, JSON."""
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 URL_SECRETS = re.compile(r"(?<=://)[^\s/'\"]*@|\?[\w.%-]+=[^\s'\"]*")  # password, query
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in os.environ
+# Errors of network disks and FUSE for what they do not support; 524 is Linux's own ENOTSUPP.
+UNSUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, 524)
 
 
 @contextmanager
@@ -93,12 +98,18 @@ def append_atomically(file: FileIO, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename in it survives a power cut (POSIX)."""
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut (POSIX).
+
+    Some disks cannot flush a folder, such as CIFS and VirtualBox's shared folders: do nothing.
+    """
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise OSError(error.errno, error.strerror, str(folder)) from None
     finally:
         os.close(descriptor)
 
@@ -124,24 +135,46 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
 
 
 @contextmanager
-def lock_folder(path: Path, file_name: str) -> Iterator[None]:
+def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") -> Iterator[None]:
     """Create a folder and lock it against other processes while the body runs.
 
-    The folder is removed if the body leaves it empty (POSIX). Raises `filelock.Timeout` (an
-    OSError) if another process holds the lock.
+    On a disk without flock, the lock is a file that names this process and machine. The folder is
+    removed if the body leaves it empty (POSIX).
+
+    Args:
+        path: the folder.
+        file_name: name of the lock file.
+        remedy: what a user can do if the folder cannot be locked.
+
+    Raises:
+        ValueError: another process holds the lock.
+        OSError: the folder cannot be written or locked.
     """
+    owner = path / f"{file_name}.owner"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / file_name).acquire(timeout=0)
+        try:
+            lock = FileLock(path / file_name, fallback_to_soft=False).acquire(timeout=0)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            lock = SoftFileLock(owner).acquire(timeout=0)
+    except Timeout:
+        fix = f"wait for the other process to end, or {remedy}"
+        if owner.exists():
+            process = " on ".join(owner.read_text().split()[:2])
+            age = timedelta(seconds=round(max(0, time.time() - owner.stat().st_mtime)))
+            fix += f"; process {process} has held it for {age}: if that has ended, delete {owner}"
+        raise ValueError(f"another process is at work in {path}: {fix}") from None
     except OSError as error:
-        reason = f"{path} cannot be locked ({error}): enable locks on its disk, or use another disk"
-        raise error if isinstance(error, Timeout) else OSError(reason) from None
+        raise OSError(f"{path} cannot be written and locked ({error}): {remedy}") from None
     with lock:
         try:
             yield
         finally:
-            if os.name == "posix" and os.listdir(path) == [file_name]:
-                (path / file_name).unlink()
+            if os.name == "posix" and {*os.listdir(path)} <= {file_name, owner.name}:
+                for file in (path / file_name, owner):
+                    file.unlink(missing_ok=True)
                 path.rmdir()
 
 

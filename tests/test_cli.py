@@ -11,11 +11,13 @@ import pytest
 from conftest import ROOT
 
 from runtime import cli
-from runtime.cli import POSITIONAL, as_flags, bad_numbers, flag_of, parse_flags
+from runtime.cli import POSITIONAL, PathOrName, as_flags, bad_numbers, flag_of, parse_flags
 from training.config import TrainConfig
 
 BOTH = ("wandb", "trackio")
-LEAST = "must be at least 0, not"
+LEAST, ABOVE = "must be at least 0, not", "must be above 0, not"
+SWITCH = "--compile/--no-compile: ignored explicit argument"
+DEVICE = "--device: 'cuda:1' is not auto or cuda or cpu"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Config:
     """By default, the time."""
     logger: tuple[Literal["wandb", "trackio"], ...] = ()
     """Trackers."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device."""
+    model: PathOrName = "gpt2"
+    """A model."""
     bare: int = 2  # without a docstring
 
     def __post_init__(self) -> None:
@@ -126,19 +132,25 @@ def test_parse_flags_lays_flags_over_given_defaults():
         (["--max-stps", "3"], "unknown flag --max-stps: did you mean --max-steps?"),
         (["--lr=3", "--no"], "unknown flag --lr; unknown flag --no"),
         (["--max-step", "3"], "unknown flag --max-step: did you mean --max-steps?"),
-        (["--compile=no"], "--compile/--no-compile: ignored explicit argument 'no'"),
+        (["--compile=no"], f"{SWITCH} 'no': use the flag without a value"),
+        (["--device=cuda:1"], f"{DEVICE}: use cuda, and set CUDA_VISIBLE_DEVICES=1"),
         (["--max-steps", "a/ b"], "--max-steps: 'a/ b' is not INT"),
         (as_flags({"max_steps": 1.5}), "--max-steps: '1.5' is not INT"),
         (["--max-steps=1.0001k"], "--max-steps: '1.0001k' is not INT"),
-        (["--max-steps", "1e300"], "--max-steps: '1e300' is not INT"),
+        (["--max-steps", "1e300"], "--max-steps: '1e300' is beyond 2**53: write all of its digits"),
         (["--max-steps", "5kk"], "--max-steps: '5kk' is not INT"),
         (["--micro-batch-size=all"], "--micro-batch-size: 'all' is not INT or auto"),
         (["--size", "gpt3"], "--size: 'gpt3' is not gpt2 or gpt2-xl"),
         (["--logger", "wandb", "x"], "--logger: 'x' is not wandb or trackio"),
         (["--max-steps"], "--max-steps: expected one argument"),
         (["--max-steps=0"], "--max-steps must be above 0, not 0"),
-        ([f"--workers={2**70}"], f"--workers {LEAST} {2**70}"),
-        (["--max-lr=nan", "--workers=-1"], f"--max-lr {LEAST} nan; --workers {LEAST} -1"),
+        ([f"--workers={2**70}"], f"--workers must be below 2**63, not {2**70}"),
+        (["--max-lr=inf"], "--max-lr must be finite, not inf"),
+        (["--max-steps=-1", "--max-lr=-inf"], f"--max-lr {LEAST} -inf; --max-steps {ABOVE} -1"),
+        (
+            ["--max-lr=nan", "--workers=-1"],
+            f"--max-lr must be a number, not nan; --workers {LEAST} -1",
+        ),
     ],
 )
 def test_parse_flags_error_is_one_plain_line(args, message):
@@ -150,13 +162,46 @@ def test_parse_flags_error_is_one_plain_line(args, message):
 def test_parse_flags_says_what_a_flag_of_another_trainer_is_called_here():
     for flag, *meant in (
         ("--lr", "--max-lr"),
+        ("--max_iters", "--max-steps"),
+        ("--save-steps", "--checkpoint-every"),
+        ("--gradient_checkpointing", "--activation-checkpointing"),
         ("--epochs", "--max-steps", "--total-batch-size"),
         ("--batch-size", "--micro-batch-size", "--total-batch-size"),
     ):
-        with pytest.raises(ValueError, match=f"unknown flag {flag}: did you mean") as caught:
+        with pytest.raises(ValueError, match=r"unknown flag .*: did you mean") as caught:
             parse_flags(TrainConfig, [f"{flag}=3"])
-        assert re.findall("(?<=[ ])--[a-z-]+", str(caught.value)) == [flag, *meant]
-        assert {flag_of(field.name) for field in fields(TrainConfig)} >= {*meant}
+        found = re.findall("(?<=[ ])--[a-z-]+", str(caught.value))
+        assert found == [flag.replace("_", "-"), *meant]
+    with pytest.raises(ValueError, match=r"^unknown flag --vocab-size \("):  # there is none
+        parse_flags(TrainConfig, ["--vocab_size=50304"])
+    with pytest.raises(
+        ValueError, match=r"did you mean torchrun --nproc-per-node=N train_gpt2\.py"
+    ):
+        parse_flags(TrainConfig, ["--local_rank=0"])
+    names = {flag_of(field.name) for field in fields(TrainConfig)}
+    for other, meant in TrainConfig.OTHER_NAMES.items():
+        assert other not in names
+        assert meant.startswith("torchrun ") or names >= {*re.findall("--[a-z0-9-]+", meant)}
+        for flag, value in re.findall("^(--[a-z-]+) ([a-z0-9]+)$", meant):
+            parse_flags(TrainConfig, [flag, value])
+
+
+def test_parse_flags_expands_the_home_folder_in_paths_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    for args in (
+        ["--data-dir=~/d", "--model=~/m", "--run-name=~/n"],
+        as_flags({"data_dir": "~/d", "model": "~/m", "run_name": "~/n"}),  # from a JSON file
+    ):
+        expected = Config(tmp_path / "d", model=str(tmp_path / "m"), run_name="~/n")
+        assert parse_flags(Config, args) == expected
+    fineweb, train = (pkgutil.resolve_name(SCRIPTS[name]) for name in ("fineweb", "train_gpt2"))
+    sources = parse_flags(fineweb, ["--source", "~/a.txt", "stdlib"]).source
+    assert sources == (str(tmp_path / "a.txt"), "stdlib")
+    config = parse_flags(train, ["--init-from=~/a", "--resume=~/b", "--sample-prompt=~/c"])
+    assert config.init_from == str(tmp_path / "a")
+    assert config.resume == str(tmp_path / "b")
+    assert config.sample_prompt == "~/c"
 
 
 @pytest.mark.parametrize(

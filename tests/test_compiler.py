@@ -1,16 +1,22 @@
+import io
+import queue
 import re
+import sys
 import warnings
 from functools import partial
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from torch._dynamo import callback
+from torch._dynamo.callback import CallbackTrigger, CompilationCallbackHandler
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.triton_compat import OutOfResources
 
 import model as model_module
 from model import GPT, Block, GPTConfig
 from ops import CompiledBlocks
-from runtime.compiler import compile_error, prepare_compiler
+from runtime.compiler import compile_error, prepare_compiler, show_compiling
 
 
 @pytest.fixture
@@ -41,6 +47,44 @@ def test_prepare_compiler_says_why_it_cannot_work(problem):
     assert problem.startswith("InvalidCxxCompiler (")  # what torch has wrapped
     assert re.search(r": delete the compile cache .*, or install a C\+\+ compiler$", problem)
     assert "\n" not in problem
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_prepare_compiler_names_the_switch_that_turns_compiling_off(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    # torch reads the second one when it is imported.
+    with torch._dynamo.config.patch(disable=name == "TORCH_COMPILE_DISABLE"):
+        problem = prepare_compiler.__wrapped__(torch.device("cpu"))
+    assert problem == f"torch.compile is switched off: unset {name}"
+
+
+def test_compile_error_names_a_space_in_the_path_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "a b"))
+    fix = f"set TORCHINDUCTOR_CACHE_DIR to a path without a space, unlike {tmp_path / 'a b'}"
+    assert fix in compile_error(OutOfResources(2, 1, "shared memory"))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_show_compiling_shows_a_line_on_a_terminal_only(is_terminal, monkeypatch):
+    class Stream(io.StringIO):
+        def isatty(self):
+            return is_terminal
+
+        def write(self, text):
+            written.put(text)
+            return len(text)
+
+    written, handler = queue.SimpleQueue(), CompilationCallbackHandler()
+    monkeypatch.setattr(sys, "stderr", Stream())
+    monkeypatch.setattr(callback, "callback_handler", handler)
+    show_compiling()
+    for trigger, part in ((CallbackTrigger.DYNAMO, "for"), (CallbackTrigger.LAZY_BACKWARD, "back")):
+        with handler.install_callbacks(trigger, "0/0"):
+            while is_terminal and f"compiling the {part}ward pass: 00:0" not in written.get(
+                timeout=60
+            ):
+                pass
+    assert is_terminal == bool(handler.start_callbacks)
 
 
 def test_prepare_compiler_silences_a_warning_of_every_small_model(request, recwarn):

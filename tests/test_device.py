@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from runtime import device
 from runtime.device import (
     NVIDIA_DRIVER,
     device_name,
@@ -88,10 +89,36 @@ def test_gpu_has_a_name_a_dtype_and_memory_and_is_waited_for():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_cpu_has_the_memory_of_the_machine():
+def test_cpu_has_the_memory_of_the_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "OWN_CGROUPS", tmp_path / "none")
     with open("/proc/meminfo") as file:
         total_kib = int(next(line for line in file if line.startswith("MemTotal")).split()[1])
     assert memory_gib(CPU) == pytest.approx(total_kib / 2**20, rel=0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs control groups")
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [  # version 2 in a container; in a job, whose parent has the limit; version 1
+        ("0::/", {"memory.max": "1048576"}),
+        ("0::/job/step", {"job/step/memory.max": "max", "job/memory.max": "1048576"}),
+        (
+            "9:cpu:/a\n3:hugetlb,memory:/docker/1",
+            {
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),
+                "memory/docker/1/memory.limit_in_bytes": "1048576",
+            },
+        ),
+    ],
+)
+def test_cpu_has_the_memory_of_its_container(own, files, monkeypatch, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    monkeypatch.setattr(device, "CGROUPS", tmp_path)
+    monkeypatch.setattr(device, "OWN_CGROUPS", tmp_path / "own")
+    assert memory_gib(CPU) == 2**20 / 2**30
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs the resource usage of POSIX")

@@ -3,6 +3,7 @@ from runtime.threads import usable_cores
 import pytest
 from conftest import check_on_ranks
 
+from runtime import distributed
 from runtime.distributed import DistInfo, read_dist_env, setup_distributed
 
 RANK_CHECK = """
@@ -71,6 +72,23 @@ def test_world_size_without_a_rank_is_one_process(monkeypatch):
     assert read_dist_env("cpu") == DistInfo()
     with setup_distributed("cpu") as dist_info:
         assert dist_info == DistInfo()
+
+
+@pytest.mark.parametrize("size", distributed.LAUNCHERS)
+def test_processes_that_torchrun_did_not_start_are_an_error_of_the_first(size, monkeypatch):
+    monkeypatch.setattr(distributed, "RANK_0_SECONDS", 0)
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # also set for a single command in a job
+    monkeypatch.setenv(size, "1")
+    assert read_dist_env("cpu") == DistInfo()
+    monkeypatch.setenv(size, "8")
+    with pytest.raises(ValueError, match=f"{size} is 8: start .* torchrun .*, or unset {size} "):
+        read_dist_env("cpu")
+    monkeypatch.setenv(distributed.LAUNCHERS[size], "1")
+    with pytest.raises(SystemExit, match="2"):
+        read_dist_env("cpu")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert read_dist_env("cpu").world_size == 8
 
 
 @pytest.mark.parametrize(("given", "threads"), [("3", "3"), ("1", f"{usable_cores()} // 2 or 1")])

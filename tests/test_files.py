@@ -1,12 +1,13 @@
 import errno
 import os
 import re
+import socket
+import stat
 from contextlib import contextmanager
 from io import FileIO
 from unittest.mock import Mock
 
 import pytest
-from filelock import Timeout
 
 from runtime.files import (
     append_atomically,
@@ -14,6 +15,8 @@ from runtime.files import (
     lock_folder,
     read_json,
     redact_secrets,
+    write_folder,
+    write_json,
 )
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and locks")
@@ -43,8 +46,12 @@ def test_read_json_of_something_else_names_the_file(tmp_path, content):
 @posix_only
 def test_lock_folder_lets_one_in_and_leaves_no_empty_folder(tmp_path):
     folder = tmp_path / "a" / "b"
-    with lock_folder(folder, ".lock"), pytest.raises(Timeout), lock_folder(folder, ".lock"):
-        pass
+    said = (
+        f"another process is at work in {folder}: wait for the other process to end, or use another"
+    )
+    with lock_folder(folder, ".lock"), pytest.raises(ValueError, match=f"{said} folder$"):  # noqa: SIM117
+        with lock_folder(folder, ".lock"):
+            pass
     assert not folder.exists()  # nothing was written
     with pytest.raises(KeyError), lock_folder(folder, ".lock"):  # noqa: PT012
         (folder / "file").touch()
@@ -56,16 +63,63 @@ def test_lock_folder_lets_one_in_and_leaves_no_empty_folder(tmp_path):
 
 @posix_only
 def test_lock_folder_names_the_folder_that_is_gone_or_has_no_locks(tmp_path, monkeypatch):
-    link, remedy = tmp_path / "link", ": enable locks on its disk, or use another"
+    link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone" / "disk")
-    said = f"{link} cannot be locked ([Errno {errno.EEXIST}] File exists: '{link}'){remedy}"
-    with pytest.raises(OSError, match=re.escape(said)), lock_folder(link, ".lock"):
-        pass
-    problem = OSError(errno.ENOLCK, "No locks available")  # as NFS without its lock service
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=problem))
-    said = f"{tmp_path} cannot be locked ({problem}){remedy}"
-    with pytest.raises(OSError, match=re.escape(said)), lock_folder(tmp_path, ".lock"):
-        pass
+    exists = f"[Errno {errno.EEXIST}] File exists: '{link}'"
+    no_locks = OSError(errno.ENOLCK, "No locks available")  # as NFS without its lock service
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=no_locks))
+    for folder, problem in ((link, exists), (tmp_path, str(no_locks))):
+        said = f"{folder} cannot be written and locked ({problem}): use another --data-dir"
+        with (
+            pytest.raises(OSError, match=re.escape(said)),
+            lock_folder(folder, ".lock", remedy="use another --data-dir"),
+        ):
+            pass
+
+
+@posix_only
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, 524])
+def test_lock_folder_without_flock_names_the_owner_and_how_to_take_the_lock_over(
+    tmp_path, monkeypatch, number, recwarn
+):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, "not here")))
+    folder, owner = tmp_path / "a", tmp_path / "a" / ".lock.owner"
+    said = f"process {os.getpid()} on {socket.gethostname()} has held it for 0:00:0"
+    with lock_folder(folder, ".lock"), pytest.raises(ValueError, match=said):  # noqa: SIM117
+        with lock_folder(folder, ".lock"):
+            pass
+    assert not folder.exists()
+    folder.mkdir()
+    owner.write_text("1\nanother-machine\n")  # a process that was killed there
+    os.utime(owner, (0, 0))
+    said = r"process 1 on another-machine has held it for \d+ days, "
+    with pytest.raises(ValueError, match=said) as caught:  # noqa: SIM117
+        with lock_folder(folder, ".lock"):
+            pass
+    remedy = "if that has ended, delete "
+    assert str(caught.value).partition(remedy)[2] == str(owner)
+    owner.unlink()
+    with lock_folder(folder, ".lock"):
+        (folder / "file").touch()
+    assert {path.name for path in folder.iterdir()} == {".lock", "file"}
+    assert not recwarn.list
+
+
+@posix_only
+def test_writing_continues_on_a_disk_that_cannot_flush_a_folder(tmp_path, monkeypatch):
+    def fsync(descriptor, flush=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for number in (errno.EINVAL, errno.EOPNOTSUPP):  # as CIFS, as some FUSE disks
+        with write_folder(tmp_path / "folder") as folder:
+            write_json(folder / "file", number)
+        assert read_json(tmp_path / "folder" / "file") == number
+    number = errno.EIO
+    with pytest.raises(OSError, match=re.escape(f"error: '{tmp_path}'")):
+        write_json(tmp_path / "file", 1)
 
 
 @pytest.mark.parametrize(

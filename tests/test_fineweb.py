@@ -202,10 +202,8 @@ def test_main_refuses_other_data_in_the_same_folder(make, drive, tmp_path):
 
 def test_main_refuses_a_second_writer(made, make):
     flags = ["--source", made / "a.jsonl", "--data-dir=d"]
-    with (
-        lock_folder(Path("d"), ".manifest.json.lock"),
-        pytest.raises(ValueError, match=r"another fineweb\.py is writing to d: wait for the other"),
-    ):
+    said = "another process is at work in d: wait for the other process to end, or use another --d"
+    with lock_folder(Path("d"), ".manifest.json.lock"), pytest.raises(ValueError, match=said):
         make(*flags)
 
 

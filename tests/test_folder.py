@@ -41,7 +41,7 @@ def test_lock_run_folder_lets_one_trainer_in(tmp_path):
     with open_named(run_dir) as folder:
         assert folder == run_dir
         saved = fake_checkpoint(run_dir, 1)
-        assert_refused("another process is already training in", run_dir, saved, resume="auto")
+        assert_refused("another process is at work in", run_dir, saved, resume="auto")
     with open_named(run_dir, saved, resume="auto"):  # free again
         pass
 

@@ -167,6 +167,22 @@ def test_split_batch_names_nearest_sizes_that_do_divide(total, micro, world_size
 
 
 @pytest.mark.parametrize(
+    ("micro", "world_size", "counts"),
+    [("auto", 3, [1, 2, 4]), (5, 2, [1, 2]), (2, 6, [1, 2, 4, 8])],
+)
+def test_split_batch_of_a_resumed_run_names_the_numbers_of_processes(micro, world_size, counts):
+    config = TrainConfig(
+        total_batch_size=64 * 8, micro_batch_size=micro, block_size=64, resume="auto"
+    )
+    numbers = " or ".join(map(str, counts))
+    said = f": use {numbers} processes with --micro-batch-size auto$"
+    with pytest.raises(ValueError, match=said):
+        split_batch(config, cpus(world_size))
+    for count in counts:
+        split_batch(replace(config, micro_batch_size="auto"), cpus(count))
+
+
+@pytest.mark.parametrize(
     ("kind", "gib", "flags", "micro_batch_size", "chunks"),
     [
         ("cuda", 139, {}, 128, 4),  # of 32,768 tokens each: 2**31 logits or more are slower

@@ -44,6 +44,14 @@ def test_plot_run_draws_what_there_is(tmp_path, settings, names, recwarn):
     assert [str(warning.message) for warning in recwarn] == []
 
 
+@pytest.mark.parametrize("name", ["$$", "a $b$ \\frac{", "中文"])
+def test_plot_draws_a_run_of_any_name(tmp_path, name, recwarn):
+    run_dir = write_run(tmp_path / name, steps=5, val_every=1)
+    check_figure(plot_run(run_dir)[0])
+    check_figure(plot.plot_comparison([run_dir, run_dir], tmp_path / "both.png"))
+    assert not recwarn.list
+
+
 def test_plot_command_draws_several_runs_or_one_report_and_prints_where(commands, tmp_path):
     runs = [write_run(tmp_path / name, steps=10, val_every=5) for name in "ab"]
     report, figures = runs[0] / "report.html", [run / "figures" / "loss.png" for run in runs]

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -299,6 +300,21 @@ def test_main_signal_before_training_leaves_no_folder(
     assert not (tmp_path / "runs/a").exists()
 
 
+def test_main_in_a_thread_trains_and_leaves_signals_alone(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--run-name=a", "--max-steps=1", "--val-every=0"]
+    with ThreadPoolExecutor() as pool:
+        pool.submit(main, flags).result()
+    assert sorted(series(tmp_path / "runs/a", "train_loss")) == [1]
+
+
+def test_main_names_data_dir_for_data_that_was_moved(tiny_flags, tiny_data, copied, capsys):
+    flags = [f"--resume={copied}", "--data-dir=moved", "--max-steps=9"]
+    with pytest.raises(FileNotFoundError, match=r"^moved does not exist: use --data-dir with the"):
+        main(flags)
+    main([*flags, f"--data-dir={tiny_data}"])
+    assert "done: " in capsys.readouterr().out
+
+
 @pytest.mark.gpt2
 def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp_path, capsys):
     """Digit for digit, dropout's random numbers included; a resume keeps the number."""
@@ -425,6 +441,18 @@ def test_train_step_clips_to_the_norm(one_step, ignored_rows):
     assert norm > 0.25
     assert clipped == pytest.approx(0.25, rel=1e-4)
     assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.gpt2
+def test_train_step_without_a_limit_of_the_norm_is_as_with_a_large_one(one_step):
+    weights = []
+    for grad_clip in (0.0, 1e9, 1e-9):
+        torch.manual_seed(0)
+        model = GPT(TINY)
+        one_step(model, [random_batch(4)], grad_clip=grad_clip)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
 
 
 @pytest.mark.gpt2

@@ -8,16 +8,17 @@ from typing import Any, ClassVar, Literal
 from lr_schedule import SCHEDULES, default_warmup_steps
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
-from runtime.cli import as_flags, bad_numbers, parse_flags
+from runtime.cli import PathOrName, as_flags, bad_numbers, parse_flags
 from runtime.device import DeviceName
 from runtime.files import read_json
 from runtime.flops import GPUS
 from runtime.precision import DtypeName
 from training.trackers import TrackerName
 
+ROOT = Path(__file__).parent.parent
 ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
-    *("log_every", "max_lr", "grad_clip", "loss_chunks", "gpus", "max_minutes"),
+    *("log_every", "max_lr", "loss_chunks", "gpus", "max_minutes"),
 )
 NOT_SAVED = (  # flags that select, name or plan a run, so they are not among its settings
     *("config", "resume", "plan", "preflight", "run_name", "max_minutes", "gpus", "gpu"),
@@ -43,11 +44,7 @@ class TrainConfig:
         "device": "machine",
         "plan": "plan or check a run without training",
     }
-    OTHER_NAMES: ClassVar = {
-        **dict.fromkeys(("--lr", "--learning-rate"), "--max-lr"),
-        "--epochs": "--max-steps (steps per epoch = training tokens / --total-batch-size)",
-        "--batch-size": "--micro-batch-size (sequences) or --total-batch-size (tokens)",
-    }
+    OTHER_NAMES: ClassVar = read_json(ROOT / "assets" / "other_flags.json")
 
     data_dir: Path = Path("data/fineweb-edu-10BT")
     """Folder of token shards, as fineweb.py writes it."""
@@ -66,7 +63,7 @@ class TrainConfig:
     """Embedding width; overrides --size."""
     block_size: int = 1024
     """Context length in tokens; default with --init-from: that model's context length."""
-    init_from: str | None = None
+    init_from: PathOrName | None = None
     """Start from the weights of a model, in its size: a run, a checkpoint, a Hugging Face folder or
     a GPT-2 on the hub (gpt2, OWNER/NAME)."""
 
@@ -112,7 +109,7 @@ class TrainConfig:
     momentum: float = 0.95
     """Muon's momentum."""
     grad_clip: float = 1.0
-    """Maximum global gradient norm; larger gradients are scaled down to it."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0 = never."""
 
     val_every: int = 250
     """Steps between validations; 0 = never."""
@@ -132,7 +129,7 @@ class TrainConfig:
     """Folder in which run folders are created."""
     run_name: str | None = None
     """Name of the run's folder; default: model size and time."""
-    resume: str | None = None
+    resume: PathOrName | None = None
     """Resume from a run folder or a checkpoint; auto = the latest checkpoint of --run-name, or a
     new run if there is none."""
     config: Path | None = None

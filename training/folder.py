@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from filelock import Timeout
-
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
 from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, START_OVER, latest_checkpoint
 from formats.metrics import METRICS_NAME, last_saved_step
@@ -33,12 +31,8 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
         with distributed.raise_on_all_ranks():
             if is_main():
                 run_dir = choose_run_dir(config, resumed)
-                try:
-                    stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME))
-                except Timeout:
-                    raise ValueError(
-                        f"another process is already training in {run_dir}: use another --run-name"
-                    ) from None
+                remedy = "use another --run-name or --out-dir"
+                stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME, remedy))
                 check_usable(run_dir, config, resumed)
                 clean_up(run_dir / "checkpoints")
         yield Path(distributed.gather_text(str(run_dir))[0])

@@ -1,6 +1,7 @@
 """Flags, the checkpoint to resume from, and the settings that must match it."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +30,8 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     """
     locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("config", "resume", "out-dir", "run-name", "init-from"):
-        locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?")
+        kind = str if flag == "run-name" else os.path.expanduser
+        locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?", type=kind)
     given, _ = locate.parse_known_args(args)
     defaults, checkpoint, source = TrainConfig(), None, None
     if given.config:

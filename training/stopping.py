@@ -6,6 +6,7 @@ and Ctrl-C are recorded here until all processes know about them.
 
 import os
 import signal
+import threading
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
@@ -26,7 +27,8 @@ class EvaluationStopped(Exception):  # noqa: N818 - not an error
 class StopRequest:
     """Request to stop training; as a context manager, it handles signals.
 
-    The first signal only requests a stop. A second Ctrl-C ends a single process immediately.
+    Only the main thread can handle signals: in another thread, they keep their usual effect. The
+    first signal only requests a stop. A second Ctrl-C ends a single process immediately.
     Several processes ignore it, because `torchrun` forwards the first Ctrl-C to processes that
     already received it from the terminal.
     """
@@ -59,7 +61,8 @@ class StopRequest:
         print0(f"{name}: stopped {message}")
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        for number in SIGNALS if is_main_thread else ():
             if signal.getsignal(number) is not signal.SIG_IGN:  # which nohup and shells set
                 self._handlers[number] = signal.signal(number, self._on_signal)
         return self
