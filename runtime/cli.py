@@ -147,7 +147,7 @@ class _Parser(argparse.ArgumentParser):
         """Raise ValueError, where argparse would print the usage of every flag and exit."""
         message = message.removeprefix("argument ")
         if "ignored explicit argument" in message:  # --compile=False
-            message += ": use the flag without a value"
+            message += ": use --NAME or --no-NAME"
         raise ValueError(message)
 
 

@@ -132,7 +132,7 @@ def test_parse_flags_lays_flags_over_given_defaults():
         (["--max-stps", "3"], "unknown flag --max-stps: did you mean --max-steps?"),
         (["--lr=3", "--no"], "unknown flag --lr; unknown flag --no"),
         (["--max-step", "3"], "unknown flag --max-step: did you mean --max-steps?"),
-        (["--compile=no"], f"{SWITCH} 'no': use the flag without a value"),
+        (["--compile=no"], f"{SWITCH} 'no': use --NAME or --no-NAME"),
         (["--device=cuda:1"], f"{DEVICE}: use cuda, and set CUDA_VISIBLE_DEVICES=1"),
         (["--max-steps", "a/ b"], "--max-steps: 'a/ b' is not INT"),
         (as_flags({"max_steps": 1.5}), "--max-steps: '1.5' is not INT"),
