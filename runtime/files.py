@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 URL_SECRETS = re.compile(r"(?<=://)[^\s/'\"]*@|\?[\w.%-]+=[^\s'\"]*")  # password, query
+LFS_POINTER = b"version https://git-lfs"
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in os.environ
 
 
@@ -91,6 +92,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_downloaded(path: Path) -> None:
+    """Raise if a file is only Git LFS's pointer to the file."""
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path} is a Git LFS pointer: run git lfs pull to download the file")
 
 
 def sha256_of(path: Path) -> str:
