@@ -36,7 +36,7 @@ from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
 
 BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that reaches this
-# Texts that are probably not meant as text, and what to do with them.
+# Strings in texts that are probably mistakes, and how to fix them.
 NOTES = {
     "<|endoftext|>": "<|endoftext|> is in the texts, as text; if it is between documents, use "
     "--separator '<|endoftext|>' and another --data-dir",

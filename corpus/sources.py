@@ -336,7 +336,7 @@ def read_plain(path: Path, _: str = "") -> Iterator[str]:
     """Yield a plain text in blocks, whose token ids together are the ids of the full text.
 
     Each block ends at a match of `tokenizer.CUT`. In a text without whitespace, it ends at a match
-    of `tokenizer.WORD_END`, which cuts a word if there is no other place.
+    of `tokenizer.WORD_END`, which cuts a longer word anywhere.
     """
     # utf-8-sig removes a byte-order mark. open() would decode only 8 KB at a time.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()

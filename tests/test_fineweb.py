@@ -365,3 +365,15 @@ def test_max_tokens_of_the_hub_downloads_no_further_file(hub, drive, tmp_path):
     ), done
     assert hub.requests("GET", "000.parquet")
     assert not hub.requests("GET", "001.parquet")
+
+
+@pytest.mark.slow
+def test_main_names_the_configurations_of_a_hub_dataset(hub, drive, tmp_path):
+    for flags in (["--name=other"], []):
+        card = "---\nconfigs:\n" + "".join(
+            f"- config_name: {name}\n  data_files: sample/10BT/*\n" for name in ("b", "c")
+        )
+        hub.add("dataset", "o/m", {"README.md": f"{card}---\n".encode(), "sample/10BT/0.txt": b"a"})
+        done = drive("--source=o/m", *flags, **hub.environment(tmp_path / "hf"))
+        assert done.code == 2
+        assert "choose one with --name: b, c" in done.stderr
