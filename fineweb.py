@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from runtime.threads import usable_cores
 
@@ -35,22 +35,37 @@ from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
 
 BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that reaches this
+# Strings in texts that are probably mistakes, and how to fix them.
+NOTES = {
+    "<|endoftext|>": "<|endoftext|> is in the texts, as text; if it is between documents, use "
+    "--separator '<|endoftext|>' and another --data-dir",
+    "\r\n": "a line ends with CRLF, which costs tokens; for LF in a text file, use "
+    "tr -d '\\r' < FILE > NEW_FILE",
+}
 OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
 
 
 @dataclass(frozen=True)
 class FineWebConfig:
-    """Turn text into shards of GPT-2 tokens; the first shard is for validation."""
+    """Turn text into shards of GPT-2 tokens, in a training and a validation split."""
 
     OTHER_NAMES: ClassVar = {"FILE": "--source"}
 
     source: tuple[PathOrName, ...] = ("fineweb-edu",)
     """Source of the text: `fineweb-edu`, `fineweb` or another hub dataset (OWNER/NAME); `stdlib`,
     the running Python's standard library, offline; or files, folders and globs. Each row of a
-    .parquet, .csv, .tsv, .jsonl or .json file (JSON also as .gz or .zst) is a document. Any other
-    UTF-8 file is one document."""
+    .parquet, .csv, .tsv, .jsonl, .ndjson or .json file is a document. Any other UTF-8 file is one
+    document. Files may be compressed (.gz, .zst, .bz2, .lz4)."""
     text_field: str = "text"
     """Column of tables, or field of JSON lines, that holds the text."""
+    separator: str = ""
+    """Text between the documents of a file, such as '<|endoftext|>', or '\\n' for a document per
+    line."""
+    val_source: tuple[str, ...] = ()
+    """Files, folders and globs of a separate validation text."""
+    val_share: float | None = None
+    """Largest fraction of the tokens, or of two shards' tokens, for validation; default: 0.1, or
+    the first shard of a hub dataset."""
     name: str | None = None
     """Configuration of the hub dataset; default: `sample-10BT` for fineweb and fineweb-edu."""
     data_dir: Path | None = None
@@ -71,6 +86,10 @@ class FineWebConfig:
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("shard_size", "max_tokens", "workers"))
+        if self.val_share is not None and not 0 < self.val_share <= 0.5:
+            problems.append(f"--val-share must be above 0 and at most 0.5, not {self.val_share}")
+        if self.val_source and self.val_share:
+            problems.append("--val-share cannot be combined with --val-source: use one of them")
         if not (self.source and all(self.source)):  # "" would mean the current folder
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
         if "RANK" in os.environ:
@@ -111,9 +130,17 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
             f"{folder} has .npy files that fineweb.py did not make: choose another --data-dir"
         )
     source = open_source(found.source.get("revision") if found else None)
-    identity = source.identity | part.identity
+    options: dict[str, Any] = {"separator": config.separator, "val share": config.val_share}
     if config.text_field != "text":
-        identity["text field"] = config.text_field
+        options["text field"] = config.text_field
+    val_source = None
+    if config.val_source:
+        paths = sources.local_files(config.val_source, config.text_field)
+        val_source = sources.file_source(paths, None, config.text_field)
+        options["val files"] = val_source.identity["files"]
+        if any(file in source.identity.get("files", ()) for file in options["val files"]):
+            raise ValueError("--source and --val-source have a file in common: move one of them")
+    identity = source.identity | part.identity | {k: v for k, v in options.items() if v}
     expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
     manifest = Manifest.load(folder, part) or expected
     for each in (found or expected, manifest):
@@ -123,13 +150,20 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     limit = manifest.max_tokens or math.inf
     if not manifest.complete or limit < (config.max_tokens or math.inf):
         note = ""
-        size = config.shard_size  # only full shards are kept when tokens are added
-        full = tuple(itertools.takewhile(lambda shard: shard.tokens == size, manifest.shards))
-        manifest = replace(manifest, shards=full, complete=False, max_tokens=config.max_tokens)
+        manifest = replace(manifest.without_changing_shards(), max_tokens=config.max_tokens)
+        separator = config.separator.replace(r"\n", "\n").replace(r"\t", "\t")
+        source = replace(source, separator=separator)
+        if val_source and part.index == 0 and not manifest.shards:
+            val_source = replace(val_source, separator=separator)
+            batches = tokenize_documents(val_source.documents(None), config.workers)
+            writer = ShardWriter(folder, manifest)
+            manifest = writer.add_validation(tokens for _, tokens in batches)
         manifest = write_shards(source, manifest, folder, config.workers)
     name = folder if part == FULL_DATASET else f"{folder}, part {config.part}"
     documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
-    return f"{name}: {documents}, {manifest.tokens:,} tokens, {len(manifest.shards)} shards{note}"
+    n_val = sum(shard.tokens for shard in manifest.shards if shard.split == "val")
+    tokens = f"{manifest.tokens:,} tokens, {n_val:,} of them for validation"
+    return f"{name}: {documents}, {tokens}, {len(manifest.shards)} shards{note}"
 
 
 def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int) -> Manifest:
@@ -137,10 +171,10 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     # Place from which to resume, and the numbers of tokens and documents before it.
     progress = manifest.progress or {"cursor": None, "tokens": 0, "documents": 0}
     n_tokens, n_documents = progress["tokens"], progress["documents"]
+    writer = ShardWriter(folder, manifest)
     limit = (manifest.max_tokens or math.inf) / manifest.part.count
     is_cut = False
-    writer = ShardWriter(folder, manifest)
-    written = manifest.tokens - n_tokens  # tokens of the first batch in finished shards
+    notes = dict.fromkeys(NOTES, 0)
     documents = source.documents(progress["cursor"], manifest.part)
     options = {"unit": "tok", "unit_scale": True, "disable": None}  # None: only on a terminal
     with tqdm(initial=n_tokens, total=limit, **options) as bar:
@@ -149,13 +183,17 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
             if is_cut:
                 tokens = tokens[: max(0, int(limit) - n_tokens)]
             progress = {"cursor": batch[0].cursor, "tokens": n_tokens, "documents": n_documents}
-            writer.add(tokens[written:], progress)
-            written = 0
+            writer.add(tokens, progress)
+            for text in notes:
+                notes[text] += sum(document.text.count(text) for document in batch)
             bar.update(len(tokens))
             n_tokens += len(tokens)
             n_documents += int(np.count_nonzero(tokens == END_OF_TEXT))
             if is_cut:
                 break
+    for text, count in notes.items():
+        if count:
+            print(f"note: {count:,} times {NOTES[text]}")
     is_cut |= manifest.part != FULL_DATASET  # parts that differ in it are not one dataset
     return writer.close(n_documents, manifest.max_tokens if is_cut else None)
 
@@ -193,7 +231,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         base = Path(first) if Path(first).exists() else paths[0].parent
         name = base.resolve().name
         if base.is_file():
-            name = name.removesuffix(sources.file_type(base) or base.suffix)
+            name = name[: len(name) - len(sources.file_type(base) or base.suffix)]
         return name, lambda _: sources.file_source(paths, None, config.text_field)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: pass a single name, or only files")

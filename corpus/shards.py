@@ -1,12 +1,14 @@
 """The on-disk token format: a folder of 1-D uint16 `.npy` shards and a manifest.
 
     data/fineweb-edu-10BT/
-        val_000000.npy      the first shard is the validation split
+        val_000000.npy      the validation split
         train_000001.npy    100M tokens each, the last one shorter
         ...
         manifest.json       where the tokens came from; tokens and SHA-256 of each shard
 
-If there are fewer than two full shards, validation is the first tenth of each of 20 equal pieces.
+The first shard is the validation split in datasets from the hub, for scores that others measure.
+Elsewhere, and if there are fewer than two full shards, validation is the first tenth of each of 20
+equal pieces of the tokens, or of the first two shards' tokens.
 
 A dataset that is made in parts (`corpus/parts.py`) has a manifest of each part instead, and the
 names of its shards have the part's number.
@@ -18,10 +20,12 @@ nanoGPT are found in the same way.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,14 +34,15 @@ import numpy.typing as npt
 
 from corpus.parts import FULL_DATASET, Part, read_parts
 from runtime.cli import shell_line
-from runtime.files import atomic_write, read_json, sha256_of, write_json
+from runtime.files import atomic_write, check_downloaded, read_json, sha256_of, write_json
+from tokenizer import VOCAB_SHA256
 
 Split = Literal["train", "val"]
 TokenArray = npt.NDArray[np.uint16]
 
 SHARD_DTYPE = np.dtype("<u2")
-VAL_BLOCKS = 20  # blocks of validation in a corpus of fewer than two full shards
-LLM_C_MAGIC = (20240520).to_bytes(4, "little")
+VAL_BLOCKS = 20  # blocks of a validation split that is a fraction of the tokens
+LLM_C_MAGIC = 20240520
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, tokens, zeros
 NANOGPT_VOCABULARY = "meta.pkl"  # nanoGPT writes it if the tokens of its .bin files are not GPT-2's
 MAX_MAPPED_SHARDS = 128  # per split; each mapped file holds a descriptor, and macOS allows 256
@@ -73,12 +78,20 @@ class Manifest:
     """The `--max-tokens` of the parts, or of a dataset that it ends; None if the source ends it."""
     progress: dict[str, Any] | None = None
     """Place in the source to resume from (see `fineweb.write_shards`); None = the start."""
+    val_span: int = 0
+    """Number of first tokens of the source of which validation is a fraction; 0: of none."""
     format: int = 1
 
     @property
     def tokens(self) -> int:
         """Number of tokens in finished shards."""
         return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def has_known_validation(self) -> bool:
+        """Whether validation is the first full shard, as in all datasets of this source."""
+        is_chosen = "val share" in self.source or "val files" in self.source
+        return self.source.get("kind") == "hub" and not is_chosen
 
     @property
     def part(self) -> Part:
@@ -90,6 +103,15 @@ class Manifest:
         """The values that must not change when a dataset is resumed."""
         source = {name: value for name, value in self.source.items() if name != "part"}
         return source | {"shard size": self.shard_size, "tokenizer": self.tokenizer_sha256}
+
+    def without_changing_shards(self) -> "Manifest":
+        """Return an unfinished manifest without the shards that change when tokens are added."""
+        size, span = self.shard_size, self.val_span
+        if self.complete and not self.progress and self.part.index == 0:
+            span = self.tokens  # as in datasets of earlier versions, which have no span
+        split = None if self.has_known_validation else "val"
+        kept = takewhile(lambda shard: shard.split == split or shard.tokens == size, self.shards)
+        return replace(self, shards=tuple(kept), complete=False, val_span=span)
 
     def save(self, folder: Path) -> None:
         """Write the manifest atomically."""
@@ -116,7 +138,7 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
     for name in found.identity | expected.identity:
         old, new = found.identity.get(name), expected.identity.get(name)
         if old != new:
-            change = "other files" if name == "files" else f"{name} {old} instead of {new}"
+            change = f"other {name}" if "files" in name else f"{name} {old} instead of {new}"
             raise ValueError(
                 f"{folder} holds another dataset ({change}): use the flags that made it, "
                 f"choose another --data-dir, or delete {folder}"
@@ -126,18 +148,21 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
 class ShardWriter:
     """Writer that cuts a stream of tokens into shard files and lists them in the manifest.
 
-    The first shard is the validation split. Writing starts once it and another shard are full: in
-    a smaller corpus, validation is `VAL_BLOCKS` equally spaced blocks, a tenth in total. Memory
-    holds the tokens of at most two shards, twice while they are written.
+    Writing starts once two shards are full. The validation split is a tenth of their tokens, or the
+    fraction in the manifest, as `VAL_BLOCKS` equally spaced blocks. In a dataset from the hub, it
+    is the first shard. Adding tokens does not change it. Memory holds the tokens of at most two
+    shards, twice while they are written.
 
     Only the first part of a dataset has a validation split; the other parts may be empty. If
-    `manifest` already lists shards, the tokens added here follow theirs.
+    `manifest` already lists shards, the tokens added here start at its `progress`.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._needs_val = manifest.part.index == 0 and not manifest.shards
+        start = (manifest.progress or {}).get("tokens", 0)
+        self._has_val = manifest.part.index == 0 and not start
+        self._skip = manifest.tokens - start  # tokens in finished shards
         self._buffer = [np.empty(0, SHARD_DTYPE)]  # tokens that do not fill a shard yet
         for name in (f"*_{manifest.part.prefix}[0-9]*.npy", manifest.part.manifest_name):
             for leftover in folder.glob(f".{name}.*.tmp"):  # left by a killed run
@@ -147,39 +172,62 @@ class ShardWriter:
         """Append tokens; if they fill shards, write these and the manifest, with `progress`."""
         self._buffer.append(tokens)
         n_tokens, size = sum(map(len, self._buffer)), self.manifest.shard_size
-        if n_tokens >= (2 * size if self._needs_val else size):
-            self._write_buffer(n_tokens // size * size)
+        if n_tokens >= max(2 * size if self._has_val else 0, self._skip + size):
+            self._write_buffer()
+            if progress and self.manifest.tokens < max(self.manifest.val_span, progress["tokens"]):
+                progress = self.manifest.progress  # the place is behind tokens in memory
             self._save(progress=progress)
+
+    def add_validation(self, batches: Iterable[TokenArray]) -> Manifest:
+        """Write a separate validation text; the tokens added later are for training."""
+        tokens = np.concatenate([*self._buffer, *batches])
+        if len(tokens) < 2:
+            raise ValueError("--val-source has no text: pass other files")
+        for start in range(0, len(tokens), self.manifest.shard_size):
+            self._write("val", tokens[start : start + self.manifest.shard_size])
+        self._save(progress={"cursor": None, "tokens": len(tokens), "documents": 0})
+        return self.manifest
 
     def close(self, documents: int = 0, max_tokens: int | None = None) -> Manifest:
         """Write the remaining tokens and the finished manifest, with these values."""
         n_tokens = sum(map(len, self._buffer))
-        if self._needs_val and n_tokens < 2:
+        if self._has_val and n_tokens < 2:
             raise ValueError(
                 f"the corpus is too small for two splits ({n_tokens} tokens): add more text"
             )
-        self._write_buffer(n_tokens)
+        self._write_buffer(is_last=True)
         self._save(documents=documents, max_tokens=max_tokens, complete=True)
         return self.manifest
 
-    def _write_buffer(self, count: int) -> None:
-        """Write the first `count` tokens as shards, and keep the others."""
-        size = self.manifest.shard_size
-        tokens, rest = np.split(np.concatenate(self._buffer), [count])
+    def _write_buffer(self, is_last: bool = False) -> None:
+        """Write full shards; also the last shard, if it is not full."""
+        size, tokens, n_val = self.manifest.shard_size, np.concatenate(self._buffer), 0
+        self._buffer.clear()
+        if self._has_val:
+            n_val, tokens = self._move_validation(tokens)
+        tokens = tokens[self._skip :]
         self._save()  # first, or a killed run would leave shards that contradict the manifest
-        if self._needs_val:
-            if count >= 2 * size:
-                val, tokens = np.split(tokens, [size])
-            else:
-                pieces = np.array_split(tokens, 10 * VAL_BLOCKS)
-                val = np.concatenate(pieces[::10])
-                del pieces[::10]
-                tokens = np.concatenate(pieces)
-            self._write("val", val)
-            self._needs_val = False
-        for start in range(0, len(tokens), size):
+        if self._has_val and not self.manifest.shards:
+            self._write("val", tokens[:n_val])
+            tokens = tokens[n_val:]
+        self._has_val, self._skip = False, 0
+        count = len(tokens) if is_last else len(tokens) // size * size
+        for start in range(0, count, size):
             self._write("train", tokens[start : start + size])
-        self._buffer = [rest.copy()]
+        self._buffer = [tokens[count:].copy()]
+
+    def _move_validation(self, tokens: TokenArray) -> tuple[int, TokenArray]:
+        """Move the validation tokens to the front; return their number and all tokens."""
+        size, span = self.manifest.shard_size, self.manifest.val_span
+        if not self.manifest.shards:
+            is_known = self.manifest.has_known_validation and len(tokens) >= 2 * size
+            span = 0 if is_known else min(len(tokens), 2 * size)
+            self.manifest = replace(self.manifest, val_span=span)
+        every = math.ceil(1 / self.manifest.source.get("val share", 0.1))
+        pieces = np.array_split(tokens[:span], every * VAL_BLOCKS)
+        val = pieces[::every]
+        del pieces[::every]
+        return sum(map(len, val)) or size, np.concatenate([*val, *pieces, tokens[span:]])
 
     def _write(self, split: Split, tokens: TokenArray) -> None:
         number = len(self.manifest.shards)
@@ -255,6 +303,8 @@ def open_shards(folder: Path | str, split: Split | Literal["all"]) -> TokenShard
     splits = ("val", "train") if split == "all" else (split,)
     infos = [info for info in manifest.shards if info.split in splits] if manifest else []
     paths = [folder / info.file for info in infos] if manifest else _find_shards(folder, splits)
+    if manifest and manifest.tokenizer_sha256 != VOCAB_SHA256:
+        raise ValueError(f"{folder} has the tokens of another tokenizer: make it with fineweb.py")
     if folder.is_file():
         command = shell_line("python", "fineweb.py", "--source", folder)
         raise ValueError(f"{folder} is a file, not a folder of shards: make shards with {command}")
@@ -296,6 +346,7 @@ def _find_shards(folder: Path, splits: Collection[str]) -> list[Path]:
 
 
 def _map_shard(path: Path) -> np.memmap:
+    check_downloaded(path)
     try:
         # `open_memmap` is np.load with mmap_mode, for .npy files only. It rejects pickled objects.
         array = (
@@ -314,13 +365,21 @@ def _map_shard(path: Path) -> np.memmap:
 
 
 def _map_bin(path: Path) -> np.memmap:
-    """Map the tokens of an llm.c file, which has a header, or a nanoGPT file, which has none."""
+    """Map the tokens of an llm.c file, which has a header, or a nanoGPT file, which has none.
+
+    The magic numbers of llm.c's headers are dates of 2024, which are not two GPT-2 ids.
+    """
     with path.open("rb") as file:
-        header = file.read(LLM_C_HEADER_BYTES)
-    if not header.startswith(LLM_C_MAGIC):
-        return np.memmap(path, SHARD_DTYPE, "r")
-    n_tokens = int.from_bytes(header[8:12], "little")
-    return np.memmap(path, SHARD_DTYPE, "r", LLM_C_HEADER_BYTES, (n_tokens,))
+        header = np.frombuffer(file.read(12).ljust(12), "<i4").tolist()
+    offset = LLM_C_HEADER_BYTES if 20240000 <= header[0] < 20250000 else 0
+    tokens = np.memmap(path, SHARD_DTYPE, "r", offset)
+    if offset and header != (expected := [LLM_C_MAGIC, 1, len(tokens)]):
+        raise ValueError(f"its header begins with {header} instead of {expected}")
+    head = tokens[: len(tokens) // 4 * 4][:4096].reshape(-1, 4)
+    for dtype, zeros in {"int64": head[:, 1:], "int32": head[:, 1::2]}.items():
+        if len(head) >= 4 and head.any() and not zeros.any():
+            raise ValueError(f"its tokens look like {dtype}, not uint16")
+    return tokens
 
 
 def _fingerprint(infos: list[ShardInfo], paths: list[Path]) -> str:

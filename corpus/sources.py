@@ -12,27 +12,39 @@ import hashlib
 import io
 import json
 import platform
+import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from corpus.parts import FULL_DATASET, Part
 from formats.hub import explain_hub_errors, resolve_revision
-from tokenizer import CUT
+from runtime.files import check_downloaded
+from tokenizer import CUT, WORD_END
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-JSON_LINES = tuple(f".json{line}{end}" for line in ("l", "") for end in ("", ".gz", ".zst"))
-NOT_UTF8 = (
-    "not UTF-8 text; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE; "
-    "for UTF-16, use iconv -f utf-16 -t utf-8 FILE > NEW_FILE; for others, pdftotext or pandoc"
-)
+# Codecs of pyarrow, by the first bytes of a compressed file.
+CODECS = {
+    rb"\x1f\x8b": "gzip",
+    rb"BZh[1-9]1AY&SY": "bz2",
+    rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": "zstd",
+    rb"\x04\x22\x4d\x18": "lz4",
+}
+COMPRESSED = (".gz", ".bz2", ".zst", ".lz4", "")  # ends of file names
 JSON_ARRAY = "a JSON array, not JSON lines; use jq -c '.[]' FILE > NEW_FILE.jsonl"
+NOT_UTF8 = (
+    "is not UTF-8; to drop such bytes, use iconv -c -f utf-8 -t utf-8 FILE > NEW_FILE; for a text "
+    "in cp1252, gbk, cp1251, shift_jis or latin1, use iconv -f ENCODING -t utf-8 FILE > NEW_FILE"
+)
 TABLE_ROWS = 256  # rows read at a time
 HASHED_BYTES = 1 << 20  # hashed at the start of a file, and at its end
 BLOCK_BYTES = 1 << 20  # read at a time; also about the size of the blocks of a plain text
+MAX_BLOCK_CHARS = 1 << 22  # a plain text without whitespace is cut elsewhere
+MAX_DOCUMENT_CHARS = 1 << 26  # between two separators
 # Installed packages and caches are not the standard library, and tests are half of its text.
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -67,6 +79,9 @@ class Source:
     open_files: Callable[[], Sequence[SourceFile]]
     """Function that lists the files; not called for a finished dataset, which needs no network."""
 
+    separator: str = ""
+    """If any, text that ends a document inside the files' texts."""
+
     def documents(self, cursor: Cursor | None, part: Part = FULL_DATASET) -> Iterator[Document]:
         """Yield the documents of a part, starting at `cursor`; None = at the start of the part."""
         files = self.open_files()
@@ -74,10 +89,27 @@ class Source:
         start = (cursor["file"], cursor["text"]) if cursor else (numbers.start, 0)
         for number in range(start[0], numbers.stop):
             file = files[number]
+            if self.separator:
+                file = SourceFile(partial(split_texts, file, self.separator))
             for i, text in enumerate(file.read()):
                 if (number, i) >= start:
                     starts_document = i == 0 or not file.is_document
                     yield Document(text, {"file": number, "text": i}, starts_document)
+
+
+def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
+    """Yield the texts of a file, each split at `separator`; the blocks of a document are joined."""
+    rest = ""
+    for text in file.read():
+        *documents, rest = (rest + text).split(separator)
+        yield from documents
+        if not file.is_document:
+            yield rest
+            rest = ""
+        if len(rest) > MAX_DOCUMENT_CHARS:
+            limit = f"{MAX_DOCUMENT_CHARS:,} characters"
+            raise ValueError(f"--separator {separator!r} is not in {limit} of a file: correct it")
+    yield rest
 
 
 def file_source(
@@ -91,7 +123,7 @@ def file_source(
 
 def local_file(path: Path, field: str) -> SourceFile:
     """Return a local file, which is a single document if it is plain text."""
-    return SourceFile(partial(read_file, path, field), READERS[file_type(path)] is read_plain)
+    return SourceFile(partial(read_file, path, field), find_reader(path) is read_plain)
 
 
 def describe_file(path: Path) -> dict[str, str | int]:
@@ -135,11 +167,13 @@ def hash_of_name(name: str) -> bytes:
 
 def file_type(path: Path | str) -> str:
     """Return the end of a file's name that selects its reader in `READERS`, or an empty string."""
-    return next(kind for kind in READERS if str(path).endswith(kind))
+    return next(kind for kind in READERS if str(path).lower().endswith(kind))
 
 
 def local_paths(pattern: str) -> list[Path]:
     """Return the files and folders that match a path or glob, sorted."""
+    if Path(pattern).exists():
+        return [Path(pattern)]
     return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
 
 
@@ -149,7 +183,7 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
     for pattern in patterns:
         matches = local_paths(pattern)
         if not matches:
-            raise FileNotFoundError(f"--source {pattern}: no such file or folder")
+            raise FileNotFoundError(f"{pattern}: no such file or folder")
         for path in matches:
             paths += folder_files(path, field) if path.is_dir() else [path]
     return [*{path.resolve(): path for path in paths}.values()]  # a link may lead to another file
@@ -166,7 +200,9 @@ def folder_files(folder: Path, field: str) -> list[Path]:
     texts, reasons = [], []
     for name in sorted(found, key=hash_of_name):
         try:
-            next(iter(read_file(found[name], field)), None)
+            next(read_file(found[name], field), None)
+            if find_reader(found[name]) is not read_parquet:
+                check_utf8(found[name])
             texts.append(found[name])
         except (ValueError, OSError) as error:
             reasons.append(str(error))
@@ -174,16 +210,61 @@ def folder_files(folder: Path, field: str) -> list[Path]:
         count = f"{len(reasons):,} of {len(found):,} files skipped"
         print(f"--source {folder}: {count}, for example {min(reasons)}")
     if not texts:
-        raise ValueError(f"--source {folder} and its subfolders have no text files")
+        example = f", for example {min(reasons)}" if reasons else ""
+        raise ValueError(f"--source {folder} and its subfolders have no text files{example}")
     return texts
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
     """Yield the texts of a local file."""
     try:
-        yield from READERS[file_type(path)](path, field)
+        yield from find_reader(path)(path, field)
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: {NOT_UTF8}") from None
+        check_utf8(path)
+    except OSError as error:
+        if error.errno:
+            raise
+        remedy = "check that it is complete or, after zstd --long, use zstd -d --long=31 FILE"
+        raise ValueError(f"{path} cannot be read ({error}): {remedy}") from None
+
+
+def find_reader(path: Path) -> "Reader":
+    """Return the reader for a file's first bytes or, if they do not show it, for its name."""
+    check_downloaded(path)
+    with open_bytes(path) as file:
+        head = file.peek()
+    kinds = (kind for magic, kind in MAGIC.items() if re.match(magic, head, re.DOTALL))
+    kind = next(kinds, READERS[file_type(path)])
+    if isinstance(kind, str):
+        raise ValueError(f"{path}: {kind}")
+    return kind
+
+
+def open_bytes(path: Path) -> io.BufferedReader:
+    """Open a file; its bytes are decompressed if they begin as one of `CODECS`."""
+    file = path.open("rb")
+    for magic, codec in CODECS.items():
+        if re.match(magic, file.peek()):
+            import pyarrow
+
+            return io.BufferedReader(pyarrow.input_stream(file, codec), BLOCK_BYTES)
+    return file
+
+
+def check_utf8(path: Path) -> None:
+    """Raise if a file is not UTF-8; the error names the line and the byte."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line = 1
+    with open_bytes(path) as file:
+        try:
+            while data := file.read(BLOCK_BYTES):
+                decoder.decode(data)
+                line += data.count(b"\n")
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            line += error.object.count(b"\n", 0, error.start)
+            byte = error.object[error.start]
+            raise ValueError(f"{path}, line {line}: byte {byte:#04x} {NOT_UTF8}") from None
 
 
 def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
@@ -201,26 +282,23 @@ def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
 
 def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
     """Yield a field of each line of a JSON Lines file; blank lines are skipped."""
-    import pyarrow
-
-    try:
-        decompressed = pyarrow.input_stream(path)  # according to the suffix
-        with io.BufferedReader(decompressed, BLOCK_BYTES) as lines:
-            if lines.peek(9).lstrip().startswith(b"["):
-                raise ValueError(f"{path}: {JSON_ARRAY}")
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _parse_line(line, field, f"{path}, line {number}")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error}): check that it is complete") from None
+    with open_bytes(path) as lines:
+        if lines.peek(9).lstrip().startswith(b"["):
+            raise ValueError(f"{path}: {JSON_ARRAY}")
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _parse_line(line, field, f"{path}, line {number}")
 
 
 def _parse_line(line: bytes, field: str, where: str) -> str:
     content = line.decode("utf-8-sig")
     try:
         value = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: not JSON ({getattr(error, 'msg', error)}): correct or delete the line; "
+            "if objects have several lines, use jq -c . FILE > NEW_FILE.jsonl"
+        ) from None
     _check_text_field(value if isinstance(value, dict) else (), field, where)
     text = _string(value[field], field, where)
     return text.encode(errors="replace").decode()  # JSON can have half of a surrogate pair
@@ -232,50 +310,77 @@ def read_csv(path: Path, field: str = "text") -> Iterator[str]:
     The delimiter is the comma, semicolon or tab, whichever the first line has most often.
     """
     csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is too small for documents
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
+        first = file.readline()
+        delimiter = max(",;\t", key=first.count)
+        rows = csv.reader(chain([first], file), delimiter=delimiter, strict=True)
+        line = 1
         try:
-            delimiter = max(",;\t", key=file.readline().count)
-            file.seek(0)
-            rows = csv.reader(file, delimiter=delimiter, strict=True)
             names = next(rows, [])
             _check_text_field(names, field, str(path))
             column = names.index(field)
+            line += rows.line_num
             for row in rows:
-                if len(row) > len(names):
+                if row and len(row) != len(names):
                     raise csv.Error(f"{len(row)} fields, but the table has {len(names)}")
-                yield row[column] if column < len(row) else ""
+                yield row[column] if row else ""
+                line = rows.line_num + 1
         except csv.Error as error:
             raise ValueError(
-                f"{path}, line {rows.line_num}: {error}: put quotes around texts with {delimiter!r}"
+                f"{path}, line {line}: {error}: put quotes around texts with {delimiter!r}, quotes "
+                "or line breaks, and double the quotes in them"
             ) from None
 
 
 def read_plain(path: Path, _: str = "") -> Iterator[str]:
     """Yield a plain text in blocks, whose token ids together are the ids of the full text.
 
-    Each block ends at a match of `tokenizer.CUT`.
+    Each block ends at a match of `tokenizer.CUT`. In a text without whitespace, it ends at a match
+    of `tokenizer.WORD_END`, which cuts a longer word anywhere.
     """
     # utf-8-sig removes a byte-order mark. open() would decode only 8 KB at a time.
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         while data := file.read(BLOCK_BYTES):
+            start = max(BLOCK_BYTES, len(text) - 1)  # the text before it has no match
             text += decoder.decode(data)
-            while cut := CUT.search(text, BLOCK_BYTES):
+            while cut := CUT.search(text, start) or (
+                len(text) >= MAX_BLOCK_CHARS and WORD_END.search(text, BLOCK_BYTES)
+            ):
                 yield text[: cut.start()]
                 text = text[cut.start() :]
+                start = BLOCK_BYTES
     yield text + decoder.decode(b"", final=True)
 
 
-# Readers of local files by the end of the file's name; "" is for any other name. A reader gets the
-# path and the field that holds the text, and yields documents or, as `read_plain`, parts of one.
-READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
-    **dict.fromkeys(JSON_LINES, read_jsonl),
-    ".parquet": read_parquet,
-    ".csv": read_csv,
-    ".tsv": read_csv,
-    ".txt": read_plain,
-    "": read_plain,
+# Readers of local files by the end of the file's name, in lower case; "" is for any other name. A
+# reader gets the path and the field that holds the text, and yields documents or, as `read_plain`,
+# parts of one.
+Reader = Callable[[Path, str], Iterator[str]]
+READERS: dict[str, Reader] = {".parquet": read_parquet} | {
+    kind + end: reader
+    for kinds, reader in (
+        ((".jsonl", ".ndjson", ".json"), read_jsonl),
+        ((".csv", ".tsv"), read_csv),
+        ((".txt", ""), read_plain),
+    )
+    for kind in kinds
+    for end in COMPRESSED
+}
+# Readers by the first bytes of a file, which count more than its name, or what to do with files
+# that are not read.
+MAGIC: dict[bytes, Reader | str] = {
+    rb"PAR1": read_parquet,
+    rb'(\xef\xbb\xbf)?\s*\{[^\n]*"\s*:\s*"': read_jsonl,  # an object with a string, on one line
+    rb'(\xef\xbb\xbf)?\s*\[\s*\{[^{}]*"text"\s*:': JSON_ARRAY,
+    rb"\xfd7zXZ": "compressed with xz; use xz -dk FILE",
+    rb"PK\x03\x04|Rar!|7z\xbc\xaf|.{257}ustar": "an archive; unpack it (documents: pandoc)",
+    rb"%PDF-": "a PDF; use pdftotext FILE NEW_FILE.txt",
+    rb"ARROW1|\xff\xff\xff\xff": "an Arrow file; for its FOLDER from save_to_disk, use python -c "
+    "\"import datasets; datasets.load_from_disk('FOLDER').to_parquet('NEW_FILE.parquet')\"",
+    rb"\xff\xfe|\xfe\xff": "not UTF-8; use iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
+    rb".{0,8000}?\0": "not a text; for UTF-16, use iconv -f utf-16le -t utf-8 FILE > NEW_FILE",
 }
 
 
@@ -317,9 +422,15 @@ def hub_source(
         import datasets
 
         with explain_hub_errors(f"reading {dataset} failed"):
-            stream = datasets.load_dataset(
-                dataset, name, split="train", streaming=True, revision=commit
-            )
+            try:
+                stream = datasets.load_dataset(
+                    dataset, name, split="train", streaming=True, revision=commit
+                )
+            except ValueError as error:
+                if "onfig" not in str(error):
+                    raise
+                names = datasets.get_dataset_config_names(dataset, revision=commit)
+                raise ValueError(f"choose one with --name: {', '.join(names)}") from None
         return [
             SourceFile(partial(read_stream, stream, number, field, f"{dataset}, file {number + 1}"))
             for number in range(stream.num_shards)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
-from runtime.files import read_json, write_json
+from runtime.files import check_downloaded, read_json, write_json
 from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
@@ -247,6 +247,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, RuntimeError) as error:  # RuntimeError: the file was just deleted
+        if path.exists():
+            check_downloaded(path)
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 
 

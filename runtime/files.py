@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock, SoftFileLock, Timeout
 
 URL_SECRETS = re.compile(r"(?<=://)[^\s/'\"]*@|\?[\w.%-]+=[^\s'\"]*")  # password, query
+LFS_POINTER = b"version https://git-lfs"
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in os.environ
 # Errors of network disks and FUSE for what they do not support; 524 is Linux's own ENOTSUPP.
 UNSUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, 524)
@@ -112,6 +113,13 @@ def sync_folder(folder: Path) -> None:
             raise OSError(error.errno, error.strerror, str(folder)) from None
     finally:
         os.close(descriptor)
+
+
+def check_downloaded(path: Path) -> None:
+    """Raise if a file is only Git LFS's pointer to the file."""
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path} is a Git LFS pointer: run git lfs pull to download the file")
 
 
 def sha256_of(path: Path) -> str:

@@ -79,18 +79,14 @@ def contents(folder, pattern="[!.]*"):
 
 
 def tokens_of(folder):
-    """All tokens in the source's order: of a small text, whose pieces are in both splits, too."""
+    """All tokens in the source's order, in which blocks of the first are validation."""
     manifest = Manifest.load(folder)
-    names = [shard.file for shard in manifest.shards]
-    own = names[0].replace("val", "train")[:-10]  # the other shards of the first part begin so
-    count = 1 + sum(name.startswith(own) for name in names)
-    arrays = [np.load(folder / name) for name in names]
-    first, others = np.concatenate(arrays[:count]), arrays[count:]
-    if len(first) < 2 * manifest.shard_size:
-        pieces = np.array_split(np.arange(len(first)), 200)
-        places = [*pieces[::10], *(piece for i, piece in enumerate(pieces) if i % 10)]
-        first = first[np.argsort(np.concatenate(places))]
-    return np.concatenate([first, *others]).tolist()
+    tokens = np.concatenate([np.load(folder / shard.file) for shard in manifest.shards])
+    pieces = np.array_split(np.arange(manifest.val_span), 200)
+    places = [*pieces[::10], *(piece for i, piece in enumerate(pieces) if i % 10)]
+    if manifest.val_span:
+        tokens[np.concatenate(places)] = tokens[: manifest.val_span].copy()
+    return tokens.tolist()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from forked import assert_refused
 
 from corpus.shards import Manifest, ShardWriter
 from runtime.cli import run_command
+from tokenizer import VOCAB_SHA256
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks")
 TOKENS = (np.arange(2000) % 50257).astype(np.uint16)
@@ -26,7 +27,7 @@ def train(commands, data_dir, *flags):
 @pytest.fixture
 def data(tmp_path):
     """A finished data set: val_000000 and train_000001 to 000003, 500 tokens each."""
-    writer = ShardWriter(tmp_path / "data", Manifest({}, "hash", 500))
+    writer = ShardWriter(tmp_path / "data", Manifest({"kind": "hub"}, VOCAB_SHA256, 500))
     writer.add(TOKENS)
     writer.close()
     return tmp_path / "data"

@@ -51,12 +51,14 @@ def test_main_writes_the_tokens_of_every_document_and_proposes_a_training(make, 
         size = os.path.getsize(name)
         assert file == {"name": name, "bytes": size, "sha256 of head and tail": digest}
     sizes = [shard.tokens for shard in manifest.shards]
-    assert sizes[:-1] == [1500] * (len(sizes) - 1)
+    assert sizes[:-1] == [300] + [1500] * (len(sizes) - 2)  # a tenth of two shards
     assert 0 < sizes[-1] <= 1500
     assert [shard.split for shard in manifest.shards] == ["val"] + ["train"] * (len(sizes) - 1)
     assert str(tmp_path) not in Path("d/manifest.json").read_text()
-    first, baseline, proposal = printed.splitlines()
-    assert first == f"d: 199 documents, {sum(sizes):,} tokens, {len(sizes)} shards"
+    note, first, baseline, proposal = printed.splitlines()
+    assert "times <|endoftext|> is in the texts, as text" in note
+    counts = f"{sum(sizes):,} tokens, 300 of them for validation, {len(sizes)} shards"
+    assert first == f"d: 199 documents, {counts}"
     assert re.fullmatch(r"unigram .*: loss [\d.]+ nats per token, [\d.]+ bits per byte", baseline)
     recipe = f"{ROOT}/recipes/gpt2-4m.json"
     command = f"next: python {ROOT}/train_gpt2.py --config {recipe} --data-dir d --run-name d "
@@ -78,13 +80,14 @@ def test_main_reads_each_text_file_of_a_folder_once(make, tmp_path):
     for name, text in texts.items():
         write_texts(tmp_path / "mine" / name, [text])
     others = {"a/a.png": b"\x89PNG", "a/.d": b"d", ".e/f.txt": b"f", "latin.txt": b"caf\xe9"}
+    others["late.txt"] = b"text\n" * 500 + b"\xff"  # beyond the first block
     others |= {"package.json": b'{\n  "name": "x"\n}\n', "t.csv": b"id,body\n1,x\n"}
     for name, content in others.items():
         (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_bytes(content)
     printed = make("--source", "mine")
-    example = "mine/a/a.png: not UTF-8 text"
-    assert printed.startswith(f"--source mine: 4 of 8 files skipped, for example {example}")
+    example = "mine/a/a.png, line 1: byte 0x89 is not UTF-8"
+    assert printed.startswith(f"--source mine: 5 of 9 files skipped, for example {example}")
     by_hash = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert by_hash != sorted(texts)
     assert tokens_of(Path("data/mine")) == reference([texts[name] for name in by_hash])
@@ -212,10 +215,10 @@ def test_main_refuses_a_second_writer(made, make):
 
 @pytest.mark.parametrize(("kind", "limit"), [("jsonl", 200), ("txt", 2000)])
 def test_max_tokens_are_the_first_of_a_full_run_and_more_can_be_added(made, make, kind, limit):
-    """Of less than two shards, of exactly two; then of more."""
+    """Of less than two shards, of exactly two; then of more. Validation stays."""
     everything = tokens_of(made / kind)
     assert everything == reference(TEXTS if kind == "jsonl" else ["\n".join(TEXTS)])
-    flags = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "d"]
+    flags, val = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "d"], b""
     for more in (limit, limit + 2507):
         make(*flags, "--max-tokens", more)
         assert tokens_of(Path("d")) == everything[:more]
@@ -224,9 +227,13 @@ def test_max_tokens_are_the_first_of_a_full_run_and_more_can_be_added(made, make
         for same_or_less in (more, 2):
             assert "finished earlier" in make(*flags, "--max-tokens", same_or_less)
         assert contents(Path("d")) == before
+        val = val if more > limit else Path("d/val_000000.npy").read_bytes()
+        assert Path("d/val_000000.npy").read_bytes() == val
     for every in (len(everything), len(everything) + 1):  # the source ends with it, or before it
         make(*flags, "--max-tokens", every)
-        assert contents(Path("d")) == contents(made / kind)
+        assert tokens_of(Path("d")) == everything
+        assert Path("d/val_000000.npy").read_bytes() == val
+        assert limit < 2000 or contents(Path("d")) == contents(made / kind)
         assert "finished earlier" in make(*flags)
 
 
@@ -247,6 +254,36 @@ def test_max_tokens_killed_at_any_moment_goes_on_to_the_same_bytes(made, make, d
     assert open_shards("killed", "train").total_tokens == 1000 * (kept - 1)
     make(*flags)
     assert contents(Path("killed")) == contents(made / "jsonl")
+
+
+# Separators and validation texts
+
+
+def test_separator_splits_documents_and_is_noted_without_it(make, tmp_path):
+    text = "One two.\n<|endoftext|>\nThree\r\nfour." + " five" * 500 + "<|endoftext|>six"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    printed = make("--source", "a.txt")
+    assert "note: 2 times <|endoftext|> is in the texts" in printed
+    assert "note: 1 times a line ends with CRLF" in printed
+    for separator, real in (("<|endoftext|>", "<|endoftext|>"), ("\\n", "\n")):
+        make("--source", "a.txt", "--separator", separator, "--data-dir", separator[-1])
+        assert tokens_of(Path(separator[-1])) == reference(text.split(real))
+
+
+def test_validation_from_a_separate_text_or_a_chosen_fraction(make, tmp_path):
+    write_texts(tmp_path / "a.jsonl", TEXTS)
+    write_texts(tmp_path / "v.jsonl", TEXTS[:9])
+    flags = ["--source", "a.jsonl", SIZE]
+    for more in (3000, 10**9):  # tokens are added
+        make(*flags, "--val-source=v.jsonl", "--data-dir=v", f"--max-tokens={more}")
+        val = open_shards("v", "val").read(0, 10**6).tolist()
+        assert val == reference(TEXTS[:9])
+        train = open_shards("v", "train").read(0, 10**6).tolist()
+        assert train == reference(TEXTS)[: more - len(val)]
+    make(*flags, "--val-share=0.05", "--data-dir=s")
+    assert open_shards("s", "val").total_tokens == 100  # of two shards
+    with pytest.raises(ValueError, match="have a file in common"):
+        make(*flags, "--val-source=a.jsonl", "--data-dir=t")
 
 
 # Bad input
@@ -320,6 +357,21 @@ def test_max_tokens_of_the_hub_downloads_no_further_file(hub, drive, tmp_path):
     flags = ["--source=o/n", "--name=sample-10BT", "--text-field=content", SIZE]
     environment = hub.environment(tmp_path / "hf")
     done = drive(*flags, "--max-tokens=2.5k", **environment)
-    assert re.match(r"data/n-10BT: \d+ documents, 2,500 tokens, 3 shards\n", done.stdout), done
+    assert re.search(
+        r"data/n-10BT: \d+ documents, 2,500 tokens, 1,000 of them for validation, 3 shards\n",
+        done.stdout,
+    ), done
     assert hub.requests("GET", "000.parquet")
     assert not hub.requests("GET", "001.parquet")
+
+
+@pytest.mark.slow
+def test_main_names_the_configurations_of_a_hub_dataset(hub, drive, tmp_path):
+    for flags in (["--name=other"], []):
+        card = "---\nconfigs:\n" + "".join(
+            f"- config_name: {name}\n  data_files: sample/10BT/*\n" for name in ("b", "c")
+        )
+        hub.add("dataset", "o/m", {"README.md": f"{card}---\n".encode(), "sample/10BT/0.txt": b"a"})
+        done = drive("--source=o/m", *flags, **hub.environment(tmp_path / "hf"))
+        assert done.code == 2
+        assert "choose one with --name: b, c" in done.stderr

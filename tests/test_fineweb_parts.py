@@ -33,7 +33,7 @@ def make_parts(make, *flags, count=2):
 @pytest.mark.parametrize("count", [2, 5])
 def test_parts_hold_the_tokens_of_one_process_in_order(make, flags, count):
     printed = make_parts(make, *flags, "--data-dir=d", count=count)
-    assert printed[0].startswith(f"d, part {count - 1}/{count}: ")
+    assert f"\nd, part {count - 1}/{count}: " in printed[0]
     assert all("\nother parts are not finished yet" in line for line in printed[:-1])
     assert "\nnext: python " in printed[-1]
     folder, one, other = Path("d"), Manifest.load(Path("whole")), Manifest.load(Path("d"))
@@ -83,7 +83,7 @@ def test_parts_have_equal_numbers_of_max_tokens_and_more_can_be_added(make, driv
     parts = [Manifest.load(Path("d"), Part(i, 2)) for i in range(2)]
     assert [part.tokens for part in parts] == [2000, 2000]
     assert Manifest.load(Path("d")).max_tokens == 4000
-    assert open_shards("d", "train").total_tokens == 4000 - 700
+    assert open_shards("d", "train").total_tokens == 4000 - 140
     drive(*flags, "--part=1/2", kill_at=4)
     with pytest.raises(ValueError, match="d is incomplete"):
         open_shards("d", "train")

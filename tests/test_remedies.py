@@ -25,6 +25,7 @@ import train_gpt2
 from corpus.shards import Manifest, ShardWriter
 from runtime.cli import run_command
 from runtime.compiler import prepare_compiler
+from tokenizer import VOCAB_SHA256
 
 NEW = f"{shlex.join(TINY_RUN[len(TINY_MODEL) :])} --micro-batch-size=2 --max-steps=2 --val-every=0"
 NEW += " --data-dir=shards --out-dir='my runs' --run-name=b"
@@ -92,7 +93,7 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
      f"{SAMPLE} --model '{OVERFIT_BEST}'"),
     (f"{TOKENIZE} a.txt 'my texts'", "use --source a.txt 'my texts' (--help",
      f"{TOKENIZE} --source a.txt 'my texts'"),
-    (f"{TOKENIZE} --source=windows.txt", "use iconv -f cp1252 -t utf-8 FILE > NEW_FILE",
+    (f"{TOKENIZE} --source=windows.txt", "use iconv -f ENCODING -t utf-8 FILE > NEW_FILE",
      "iconv -f cp1252 -t utf-8 windows.txt > new.txt", f"{TOKENIZE} --source=new.txt"),
     (f"{TOKENIZE} --source a.txt 'my texts' --part=2/2", "use PART/PARTS, such as 0/32 to 31/32",
      f"{TOKENIZE} --source a.txt 'my texts' --part=1/2"),
@@ -111,7 +112,7 @@ def home(tiny_data, tmp_path_factory):
         (home / name).parent.mkdir(exist_ok=True)
         (home / name).write_text(json.dumps({"text": f"{name} once upon a time" * 500}))
     (home / "windows.txt").write_text("“état” " * 500, encoding="cp1252")
-    writer = ShardWriter(home / "changed", Manifest({}, "hash", 500))
+    writer = ShardWriter(home / "changed", Manifest({"kind": "hub"}, VOCAB_SHA256, 500))
     writer.add(np.arange(2000, dtype=np.uint16))
     writer.close()
     np.save(home / "changed/train_000002.npy", np.zeros(500, np.uint16))

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from corpus.shards import Manifest, ShardInfo, ShardWriter, open_shards, verify_shards
+from tokenizer import VOCAB_SHA256
 
 
 def tokens_of(count, start=0):
@@ -16,7 +17,7 @@ def tokens_of(count, start=0):
 
 def write(folder, count, shard_size=10):
     """A finished data set of the tokens 0, 1, 2, …"""
-    writer = ShardWriter(folder, Manifest({}, "hash", shard_size))
+    writer = ShardWriter(folder, Manifest({"kind": "hub"}, VOCAB_SHA256, shard_size))
     writer.add(tokens_of(count))
     return writer.close()
 
@@ -75,7 +76,10 @@ def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
         open_shards(tmp_path / "none", "train")
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no val shards: {make}"):
         open_shards(tmp_path, "val")
-    Manifest({}, "hash", 10).save(tmp_path)
+    Manifest({}, "another", 10, complete=True).save(tmp_path)
+    with pytest.raises(ValueError, match="the tokens of another tokenizer"):
+        open_shards(tmp_path, "train")
+    Manifest({}, VOCAB_SHA256, 10).save(tmp_path)
     with pytest.raises(ValueError, match="is incomplete"):
         open_shards(tmp_path, "train")
 
@@ -101,9 +105,16 @@ def test_open_shards_reads_bin_files_as_they_are(tmp_path, header):
 
 def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path):
     path = tmp_path / "train.bin"
-    for content in (llm_c_header(30) + bytes(58), llm_c_header(0), bytes(61), b""):
+    longer, llama = llm_c_header(30) + bytes(62), np.array([20240801, 7, 9], "<i4").tobytes()
+    others = [np.arange(1, 99, dtype=dtype).tobytes() for dtype in ("<i4", "<i8")]
+    for content in (
+        *(llm_c_header(30) + bytes(58), llm_c_header(0), bytes(61), b"", longer),
+        *(llama.ljust(2000, b"\1"), *others, b"version https://git-lfs.github.com/spec/v1"),
+    ):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{path} (cannot be read as|is not) a token shard"):
+        with pytest.raises(
+            ValueError, match=rf"{path} (cannot be read as|is not|is) a (token|Git)"
+        ):
             open_shards(tmp_path, "train")
 
 
@@ -145,7 +156,7 @@ def test_open_shards_reads_any_layout_as_one_array(tmp_path_factory, sizes, mani
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         infos.append(ShardInfo(path.name, "train", len(piece), digest))
     if manifest:
-        Manifest({}, "hash", 40, tuple(infos), complete=True).save(folder)
+        Manifest({"kind": "hub"}, VOCAB_SHA256, 40, tuple(infos), complete=True).save(folder)
     shards = open_shards(folder, "train")
     assert shards.total_tokens == len(tokens)
     start = data.draw(st.integers(0, len(tokens) - 1))

@@ -1,5 +1,6 @@
 """Documents of files: every kind is read as it is meant, and what is none is named."""
 
+import bz2
 import csv
 import gzip
 import json
@@ -41,7 +42,7 @@ def test_read_jsonl_names_the_compressed_file_that_is_damaged(tmp_path, suffix):
     for damaged in (content[:-9], content[: len(content) // 4], b"{}\n"):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix}(, line| cannot be read)"):
-            list(sources.read_jsonl(path))
+            list(read_file(path, "text"))
 
 
 def test_read_parquet_names_the_bad_row(tmp_path):
@@ -59,17 +60,54 @@ def test_read_parquet_names_the_bad_row(tmp_path):
 
 
 def test_read_file_names_the_tool_for_other_files(tmp_path):
-    iconv = "not UTF-8 text; for a text from Windows, use iconv -f cp1252 -t utf-8 FILE > NEW_FILE;"
     for name, content, message in [
-        ("a.txt", "“Windows” text".encode("cp1252"), iconv),
-        ("a", "état".encode("utf-16"), iconv),
-        ("b.jsonl", "état".encode("utf-16"), iconv),
-        ("a.gz", gzip.compress(b"text"), iconv),
+        ("a.txt", "\n“Windows” text".encode("cp1252"), "line 2: byte 0x93 is not UTF-8; to drop"),
+        ("c.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "line 2: byte 0xe9 is not UTF-8; to drop"),
+        ("a", "état".encode("utf-16"), "not UTF-8; use iconv -f utf-16 -t utf-8"),
+        ("b.jsonl", "état".encode("utf-16-le"), "not a text; for UTF-16, use iconv -f utf-16le"),
         ("a.json", b'[{"text": "x"}]', "a JSON array, not JSON lines; use jq"),
+        ("b.json", b'{\n "text": "x"}', "line 1: not JSON .*several lines, use jq -c"),
+        ("d.json", b'{"text": ' + b"[" * 10**5, "line 1: not JSON .maximum recursion"),
+        ("p.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer: run"),
+        ("a.xz", b"\xfd7zXZ\0", "compressed with xz; use xz -dk"),
+        ("a.tar", b"a".ljust(257, b"\0") + b"ustar", "an archive; unpack it"),
+        ("z.zst", b"\x28\xb5\x2f\xfd\0\xa8\x19\0\0abc", "cannot be read .*use zstd -d --long=31"),
     ]:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"/{name}[:,] {message}"):
+        with pytest.raises(ValueError, match=rf"/{name}[:, ]+{message}"):
             list(read_file(tmp_path / name, "text"))
+
+
+def test_read_file_recognizes_json_lines_and_compression_by_content(tmp_path):
+    line = b'{"id": 1, "text": "once"}\n'
+    for name, content in {
+        **{"a.JSONL": line, "b.ndjson": line, "c": line, "d.txt": b"\xef\xbb\xbf" + line},
+        **{"e.jsonl.gz": line, "f": gzip.compress(line), "g.TSV": b"id\ttext\n1\tonce\n"},
+        "h.csv.bz2": bz2.compress(b"text\nonce\n"),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert [*read_file(tmp_path / name, "text")] == ["once"], name
+
+
+def test_local_paths_takes_an_existing_name_as_it_is(tmp_path):
+    for name in ("a[1].txt", "a1.txt"):
+        (tmp_path / name).touch()
+    assert sources.local_paths(f"{tmp_path}/a[1].txt") == [tmp_path / "a[1].txt"]
+    assert sources.local_paths(f"{tmp_path}/a[12].txt") == [tmp_path / "a1.txt"]
+
+
+@pytest.mark.parametrize("mark", [",", ""])
+def test_read_plain_without_whitespace_has_bounded_blocks(tmp_path, monkeypatch, mark):
+    """They have the ids of the whole if there is a mark at which a word ends."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(sources, "MAX_BLOCK_CHARS", 100)
+    path = tmp_path / "a.txt"
+    path.write_text(text := f"acgtgca{mark}" * 500)
+    blocks = [*read_plain(path)]
+    assert "".join(blocks) == text
+    assert max(map(len, blocks)) <= 200
+    encode = gpt2_encoding().encode_ordinary
+    assert not mark or [id for block in blocks for id in encode(block)] == encode(text)
 
 
 @settings(max_examples=150)
@@ -117,8 +155,8 @@ def test_read_csv_reads_a_column_and_names_the_line_of_a_broken_row(tmp_path, de
     path = tmp_path / "a.csv"
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         writer = csv.writer(file, delimiter=delimiter)
-        writer.writerows([["id", "my body"], *enumerate(texts), ["a row without text"]])
-    assert [*read_file(path, "my body")] == [*texts, ""]
+        writer.writerows([["id", "my body"], *enumerate(texts)])
+    assert [*read_file(path, "my body")] == texts
     with pytest.raises(ValueError, match=r"field `text` .* id, my body: choose one with --text-f"):
         next(read_file(path, "text"))
     path.write_text(f"id{delimiter}text\n1{delimiter}a\n{delimiter.join('abc')}\n")
@@ -127,8 +165,11 @@ def test_read_csv_reads_a_column_and_names_the_line_of_a_broken_row(tmp_path, de
     ):
         list(read_file(path, "text"))
     path.write_text(f'id{delimiter}text\n1{delimiter}"never closed\n2{delimiter}b\n')
-    with pytest.raises(ValueError, match=r"a\.csv, line 3: unexpected end of data: put quotes"):
+    with pytest.raises(ValueError, match=r"a\.csv, line 2: unexpected end of data: put quotes"):
+        list(read_file(path, "text"))
+    path.write_text(f"id{delimiter}text\n1{delimiter}hello\nworld\n")
+    with pytest.raises(ValueError, match=r"a\.csv, line 3: 1 fields, but the table has 2"):
         list(read_file(path, "text"))
     path.write_text("“body”", encoding="cp1252")
-    with pytest.raises(ValueError, match=r"a\.csv: not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"a\.csv, line 1: byte 0x93 is not UTF-8"):
         list(read_file(path, "text"))
