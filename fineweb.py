@@ -61,7 +61,7 @@ class FineWebConfig:
     separator: str = ""
     """Text between the documents of a file, such as '<|endoftext|>', or '\\n' for a document per
     line."""
-    val_source: tuple[str, ...] = ()
+    val_source: tuple[PathOrName, ...] = ()
     """Files, folders and globs of a separate validation text."""
     val_share: float | None = None
     """Largest fraction of the tokens, or of two shards' tokens, for validation; default: 0.1, or
