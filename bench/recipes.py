@@ -22,6 +22,7 @@ import tiktoken
 from bench.measurement import ROOT
 from bench.trial import TrialConfig, compare
 from corpus.sources import file_source, local_files
+from lr_schedule import default_warmup_steps
 from runtime.cli import PathOrName, as_flags, parse_flags, run_command
 from runtime.files import read_json, write_json
 from tokenizer import WORD_PATTERN, gpt2_encoding
@@ -67,8 +68,6 @@ class RecipesConfig:
     """Number of runs at the same time; default: one per GPU, else one per core."""
 
     def __post_init__(self) -> None:
-        if not self.source:
-            raise ValueError("--source is missing: use --source with files of text")
         if self.scale not in SCALES:
             raise ValueError(f"--scale {self.scale} does not exist: use {' or '.join(SCALES)}")
 
@@ -81,10 +80,8 @@ def main() -> None:
     recipes = {}
     for label, changes in read_json(RECIPES).items():
         recipe = read_recipe(ROOT / f"recipes/{changes.pop('recipe')}.json")
-        recipes[label] = recipe.saved() | {"warmup_steps": recipe.warmup} | changes
-    for file in config.recipe:
-        recipe = read_recipe(file)
-        recipes[file.stem] = recipe.saved() | {"warmup_steps": recipe.warmup}
+        recipes[label] = recipe.saved() | changes
+    recipes |= {file.stem: read_recipe(file).saved() for file in config.recipe}
     for label, settings in recipes.items():
         write_json(folder / f"{label}.json", scaled(settings, scale))
     base, *edits = [str(folder / f"{label}.json") for label in recipes]
@@ -130,6 +127,7 @@ def scaled(recipe: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     the same number of tokens as 0.95 with 524,288 tokens per step.
     """
     settings = {name: value for name, value in recipe.items() if name not in LEFT_OUT}
+    settings["warmup_steps"] = recipe["warmup_steps"] or default_warmup_steps(recipe["max_steps"])
     batch = scale.batch * recipe["total_batch_size"] // 524_288
     steps, rate = scale.steps / PUBLISHED_STEPS, math.sqrt(768 / scale.width)
     for name, factor in (

@@ -85,11 +85,6 @@ class TrialConfig:
         if problems:
             raise ValueError("; ".join(problems))
 
-    @property
-    def sign(self) -> int:
-        """1 if larger values of the metric are better, else -1."""
-        return 1 if self.higher or HIGHER_IS_BETTER.search(self.metric) else -1
-
 
 class Variant(NamedTuple):
     """Code and flags to train with."""
@@ -273,7 +268,8 @@ def describe(config: TrialConfig, pairs: Sequence[Pair]) -> str:
     mean, half = fmean(differences), interval(differences)
     before, after = fmean(base.value for base, _ in pairs), fmean(edit.value for _, edit in pairs)
     values = f"{config.metric} {before:.5g} → {after:.5g}"
-    verdict = f"{'better' if config.sign * mean > 0 else 'worse'} by {abs(mean):.2g}"
+    higher = config.higher or bool(HIGHER_IS_BETTER.search(config.metric))
+    verdict = f"{'better' if higher == (mean > 0) else 'worse'} by {abs(mean):.2g}"
     if len(pairs) == 1:
         return f"{values}, {verdict} (1 pair: no interval)"
     if half < abs(mean):
@@ -300,8 +296,8 @@ def draw(name: str, metric: str, pairs: Sequence[Pair], path: Path) -> Path:
     for base, edit in pairs:
         curves.plot(*base.series, color=GRAY, linewidth=1.2)
         curves.plot(*edit.series, color=BLUE, linewidth=1.2)
-    for line, label in zip(curves.lines, (BASE, name), strict=False):
-        line.set_label(label)
+    curves.lines[0].set_label(BASE)
+    curves.lines[1].set_label(name)
     tokens = min((outcome.series.tokens for pair in pairs for outcome in pair), key=max)
     columns = [
         np.interp(tokens, *edit.series) - np.interp(tokens, *base.series) for base, edit in pairs
