@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, median, stdev
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.threads import usable_cores
 
@@ -178,18 +178,12 @@ def copy_code(target: Path, patches: Sequence[Path], source: Path | None = None)
 
 def git(*args: str | Path, **environment: str) -> str:
     """Run git in this checkout; return its output, or raise ValueError with its first error."""
-    done = subprocess.run(
-        ["git", *args],  # noqa: S607 - git is where PATH says
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    options: Any = {"cwd": ROOT, "encoding": "utf-8", "errors": "replace", "check": False}
+    environment = {**os.environ, **environment}
+    done = subprocess.run(["git", *args], env=environment, capture_output=True, **options)  # noqa: S607 - git is where PATH says
     if done.returncode:
         raise ValueError(done.stderr.partition("\n")[0].removeprefix("error: "))
-    return done.stdout.strip()
+    return str(done.stdout).strip()
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -209,9 +203,7 @@ def train(
 
     def train_one(name: str, variant: Variant, seed: int) -> None:
         slot = slots.get()
-        environment = {"OMP_NUM_THREADS": "1"}
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+        gpu: Any = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else {}
         place = {"seed": seed, "run_name": name, "out_dir": folder.absolute(), "resume": "auto"}
         try:
             run_python(
@@ -219,7 +211,8 @@ def train(
                 *(*OFF, *variant.flags, *as_flags(place)),
                 folder=Path.cwd(),
                 is_done=lambda _: stopped.is_set(),
-                **environment,  # type: ignore[arg-type]
+                OMP_NUM_THREADS="1",
+                **gpu,
             )
         finally:
             slots.put(slot)
@@ -324,10 +317,9 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
     """Train what is missing; then print a table and an answer, and draw a figure, for each edit."""
     settings = check_flags(flags)
     device = select_device(settings.device)
-    gpus = list[str]()
-    if device.type == "cuda":
-        every = ",".join(map(str, range(torch.cuda.device_count())))
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    n_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(n_gpus)))
+    gpus = visible.split(",")[:n_gpus]
     jobs = config.jobs or len(gpus) or usable_cores()
     if WORKTREE not in config.edit and git("status", "--porcelain"):
         print("note: the base is the last commit, without this checkout's uncommitted changes")
