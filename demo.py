@@ -32,7 +32,8 @@ def main() -> None:
     start = time.perf_counter()
     name = new_name()
     run_dir, export_dir = Path("runs", name), Path("exported", name)
-    step("Python's standard library → token shards", "fineweb.py", "--source=stdlib")
+    source = ("--source=stdlib", "--no-propose")
+    step("Python's standard library → token shards", "fineweb.py", *source)
     train = ["--config=recipes/demo.json", f"--run-name={name}"]
     train += ["--max-steps=300"] if config.short else []
     step("shards → a GPT-2 of 10M parameters", "train_gpt2.py", *train)
@@ -63,11 +64,7 @@ def new_name() -> str:
 def step(title: str, script: str, *flags: str) -> None:
     """Print and run one of the project's commands; if it fails, exit with its code."""
     print(f"\n=== {title}\n$ python {shlex.join([script, *flags])}", flush=True)
-    command = [sys.executable, "-u", script, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        for line in child.stdout or ():
-            if not line.startswith("next: "):  # a command for users with a text of their own
-                print(line, end="", flush=True)
+    with subprocess.Popen([sys.executable, script, *flags]) as child:  # lets it save on Ctrl-C
         if code := child.wait():
             raise SystemExit(code)
 

@@ -70,6 +70,8 @@ class FineWebConfig:
     """Configuration of the hub dataset; default: `sample-10BT` for fineweb and fineweb-edu."""
     data_dir: Path | None = None
     """Folder to write the shards to; default: a folder in data/ named after the source."""
+    propose: bool = True
+    """At the end, print a training command that suits the text."""
     shard_size: int = 100_000_000
     """Number of tokens in a full shard."""
     max_tokens: int | None = None
@@ -115,7 +117,8 @@ def main() -> None:
         loss, bits = unigram_baseline(train, val)
         baseline = f"loss {loss:.2f} nats per token, {bits:.2f} bits per byte"
         print(f"unigram baseline (token frequencies only): {baseline}")
-        if (Path(__file__).parent / "recipes").is_dir():  # an installed package has none
+        has_recipes = (Path(__file__).parent / "recipes").is_dir()  # not in an installed package
+        if config.propose and has_recipes:
             print(propose_training(folder, manifest))
     else:
         print("other parts are not finished yet")

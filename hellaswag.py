@@ -171,7 +171,7 @@ def render_example(row: Any, style: Style = "completion") -> Example:  # noqa: A
         context = encode(prompt.rstrip())  # spaces at the end belong to the endings
         tokens = [encode(f"{prompt} {choice}")[len(context) :] for choice in choices]
         lengths = [*map(len, choices)]
-    if row["label"] == "":
+    if row.get("label") in ("", None):
         raise ValueError("it has no label, like all of the test split: use the validation split")
     label = int(row["label"])  # a string on the hub
     if not context or len(endings) != N_ENDINGS or label not in range(N_ENDINGS):

@@ -52,12 +52,15 @@ class PlotConfig:
 def main() -> None:
     """Write the figures or the report, and print their paths."""
     config = parse_flags(PlotConfig)
+    runs = [run for run in config.runs if not run.is_file()] or config.runs
+    for file in set(config.runs) - set(runs):  # as with runs/*
+        print_error(f"note: {file} is a file, not a run folder")
     if config.report:
-        print(write_report(config.runs))
+        print(write_report(runs))
     else:
-        print(*(path for run_dir in config.runs for path in plot_run(run_dir)), sep="\n")
+        print(*(path for run_dir in runs for path in plot_run(run_dir)), sep="\n")
     if config.compare is not None:
-        print(plot_comparison(config.runs, config.compare))
+        print(plot_comparison(runs, config.compare))
 
 
 def plot_run(run_dir: Path) -> list[Path]:
@@ -86,7 +89,7 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     first = what_is_measured(run_dirs[0])
     for run_dir, name in zip(run_dirs, names, strict=True):
         for what, value in what_is_measured(run_dir).items():
-            if value != first[what]:
+            if value != first[what] and None not in (value, first[what]):
                 print_error(
                     f"warning: the losses are not comparable: {run_dir} has {what} {value}, "
                     f"{run_dirs[0]} has {first[what]}"

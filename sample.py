@@ -74,8 +74,10 @@ class SampleConfig:
         problems = bad_numbers(self, ("num_samples", "max_new_tokens", "top_p"))
         if self.top_p > 1:
             problems.append(f"--top-p must be at most 1, not {self.top_p}")
-        if self.interactive and self.prompt:
-            problems.append("--interactive and --prompt exclude each other: use only one")
+        if sum(map(bool, (self.interactive, self.prompt, self.score))) > 1:
+            problems.append("--interactive, --prompt and --score exclude each other: use only one")
+        if "" in self.stop:
+            problems.append("--stop needs a text")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -159,6 +161,7 @@ def generate(
     An empty prompt starts a new document. With the default `seed`, None, torch's global random
     state is used. `options` are passed to `generate_tokens`: temperature, top_k, top_p, dtype, …
     """
+    SampleConfig(num_samples=num_samples)  # raises for an invalid number
     device = next(model.parameters()).device
     ids = prompt_ids(prompt)
     tokens = torch.tensor([ids] * num_samples, device=device)

@@ -68,7 +68,7 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
         value = values.get(name, accepted[0])
         if value not in accepted:
             problem = f"{name} is {value!r}, not {accepted[0]!r}"
-            if name == "vocab_size" and value > VOCAB_SIZE:
+            if name == "vocab_size" and isinstance(value, int) and value > VOCAB_SIZE:
                 problem += (
                     f"; if the first {VOCAB_SIZE} are GPT-2's, load it with transformers, call "
                     f"resize_token_embeddings({VOCAB_SIZE}) and save_pretrained('converted')"
@@ -255,12 +255,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """Return a model's folder, downloaded if needed; raise if it has no safetensors weights."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    if (folder / "adapter_config.json").is_file() and not (folder / HF_CONFIG_NAME).is_file():
+    is_complete = (folder / HF_WEIGHTS_NAME).is_file()
+    if (folder / "adapter_config.json").is_file() and not is_complete:
         raise ValueError(
             f"{source} is a PEFT adapter: load it with peft's AutoPeftModelForCausalLM, call "
             f"merge_and_unload().save_pretrained('merged'), and use the new folder"
         )
-    if not (folder / HF_WEIGHTS_NAME).is_file():
+    if not is_complete:
         raise FileNotFoundError(
             f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
             f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "
@@ -273,6 +274,17 @@ def repo_name(source: str) -> str:
     """Return the hub's OWNER/NAME of a model, without its revision."""
     name = source.partition("@")[0]
     return f"openai-community/{name}" if name in GPT2_SIZES else name
+
+
+def was_downloaded(source: str) -> bool:
+    """Return whether a name means a model whose files are in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if is_local(source):
+        return False
+    revision = source.partition("@")[2] or None
+    found = try_to_load_from_cache(repo_name(source), HF_CONFIG_NAME, revision=revision)
+    return isinstance(found, str)
 
 
 def _download(source: str) -> Path:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from formats.checkpoint import Checkpoint
-from formats.huggingface import is_local, repo_name
+from formats.huggingface import repo_name, was_downloaded
 from formats.metrics import HELLASWAG_EXAMPLES, validations
 from lr_schedule import default_warmup_steps
-from model import GPTConfig
+from model import GPT2_SIZES, GPTConfig
 
 # Settings and results in the card. Other settings may contain paths on the user's machine.
 LISTED = (
@@ -49,7 +49,8 @@ def model_card(
         values = state.train_config | validations(run_dir).get(state.step, {})
         if values.get("warmup_steps") is None and "max_steps" in values:
             values["warmup_steps"] = default_warmup_steps(values["max_steps"])
-        if (start := values.get("init_from")) and not is_local(start):
+        start = values.get("init_from")
+        if start in GPT2_SIZES or (start and was_downloaded(start)):
             metadata.base_model = repo_name(start)
         data = Path(values.get("data_dir", "unknown")).name
         text += f"\n{state.tokens_seen:,} tokens of `{data}` in {state.step:,} steps.\n\n"

@@ -494,7 +494,9 @@ def test_another_source_is_one_function_and_one_line(patched):
     assert len(files) > 3
     texts = gpt2_encoding().decode(tokens).split("<|endoftext|>")[1:]
     assert len(texts) == 399
-    assert texts[11] == "12 can be divided by 1, 2, 3, 4, 6, 12."
+    divisors = {n: [str(d) for d in range(1, n + 1) if n % d == 0] for n in range(1, 400)}
+    documents = {f"{n} can be divided by {', '.join(divisors[n])}." for n in divisors}
+    assert len(documents & {*texts}) > 350  # the others are cut, for validation
     assert tokens[0] == END_OF_TEXT
     done = commands.run("fineweb", "--source=letters")
     assert_refused(done, "--source letters is not fineweb-edu, fineweb, stdlib, numbers")

@@ -108,11 +108,17 @@ def test_main_writes_through_a_link_and_into_no_folder_that_has_files(tmp_path, 
     assert sorted(os.listdir(tmp_path)) == ["disk", "out", "run"]
 
 
-def test_card_names_a_base_model_on_the_hub_and_no_local_one(tmp_path, monkeypatch):
+def test_card_names_a_base_model_of_the_hub_and_no_local_one(tmp_path, monkeypatch):
+    cache = tmp_path / "cache/models--OWNER--NAME"
+    (cache / "snapshots/abc").mkdir(parents=True)
+    (cache / "snapshots/abc/config.json").write_text("{}")
+    (cache / "refs").mkdir()
+    (cache / "refs/v1").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     for number, (start, base) in enumerate(
         [
             ("OWNER/NAME@v1", "OWNER/NAME"),
-            (str(tmp_path / "x"), None),
+            ("exported/gone", None),
             ("gpt2-xl", "openai-community/gpt2-xl"),
         ]
     ):

@@ -111,7 +111,7 @@ def test_a_part_of_other_data_is_refused_at_once(make, flags):
     before = contents(Path("d"))
     for others, difference in [
         (["--part=1/3"], "parts 2 instead of 3"),
-        (["--part=1/2", "--source=stdlib"], "kind files instead of stdlib"),
+        (["--part=1/2", "--text-field=body"], "text field None instead of body"),
         ([], "parts 2 instead of None"),
     ]:
         with pytest.raises(ValueError, match=rf"d holds another dataset \({difference}"):

@@ -308,6 +308,7 @@ def test_load_pretrained_downloads_once_then_needs_no_network(commands, export_o
     [
         ({"vocab_size": 50304}, r"vocab_size is 50304, .* call resize_token_embeddings\(50257\)"),
         ({"vocab_size": 50000}, "vocab_size is 50000, not 50257$"),
+        ({"vocab_size": None}, "vocab_size is None, not 50257$"),
     ],
 )
 def test_other_vocabularies_have_a_remedy_if_there_is_one(exported, tmp_path, change, message):

@@ -98,5 +98,14 @@ def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, capsys):
         f"warning: the losses are not comparable: {runs[1]} has block_size 32, {runs[0]} has 64",
         f"warning: the losses are not comparable: {runs[2]} has data 2, {runs[0]} has 1",
     ]
-    plot_comparison([runs[0], runs[0]], tmp_path / "figure.svg")
+    (tmp_path / "a/run/config.json").unlink()  # what is not known is not different
+    plot_comparison([runs[0], runs[1]], tmp_path / "figure.svg")
     assert capsys.readouterr().err == ""
+
+
+def test_plot_command_leaves_out_a_stray_file(commands, tmp_path):
+    run = write_run(tmp_path / "run", steps=10, val_every=5)
+    (tmp_path / "notes.txt").touch()
+    done = commands.run("plot", run, tmp_path / "notes.txt")
+    assert (done.code, done.stdout) == (0, f"{run}/figures/loss.png\n")
+    assert done.stderr == f"note: {tmp_path}/notes.txt is a file, not a run folder\n"

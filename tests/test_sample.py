@@ -244,7 +244,7 @@ def test_text_loss_is_the_mean_over_windows_of_the_context():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--interactive", "--prompt=a"], "--interactive and --prompt"),
+        (["--interactive", "--prompt=a"], "--interactive, --prompt and --score"),
         (["--num-samples=0", "--top-k=-1", "--top-p=2"], "--num-samples .*--top-k .*--top-p must"),
     ],
 )
@@ -272,6 +272,7 @@ def test_main_without_enough_memory_says_so_in_one_line(run_main, tmp_path, caps
         ({"top_k": -1}, "--top-k must be at least 0, not -1"),
         ({"top_p": 1.5}, "--top-p must be at most 1, not 1.5"),
         ({"max_new_tokens": 0}, "--max-new-tokens must be above 0, not 0"),
+        ({"num_samples": 0}, "--num-samples must be above 0, not 0"),
     ],
 )
 def test_generate_refuses_what_the_command_refuses(option, message):
