@@ -1,4 +1,4 @@
-"""Hash the core's files, to name those that were edited since a checkpoint was saved."""
+"""Hash the core's files, so that a resume can name the files that were edited."""
 
 import ast
 from functools import cache
