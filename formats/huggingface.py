@@ -276,15 +276,15 @@ def repo_name(source: str) -> str:
     return f"openai-community/{name}" if name in GPT2_SIZES else name
 
 
-def was_downloaded(source: str) -> bool:
-    """Return whether a name means a model whose files are in the hub's cache."""
+def is_from_hub(source: str) -> bool:
+    """Return whether a name means one of OpenAI's models or a model in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     if is_local(source):
         return False
     revision = source.partition("@")[2] or None
     found = try_to_load_from_cache(repo_name(source), HF_CONFIG_NAME, revision=revision)
-    return isinstance(found, str)
+    return source in GPT2_SIZES or isinstance(found, str)
 
 
 def _download(source: str) -> Path:

@@ -3,15 +3,14 @@
 from pathlib import Path
 
 from formats.checkpoint import Checkpoint
-from formats.huggingface import repo_name, was_downloaded
+from formats.huggingface import is_from_hub, repo_name
 from formats.metrics import HELLASWAG_EXAMPLES, validations
-from lr_schedule import default_warmup_steps
-from model import GPT2_SIZES, GPTConfig
+from model import GPTConfig
 
 # Settings and results in the card. Other settings may contain paths on the user's machine.
 LISTED = (
     *("max_steps", "total_batch_size", "block_size", "optimizer", "max_lr", "min_lr", "val_tokens"),
-    *("warmup_steps", "lr_schedule", "weight_decay", "grad_clip", "spelling_share", "seed"),
+    *("lr_schedule", "weight_decay", "grad_clip", "spelling_share", "seed"),
     *("val_loss", "val_bpb", "hellaswag_acc_norm", "hellaswag_total"),
 )
 NOTES = f"""
@@ -26,11 +25,7 @@ repeats the errors and biases of its data. Only the results listed in this card 
 
 
 def model_card(
-    name: str,
-    config: GPTConfig,
-    n_params: int,
-    checkpoint: Checkpoint | None,
-    license_id: str | None,
+    name: str, config: GPTConfig, n_params: int, checkpoint: Checkpoint | None, license: str | None
 ) -> str:
     """Return a model's card; without a checkpoint, it has no data, settings and results.
 
@@ -38,7 +33,7 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
 
-    metadata = ModelCardData(library_name="transformers", tags=["gpt2"], license=license_id)
+    metadata = ModelCardData(library_name="transformers", tags=["gpt2"], license=license)
     metadata.pipeline_tag = "text-generation"
     text = (
         f"# {name}\n\nA GPT-2 with {n_params:,} parameters: {config.n_layer} blocks, "
@@ -47,10 +42,7 @@ def model_card(
     if checkpoint is not None:
         state, run_dir = checkpoint.state, checkpoint.path.absolute().parent.parent
         values = state.train_config | validations(run_dir).get(state.step, {})
-        if values.get("warmup_steps") is None and "max_steps" in values:
-            values["warmup_steps"] = default_warmup_steps(values["max_steps"])
-        start = values.get("init_from")
-        if start in GPT2_SIZES or (start and was_downloaded(start)):
+        if (start := values.get("init_from")) and is_from_hub(start):
             metadata.base_model = repo_name(start)
         data = Path(values.get("data_dir", "unknown")).name
         text += f"\n{state.tokens_seen:,} tokens of `{data}` in {state.step:,} steps.\n\n"

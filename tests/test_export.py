@@ -69,7 +69,6 @@ def test_card_has_the_settings_and_the_results_of_the_checkpoints_step(tmp_path,
         "1,280 tokens of `my-stories` in 20 steps.",
         "| max_lr | 0.003 |",
         "| optimizer | muon |",
-        "| warmup_steps | 4 |",
         "| val_loss | 3.25 |",
         "| hellaswag_total | 20 |",
     ):
