@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import tomllib
 from graphlib import TopologicalSorter
 
@@ -126,3 +127,14 @@ def test_documents_name_tests_and_files_that_exist(path):
     for link in links:
         places = (path.parent / link, ROOT / link, ROOT / "tests" / link)
         assert any(place.exists() for place in places), link
+
+
+def test_git_for_windows_keeps_line_ends_of_files_that_are_hashed_or_run_by_a_shell(tmp_path):
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs git's index")
+    names = ("assets/vocab.bpe", ".ci/run")
+    options = ("-c", "safe.directory=*", "-c", "core.autocrlf=true")
+    git = ["git", *options, "checkout-index", f"--prefix={tmp_path}/", *names]
+    subprocess.run(git, cwd=ROOT, check=True)
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes(), name
