@@ -139,7 +139,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     val_source = None
     if config.val_source:
         paths = sources.local_files(config.val_source, config.text_field)
-        val_source = sources.file_source(paths, None, config.text_field)
+        val_source = sources.file_source(paths, config.text_field)
         options["val files"] = val_source.identity["files"]
         if any(file in source.identity.get("files", ()) for file in options["val files"]):
             raise ValueError("--source and --val-source have a file in common: move one of them")
@@ -234,8 +234,8 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         base = Path(first) if Path(first).exists() else paths[0].parent
         name = base.resolve().name
         if base.is_file():
-            name = name[: len(name) - len(sources.file_type(base) or base.suffix)]
-        return name, lambda _: sources.file_source(paths, None, config.text_field)
+            name = Path(sources.COMPRESSED.sub("", name)).stem
+        return name, lambda _: sources.file_source(paths, config.text_field)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: pass a single name, or only files")
     if first in sources.SOURCES:

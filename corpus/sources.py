@@ -34,7 +34,7 @@ CODECS = {
     rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": "zstd",
     rb"\x04\x22\x4d\x18": "lz4",
 }
-COMPRESSED = (".gz", ".bz2", ".zst", ".lz4", "")  # ends of file names
+COMPRESSED = re.compile(r"\.(gz|bz2|zst|lz4)$", re.IGNORECASE)  # end of a file's name
 JSON_ARRAY = "a JSON array, not JSON lines; use jq -c '.[]' FILE > NEW_FILE.jsonl"
 NOT_UTF8 = (
     "is not UTF-8; to drop such bytes, use iconv -c -f utf-8 -t utf-8 FILE > NEW_FILE; for a text "
@@ -112,16 +112,13 @@ def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
     yield rest
 
 
-def file_source(
-    paths: list[Path], identity: dict[str, Any] | None = None, field: str = "text"
-) -> Source:
+def file_source(paths: list[Path], field: str = "text") -> Source:
     """Return a source of local files, in order; files of unknown type are read as plain text."""
-    if identity is None:
-        identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
+    identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
     return Source(identity, lambda: [local_file(path, field) for path in paths])
 
 
-def local_file(path: Path, field: str) -> SourceFile:
+def local_file(path: Path, field: str = "text") -> SourceFile:
     """Return a local file, which is a single document if it is plain text."""
     return SourceFile(partial(read_file, path, field), find_reader(path) is read_plain)
 
@@ -157,7 +154,7 @@ def stdlib_source() -> Source:
         "modules": len(names),
         "sha256 of names and sizes": hashlib.sha256(sizes.encode()).hexdigest(),
     }
-    return file_source([root / name for name in names], identity)
+    return Source(identity, lambda: [local_file(root / name) for name in names])
 
 
 def hash_of_name(name: str) -> bytes:
@@ -167,7 +164,8 @@ def hash_of_name(name: str) -> bytes:
 
 def file_type(path: Path | str) -> str:
     """Return the end of a file's name that selects its reader in `READERS`, or an empty string."""
-    return next(kind for kind in READERS if str(path).lower().endswith(kind))
+    name = COMPRESSED.sub("", str(path)).lower()
+    return next(kind for kind in READERS if name.endswith(kind))
 
 
 def local_paths(pattern: str) -> list[Path]:
@@ -354,19 +352,15 @@ def read_plain(path: Path, _: str = "") -> Iterator[str]:
     yield text + decoder.decode(b"", final=True)
 
 
-# Readers of local files by the end of the file's name, in lower case; "" is for any other name. A
-# reader gets the path and the field that holds the text, and yields documents or, as `read_plain`,
-# parts of one.
+# Readers of local files by the end of the file's name, in lower case, without the end of a compressed
+# file; "" is for any other name. A reader gets the path and the field that holds the text, and
+# yields documents or, as `read_plain`, parts of one.
 Reader = Callable[[Path, str], Iterator[str]]
-READERS: dict[str, Reader] = {".parquet": read_parquet} | {
-    kind + end: reader
-    for kinds, reader in (
-        ((".jsonl", ".ndjson", ".json"), read_jsonl),
-        ((".csv", ".tsv"), read_csv),
-        ((".txt", ""), read_plain),
-    )
-    for kind in kinds
-    for end in COMPRESSED
+READERS: dict[str, Reader] = {
+    ".parquet": read_parquet,
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_jsonl),
+    **dict.fromkeys((".csv", ".tsv"), read_csv),
+    **dict.fromkeys((".txt", ""), read_plain),
 }
 # Readers by the first bytes of a file, which count more than its name, or what to do with files
 # that are not read.
