@@ -310,10 +310,10 @@ def open_shards(folder: Path | str, split: Split | Literal["all"]) -> TokenShard
         raise ValueError(f"{folder} is a file, not a folder of shards: make shards with {command}")
     if not paths:
         raise FileNotFoundError(
-            f"{folder} has no {' or '.join(splits)} shards: make data/stdlib (11 MB, seconds, no "
-            f"network) with python fineweb.py --source stdlib, make data/fineweb-edu-10BT (20 GB) "
-            f"with python fineweb.py, or download shards with hf download OWNER/NAME "
-            f"--repo-type dataset --local-dir {folder}"
+            f"{folder} has no {' or '.join(splits)} shards: use --data-dir with their folder; or "
+            f"make data/stdlib (11 MB, seconds, no network) with python fineweb.py --source stdlib "
+            f"or data/fineweb-edu-10BT (20 GB) with python fineweb.py, or download shards with "
+            f"hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
         )
     return TokenShards(paths, _fingerprint(infos, paths))
 

@@ -352,9 +352,9 @@ def read_plain(path: Path, _: str = "") -> Iterator[str]:
     yield text + decoder.decode(b"", final=True)
 
 
-# Readers of local files by the end of the file's name, in lower case, without the end of a compressed
-# file; "" is for any other name. A reader gets the path and the field that holds the text, and
-# yields documents or, as `read_plain`, parts of one.
+# Readers by the end of a file's name, in lower case and without the end of compressed files; "" is
+# for any other name. A reader gets the path and the field that holds the text, and yields documents
+# or, as `read_plain`, parts of one.
 Reader = Callable[[Path, str], Iterator[str]]
 READERS: dict[str, Reader] = {
     ".parquet": read_parquet,

@@ -309,7 +309,7 @@ def test_main_in_a_thread_trains_and_leaves_signals_alone(tiny_flags, tmp_path):
 
 def test_main_names_data_dir_for_data_that_was_moved(tiny_flags, tiny_data, copied, capsys):
     flags = [f"--resume={copied}", "--data-dir=moved", "--max-steps=9"]
-    with pytest.raises(FileNotFoundError, match=r"^moved does not exist: use --data-dir with the"):
+    with pytest.raises(FileNotFoundError, match=r"^moved has no train shards: use --data-dir"):
         main(flags)
     main([*flags, f"--data-dir={tiny_data}"])
     assert "done: " in capsys.readouterr().out

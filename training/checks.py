@@ -36,10 +36,6 @@ def check_ranks_agree(
     with raise_on_all_ranks():
         check_parallel_mode(config, device)
         check_installed(config.logger if is_main() else ())
-        if (resumed or config.config) and not config.data_dir.exists():
-            raise FileNotFoundError(
-                f"{config.data_dir} does not exist: use --data-dir with the folder of the data"
-            )
         train, val = open_shards(config.data_dir, "train"), TokenShards([], "none")
         with suppress(FileNotFoundError):  # a run without validations needs no validation split
             val = open_shards(config.data_dir, "val")
