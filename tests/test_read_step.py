@@ -43,9 +43,8 @@ def test_read_step_prints_the_windows_that_the_step_trained_on(
     printed = read(run_dir, "--step=3")
     assert [text for _, text in printed] == [text.strip("\n") for text in texts]
     moved = shutil.copytree(tiny_data, tmp_path / "moved")
-    assert [text for _, text in read(run_dir, "--step=3", f"--data-dir={moved}")] == [
-        text for _, text in printed
-    ]
+    again = read(run_dir, "--step=3", f"--data-dir={moved}")
+    assert again == [(title.replace(str(tiny_data), str(moved)), text) for title, text in printed]
     for title, text in printed:
         shard, offset = title.split(", token ")
         start = int(offset.replace(",", ""))
