@@ -280,8 +280,9 @@ def test_validation_from_a_separate_text_or_a_chosen_fraction(make, tmp_path):
         assert val == reference(TEXTS[:9])
         train = open_shards("v", "train").read(0, 10**6).tolist()
         assert train == reference(TEXTS)[: more - len(val)]
-    make(*flags, "--val-share=0.05", "--data-dir=s")
-    assert open_shards("s", "val").total_tokens == 100  # of two shards
+    for share, n_val in ((0.1, 200), (0.05, 100)):  # of two shards; the first is the default
+        make(*flags, f"--data-dir={n_val}", *([f"--val-share={share}"] if share != 0.1 else []))
+        assert open_shards(str(n_val), "val").total_tokens == n_val
     with pytest.raises(ValueError, match="have a file in common"):
         make(*flags, "--val-source=a.jsonl", "--data-dir=t")
 
