@@ -2,10 +2,8 @@
 
 import functools
 import os
-import queue
 import sys
 import threading
-import time
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -78,21 +76,19 @@ def show_compiling() -> None:
     """From now on, show on a terminal what torch.compile compiles, and for how long so far."""
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-    events = queue.SimpleQueue[str]()  # what is compiled, and "" when it has been compiled
+    is_done = threading.Event()
 
     def start(args: Any) -> None:  # noqa: ANN401 - private to torch
+        is_done.clear()
         is_backward = args.callback_trigger == CallbackTrigger.LAZY_BACKWARD
-        events.put(f"compiling the {'backward' if is_backward else 'forward'} pass")
+        text = f"compiling the {'backward' if is_backward else 'forward'} pass"
+        threading.Thread(target=show, args=[text], daemon=True).start()
 
-    def show() -> None:
-        while True:
-            with tqdm(desc=events.get(), bar_format="{desc}: {elapsed}", leave=False) as line:
-                while events.empty():
-                    line.refresh()
-                    time.sleep(0.2)
-            events.get()
+    def show(text: str) -> None:
+        with tqdm(desc=text, bar_format="{desc}: {elapsed}", leave=False) as line:
+            while not is_done.wait(0.2):
+                line.refresh()
 
     if is_main() and sys.stderr.isatty():
         callback_handler.register_start_callback(start)
-        callback_handler.register_end_callback(lambda _: events.put(""))
-        threading.Thread(target=show, daemon=True).start()
+        callback_handler.register_end_callback(lambda _: is_done.set())
