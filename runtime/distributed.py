@@ -5,7 +5,6 @@ which the collectives here do nothing.
 """
 
 import gc
-import itertools
 import os
 import sys
 import time
@@ -52,14 +51,12 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
     if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE on its own
         check_launcher()
         return DistInfo(select_device(device_name))
-    if "WORLD_SIZE" not in os.environ:
-        raise ValueError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     return DistInfo(
         select_device(device_name, local_rank),
         rank=int(os.environ["RANK"]),
         local_rank=local_rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
 
@@ -214,12 +211,9 @@ def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
     texts = gather_text("\n".join(lines))
     with raise_on_all_ranks():
         for rank, text in enumerate(texts):
-            for line, main in itertools.zip_longest(text.split("\n"), texts[0].split("\n")):
+            for line, main in zip(text.split("\n"), texts[0].split("\n"), strict=True):
                 if line != main:
-                    raise ValueError(
-                        f"{what} differ: rank {rank} has {line or 'nothing'}, "
-                        f"rank 0 has {main or 'nothing'}"
-                    )
+                    raise ValueError(f"{what} differ: rank {rank} has {line}, rank 0 has {main}")
 
 
 def rank_batches(
