@@ -22,7 +22,7 @@ from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
 PathOrName = Annotated[str, Path]  # the type of a flag for a path, whose `~` is expanded, or a name
-RANK_0_SECONDS = 5  # other ranks wait while rank 0 prints its error; then torchrun ends them
+RANK_0_SECONDS = 5  # an error waits on other ranks, which torchrun ends once rank 0 has failed
 POSITIONAL = {"positional": True}  # metadata of a field with one or more values and no --NAME
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers
@@ -37,9 +37,7 @@ class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
 
 
 def parse_flags(
-    config_class: type[Config],
-    args: Sequence[str] | None = None,
-    default: Config | None = None,
+    config_class: type[Config], args: Sequence[str] | None = None, default: Config | None = None
 ) -> Config:
     """Build a dataclass from command-line flags: one flag per field, its docstring as the help.
 
@@ -54,29 +52,20 @@ def parse_flags(
         default: provides the values of flags that are not passed.
 
     Raises:
-        ValueError: a flag is unknown or its value is invalid; the message is one line. Only rank 0
-            raises it; the other ranks exit with code 2.
+        ValueError: a flag is unknown or its value is invalid; the message is one line.
     """
     dashed = [
         re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
         for arg in (sys.argv[1:] if args is None else args)
     ]
     try:
-        return _parse(config_class, dashed, default)
+        given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
+        if unknown:
+            raise ValueError(_explain_unknown(unknown, config_class))
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
+        return replace(cast(Any, default), **values) if default else config_class(**values)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":  # print the error once under torchrun
-            raise ValueError(f"{error} (--help lists the flags)") from None
-    time.sleep(RANK_0_SECONDS)
-    raise SystemExit(2)
-
-
-def _parse(config_class: type[Config], args: Sequence[str], default: Config | None) -> Config:
-    """Build a dataclass from flags; raise ValueError on every rank if one is invalid."""
-    given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(args)
-    if unknown:
-        raise ValueError(_explain_unknown(unknown, config_class))
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
-    return replace(cast(Any, default), **values) if default else config_class(**values)
+        raise ValueError(f"{error} (--help lists the flags)") from None
 
 
 def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +75,7 @@ def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dic
 
     def problem(left_out: str = "") -> str:
         try:
-            _parse(config_class, as_flags({n: usable[n] for n in usable if n != left_out}), None)
+            parse_flags(config_class, as_flags({n: usable[n] for n in usable if n != left_out}))
         except ValueError as error:
             return str(error)
         return ""
@@ -293,6 +282,8 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         _exit(141)
     except (ValueError, OSError) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # print the same error once per machine
+            time.sleep(RANK_0_SECONDS)
         print_error(f"error: {error}")
         _exit(2)
     except (RunStopped, FloatingPointError) as error:

@@ -10,8 +10,16 @@ from typing import ClassVar, Literal
 import pytest
 from conftest import ROOT
 
-from runtime import cli
-from runtime.cli import POSITIONAL, PathOrName, as_flags, bad_numbers, flag_of, parse_flags
+from runtime.cli import (
+    POSITIONAL,
+    RANK_0_SECONDS,
+    PathOrName,
+    as_flags,
+    bad_numbers,
+    flag_of,
+    parse_flags,
+    run_command,
+)
 from training.config import TrainConfig
 
 BOTH = ("wandb", "trackio")
@@ -267,14 +275,6 @@ def test_help_of_every_script_has_every_flag(script, capsys, monkeypatch):
     assert all(f"\n{title}:\n" in text for title in titles.values())
 
 
-def test_bad_flag_is_told_by_rank_0_only(monkeypatch):
-    monkeypatch.setattr(cli, "RANK_0_SECONDS", 0)
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as stop:
-        parse_flags(Config, ["--max-stps"])
-    assert stop.value.code == 2
-
-
 # --- errors and exit codes --------------------------------------------------------------------
 
 
@@ -289,6 +289,16 @@ def test_bad_flag_is_told_by_rank_0_only(monkeypatch):
 )
 def test_run_command_ends_in_one_line(body, code, line, tmp_path):
     assert end(run_script(tmp_path, body)) == (code, "", f"{line}\n")
+
+
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [RANK_0_SECONDS])])
+def test_run_command_lets_rank_0_print_an_error_first(rank, waits, monkeypatch):
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(SystemExit, match="2"):
+        run_command(lambda: parse_flags(Config, ["--max-stps"]))
+    assert slept == waits
 
 
 @pytest.mark.parametrize("size", [10, 10**6])  # printed at the end, or while main runs
