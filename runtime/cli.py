@@ -112,19 +112,18 @@ def shell_line(*words: object) -> str:
 def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     """Describe the invalid numbers of a configuration.
 
-    Numbers in the fields `above_zero` must be above 0, all others at least 0. Floats must be
-    finite, and integers must fit in 64 bits.
+    Numbers in the fields `above_zero` must be above 0, all others at least 0. All must be finite
+    and fit in 64 bits.
     """
     problems = []
     for name, value in vars(config).items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if type(value) not in (int, float):
             continue
         limits = {  # the message names the first one that is not met
-            "a number": value == value,
+            "finite": abs(value) < float("inf"),
             "above 0": value > 0 or name not in above_zero,
             "at least 0": value >= 0,
-            "finite": value < float("inf"),
-            "below 2**63": value < 2**63 or isinstance(value, float),
+            "below 2**63": value < 2**63,
         }
         unmet = [limit for limit, is_met in limits.items() if not is_met]
         problems += [f"{flag_of(name)} must be {limit}, not {value}" for limit in unmet[:1]]
@@ -134,10 +133,8 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ValueError, where argparse would print the usage of every flag and exit."""
-        message = message.removeprefix("argument ")
-        if "ignored explicit argument" in message:  # --compile=False
-            message += ": use --NAME or --no-NAME"
-        raise ValueError(message)
+        message = message.replace("ignored explicit argument", "use one of them without")
+        raise ValueError(message.removeprefix("argument "))
 
 
 def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
@@ -218,8 +215,6 @@ def parse_int(text: str) -> int:
     number = float(re.sub("[kmb]$", lambda unit: UNITS[unit[0]], text.lower()))
     if not number.is_integer():
         raise ValueError(f"{text} is not a whole number")
-    if abs(number) > 2**53:  # larger floats are not exact
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is beyond 2**53: write all of its digits")
     return int(number)
 
 

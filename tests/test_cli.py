@@ -23,8 +23,8 @@ from runtime.cli import (
 from training.config import TrainConfig
 
 BOTH = ("wandb", "trackio")
-LEAST, ABOVE = "must be at least 0, not", "must be above 0, not"
-SWITCH = "--compile/--no-compile: ignored explicit argument"
+LEAST, ABOVE, FINITE = (f"must be {limit}, not" for limit in ("at least 0", "above 0", "finite"))
+SWITCH = "--compile/--no-compile: use one of them without"
 DEVICE = "--device: 'cuda:1' is not auto or cuda or cpu"
 
 
@@ -140,12 +140,12 @@ def test_parse_flags_lays_flags_over_given_defaults():
         (["--max-stps", "3"], "unknown flag --max-stps: did you mean --max-steps?"),
         (["--lr=3", "--no"], "unknown flag --lr; unknown flag --no"),
         (["--max-step", "3"], "unknown flag --max-step: did you mean --max-steps?"),
-        (["--compile=no"], f"{SWITCH} 'no': use --NAME or --no-NAME"),
+        (["--compile=no"], f"{SWITCH} 'no'"),
         (["--device=cuda:1"], f"{DEVICE}: use cuda, and set CUDA_VISIBLE_DEVICES=1"),
         (["--max-steps", "a/ b"], "--max-steps: 'a/ b' is not INT"),
         (as_flags({"max_steps": 1.5}), "--max-steps: '1.5' is not INT"),
         (["--max-steps=1.0001k"], "--max-steps: '1.0001k' is not INT"),
-        (["--max-steps", "1e300"], "--max-steps: '1e300' is beyond 2**53: write all of its digits"),
+        (["--max-steps", "1e300"], f"--max-steps must be below 2**63, not {int(1e300)}"),
         (["--max-steps", "5kk"], "--max-steps: '5kk' is not INT"),
         (["--micro-batch-size=all"], "--micro-batch-size: 'all' is not INT or auto"),
         (["--size", "gpt3"], "--size: 'gpt3' is not gpt2 or gpt2-xl"),
@@ -153,12 +153,9 @@ def test_parse_flags_lays_flags_over_given_defaults():
         (["--max-steps"], "--max-steps: expected one argument"),
         (["--max-steps=0"], "--max-steps must be above 0, not 0"),
         ([f"--workers={2**70}"], f"--workers must be below 2**63, not {2**70}"),
-        (["--max-lr=inf"], "--max-lr must be finite, not inf"),
-        (["--max-steps=-1", "--max-lr=-inf"], f"--max-lr {LEAST} -inf; --max-steps {ABOVE} -1"),
-        (
-            ["--max-lr=nan", "--workers=-1"],
-            f"--max-lr must be a number, not nan; --workers {LEAST} -1",
-        ),
+        (["--max-lr=inf"], f"--max-lr {FINITE} inf"),
+        (["--max-steps=-1", "--max-lr=-2"], f"--max-lr {LEAST} -2.0; --max-steps {ABOVE} -1"),
+        (["--max-lr=nan", "--workers=-1"], f"--max-lr {FINITE} nan; --workers {LEAST} -1"),
     ],
 )
 def test_parse_flags_error_is_one_plain_line(args, message):
