@@ -196,14 +196,11 @@ def raise_on_all_ranks() -> Iterator[None]:
     except (OSError, ValueError) as caught:
         error = caught
     messages = gather_text("" if error is None else str(error) or repr(error))
-    if not any(messages):
-        return
-    if not is_main():
+    failures = [f"on rank {rank}: {text}" for rank, text in enumerate(messages) if text]
+    if failures and not is_main():
         raise SystemExit(2)
-    if error is not None:
-        raise error
-    rank = next(rank for rank, message in enumerate(messages) if message)
-    raise ValueError(f"on rank {rank}: {messages[rank]}")
+    if failures:
+        raise error or ValueError(failures[0])
 
 
 def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
