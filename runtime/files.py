@@ -59,10 +59,9 @@ def write_folder(path: Path) -> Iterator[Path]:
     path = path.resolve()  # a link stays, and the folder that it leads to is replaced
     temporary = path.with_name(f".{path.name}.tmp")
     replaced = path.with_name(f".{path.name}.deleted")
-    path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in (temporary, replaced):  # if a process was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
     try:
         yield temporary
         for name in temporary.iterdir():
