@@ -31,7 +31,6 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
-MAX_TIMEOUT_MINUTES = 60 * 24 * 365  # stands for no limit
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def setup_distributed(
     if device.type == "cpu":  # torchrun sets OMP_NUM_THREADS to 1 if it is not set
         threads = int(os.environ.get("OMP_NUM_THREADS", 1))
         torch.set_num_threads(threads if threads > 1 else usable_cores())
-    timeout = timedelta(minutes=timeout_minutes or MAX_TIMEOUT_MINUTES)
+    timeout = timedelta(minutes=timeout_minutes or 60 * 24 * 365)  # a year stands for no limit
     try:
         if device.type == "cuda" and not cpu_offload:
             dist.init_process_group("nccl", timeout=timeout, device_id=device)

@@ -89,10 +89,7 @@ def cpu_flops(dtype: torch.dtype) -> float:
 
 
 def mfu(
-    tokens_per_second: float,
-    flops_per_token: int,
-    device_peak_flops: float | None,
-    world_size: int = 1,
+    tokens_per_second: float, flops_per_token: int, device_peak_flops: float | None, world_size: int
 ) -> float | None:
     """Return the model FLOPs utilization: the fraction of the devices' peak spent on the model.
 
