@@ -35,8 +35,9 @@ def _reason(error: Exception) -> str:
     inner = getattr(error, "inner_exception", error)
     first_line = str(inner).strip().partition("\n")[0]
     fix = f"delete the compile cache {cache_dir()}"
-    if " " in cache_dir():  # the compiler's command does not quote it
-        fix = f"set TORCHINDUCTOR_CACHE_DIR to a path without a space, unlike {cache_dir()}"
+    # The compiler's command does not quote paths.
+    if spaced := [path for path in (cache_dir(), *torch.__path__) if " " in path]:
+        fix = f"use a path without a space (.venv, TORCHINDUCTOR_CACHE_DIR), unlike {spaced[0]}"
     return f"{type(inner).__name__} ({first_line}): {fix}"
 
 
