@@ -26,6 +26,7 @@ RANK_0_SECONDS = 5  # an error waits on other ranks, which torchrun ends once ra
 POSITIONAL = {"positional": True}  # metadata of a field with one or more values and no --NAME
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers
+DURATIONS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -249,14 +250,11 @@ def format_duration(seconds: float | None) -> str:
     """Format seconds in at most two units: `43s`, `5m07s`, `1h43m`, `2d04h`; `n/a` for None."""
     if seconds is None:
         return "n/a"
-    minutes, rest = divmod(round(seconds), 60)
-    if not minutes:
-        return f"{rest}s"
-    hours, minutes = divmod(minutes, 60)
-    if not hours:
-        return f"{minutes}m{rest:02d}s"
-    days, hours = divmod(hours, 24)
-    return f"{days}d{hours:02d}h" if days else f"{hours}h{minutes:02d}m"
+    whole = round(seconds)
+    for (size, unit), (next_size, next_unit) in pairwise(DURATIONS):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // next_size:02d}{next_unit}"
+    return f"{whole}s"
 
 
 # --- errors and exit codes --------------------------------------------------------------------
