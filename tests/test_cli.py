@@ -21,6 +21,7 @@ from runtime.cli import (
     run_command,
 )
 from training.config import TrainConfig
+from training.resume import parse_config
 
 BOTH = ("wandb", "trackio")
 LEAST, ABOVE, FINITE = (f"must be {limit}, not" for limit in ("at least 0", "above 0", "finite"))
@@ -207,6 +208,9 @@ def test_parse_flags_expands_the_home_folder_in_paths_only(tmp_path, monkeypatch
     assert config.init_from == str(tmp_path / "a")
     assert config.resume == str(tmp_path / "b")
     assert config.sample_prompt == "~/c"
+    for flag in ("--config", "--resume", "--init-from"):  # read before the other flags
+        with pytest.raises(OSError, match=re.escape(str(tmp_path / "d"))):
+            parse_config([f"{flag}=~/d"])
 
 
 @pytest.mark.parametrize(
