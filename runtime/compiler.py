@@ -77,19 +77,19 @@ def show_compiling() -> None:
     """From now on, show on a terminal what torch.compile compiles, and for how long so far."""
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-    is_done = threading.Event()
+    ended = list[threading.Event]()  # one for each line
 
     def start(args: Any) -> None:  # noqa: ANN401 - private to torch
-        is_done.clear()
+        ended.append(threading.Event())
         is_backward = args.callback_trigger == CallbackTrigger.LAZY_BACKWARD
         text = f"compiling the {'backward' if is_backward else 'forward'} pass"
-        threading.Thread(target=show, args=[text], daemon=True).start()
+        threading.Thread(target=show, args=[text, ended[-1]], daemon=True).start()
 
-    def show(text: str) -> None:
+    def show(text: str, is_done: threading.Event) -> None:
         with tqdm(desc=text, bar_format="{desc}: {elapsed}", leave=False) as line:
             while not is_done.wait(0.2):
                 line.refresh()
 
     if is_main() and sys.stderr.isatty():
         callback_handler.register_start_callback(start)
-        callback_handler.register_end_callback(lambda _: is_done.set())
+        callback_handler.register_end_callback(lambda _: ended.pop().set())
