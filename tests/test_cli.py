@@ -10,22 +10,13 @@ from typing import ClassVar, Literal
 import pytest
 from conftest import ROOT
 
-from runtime.cli import (
-    POSITIONAL,
-    RANK_0_SECONDS,
-    PathOrName,
-    as_flags,
-    bad_numbers,
-    flag_of,
-    parse_flags,
-    run_command,
-)
+from runtime import cli
+from runtime.cli import POSITIONAL, PathOrName, as_flags, bad_numbers, flag_of, parse_flags
 from training.config import TrainConfig
 from training.resume import parse_config
 
 BOTH = ("wandb", "trackio")
 LEAST, ABOVE, FINITE = (f"must be {limit}, not" for limit in ("at least 0", "above 0", "finite"))
-SWITCH = "--compile/--no-compile: use one of them without"
 DEVICE = "--device: 'cuda:1' is not auto or cuda or cpu"
 
 
@@ -141,7 +132,7 @@ def test_parse_flags_lays_flags_over_given_defaults():
         (["--max-stps", "3"], "unknown flag --max-stps: did you mean --max-steps?"),
         (["--lr=3", "--no"], "unknown flag --lr; unknown flag --no"),
         (["--max-step", "3"], "unknown flag --max-step: did you mean --max-steps?"),
-        (["--compile=no"], f"{SWITCH} 'no'"),
+        (["--compile=no"], "--compile/--no-compile: use one of them without 'no'"),
         (["--device=cuda:1"], f"{DEVICE}: use cuda, and set CUDA_VISIBLE_DEVICES=1"),
         (["--max-steps", "a/ b"], "--max-steps: 'a/ b' is not INT"),
         (as_flags({"max_steps": 1.5}), "--max-steps: '1.5' is not INT"),
@@ -173,17 +164,13 @@ def test_parse_flags_says_what_a_flag_of_another_trainer_is_called_here():
         ("--gradient_checkpointing", "--activation-checkpointing"),
         ("--epochs", "--max-steps", "--total-batch-size"),
         ("--batch-size", "--micro-batch-size", "--total-batch-size"),
+        ("--local_rank", "--nproc-per-node"),
+        ("--vocab_size",),  # there is none
     ):
-        with pytest.raises(ValueError, match=r"unknown flag .*: did you mean") as caught:
+        with pytest.raises(ValueError, match="unknown flag") as error:
             parse_flags(TrainConfig, [f"{flag}=3"])
-        found = re.findall("(?<=[ ])--[a-z-]+", str(caught.value))
+        found = re.findall("(?<=[ ])--[a-z-]+", str(error.value))
         assert found == [flag.replace("_", "-"), *meant]
-    with pytest.raises(ValueError, match=r"^unknown flag --vocab-size \("):  # there is none
-        parse_flags(TrainConfig, ["--vocab_size=50304"])
-    with pytest.raises(
-        ValueError, match=r"did you mean torchrun --nproc-per-node=N train_gpt2\.py"
-    ):
-        parse_flags(TrainConfig, ["--local_rank=0"])
     names = {flag_of(field.name) for field in fields(TrainConfig)}
     for other, meant in TrainConfig.OTHER_NAMES.items():
         assert other not in names
@@ -204,9 +191,8 @@ def test_parse_flags_expands_the_home_folder_in_paths_only(tmp_path, monkeypatch
     fineweb, train = (pkgutil.resolve_name(SCRIPTS[name]) for name in ("fineweb", "train_gpt2"))
     sources = parse_flags(fineweb, ["--source", "~/a.txt", "stdlib"]).source
     assert sources == (str(tmp_path / "a.txt"), "stdlib")
-    config = parse_flags(train, ["--init-from=~/a", "--resume=~/b", "--sample-prompt=~/c"])
+    config = parse_flags(train, ["--init-from=~/a", "--sample-prompt=~/c"])
     assert config.init_from == str(tmp_path / "a")
-    assert config.resume == str(tmp_path / "b")
     assert config.sample_prompt == "~/c"
     for flag in ("--config", "--resume", "--init-from"):  # read before the other flags
         with pytest.raises(OSError, match=re.escape(str(tmp_path / "d"))):
@@ -292,13 +278,13 @@ def test_run_command_ends_in_one_line(body, code, line, tmp_path):
     assert end(run_script(tmp_path, body)) == (code, "", f"{line}\n")
 
 
-@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [RANK_0_SECONDS])])
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [cli.RANK_0_SECONDS])])
 def test_run_command_lets_rank_0_print_an_error_first(rank, waits, monkeypatch):
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setenv("LOCAL_RANK", rank)
     with pytest.raises(SystemExit, match="2"):
-        run_command(lambda: parse_flags(Config, ["--max-stps"]))
+        cli.run_command(lambda: parse_flags(Config, ["--max-stps"]))
     assert slept == waits
 
 

@@ -58,13 +58,12 @@ def test_prepare_compiler_names_the_switch_that_turns_compiling_off(name, monkey
     assert problem == f"torch.compile is switched off: unset {name}"
 
 
-@pytest.mark.parametrize("of_torch", [True, False])
-def test_compile_error_names_a_space_in_the_path_of_the_cache_or_of_torch(of_torch, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a" if of_torch else "/a b")
-    monkeypatch.setattr(torch, "__path__", ["/my venv/torch" if of_torch else "/venv/torch"])
-    fix = "use a path without a space (.venv, TORCHINDUCTOR_CACHE_DIR), unlike "
-    fix += "/my venv/torch, or" if of_torch else "/a b, or"
-    assert fix in compile_error(OutOfResources(2, 1, "shared memory"))
+@pytest.mark.parametrize(("cache", "package"), [("/a b", "/torch"), ("/cache", "/a b/torch")])
+def test_compile_error_names_a_path_with_a_space(cache, package, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+    monkeypatch.setattr(torch, "__path__", [package])
+    problem = compile_error(OutOfResources(2, 1, "shared memory"))
+    assert re.search(r": use a path without a space \(.*\), unlike /a b(/torch)?, or", problem)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
