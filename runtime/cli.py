@@ -304,7 +304,6 @@ def print_error(message: str) -> None:
     line = prefix + " ".join(redact_secrets(message).split()) + "\n"
     with suppress(OSError):  # the terminal was closed: only the exit code is left
         sys.stderr.write(line)  # print() writes twice, which would mix the ranks' lines
-        sys.stderr.flush()
 
 
 def _exit(code: int) -> NoReturn:
