@@ -113,8 +113,8 @@ def shell_line(*words: object) -> str:
 def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     """Describe the invalid numbers of a configuration.
 
-    Numbers in the fields `above_zero` must be above 0, all others at least 0. All must be finite
-    and fit in 64 bits.
+    Numbers in the fields `above_zero` must be above 0, all others at least 0. Floats must be
+    finite, and integers must fit in 64 bits.
     """
     problems = []
     for name, value in vars(config).items():
@@ -124,7 +124,7 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
             "finite": abs(value) < float("inf"),
             "above 0": value > 0 or name not in above_zero,
             "at least 0": value >= 0,
-            "below 2**63": value < 2**63,
+            "below 2**63": value < 2**63 or isinstance(value, float),
         }
         unmet = [limit for limit, is_met in limits.items() if not is_met]
         problems += [f"{flag_of(name)} must be {limit}, not {value}" for limit in unmet[:1]]
