@@ -40,8 +40,8 @@ def fits_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether `BlockCausalAttention` supports these queries, keys and values."""
     is_uniform = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
     T = q.size(-2)
-    is_length = T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
-    return q.device.type == "cpu" and q.dim() == 4 and is_uniform and is_length
+    fits_length = T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
+    return q.device.type == "cpu" and q.dim() == 4 and is_uniform and fits_length
 
 
 class BlockCausalAttention(torch.autograd.Function):

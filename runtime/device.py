@@ -121,7 +121,8 @@ def _cgroup_limits() -> Iterator[int]:
     """Yield the limits in bytes that a container or a cluster sets for this process (Linux)."""
     groups = OWN_CGROUPS.read_text() if OWN_CGROUPS.exists() else ""
     for group in map(Path, re.findall(":(/.*)", groups)):
-        for folder in (group, *group.parents):  # versions 2 and 1 of control groups
+        for folder in (group, *group.parents):
+            # Files of versions 2 and 1 of control groups.
             for limit in (f"{folder}/memory.max", f"/memory{folder}/memory.limit_in_bytes"):
                 with contextlib.suppress(OSError, ValueError):  # "max": no limit
                     yield int(Path(f"{CGROUPS}{limit}").read_text())
