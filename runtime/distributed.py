@@ -251,8 +251,7 @@ def barrier() -> None:
 
 def print0(line: str) -> None:
     """Print a line on rank 0, above an evaluation's progress bar if there is one."""
-    if not is_main():
-        return
-    with suppress(OSError):  # a full disk or a closed pipe must not end a run
-        tqdm.write(f"{line}\n", end="")
-        sys.stdout.flush()  # log files and pipes get the line immediately
+    if is_main():
+        with suppress(OSError):  # a full disk or a closed pipe must not end a run
+            tqdm.write(f"{line}\n", end="")
+            sys.stdout.flush()  # log files and pipes get the line immediately
