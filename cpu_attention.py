@@ -39,9 +39,10 @@ def scaled_dot_product_attention(
 def fits_blocks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether `BlockCausalAttention` supports these queries, keys and values."""
     is_uniform = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    T = q.size(-2)
-    fits_length = T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
-    return q.device.type == "cpu" and q.dim() == 4 and is_uniform and fits_length
+    if q.device.type != "cpu" or q.dim() != 4 or not is_uniform:
+        return False
+    T = q.size(2)
+    return T % QUERY_BLOCKS == 0 and T <= MAX_BLOCK_CAUSAL_TOKENS
 
 
 class BlockCausalAttention(torch.autograd.Function):
