@@ -22,10 +22,11 @@ from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
 PathOrName = Annotated[str, Path]  # the type of a flag for a path, whose `~` is expanded, or a name
-RANK_0_SECONDS = 5  # other ranks wait while rank 0 prints its error; then torchrun ends them
+RANK_0_SECONDS = 5  # until other ranks print an error; torchrun ends them once rank 0 has failed
 POSITIONAL = {"positional": True}  # metadata of a field with one or more values and no --NAME
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers
+DURATIONS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -37,9 +38,7 @@ class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
 
 
 def parse_flags(
-    config_class: type[Config],
-    args: Sequence[str] | None = None,
-    default: Config | None = None,
+    config_class: type[Config], args: Sequence[str] | None = None, default: Config | None = None
 ) -> Config:
     """Build a dataclass from command-line flags: one flag per field, its docstring as the help.
 
@@ -54,29 +53,20 @@ def parse_flags(
         default: provides the values of flags that are not passed.
 
     Raises:
-        ValueError: a flag is unknown or its value is invalid; the message is one line. Only rank 0
-            raises it; the other ranks exit with code 2.
+        ValueError: a flag is unknown or its value is invalid; the message is one line.
     """
     dashed = [
         re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
         for arg in (sys.argv[1:] if args is None else args)
     ]
     try:
-        return _parse(config_class, dashed, default)
+        given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
+        if unknown:
+            raise ValueError(_explain_unknown(unknown, config_class))
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
+        return replace(cast(Any, default), **values) if default else config_class(**values)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":  # print the error once under torchrun
-            raise ValueError(f"{error} (--help lists the flags)") from None
-    time.sleep(RANK_0_SECONDS)
-    raise SystemExit(2)
-
-
-def _parse(config_class: type[Config], args: Sequence[str], default: Config | None) -> Config:
-    """Build a dataclass from flags; raise ValueError on every rank if one is invalid."""
-    given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(args)
-    if unknown:
-        raise ValueError(_explain_unknown(unknown, config_class))
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
-    return replace(cast(Any, default), **values) if default else config_class(**values)
+        raise ValueError(f"{error} (--help lists the flags)") from None
 
 
 def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +76,7 @@ def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dic
 
     def problem(left_out: str = "") -> str:
         try:
-            _parse(config_class, as_flags({n: usable[n] for n in usable if n != left_out}), None)
+            parse_flags(config_class, as_flags({n: usable[n] for n in usable if n != left_out}))
         except ValueError as error:
             return str(error)
         return ""
@@ -128,13 +118,12 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     """
     problems = []
     for name, value in vars(config).items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if type(value) not in (int, float):
             continue
         limits = {  # the message names the first one that is not met
-            "a number": value == value,
+            "finite": abs(value) < float("inf"),
             "above 0": value > 0 or name not in above_zero,
             "at least 0": value >= 0,
-            "finite": value < float("inf"),
             "below 2**63": value < 2**63 or isinstance(value, float),
         }
         unmet = [limit for limit, is_met in limits.items() if not is_met]
@@ -145,10 +134,8 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ValueError, where argparse would print the usage of every flag and exit."""
-        message = message.removeprefix("argument ")
-        if "ignored explicit argument" in message:  # --compile=False
-            message += ": use --NAME or --no-NAME"
-        raise ValueError(message)
+        message = message.replace("ignored explicit argument", "use one of them without")
+        raise ValueError(message.removeprefix("argument "))
 
 
 def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
@@ -229,8 +216,6 @@ def parse_int(text: str) -> int:
     number = float(re.sub("[kmb]$", lambda unit: UNITS[unit[0]], text.lower()))
     if not number.is_integer():
         raise ValueError(f"{text} is not a whole number")
-    if abs(number) > 2**53:  # larger floats are not exact
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is beyond 2**53: write all of its digits")
     return int(number)
 
 
@@ -265,14 +250,11 @@ def format_duration(seconds: float | None) -> str:
     """Format seconds in at most two units: `43s`, `5m07s`, `1h43m`, `2d04h`; `n/a` for None."""
     if seconds is None:
         return "n/a"
-    minutes, rest = divmod(round(seconds), 60)
-    if not minutes:
-        return f"{rest}s"
-    hours, minutes = divmod(minutes, 60)
-    if not hours:
-        return f"{minutes}m{rest:02d}s"
-    days, hours = divmod(hours, 24)
-    return f"{days}d{hours:02d}h" if days else f"{hours}h{minutes:02d}m"
+    whole = round(seconds)
+    for (size, unit), (next_size, next_unit) in pairwise(DURATIONS):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // next_size:02d}{next_unit}"
+    return f"{whole}s"
 
 
 # --- errors and exit codes --------------------------------------------------------------------
@@ -293,6 +275,8 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         _exit(141)
     except (ValueError, OSError) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # print the same error once per machine
+            time.sleep(RANK_0_SECONDS)
         print_error(f"error: {error}")
         _exit(2)
     except (RunStopped, FloatingPointError) as error:
@@ -320,7 +304,6 @@ def print_error(message: str) -> None:
     line = prefix + " ".join(redact_secrets(message).split()) + "\n"
     with suppress(OSError):  # the terminal was closed: only the exit code is left
         sys.stderr.write(line)  # print() writes twice, which would mix the ranks' lines
-        sys.stderr.flush()
 
 
 def _exit(code: int) -> NoReturn:

@@ -2,10 +2,8 @@
 
 import functools
 import os
-import queue
 import sys
 import threading
-import time
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -37,8 +35,9 @@ def _reason(error: Exception) -> str:
     inner = getattr(error, "inner_exception", error)
     first_line = str(inner).strip().partition("\n")[0]
     fix = f"delete the compile cache {cache_dir()}"
-    if " " in cache_dir():  # the compiler's command does not quote it
-        fix = f"set TORCHINDUCTOR_CACHE_DIR to a path without a space, unlike {cache_dir()}"
+    # The compiler's command does not quote paths.
+    if spaced := [path for path in (cache_dir(), *torch.__path__) if " " in path]:
+        fix = f"use a path without a space (.venv, TORCHINDUCTOR_CACHE_DIR), unlike {spaced[0]}"
     return f"{type(inner).__name__} ({first_line}): {fix}"
 
 
@@ -78,21 +77,19 @@ def show_compiling() -> None:
     """From now on, show on a terminal what torch.compile compiles, and for how long so far."""
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-    events = queue.SimpleQueue[str]()  # what is compiled, and "" when it has been compiled
+    ended = list[threading.Event]()  # one for each line
 
     def start(args: Any) -> None:  # noqa: ANN401 - private to torch
+        ended.append(threading.Event())
         is_backward = args.callback_trigger == CallbackTrigger.LAZY_BACKWARD
-        events.put(f"compiling the {'backward' if is_backward else 'forward'} pass")
+        text = f"compiling the {'backward' if is_backward else 'forward'} pass"
+        threading.Thread(target=show, args=[text, ended[-1]], daemon=True).start()
 
-    def show() -> None:
-        while True:
-            with tqdm(desc=events.get(), bar_format="{desc}: {elapsed}", leave=False) as line:
-                while events.empty():
-                    line.refresh()
-                    time.sleep(0.2)
-            events.get()
+    def show(text: str, is_done: threading.Event) -> None:
+        with tqdm(desc=text, bar_format="{desc}: {elapsed}", leave=False) as line:
+            while not is_done.wait(0.2):
+                line.refresh()
 
     if is_main() and sys.stderr.isatty():
         callback_handler.register_start_callback(start)
-        callback_handler.register_end_callback(lambda _: events.put(""))
-        threading.Thread(target=show, daemon=True).start()
+        callback_handler.register_end_callback(lambda _: ended.pop().set())

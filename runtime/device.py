@@ -119,16 +119,13 @@ def memory_gib(device: torch.device) -> float | None:
 
 def _cgroup_limits() -> Iterator[int]:
     """Yield the limits in bytes that a container or a cluster sets for this process (Linux)."""
-    with contextlib.suppress(OSError):
-        for line in OWN_CGROUPS.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            root, name = CGROUPS, "memory.max"
-            if "memory" in controllers.split(","):  # version 1 of control groups
-                root, name = CGROUPS / "memory", "memory.limit_in_bytes"
-            group = Path(path.lstrip("/"))
-            for folder in (group, *group.parents):
+    groups = OWN_CGROUPS.read_text() if OWN_CGROUPS.exists() else ""
+    for group in map(Path, re.findall(":(/.*)", groups)):
+        for folder in (group, *group.parents):
+            # Files of versions 2 and 1 of control groups.
+            for limit in (f"{folder}/memory.max", f"/memory{folder}/memory.limit_in_bytes"):
                 with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                    yield int((root / folder / name).read_text())
+                    yield int(Path(f"{CGROUPS}{limit}").read_text())
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

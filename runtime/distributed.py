@@ -5,7 +5,6 @@ which the collectives here do nothing.
 """
 
 import gc
-import itertools
 import os
 import sys
 import time
@@ -32,7 +31,6 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
-MAX_TIMEOUT_MINUTES = 60 * 24 * 365  # stands for no limit
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,12 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
     if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE on its own
         check_launcher()
         return DistInfo(select_device(device_name))
-    if "WORLD_SIZE" not in os.environ:
-        raise ValueError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     return DistInfo(
         select_device(device_name, local_rank),
         rank=int(os.environ["RANK"]),
         local_rank=local_rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
 
@@ -117,7 +113,7 @@ def setup_distributed(
     if device.type == "cpu":  # torchrun sets OMP_NUM_THREADS to 1 if it is not set
         threads = int(os.environ.get("OMP_NUM_THREADS", 1))
         torch.set_num_threads(threads if threads > 1 else usable_cores())
-    timeout = timedelta(minutes=timeout_minutes or MAX_TIMEOUT_MINUTES)
+    timeout = timedelta(minutes=timeout_minutes or 60 * 24 * 365)  # a year stands for no limit
     try:
         if device.type == "cuda" and not cpu_offload:
             dist.init_process_group("nccl", timeout=timeout, device_id=device)
@@ -199,14 +195,11 @@ def raise_on_all_ranks() -> Iterator[None]:
     except (OSError, ValueError) as caught:
         error = caught
     messages = gather_text("" if error is None else str(error) or repr(error))
-    if not any(messages):
-        return
-    if not is_main():
+    failures = [f"on rank {rank}: {text}" for rank, text in enumerate(messages) if text]
+    if failures and not is_main():
         raise SystemExit(2)
-    if error is not None:
-        raise error
-    rank = next(rank for rank, message in enumerate(messages) if message)
-    raise ValueError(f"on rank {rank}: {messages[rank]}")
+    if failures:
+        raise error or ValueError(failures[0])
 
 
 def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
@@ -214,12 +207,9 @@ def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
     texts = gather_text("\n".join(lines))
     with raise_on_all_ranks():
         for rank, text in enumerate(texts):
-            for line, main in itertools.zip_longest(text.split("\n"), texts[0].split("\n")):
+            for line, main in zip(text.split("\n"), texts[0].split("\n"), strict=True):
                 if line != main:
-                    raise ValueError(
-                        f"{what} differ: rank {rank} has {line or 'nothing'}, "
-                        f"rank 0 has {main or 'nothing'}"
-                    )
+                    raise ValueError(f"{what} differ: rank {rank} has {line}, rank 0 has {main}")
 
 
 def rank_batches(
@@ -261,8 +251,7 @@ def barrier() -> None:
 
 def print0(line: str) -> None:
     """Print a line on rank 0, above an evaluation's progress bar if there is one."""
-    if not is_main():
-        return
-    with suppress(OSError):  # a full disk or a closed pipe must not end a run
-        tqdm.write(f"{line}\n", end="")
-        sys.stdout.flush()  # log files and pipes get the line immediately
+    if is_main():
+        with suppress(OSError):  # a full disk or a closed pipe must not end a run
+            tqdm.write(f"{line}\n", end="")
+            sys.stdout.flush()  # log files and pipes get the line immediately

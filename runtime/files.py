@@ -59,10 +59,9 @@ def write_folder(path: Path) -> Iterator[Path]:
     path = path.resolve()  # a link stays, and the folder that it leads to is replaced
     temporary = path.with_name(f".{path.name}.tmp")
     replaced = path.with_name(f".{path.name}.deleted")
-    path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in (temporary, replaced):  # if a process was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
     try:
         yield temporary
         for name in temporary.iterdir():
@@ -79,11 +78,9 @@ def write_folder(path: Path) -> Iterator[Path]:
 
 def open_lines(path: Path) -> FileIO:
     """Open an unbuffered file to append lines; end a last line that a power cut left incomplete."""
-    file = FileIO(path, "a+")
-    if end := file.seek(0, os.SEEK_END):
-        file.seek(end - 1)
-        if file.read(1) != b"\n":
-            append_atomically(file, b"\n")
+    file = FileIO(path, "a")
+    if path.read_bytes()[-1:] not in (b"", b"\n"):
+        append_atomically(file, b"\n")
     return file
 
 
@@ -181,9 +178,7 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
             yield
         finally:
             if os.name == "posix" and {*os.listdir(path)} <= {file_name, owner.name}:
-                for file in (path / file_name, owner):
-                    file.unlink(missing_ok=True)
-                path.rmdir()
+                shutil.rmtree(path, ignore_errors=True)  # NFS keeps open files
 
 
 def redact_secrets(message: str) -> str:

@@ -1,8 +1,7 @@
 """FLOPs and MFU: FLOPs per token, peak speed and memory of GPU models, speed of this CPU."""
 
-import math
 import re
-import time
+import timeit
 from typing import Any, NamedTuple
 
 import torch
@@ -84,19 +83,13 @@ def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
 
 def cpu_flops(dtype: torch.dtype) -> float:
     """Measure the FLOP/s that this CPU reaches: the fastest of several square matmuls."""
-    matrix, best = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype), math.inf
-    for _ in range(MATMUL_REPEATS):
-        start = time.perf_counter()
-        _ = matrix @ matrix
-        best = min(best, time.perf_counter() - start)
-    return 2 * MATMUL_SIZE**3 / best
+    matrix = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype)
+    seconds = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=MATMUL_REPEATS))
+    return 2 * MATMUL_SIZE**3 / seconds
 
 
 def mfu(
-    tokens_per_second: float,
-    flops_per_token: int,
-    device_peak_flops: float | None,
-    world_size: int = 1,
+    tokens_per_second: float, flops_per_token: int, device_peak_flops: float | None, world_size: int
 ) -> float | None:
     """Return the model FLOPs utilization: the fraction of the devices' peak spent on the model.
 

@@ -63,7 +63,7 @@ def test_peak_flops_is_the_dense_peak_of_known_gpus_and_none_of_others():
 def test_mfu_of_eight_a100_matches_the_published_60_percent():
     # 8 x A100 at 218k tokens/s each were published as 60 % MFU.
     assert mfu(8 * 218_000, 860_101_632, 312e12, world_size=8) == pytest.approx(0.60, abs=0.005)
-    assert mfu(1000.0, 860_101_632, None) is None
+    assert mfu(1000.0, 860_101_632, None, world_size=1) is None
 
 
 def test_format_count_has_three_digits_and_a_unit():

@@ -111,7 +111,6 @@ def test_tracker_id_stays_with_a_run_and_not_with_its_copy_or_another_of_its_nam
     tracker_id(run, "trackio")  # a new run in the place of the old one
     ids = [tracker_id(folder, "trackio") for folder in (moved, copied)]
     assert ids == [first, second]
-    (tmp_path / "old/trackers").mkdir(parents=True)
     write_json(tmp_path / "old/trackers/wandb.json", {"id": "ours"})  # of an earlier version
     assert tracker_id(tmp_path / "old", "wandb") == "ours"
     assert tracker_id(tmp_path / "old", "wandb", "given") == "given"

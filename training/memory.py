@@ -127,17 +127,15 @@ def split_batch(config: TrainConfig, device: Device) -> BatchSplit:
 
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
     total, unit = config.total_batch_size, block_size * dist_info.world_size * (fixed or 1)
-    counts = [n for n in range(1, 2 * dist_info.world_size) if total % (n * block_size) == 0]
-    if total % unit and counts and config.resume is not None:  # a resumed run keeps its batch
-        raise ValueError(
-            f"--total-batch-size {total} is not a multiple of {unit} tokens (one micro-batch per "
-            f"process): use {' or '.join(map(str, counts))} processes with --micro-batch-size auto"
-        )
     if total % unit:
         nearest = [count * unit for count in (total // unit, total // unit + 1) if count]
+        fix = f"--total-batch-size {' or '.join(map(str, nearest))}"
+        counts = [n for n in range(1, 2 * dist_info.world_size) if total % (n * block_size) == 0]
+        if config.resume is not None and counts:  # a resumed run keeps its batch
+            fix = f"{' or '.join(map(str, counts))} processes with --micro-batch-size auto"
         raise ValueError(
             f"--total-batch-size {total} is not a multiple of {unit} tokens (one micro-batch per "
-            f"process): use --total-batch-size {' or '.join(map(str, nearest))}"
+            f"process): use {fix}"
         )
     step_sizes = {windows_at(config, step) for step in range(config.max_steps)}
     for size in sorted(step_sizes):

@@ -47,7 +47,6 @@ def describe_plan(
     planned = memory.plan_memory(config, device, split.loss_chunks)
     state = planned.state / 2**30
     activations = planned.per_token * split.micro_batch_size * block_size / 2**30
-    checkpoint = memory.CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30
     rows = {
         "model": f"{n_params:,} parameters: {model_config.n_layer} layers, {model_config.n_head} "
         f"heads, width {model_config.n_embd}, context {block_size:,}",
@@ -56,7 +55,7 @@ def describe_plan(
         f"{block_size:,} tokens x {micro_steps} micro-steps x world size {world_size}",
         "memory": f"about {state + activations:.1f} GiB per device: {state:.1f} weights, "
         f"gradients, moments + {activations:.1f} activations, without Python and libraries",
-        "checkpoint": f"{checkpoint:.2f} GiB each",
+        "checkpoint": f"{memory.CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB each",
     }
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; the device has {device.memory_gib:.0f}"
