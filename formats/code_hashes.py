@@ -26,6 +26,6 @@ def code_hash(source: bytes) -> str:
 
 
 class _WithoutDocstrings(ast.NodeTransformer):
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:  # noqa: N802 - ast calls it
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         """Remove a string that is a statement by itself, which may also describe a field."""
         return None if isinstance(getattr(node.value, "value", None), str) else node

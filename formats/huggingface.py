@@ -255,19 +255,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """Return a model's folder, downloaded if needed; raise if it has no safetensors weights."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    is_complete = (folder / HF_WEIGHTS_NAME).is_file()
-    if (folder / "adapter_config.json").is_file() and not is_complete:
+    if (folder / HF_WEIGHTS_NAME).is_file():
+        return folder
+    if (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"{source} is a PEFT adapter: load it with peft's AutoPeftModelForCausalLM, call "
             f"merge_and_unload().save_pretrained('merged'), and use the new folder"
         )
-    if not is_complete:
-        raise FileNotFoundError(
-            f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
-            f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "
-            f"and use the new folder"
-        )
-    return folder
+    raise FileNotFoundError(
+        f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
+        f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "
+        f"and use the new folder"
+    )
 
 
 def repo_name(source: str) -> str:

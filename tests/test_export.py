@@ -149,11 +149,16 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(tmp
         load_model(first)
 
 
-def test_folders_with_several_models_and_a_runs_checkpoints_folder(tmp_path):
+def test_a_runs_checkpoints_folder_is_the_run(tmp_path):
     model = save_run(tmp_path / "run")
     loaded = load_model(tmp_path / "run/checkpoints")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-    for step in (100, 200):  # as the Trainer of transformers saves them
-        save_pretrained(model, tmp_path / f"theirs/checkpoint-{step}")
-    with pytest.raises(FileNotFoundError, match=r"several models: use one .*/checkpoint-200$"):
-        load_model(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json"])
+def test_a_folder_of_several_models_names_the_newest(tmp_path, file):
+    for step in (1000, 200):  # as the Trainer of transformers saves models and peft's adapters
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"several models: use one .*/checkpoint-1000$"):
+        load_model(tmp_path)
