@@ -151,7 +151,8 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
             values = row if isinstance(row, dict) else json.loads(row)
             examples.append(render_example(values, style))
         except (LookupError, TypeError, ValueError) as error:  # also UTF-8 and JSON errors
-            raise ValueError(f"{path}:{number} is not a HellaSwag row: {error!r}") from None
+            problem = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path}:{number} is not a HellaSwag row: {problem}") from None
     if not examples:
         raise ValueError(f"{path} has no examples: pass a HellaSwag file")
     return examples

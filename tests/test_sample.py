@@ -273,6 +273,8 @@ def test_main_without_enough_memory_says_so_in_one_line(run_main, tmp_path, caps
         ({"top_p": 1.5}, "--top-p must be at most 1, not 1.5"),
         ({"max_new_tokens": 0}, "--max-new-tokens must be above 0, not 0"),
         ({"num_samples": 0}, "--num-samples must be above 0, not 0"),
+        ({"stop": ("the", "")}, "--stop must be a list of texts, none of them empty"),
+        ({"stop": "the"}, "--stop must be a list of texts"),
     ],
 )
 def test_generate_refuses_what_the_command_refuses(option, message):
@@ -301,7 +303,7 @@ def test_generate_ends_before_each_stop_text(run_main, folder):
 
 
 @pytest.mark.gpt2
-def test_main_scores_a_text(run_main, folder, tmp_path):
+def test_main_scores_a_text(run_main, folder, tmp_path, capsys):
     text = "Once upon a time, there was a café. " * 3
     (tmp_path / "text").write_text(text, encoding="utf-8")
     loss = sample.text_loss(load_pretrained(folder), text)
@@ -310,5 +312,11 @@ def test_main_scores_a_text(run_main, folder, tmp_path):
     expected = f"{loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids)} tokens"
     assert run_main(f"--score={tmp_path}/text") == f"{tmp_path}/text: {expected}\n"
     (tmp_path / "latin").write_bytes(b"caf\xe9 au")
-    with pytest.raises(ValueError, match=r"--score .*latin is not UTF-8 text: .* position 3"):
+    with pytest.raises(ValueError, match=r"--score .*latin: .*can't decode .* position 3"):
         run_main(f"--score={tmp_path}/latin")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match=r"--score .*empty: .*2 tokens or more, but '' has 0"):
+        run_main(f"--score={tmp_path}/empty")
+    (tmp_path / "separated").write_text("a<|endoftext|>b")
+    sample.describe_loss(load_pretrained(folder), tmp_path / "separated", torch.float32)
+    assert capsys.readouterr().err.startswith("note: <|endoftext|> in the text is scored as text")
