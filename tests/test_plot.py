@@ -8,7 +8,8 @@ from PIL import Image
 from run_files import BATCH, append_records, write_run
 
 import plot
-from plot import plot_comparison, plot_run
+from plot import plot_run
+from report import warn_if_not_comparable
 
 
 def check_figure(path):
@@ -88,18 +89,31 @@ def test_plot_compares_runs_in_one_figure_and_draws_numbers_of_ones_own(
         plot.main()
 
 
-def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, capsys):
+@pytest.mark.parametrize("flags", [["--compare=ab.svg"], ["--report"]])
+def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
     runs = [write_run(tmp_path / name / "run", steps=10, val_every=5) for name in "abc"]
     for run, block_size, data in zip(runs, (64, 32, 64), ("1", "1", "2"), strict=True):
         (run / "config.json").write_text(f'{{"block_size": {block_size}, "val_tokens": 9}}')
         append_records(run, {"data_fingerprint": data})
-    plot_comparison(runs, tmp_path / "figure.svg")
-    assert capsys.readouterr().err.splitlines() == [
-        f"warning: the losses are not comparable: {runs[1]} has block_size 32, {runs[0]} has 64",
-        f"warning: the losses are not comparable: {runs[2]} has data 2, {runs[0]} has 1",
+    for run, validation in zip(runs, "334", strict=True):
+        checkpoint = run / "checkpoints/step_00000001"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text(f'{{"val_fingerprint": "{validation}"}}')
+    monkeypatch.setattr("sys.argv", ["plot.py", *map(str, runs), *flags])
+    plot.main()
+    said = "warning: the losses are not comparable: {} has {}, " + f"{runs[0]} has {{}}"
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        said.format(runs[1], "block_size 32", 64),
+        said.format(runs[2], "data fingerprint 2", 1),
+        said.format(runs[2], "validation fingerprint 4", 3),
     ]
+    written = Path(printed.out.splitlines()[-1]).read_text()
+    for run in runs:  # all have one name
+        assert f" {run} -->" in written or f'"name":"{run}"' in written
     (tmp_path / "a/run/config.json").unlink()  # what is not known is not different
-    plot_comparison([runs[0], runs[1]], tmp_path / "figure.svg")
+    warn_if_not_comparable([runs[0], runs[1]])
     assert capsys.readouterr().err == ""
 
 
