@@ -32,8 +32,7 @@ def main() -> None:
     start = time.perf_counter()
     name = new_name()
     run_dir, export_dir = Path("runs", name), Path("exported", name)
-    source = ("--source=stdlib", "--no-propose")
-    step("Python's standard library → token shards", "fineweb.py", *source)
+    step("Python's library → token shards", "fineweb.py", "--source=stdlib", "--no-propose")
     train = ["--config=recipes/demo.json", f"--run-name={name}"]
     train += ["--max-steps=300"] if config.short else []
     step("shards → a GPT-2 of 10M parameters", "train_gpt2.py", *train)

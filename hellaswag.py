@@ -285,7 +285,7 @@ def download_hellaswag() -> Path:
     remedy = "without a network, pass --data FILE (--hellaswag-data FILE in training)"
     wanted = {"repo_type": "dataset", "revision": DATA_REVISION, "allow_patterns": DATA_FILE}
     with explain_hub_errors("HellaSwag was not downloaded", remedy):
-        return fetch_files(DATA_REPO, lambda f: (f / DATA_FILE).is_file(), **wanted) / DATA_FILE
+        return fetch_files(DATA_REPO, DATA_FILE, **wanted) / DATA_FILE
 
 
 if __name__ == "__main__":

@@ -430,10 +430,7 @@ def copy_weights(source: GPT, target: GPT, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def copy_state(
-    tensors: Mapping[str, Tensor],
-    model: nn.Module,
-    source: str | Path,
-    ranks: Ranks = SINGLE_PROCESS,
+    tensors: Mapping[str, Tensor], model: GPT, source: str | Path, ranks: Ranks = SINGLE_PROCESS
 ) -> None:
     """Copy tensors by name into a model, sharded or not; raise if they do not fit it."""
     targets = model_state(model)

@@ -288,16 +288,12 @@ def is_from_hub(source: str) -> bool:
 
 def _download(source: str) -> Path:
     """Return the folder in the hub's cache with a model's configuration and weights."""
-    repo, revision = repo_name(source), source.partition("@")[2]
+    revision, files = source.partition("@")[2] or None, ["*config.json", HF_WEIGHTS_NAME]
     failure = f"{source!r} is not a folder, and downloading it from the Hugging Face hub failed"
     remedy = f"use a run, a checkpoint, a local folder, {', '.join(GPT2_SIZES)} or OWNER/NAME"
     with hub.explain_hub_errors(failure, remedy):
-        return hub.fetch_files(
-            repo,
-            lambda folder: (folder / HF_WEIGHTS_NAME).is_file(),
-            revision=revision or None,
-            allow_patterns=["*config.json", HF_WEIGHTS_NAME],
-        )
+        wanted = {"revision": revision, "allow_patterns": files}
+        return hub.fetch_files(repo_name(source), HF_WEIGHTS_NAME, **wanted)
 
 
 def _write_tokenizer(folder: Path, block_size: int) -> None:
