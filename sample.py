@@ -160,8 +160,7 @@ def generate(
     ids = prompt_ids(prompt)
     tokens = torch.tensor([ids] * num_samples, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    options |= {"generator": generator, "stop": stop}
-    rows = generate_tokens(model, tokens, max_new_tokens, **options)
+    rows = generate_tokens(model, tokens, max_new_tokens, generator=generator, stop=stop, **options)
     texts = [gpt2_encoding().decode(row[len(ids) :]) for row in rows]
     ends = [min((text.index(s) for s in stop if s in text), default=None) for text in texts]
     return [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]

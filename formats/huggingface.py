@@ -164,8 +164,7 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     except (KeyError, RuntimeError) as error:  # a missing name, or shapes that cannot be multiplied
         raise ValueError(f"not exported: the parameters are not GPT-2's ({error})") from None
     found = sum(tensor.numel() for tensor in tensors.values())
-    expected = config.n_layer * (12 * C**2 + 13 * C) + 2 * C
-    expected += (VOCAB_SIZE + config.block_size) * C
+    expected = config.n_layer * (12 * C**2 + 13 * C) + (VOCAB_SIZE + config.block_size + 2) * C
     if found != expected:
         raise ValueError(
             f"this model cannot be exported: it has {found:,} parameters, but a GPT-2 of its "

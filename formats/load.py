@@ -56,9 +56,8 @@ def find_checkpoint(path: Path) -> Path:
         path = RUNS / path
     if path.name == "checkpoints" and is_run(path.parent):
         path = path.parent
-    if (path / checkpoint.STATE_NAME).is_file():
-        return path
-    if found := find(path):
+    found = path if (path / checkpoint.STATE_NAME).is_file() else find(path)
+    if found is not None:
         return found
     if latest := latest_checkpoint(path):
         raise FileNotFoundError(f"{path} has no checkpoint with a validation loss: use {latest}")
