@@ -293,6 +293,8 @@ def test_generate_ends_before_each_stop_text(run_main, folder):
     for text, whole in zip(cut, full, strict=True):
         ends = [whole.index(stop, 4) for stop in stops if stop in whole[4:]]
         assert text == whole[: min(ends, default=None)]
+    both = (full[0][5], full[0][4])  # the first in the text ends it
+    assert generate(model, "Once", 12, seed=1, stop=both) == ["Once"]
     seen = []
     generate_tokens(model, torch.tensor([[1]]), 12, stop=[""], on_token=seen.append)
     assert seen == []  # it ended with the first token
