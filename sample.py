@@ -189,7 +189,7 @@ def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> floa
     """
     ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
     if len(ids) < 2:
-        raise ValueError(f"text_loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
+        raise ValueError(f"a loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
     device, loss_sum = next(model.parameters()).device, 0.0
     with inference(model, device, dtype):
         for start in range(0, len(ids) - 1, block_size):

@@ -73,15 +73,16 @@ def test_plot_command_refuses_a_folder_without_losses_in_one_line(commands, tmp_
     assert_refused(commands.run("plot", tmp_path), "metrics.jsonl has no losses yet: wait")
 
 
-def test_plot_compares_runs_in_one_figure_and_draws_numbers_of_ones_own(
-    tmp_path, monkeypatch, capsys
-):
+def test_plot_compares_runs_and_draws_numbers_of_ones_own(tmp_path, monkeypatch, capsys):
     runs = [write_run(tmp_path / name, 10, val_every=5, spread=0.5) for name in ("a", "_b")]
-    flags = [*map(str, runs), "--compare", str(tmp_path / "ab.png")]
+    (tmp_path / "notes.txt").touch()  # as with runs/*
+    flags = [*map(str, runs), f"{tmp_path}/notes.txt", f"--compare={tmp_path}/ab.png"]
     monkeypatch.setattr("sys.argv", ["plot.py", *flags])
     plot.main()
     names = ["loss.png", "own_spread.png"] * 2 + ["ab.png"]
-    printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    done = capsys.readouterr()
+    assert done.err == f"note: {tmp_path}/notes.txt is a file, not a run folder\n"
+    printed = [Path(line) for line in done.out.splitlines()]
     assert [path.name for path in printed] == names
     assert all(path.is_file() for path in printed)
     monkeypatch.setattr("sys.argv", ["plot.py", str(write_run(tmp_path / "c", 2)), *flags])
@@ -115,11 +116,3 @@ def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, monkeypatc
     (tmp_path / "a/run/config.json").unlink()  # what is not known is not different
     warn_if_not_comparable([runs[0], runs[1]])
     assert capsys.readouterr().err == ""
-
-
-def test_plot_command_leaves_out_a_stray_file(commands, tmp_path):
-    run = write_run(tmp_path / "run", steps=10, val_every=5)
-    (tmp_path / "notes.txt").touch()
-    done = commands.run("plot", run, tmp_path / "notes.txt")
-    assert (done.code, done.stdout) == (0, f"{run}/figures/loss.png\n")
-    assert done.stderr == f"note: {tmp_path}/notes.txt is a file, not a run folder\n"

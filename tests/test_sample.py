@@ -240,17 +240,9 @@ def test_text_loss_is_the_mean_over_windows_of_the_context():
         sample.text_loss(model, "Once")
 
 
-@pytest.mark.gpt2
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--interactive", "--prompt=a"], "--interactive, --prompt and --score"),
-        (["--num-samples=0", "--top-k=-1", "--top-p=2"], "--num-samples .*--top-k .*--top-p must"),
-    ],
-)
-def test_main_refuses(run_main, flags, message):
-    with pytest.raises(ValueError, match=message):
-        run_main(*flags)
+def test_config_names_all_problems():
+    with pytest.raises(ValueError, match=r"--top-k .*--top-p .*--interactive, --prompt and"):
+        sample.SampleConfig(interactive=True, prompt="a", top_k=-1, top_p=2)
 
 
 @pytest.mark.gpt2
