@@ -4,7 +4,6 @@ Text → shards → a small GPT-2 → samples → HellaSwag scorer → Hugging F
 step is a command of this project, printed before it runs.
 """
 
-import itertools
 import os
 import shlex
 import subprocess
@@ -32,8 +31,7 @@ def main() -> None:
     start = time.perf_counter()
     name = new_name()
     run_dir, export_dir = Path("runs", name), Path("exported", name)
-    source = ("--source=stdlib", "--no-propose")
-    step("Python's standard library → token shards", "fineweb.py", *source)
+    step("Python's library → token shards", "fineweb.py", "--source=stdlib", "--no-propose")
     train = ["--config=recipes/demo.json", f"--run-name={name}"]
     train += ["--max-steps=300"] if config.short else []
     step("shards → a GPT-2 of 10M parameters", "train_gpt2.py", *train)
@@ -57,7 +55,7 @@ def main() -> None:
 
 def new_name() -> str:
     """Return `demo` or the first unused name of `demo-2`, …, so that earlier runs are kept."""
-    names = itertools.chain(["demo"], (f"demo-{count}" for count in itertools.count(2)))
+    names = ["demo", *(f"demo-{number}" for number in range(2, 10_000))]
     return next(n for n in names if not Path("runs", n).exists() | Path("exported", n).exists())
 
 

@@ -151,7 +151,8 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
             values = row if isinstance(row, dict) else json.loads(row)
             examples.append(render_example(values, style))
         except (LookupError, TypeError, ValueError) as error:  # also UTF-8 and JSON errors
-            raise ValueError(f"{path}:{number} is not a HellaSwag row: {error!r}") from None
+            problem = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path}:{number} is not a HellaSwag row: {problem}") from None
     if not examples:
         raise ValueError(f"{path} has no examples: pass a HellaSwag file")
     return examples
@@ -284,7 +285,7 @@ def download_hellaswag() -> Path:
     remedy = "without a network, pass --data FILE (--hellaswag-data FILE in training)"
     wanted = {"repo_type": "dataset", "revision": DATA_REVISION, "allow_patterns": DATA_FILE}
     with explain_hub_errors("HellaSwag was not downloaded", remedy):
-        return fetch_files(DATA_REPO, lambda f: (f / DATA_FILE).is_file(), **wanted) / DATA_FILE
+        return fetch_files(DATA_REPO, DATA_FILE, **wanted) / DATA_FILE
 
 
 if __name__ == "__main__":

@@ -11,24 +11,16 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from formats.metrics import (
-    METRICS_NAME,
-    Records,
-    Series,
-    hellaswag_references,
-    logged_values,
-    read_run,
-    user_metrics,
-)
-from report import write_report
+from formats.metrics import Records, Series, hellaswag_references, read_run, user_metrics
+from report import unique_names, warn_if_not_comparable, write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, print_error, run_command
-from runtime.files import atomic_write, read_json
+from runtime.files import atomic_write
 
 EARLY_FRACTION = 0.02  # losses in this first fraction of the tokens lie above the figure
 MAX_MARKERS = 40  # curves of at most this many points also have a marker at each point
@@ -55,6 +47,8 @@ def main() -> None:
     runs = [run for run in config.runs if not run.is_file()] or config.runs
     for file in set(config.runs) - set(runs):  # as with runs/*
         print_error(f"note: {file} is a file, not a run folder")
+    if config.report or config.compare:
+        warn_if_not_comparable(runs)
     if config.report:
         print(write_report(runs))
     else:
@@ -85,37 +79,20 @@ def plot_run(run_dir: Path) -> list[Path]:
 def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     """Plot the validation losses of several runs in one file."""
     [axes], lines = new_axes(f"{len(run_dirs)} runs", "validation loss (nats per token)"), []
-    names = [run_dir.resolve().name for run_dir in run_dirs]
-    first = what_is_measured(run_dirs[0])
-    for run_dir, name in zip(run_dirs, names, strict=True):
-        for what, value in what_is_measured(run_dir).items():
-            if value != first[what] and None not in (value, first[what]):
-                print_error(
-                    f"warning: the losses are not comparable: {run_dir} has {what} {value}, "
-                    f"{run_dirs[0]} has {first[what]}"
-                )
+    for run_dir, name in zip(run_dirs, unique_names(run_dirs), strict=True):
         line = Series.of(read_run(run_dir), "val_loss")
         if not len(line.values):
             raise ValueError(f"--compare plots validation losses, but {run_dir} has none")
         # The number comes first: matplotlib omits labels that begin with "_" from the legend.
-        label = name if names.count(name) == 1 else str(run_dir)
-        _plot_line(axes, line, f"{line.values[-1]:.3f} {plain(label)}")
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {name}")
         lines.append(line)
     _fit_loss(axes, lines)
     return save_figure(axes, path)
 
 
-def what_is_measured(run_dir: Path) -> dict[str, Any]:
-    """Return the data and settings that runs must share if their losses are to be compared."""
-    path = run_dir / "config.json"
-    settings = read_json(path) if path.is_file() else {}
-    values = {name: settings.get(name) for name in ("block_size", "val_tokens")}
-    fingerprints = logged_values(run_dir / METRICS_NAME, "data_fingerprint")
-    return {"data": fingerprints[-1] if fingerprints else None, **values}
-
-
 def new_axes(title: str, *quantities: str) -> list[Axes]:
     """Return axes over training tokens, one below the other, in a new figure of this style."""
+    matplotlib.rcParams["text.parse_math"] = False  # a name may have `$`
     size = (8, 2 + 2.5 * len(quantities))
     figure = Figure(figsize=size, dpi=120, facecolor="white", layout="constrained")
     panels = figure.subplots(len(quantities), sharex=True, squeeze=False)[:, 0]
@@ -125,14 +102,9 @@ def new_axes(title: str, *quantities: str) -> list[Axes]:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.grid(axis="y", color=PALE, linewidth=0.8)
         axes.tick_params(colors=GRAY, length=0, labelsize=9)
-    panels[0].set_title(plain(title), color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
+    panels[0].set_title(title, color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
     panels[-1].set_xlabel("training tokens", color=GRAY)
     return [*panels]
-
-
-def plain(text: str) -> str:
-    """Escape a text in which matplotlib would read `$` as the start of a formula."""
-    return text.replace("$", r"\$")
 
 
 def _plot_line(axes: Axes, series: Series, label: str, color: str | None = None) -> None:

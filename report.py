@@ -21,18 +21,21 @@ import numpy as np
 from formats import metrics
 from formats.metrics import Records, Series
 from lr_schedule import default_warmup_steps
+from runtime.cli import print_error
 from runtime.files import atomic_write, read_json
 
 TEMPLATE = Path(__file__).parent / "assets" / "report.html"
 MAX_POINTS = 1000  # per series
 NOISY = ("train_loss", "grad_norm", "tokens_per_second")  # drawn with a running mean
 SERIES = (*NOISY, "val_loss", "val_bpb", "hellaswag_acc_norm", "lr", "peak_memory_gib")
+MEASURED = ("data fingerprint", "validation fingerprint", "block_size", "val_tokens")
 SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
 
 
 def write_report(run_dirs: Sequence[Path]) -> Path:
     """Write a page about one or more runs, finished or not, to the first run's folder."""
-    runs, path = [collect_run(run_dir) for run_dir in run_dirs], run_dirs[0] / "report.html"
+    path, names = run_dirs[0] / "report.html", unique_names(run_dirs)
+    runs = [collect_run(run) | {"name": name} for run, name in zip(run_dirs, names, strict=True)]
     is_fineweb = all("fineweb-edu" in str(run["settings"].get("data_dir")) for run in runs)
     totals = [run["hellaswag_total"] for run in runs if run["hellaswag_total"]]
     references = {  # published values that are comparable with these runs
@@ -44,6 +47,26 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
     with atomic_write(path) as file:
         file.write(TEMPLATE.read_text(encoding="utf-8").replace("RUNS_AS_JSON", data).encode())
     return path
+
+
+def unique_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Return the name of each run, or its path if another run has the same name."""
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    both = zip(names, map(str, run_dirs), strict=True)
+    return [name if names.count(name) == 1 else path for name, path in both]
+
+
+def warn_if_not_comparable(run_dirs: Sequence[Path]) -> None:
+    """Warn about each run with other data or another validation than the first run."""
+    first, *others = [run["settings"] | run["environment"] for run in map(collect_run, run_dirs)]
+    for run in others:
+        for name in MEASURED:
+            value, expected = run.get(name, "unknown"), first.get(name, "unknown")
+            if value != expected and "unknown" not in (value, expected):
+                print_error(
+                    f"warning: the losses are not comparable: {run['folder']} has {name} {value}, "
+                    f"{first['folder']} has {expected}"
+                )
 
 
 def collect_run(run_dir: Path) -> dict[str, Any]:
@@ -63,8 +86,9 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
     for name in ("environment", "data_fingerprint"):
         sessions = dict.fromkeys(map(str, metrics.logged_values(path, name)))
         environment[name.replace("_", " ")] = "; then ".join(sessions) or "unknown"
+    if states := sorted(run_dir.glob("checkpoints/step_*/trainer_state.json")):
+        environment["validation fingerprint"] = read_json(states[-1])["val_fingerprint"]
     return {
-        "name": run_dir.resolve().name,
         "step": step,
         "max_steps": settings.get("max_steps", step),
         "tokens": tokens,

@@ -76,8 +76,8 @@ class SampleConfig:
             problems.append(f"--top-p must be at most 1, not {self.top_p}")
         if sum(map(bool, (self.interactive, self.prompt, self.score))) > 1:
             problems.append("--interactive, --prompt and --score exclude each other: use only one")
-        if "" in self.stop:
-            problems.append("--stop needs a text")
+        if "" in self.stop:  # as in every str
+            problems.append("--stop must be a list of texts, none of them empty")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -86,14 +86,9 @@ def main() -> None:
     """Print samples from a model, or continue typed text interactively."""
     config = parse_flags(SampleConfig)
     device = select_device(config.device)
-    options: dict[str, Any] = {
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "stop": config.stop,
-        "dtype": select_dtype(config.dtype, device),
-    }
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "stop")
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    options["dtype"] = select_dtype(config.dtype, device)
     prompt = config.prompt
     if prompt == "-":
         prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
@@ -132,12 +127,11 @@ def converse(continue_tokens: Callable[..., object], device: torch.device) -> No
         except EOFError:
             print()
             return
-        if line == "/new":
-            tokens.clear()
-            decoder.reset()
-            continue
         if line:
             decoder.reset()
+        if line == "/new":
+            tokens.clear()
+            continue
         tokens.extend(gpt2_encoding().encode_ordinary(f"\n{line}" if tokens and line else line))
         print(line, end="", flush=True)
         with suppress(KeyboardInterrupt):
@@ -153,7 +147,7 @@ def generate(
     *,
     num_samples: int = 1,
     seed: int | None = None,
-    stop: Sequence[str] = (),
+    stop: tuple[str, ...] = (),
     **options: Any,  # noqa: ANN401
 ) -> list[str]:
     """Continue a prompt `num_samples` times; return the texts, each including the prompt.
@@ -161,13 +155,12 @@ def generate(
     An empty prompt starts a new document. With the default `seed`, None, torch's global random
     state is used. `options` are passed to `generate_tokens`: temperature, top_k, top_p, dtype, …
     """
-    SampleConfig(num_samples=num_samples)  # raises for an invalid number
+    SampleConfig(num_samples=num_samples, stop=stop)  # raises for an invalid value
     device = next(model.parameters()).device
     ids = prompt_ids(prompt)
     tokens = torch.tensor([ids] * num_samples, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    options |= {"generator": generator, "stop": stop}
-    rows = generate_tokens(model, tokens, max_new_tokens, **options)
+    rows = generate_tokens(model, tokens, max_new_tokens, generator=generator, stop=stop, **options)
     texts = [gpt2_encoding().decode(row[len(ids) :]) for row in rows]
     ends = [min((text.index(s) for s in stop if s in text), default=None) for text in texts]
     return [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]
@@ -177,9 +170,12 @@ def describe_loss(model: GPT, path: Path, dtype: torch.dtype) -> str:
     """Return a text file's loss in nats per token and bits per byte, and its number of tokens."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--score {path} is not UTF-8 text: {error}") from None
-    loss, ids = text_loss(model, text, dtype), gpt2_encoding().encode_ordinary(text)
+        loss = text_loss(model, text, dtype)
+    except ValueError as error:  # also text that is not UTF-8
+        raise ValueError(f"--score {path}: {error}") from None
+    if "<|endoftext|>" in text:
+        print_error("note: <|endoftext|> in the text is scored as text, in seven tokens")
+    ids = gpt2_encoding().encode_ordinary(text)
     n_bytes = len(gpt2_encoding().decode_bytes(ids[1:]))  # the first token has no loss
     bits = loss * (len(ids) - 1) / math.log(2) / n_bytes
     return f"{path}: {loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids):,} tokens"
@@ -193,7 +189,7 @@ def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> floa
     """
     ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
     if len(ids) < 2:
-        raise ValueError(f"text_loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
+        raise ValueError(f"a loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
     device, loss_sum = next(model.parameters()).device, 0.0
     with inference(model, device, dtype):
         for start in range(0, len(ids) - 1, block_size):

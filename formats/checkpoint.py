@@ -46,7 +46,6 @@ FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_PATTERN = "step_" + 8 * "[0-9]"
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
-MAX_CHARACTERS = 300  # longer lists of names are cut in the warning
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,8 @@ class CheckpointWriter:
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
-        self._last: Future[None] | None = None
+        self._last = Future[None]()
+        self._last.set_result(None)
         code_hashes()  # read the code that runs now, because files may be edited during the run
 
     @torch.no_grad()
@@ -157,11 +157,9 @@ class CheckpointWriter:
         Every rank must call this. The ranks synchronize every second: if they waited for a slow
         disk in a single collective, it could time out.
         """
-        while all_reduce_max(self._last is not None and not self._last.done()):
-            if self._last is not None:
-                wait_for([self._last], timeout=1)  # Ctrl-C can interrupt this wait
-        if self._last is not None:
-            self._last.result()
+        while all_reduce_max(not self._last.done()):
+            wait_for([self._last], timeout=1)  # Ctrl-C can interrupt this wait
+        self._last.result()
 
     def __enter__(self) -> Self:
         return self
@@ -222,11 +220,10 @@ def _manifest_entry(path: Path) -> dict[str, Any]:
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a raw model's parameters and persistent buffers by name; tied ones appear once."""
-    tensors, names = dict[str, Tensor](), dict[Tensor, str]()
+    names = dict[Tensor, str]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if names.setdefault(tensor, name) == name:
-            tensors[name] = tensor
-    return tensors
+        names.setdefault(tensor, name)
+    return {name: tensor for tensor, name in names.items()}
 
 
 def optimizer_state(trainer: TrainerState, *, tensors: bool) -> dict[str, Any]:
@@ -262,11 +259,8 @@ def find_nonfinite(trainer: TrainerState, ranks: Ranks = SINGLE_PROCESS) -> str 
     Every process must call this; all get the same name.
     """
     state = model_state(trainer.raw_model) | optimizer_state(trainer, tensors=True)
-    bad = ""
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not is_finite(ranks.local(tensor)):
-            bad = name
-            break
+    floats = {name: ranks.local(x) for name, x in state.items() if x.is_floating_point()}
+    bad = next((name for name, tensor in floats.items() if not is_finite(tensor)), "")
     return next(filter(None, gather_text(bad)), None)
 
 
@@ -436,10 +430,7 @@ def copy_weights(source: GPT, target: GPT, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def copy_state(
-    tensors: Mapping[str, Tensor],
-    model: nn.Module,
-    source: str | Path,
-    ranks: Ranks = SINGLE_PROCESS,
+    tensors: Mapping[str, Tensor], model: GPT, source: str | Path, ranks: Ranks = SINGLE_PROCESS
 ) -> None:
     """Copy tensors by name into a model, sharded or not; raise if they do not fit it."""
     targets = model_state(model)

@@ -21,13 +21,11 @@ def code_hashes() -> dict[str, str]:
 
 def code_hash(source: bytes) -> str:
     """Return eight hex digits that depend on the code, but not on comments and docstrings."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(body := getattr(node, "body", None), list):
-            body[:] = [statement for statement in body if not _is_docstring(statement)]
+    tree = _WithoutDocstrings().visit(ast.parse(source))
     return sha256(ast.unparse(tree).encode()).hexdigest()[:8]
 
 
-def _is_docstring(node: ast.stmt) -> bool:
-    """Return whether a statement is a string by itself, which may also describe a field."""
-    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
+class _WithoutDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        """Remove a string that is a statement by itself, which may also describe a field."""
+        return None if isinstance(getattr(node.value, "value", None), str) else node

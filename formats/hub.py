@@ -1,7 +1,7 @@
 """Hugging Face hub: find commits, download files, and report errors in one line."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,8 @@ def resolve_revision(repo: str, revision: str | None) -> str:
         return str(HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_SECONDS).sha)
 
 
-def fetch_files(repo: str, is_complete: Callable[[Path], object], **kwargs: Any) -> Path:  # noqa: ANN401
-    """Return a repository's folder in the hub's cache; download it unless it `is_complete`.
+def fetch_files(repo: str, needed: str, **kwargs: Any) -> Path:  # noqa: ANN401
+    """Return a repository's folder in the hub's cache; download it unless it has a `needed` file.
 
     Keyword arguments are passed to `snapshot_download`.
     """
@@ -33,7 +33,7 @@ def fetch_files(repo: str, is_complete: Callable[[Path], object], **kwargs: Any)
 
     download = partial(snapshot_download, repo, **kwargs)
     with suppress(FileNotFoundError):
-        if is_complete(folder := Path(download(local_files_only=True))):
+        if ((folder := Path(download(local_files_only=True))) / needed).is_file():
             return folder
     # Without a network, this fails immediately; a download would retry for half a minute.
     HfApi().repo_info(repo, repo_type=kwargs.get("repo_type"), timeout=TIMEOUT_SECONDS)

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
 from runtime.files import check_downloaded, read_json, write_json
-from tokenizer import END_OF_TEXT, VOCAB_PATH, VOCAB_SIZE, byte_characters
+from tokenizer import VOCAB_PATH, VOCAB_SIZE, byte_characters
 
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
+EXPORT_FILES = VOCAB_PATH.with_name("huggingface.json")
 
 SIZES = ("n_layer", "n_head", "n_embd")
-TOKEN_IDS = {f"{kind}_token_id": END_OF_TEXT for kind in ("bos", "eos", "pad")}
 CONV1D_WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WTE = "transformer.wte.weight"
 # Old files contain the causal mask as a buffer of each attention layer.
@@ -92,20 +92,15 @@ def save_pretrained(model: GPT, folder: str | Path, dtype: torch.dtype = torch.f
     Raises:
         ValueError: the model's parameters or logits are not a GPT-2's, or `dtype` cannot hold them.
     """
-    config, folder = model.config, Path(folder)
-    tensors = to_hf_state_dict(model)
+    folder, tensors = Path(folder), to_hf_state_dict(model)
     _check_computes_gpt2(model, tensors)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if not all(map(is_finite, tensors.values())):
         raise ValueError(f"a weight exceeds the range of {dtype}: use --dtype bfloat16")
-    dtype_name = str(dtype).removeprefix("torch.")
-    write_json(folder / HF_CONFIG_NAME, _hf_config(config) | {"torch_dtype": dtype_name})
+    _write_settings(folder, model.config, str(dtype).removeprefix("torch."))
     # transformers 4 requires the metadata that names PyTorch as the tensors' format. `save_file`
     # would make the file unreadable for other users.
     (folder / HF_WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
-    # Without `max_length`, a pipeline generates 256 tokens, which may exceed a short context.
-    write_json(folder / "generation_config.json", {**TOKEN_IDS, "max_length": config.block_size})
-    _write_tokenizer(folder, config.block_size)
     return sum(tensor.numel() for tensor in tensors.values())
 
 
@@ -167,12 +162,9 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     try:
         gpt2 = gpt2_logits(tensors, config.n_layer, config.n_head, idx)
     except (KeyError, RuntimeError) as error:  # a missing name, or shapes that cannot be multiplied
-        raise ValueError(
-            f"this model cannot be exported: its parameters are not GPT-2's ({error})"
-        ) from None
+        raise ValueError(f"not exported: the parameters are not GPT-2's ({error})") from None
     found = sum(tensor.numel() for tensor in tensors.values())
-    expected = config.n_layer * (12 * C**2 + 13 * C) + 2 * C
-    expected += (VOCAB_SIZE + config.block_size) * C
+    expected = config.n_layer * (12 * C**2 + 13 * C) + (VOCAB_SIZE + config.block_size + 2) * C
     if found != expected:
         raise ValueError(
             f"this model cannot be exported: it has {found:,} parameters, but a GPT-2 of its "
@@ -228,20 +220,6 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
-def _hf_config(config: GPTConfig) -> dict[str, Any]:
-    """Return a model's `config.json`; omitted settings have GPT2Config's defaults."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        **{name: accepted[0] for name, accepted in GPT2_SETTINGS.items()},
-        **{name: getattr(config, name) for name in SIZES},
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,  # transformers ignores it, but many other tools read it
-        # With GPT2Config's defaults, fine-tuning would use dropout; this model has none.
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        **TOKEN_IDS,
-    }
-
-
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Map a safetensors file's tensors into memory; each is read when it is used."""
     try:
@@ -255,19 +233,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """Return a model's folder, downloaded if needed; raise if it has no safetensors weights."""
     folder = Path(source) if is_local(source) else _download(str(source))
-    is_complete = (folder / HF_WEIGHTS_NAME).is_file()
-    if (folder / "adapter_config.json").is_file() and not is_complete:
+    if (folder / HF_WEIGHTS_NAME).is_file():
+        return folder
+    if (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"{source} is a PEFT adapter: load it with peft's AutoPeftModelForCausalLM, call "
             f"merge_and_unload().save_pretrained('merged'), and use the new folder"
         )
-    if not is_complete:
-        raise FileNotFoundError(
-            f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
-            f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "
-            f"and use the new folder"
-        )
-    return folder
+    raise FileNotFoundError(
+        f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
+        f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "
+        f"and use the new folder"
+    )
 
 
 def repo_name(source: str) -> str:
@@ -289,41 +266,35 @@ def is_from_hub(source: str) -> bool:
 
 def _download(source: str) -> Path:
     """Return the folder in the hub's cache with a model's configuration and weights."""
-    repo, revision = repo_name(source), source.partition("@")[2]
+    revision, files = source.partition("@")[2] or None, ["*config.json", HF_WEIGHTS_NAME]
     failure = f"{source!r} is not a folder, and downloading it from the Hugging Face hub failed"
     remedy = f"use a run, a checkpoint, a local folder, {', '.join(GPT2_SIZES)} or OWNER/NAME"
     with hub.explain_hub_errors(failure, remedy):
-        return hub.fetch_files(
-            repo,
-            lambda folder: (folder / HF_WEIGHTS_NAME).is_file(),
-            revision=revision or None,
-            allow_patterns=["*config.json", HF_WEIGHTS_NAME],
-        )
+        wanted = {"revision": revision, "allow_patterns": files}
+        return hub.fetch_files(repo_name(source), HF_WEIGHTS_NAME, **wanted)
 
 
-def _write_tokenizer(folder: Path, block_size: int) -> None:
-    """Write GPT-2's tokenizer in transformers' format and, for other clients, `tokenizer.json`."""
-    text, special = VOCAB_PATH.read_bytes(), "<|endoftext|>"
-    merges = text.decode().splitlines()[1:]
+def _write_settings(folder: Path, config: GPTConfig, dtype: str) -> None:
+    """Write the configuration and GPT-2's tokenizer, also as `tokenizer.json` for other clients.
+
+    `EXPORT_FILES` has the files of GPT-2 124M, whose sizes and vocabulary are replaced here. Its
+    dropout is 0, as in this model; GPT2Config's default would act in fine-tuning. Batching and the
+    trainers' data collators need its padding token. Without `max_length`, a pipeline generates 256
+    tokens, which may exceed a short context.
+    """
+    merges = VOCAB_PATH.read_text(encoding="utf-8").splitlines()[1:]
     pieces = [merge.replace(" ", "") for merge in merges]
-    vocab = {token: i for i, token in enumerate([*byte_characters(), *pieces, special])}
-    (folder / "merges.txt").write_bytes(text)
-    write_json(folder / "vocab.json", vocab)
-    added = {"id": END_OF_TEXT, "content": special, "special": True}
-    added |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    content: dict[str, Any] = {"version": "1.0", "added_tokens": [added], "normalizer": None}
-    content |= dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"), byte_level)
-    content["model"] = {"type": "BPE", "vocab": vocab, "merges": merges}
-    write_json(folder / "tokenizer.json", content)
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "GPT2Tokenizer",
-            "model_max_length": block_size,
-            # Batching, and the trainers' data collators, need a padding token.
-            **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), special),
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
+    tokens = [*byte_characters(), *pieces, "<|endoftext|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    files = read_json(EXPORT_FILES)
+    files[HF_CONFIG_NAME] |= {name: getattr(config, name) for name in SIZES}
+    # transformers ignores `n_ctx`, but many other tools read it.
+    files[HF_CONFIG_NAME] |= dict.fromkeys(("n_positions", "n_ctx"), config.block_size)
+    files[HF_CONFIG_NAME]["torch_dtype"] = dtype
+    files["generation_config.json"]["max_length"] = config.block_size
+    files["tokenizer_config.json"]["model_max_length"] = config.block_size
+    files["tokenizer.json"]["model"] |= {"vocab": vocab, "merges": merges}
+    files["vocab.json"] = vocab
+    for name, content in files.items():
+        write_json(folder / name, content)
+    (folder / "merges.txt").write_bytes(VOCAB_PATH.read_bytes())

@@ -56,9 +56,8 @@ def find_checkpoint(path: Path) -> Path:
         path = RUNS / path
     if path.name == "checkpoints" and is_run(path.parent):
         path = path.parent
-    if (path / checkpoint.STATE_NAME).is_file():
-        return path
-    if found := find(path):
+    found = path if (path / checkpoint.STATE_NAME).is_file() else find(path)
+    if found is not None:
         return found
     if latest := latest_checkpoint(path):
         raise FileNotFoundError(f"{path} has no checkpoint with a validation loss: use {latest}")
@@ -67,10 +66,9 @@ def find_checkpoint(path: Path) -> Path:
             f"the run {path} has no checkpoint yet: wait for its first one or, if the run has "
             f"ended, {START_OVER}"
         )
-    if models := sorted(config.parent for config in path.glob("*/config.json")):
-        raise FileNotFoundError(
-            f"{path} holds several models: use one of them, such as {models[-1]}"
-        )
+    if models := [config.parent for config in path.glob("*/*onfig.json")]:
+        newest = max(models, key=lambda model: (len(model.name), model.name))  # 1000 after 200
+        raise FileNotFoundError(f"{path} holds several models: use one of them, such as {newest}")
     problem = "is not a run, checkpoint or model folder" if path.exists() else "does not exist"
     places = (path, *path.parents[:-1], RUNS, Path())
     folder = next(folder for folder in places if folder.is_dir())

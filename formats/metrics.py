@@ -88,21 +88,18 @@ def logged_values(path: Path, name: str) -> list[Any]:
 
 def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return a run's records that have a `val_loss`, by step."""
-    path = run_dir / METRICS_NAME
-    records = read_metrics(path) if path.is_file() else ()
+    records = read_metrics(run_dir / METRICS_NAME)
     return {r["step"]: r for r in records if r.get("val_loss") is not None}
 
 
 def last_saved_step(path: Path) -> int:
     """Return the last step that a run saved or resumed from; 0 if there is none, or no file."""
-    if not path.exists():
-        return 0
     return max(logged_values(path, "saved_step") + logged_values(path, "resumed_from"), default=0)
 
 
 def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a metrics file; skip incomplete lines."""
-    for line in Path(path).read_bytes().splitlines():
+    """Yield the JSON objects of a metrics file, if it exists; skip incomplete lines."""
+    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():
         with suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):
                 yield record

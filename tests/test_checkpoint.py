@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 
 from formats.checkpoint import (
     CheckpointWriter,
-    copy_weights,
     find_nonfinite,
     verify_checkpoint,
 )
@@ -37,7 +36,6 @@ from formats.load import (
     model_config_of,
 )
 from model import GPT, GPTConfig
-from parallel import SINGLE_PROCESS
 from runtime.files import read_json, write_json
 
 
@@ -266,19 +264,6 @@ def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
     assert describe_best(run_dir) == "best val_loss 2.5000 at step 8, 1.2500 bits per byte\n"
     monkeypatch.chdir(run_dir)
     assert find_checkpoint(Path()) == Path("checkpoints/step_00000006")
-
-
-@pytest.mark.gpt2
-def test_copy_weights_crops_the_position_embeddings():
-    source, target, longer = (
-        GPT(GPTConfig(block_size, 100, n_layer=2, n_head=2, n_embd=16))
-        for block_size in (16, 8, 17)
-    )
-    copy_weights(source, target, SINGLE_PROCESS)
-    idx = torch.randint(0, 100, (2, 8))
-    assert torch.equal(target(idx).logits, source(idx).logits)
-    with pytest.raises(ValueError, match=r"wpe\.weight is \(16, 16\), expected \(17, 16\)"):
-        copy_weights(source, longer, SINGLE_PROCESS)
 
 
 # --- writing while training goes on -------------------------------------------------------------

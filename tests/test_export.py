@@ -12,7 +12,7 @@ from run_files import append_records
 from safetensors.torch import load_file
 
 import export
-from formats import checkpoint, load
+from formats import checkpoint, huggingface, load
 from formats.huggingface import save_pretrained
 from formats.load import load_model
 from model import GPT, GPTConfig
@@ -127,20 +127,22 @@ def test_card_names_a_base_model_of_the_hub_and_no_local_one(tmp_path, monkeypat
         assert card.data.base_model == base
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):
+@pytest.mark.parametrize("read", [checkpoint.verify_checkpoint, huggingface.read_tensors])
+def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(
+    tmp_path, monkeypatch, read
+):
     save_run(tmp_path / "run", step=1)
     model = save_run(tmp_path / "run", step=2)
-    verify = checkpoint.verify_checkpoint
 
-    def delete_then_verify(path, names):
+    def delete_then_read(*args):
         shutil.rmtree(tmp_path / "run/checkpoints/step_00000001", ignore_errors=True)
-        verify(path, names)
+        return read(*args)
 
     first = tmp_path / "run/checkpoints/step_00000001"
     found = iter([first])  # as if step 2 was saved after the first look
     look = load.find_checkpoint
     monkeypatch.setattr(load, "find_checkpoint", lambda path: next(found, None) or look(path))
-    monkeypatch.setattr(checkpoint, "verify_checkpoint", delete_then_verify)
+    monkeypatch.setattr(sys.modules[read.__module__], read.__name__, delete_then_read)
     run_export(monkeypatch, tmp_path / "run", tmp_path / "out")
     idx = torch.randint(0, 50257, (1, 8))
     with torch.no_grad():
@@ -149,11 +151,16 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(tmp
         load_model(first)
 
 
-def test_folders_with_several_models_and_a_runs_checkpoints_folder(tmp_path):
+def test_a_runs_checkpoints_folder_is_the_run(tmp_path):
     model = save_run(tmp_path / "run")
     loaded = load_model(tmp_path / "run/checkpoints")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-    for step in (100, 200):  # as the Trainer of transformers saves them
-        save_pretrained(model, tmp_path / f"theirs/checkpoint-{step}")
-    with pytest.raises(FileNotFoundError, match=r"several models: use one .*/checkpoint-200$"):
-        load_model(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json"])
+def test_a_folder_of_several_models_names_the_newest(tmp_path, file):
+    for step in (1000, 200):  # as the Trainer of transformers saves models and peft's adapters
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"several models: use one .*/checkpoint-1000$"):
+        load_model(tmp_path)

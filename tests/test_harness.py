@@ -90,6 +90,7 @@ def test_harness_style_gives_the_harness_numbers_to_the_last_example(
     summed = torch.tensor([line["summed_losses"] for line in lines])
     torch.testing.assert_close(summed, torch.tensor(losses), rtol=1e-5, atol=1e-4)
     printed, scores = capsys.readouterr().out, []
+    assert printed.endswith(" (chance: 0.25)\n")
     for name, prediction in (("acc", "prediction"), ("acc_norm", "prediction_norm")):
         right = [line[prediction] == line["label"] for line in lines]
         assert right == [sample[name] == 1 for sample in samples]

@@ -8,7 +8,8 @@ from PIL import Image
 from run_files import BATCH, append_records, write_run
 
 import plot
-from plot import plot_comparison, plot_run
+from plot import plot_run
+from report import warn_if_not_comparable
 
 
 def check_figure(path):
@@ -72,15 +73,16 @@ def test_plot_command_refuses_a_folder_without_losses_in_one_line(commands, tmp_
     assert_refused(commands.run("plot", tmp_path), "metrics.jsonl has no losses yet: wait")
 
 
-def test_plot_compares_runs_in_one_figure_and_draws_numbers_of_ones_own(
-    tmp_path, monkeypatch, capsys
-):
+def test_plot_compares_runs_and_draws_numbers_of_ones_own(tmp_path, monkeypatch, capsys):
     runs = [write_run(tmp_path / name, 10, val_every=5, spread=0.5) for name in ("a", "_b")]
-    flags = [*map(str, runs), "--compare", str(tmp_path / "ab.png")]
+    (tmp_path / "notes.txt").touch()  # as with runs/*
+    flags = [*map(str, runs), f"{tmp_path}/notes.txt", f"--compare={tmp_path}/ab.png"]
     monkeypatch.setattr("sys.argv", ["plot.py", *flags])
     plot.main()
     names = ["loss.png", "own_spread.png"] * 2 + ["ab.png"]
-    printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    done = capsys.readouterr()
+    assert done.err == f"note: {tmp_path}/notes.txt is a file, not a run folder\n"
+    printed = [Path(line) for line in done.out.splitlines()]
     assert [path.name for path in printed] == names
     assert all(path.is_file() for path in printed)
     monkeypatch.setattr("sys.argv", ["plot.py", str(write_run(tmp_path / "c", 2)), *flags])
@@ -88,24 +90,29 @@ def test_plot_compares_runs_in_one_figure_and_draws_numbers_of_ones_own(
         plot.main()
 
 
-def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, capsys):
+@pytest.mark.parametrize("flags", [["--compare=ab.svg"], ["--report"]])
+def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
     runs = [write_run(tmp_path / name / "run", steps=10, val_every=5) for name in "abc"]
     for run, block_size, data in zip(runs, (64, 32, 64), ("1", "1", "2"), strict=True):
         (run / "config.json").write_text(f'{{"block_size": {block_size}, "val_tokens": 9}}')
         append_records(run, {"data_fingerprint": data})
-    plot_comparison(runs, tmp_path / "figure.svg")
-    assert capsys.readouterr().err.splitlines() == [
-        f"warning: the losses are not comparable: {runs[1]} has block_size 32, {runs[0]} has 64",
-        f"warning: the losses are not comparable: {runs[2]} has data 2, {runs[0]} has 1",
+    for run, validation in zip(runs, "334", strict=True):
+        checkpoint = run / "checkpoints/step_00000001"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text(f'{{"val_fingerprint": "{validation}"}}')
+    monkeypatch.setattr("sys.argv", ["plot.py", *map(str, runs), *flags])
+    plot.main()
+    said = "warning: the losses are not comparable: {} has {}, " + f"{runs[0]} has {{}}"
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        said.format(runs[1], "block_size 32", 64),
+        said.format(runs[2], "data fingerprint 2", 1),
+        said.format(runs[2], "validation fingerprint 4", 3),
     ]
+    written = Path(printed.out.splitlines()[-1]).read_text()
+    for run in runs:  # all have one name
+        assert f" {run} -->" in written or f'"name":"{run}"' in written
     (tmp_path / "a/run/config.json").unlink()  # what is not known is not different
-    plot_comparison([runs[0], runs[1]], tmp_path / "figure.svg")
+    warn_if_not_comparable([runs[0], runs[1]])
     assert capsys.readouterr().err == ""
-
-
-def test_plot_command_leaves_out_a_stray_file(commands, tmp_path):
-    run = write_run(tmp_path / "run", steps=10, val_every=5)
-    (tmp_path / "notes.txt").touch()
-    done = commands.run("plot", run, tmp_path / "notes.txt")
-    assert (done.code, done.stdout) == (0, f"{run}/figures/loss.png\n")
-    assert done.stderr == f"note: {tmp_path}/notes.txt is a file, not a run folder\n"

@@ -240,17 +240,9 @@ def test_text_loss_is_the_mean_over_windows_of_the_context():
         sample.text_loss(model, "Once")
 
 
-@pytest.mark.gpt2
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--interactive", "--prompt=a"], "--interactive, --prompt and --score"),
-        (["--num-samples=0", "--top-k=-1", "--top-p=2"], "--num-samples .*--top-k .*--top-p must"),
-    ],
-)
-def test_main_refuses(run_main, flags, message):
-    with pytest.raises(ValueError, match=message):
-        run_main(*flags)
+def test_config_names_all_problems():
+    with pytest.raises(ValueError, match=r"--top-k .*--top-p .*--interactive, --prompt and"):
+        sample.SampleConfig(interactive=True, prompt="a", top_k=-1, top_p=2)
 
 
 @pytest.mark.gpt2
@@ -273,6 +265,8 @@ def test_main_without_enough_memory_says_so_in_one_line(run_main, tmp_path, caps
         ({"top_p": 1.5}, "--top-p must be at most 1, not 1.5"),
         ({"max_new_tokens": 0}, "--max-new-tokens must be above 0, not 0"),
         ({"num_samples": 0}, "--num-samples must be above 0, not 0"),
+        ({"stop": ("the", "")}, "--stop must be a list of texts, none of them empty"),
+        ({"stop": "the"}, "--stop must be a list of texts"),
     ],
 )
 def test_generate_refuses_what_the_command_refuses(option, message):
@@ -291,6 +285,8 @@ def test_generate_ends_before_each_stop_text(run_main, folder):
     for text, whole in zip(cut, full, strict=True):
         ends = [whole.index(stop, 4) for stop in stops if stop in whole[4:]]
         assert text == whole[: min(ends, default=None)]
+    both = (full[0][5], full[0][4])  # the first in the text ends it
+    assert generate(model, "Once", 12, seed=1, stop=both) == ["Once"]
     seen = []
     generate_tokens(model, torch.tensor([[1]]), 12, stop=[""], on_token=seen.append)
     assert seen == []  # it ended with the first token
@@ -301,7 +297,7 @@ def test_generate_ends_before_each_stop_text(run_main, folder):
 
 
 @pytest.mark.gpt2
-def test_main_scores_a_text(run_main, folder, tmp_path):
+def test_main_scores_a_text(run_main, folder, tmp_path, capsys):
     text = "Once upon a time, there was a café. " * 3
     (tmp_path / "text").write_text(text, encoding="utf-8")
     loss = sample.text_loss(load_pretrained(folder), text)
@@ -310,5 +306,11 @@ def test_main_scores_a_text(run_main, folder, tmp_path):
     expected = f"{loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids)} tokens"
     assert run_main(f"--score={tmp_path}/text") == f"{tmp_path}/text: {expected}\n"
     (tmp_path / "latin").write_bytes(b"caf\xe9 au")
-    with pytest.raises(ValueError, match=r"--score .*latin is not UTF-8 text: .* position 3"):
+    with pytest.raises(ValueError, match=r"--score .*latin: .*can't decode .* position 3"):
         run_main(f"--score={tmp_path}/latin")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match=r"--score .*empty: .*2 tokens or more, but '' has 0"):
+        run_main(f"--score={tmp_path}/empty")
+    (tmp_path / "separated").write_text("a<|endoftext|>b")
+    sample.describe_loss(load_pretrained(folder), tmp_path / "separated", torch.float32)
+    assert capsys.readouterr().err.startswith("note: <|endoftext|> in the text is scored as text")
