@@ -55,12 +55,11 @@ class RunLog:
         names = self.config.logger if is_main() else ()
         settings = self.config.saved() | {"warmup_steps": self.config.warmup}
         self._trackers = Trackers(names, self.run_dir, settings, self.start_step)
-        float32 = self.device.dtype == torch.float32
+        flops = flops_per_token(self.config.model_config())
+        peak = peak_flops(self.device.name, float32=self.device.dtype == torch.float32)
+        n_devices = self.device.dist_info.world_size
         self._mfu = partial(
-            mfu,
-            flops_per_token=flops_per_token(self.config.model_config()),
-            device_peak_flops=peak_flops(self.device.name, float32=float32),
-            world_size=self.device.dist_info.world_size,
+            mfu, flops_per_token=flops, device_peak_flops=peak, world_size=n_devices
         )
         self._step_begun = self._first_step_end = perf_counter()
         return self
@@ -138,16 +137,14 @@ class RunLog:
             The record to fill. If the evaluation is interrupted, its entries so far are logged.
         """
         metrics = dict[str, float]()
-        self._evaluated_step = step
+        self._evaluated_step, step_begun = step, self._step_begun
         with self.paused():
-            begun = perf_counter()
             yield metrics
-            seconds = perf_counter() - begun
         if not metrics:
             return
         # A custom evaluation may return tensors.
         values = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
-        values["evaluation_seconds"] = seconds
+        values["evaluation_seconds"] = self._step_begun - step_begun
         self.record(step=step, tokens_seen=self.tokens_seen, **values)
         print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in values.items())]))
 
