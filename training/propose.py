@@ -8,9 +8,8 @@ import torch
 from corpus.shards import Manifest
 from runtime.cli import shell_line
 from runtime.files import read_json
-from training.config import read_recipe
+from training.config import ROOT, read_recipe
 
-ROOT = Path(__file__).parent.parent
 LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
 MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
 MAX_PASSES = 5  # a proposed run makes at most 5 over the training split; 10 overfit some texts
