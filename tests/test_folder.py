@@ -10,7 +10,6 @@ from torch._inductor.runtime.triton_compat import OutOfResources
 
 from formats.checkpoint import Checkpoint, read_state
 from runtime.cli import RunStopped
-from runtime.distributed import DistInfo
 from training.config import TrainConfig
 from training.folder import choose_run_dir, explain_failures, lock_run_folder
 from training.stopping import StopRequest
@@ -84,7 +83,7 @@ def test_choose_run_dir(tmp_path):
 
 
 def explain(run_dir, stop=None):
-    return explain_failures(run_dir, stop or StopRequest(DistInfo()))
+    return explain_failures(run_dir, stop or StopRequest())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind
 
 
 def test_compilers_error_is_an_interrupt_if_a_signal_came_before(tmp_path):
-    stop = StopRequest(DistInfo())
+    stop = StopRequest()
     with pytest.raises(KeyboardInterrupt, match="no checkpoint yet"), explain(tmp_path, stop), stop:  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         raise OutOfResources(2, 1, "shared memory")
