@@ -74,7 +74,6 @@ class Ranks(DistInfo):
 SINGLE_PROCESS = Ranks()
 
 
-@dataclass(frozen=True)
 class DDP(Ranks):
     """Every rank holds the whole model; gradients are averaged during the backward pass."""
 

@@ -19,7 +19,7 @@ from runtime.cli import flag_of
 from runtime.distributed import DistInfo, gather_text, is_main, print0, raise_on_all_ranks
 from runtime.files import sha256_of
 from training.config import TrainConfig
-from training.folder import check_usable
+from training.folder import check_usable, choose_run_dir
 from training.memory import CHECKPOINT_BYTES_PER_PARAMETER, Device, find_device
 from training.resume import check_resume_compatible
 from training.trackers import check_installed
@@ -128,8 +128,7 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None) -> str:
     with ExitStack() as stack:
         with raise_on_all_ranks():
             if is_main():
-                if config.run_name is not None:
-                    check_usable(out_dir / config.run_name, config, resumed)
+                check_usable(choose_run_dir(config, resumed), config, resumed)
                 out_dir.mkdir(parents=True, exist_ok=True)
                 name = stack.enter_context(tempfile.NamedTemporaryFile(dir=out_dir)).name
         name = Path(gather_text(name)[0]).name

@@ -43,10 +43,9 @@ class RunLog:
     device: Device
 
     def __post_init__(self) -> None:
-        self.start_step = self.tokens_seen = 0  # steps and tokens before this start or resume
-        if self.resumed is not None:
-            self.start_step = self.resumed.state.step
-            self.tokens_seen = self.resumed.state.tokens_seen
+        # Steps and tokens before this start or resume.
+        self.start_step = self.resumed.state.step if self.resumed else 0
+        self.tokens_seen = self.resumed.state.tokens_seen if self.resumed else 0
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
     def __enter__(self) -> Self:
@@ -152,11 +151,10 @@ class RunLog:
         """Print the texts that the current evaluation sampled, and append them to `samples.txt`."""
         if not is_main():
             return
-        step = self._evaluated_step
-        lines = [f"step {step} | sample: {text!r}" for text in texts]
+        lines = "\n".join(f"step {self._evaluated_step} | sample: {text!r}" for text in texts)
         with warn_on_write_error(), open_lines(self.run_dir / "samples.txt") as file:
-            append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-        print0("\n".join(lines))
+            append_atomically(file, f"{lines}\n".encode())
+        print0(lines)
 
     def saved(self, step: int, path: Path) -> None:
         """Log that the checkpoint of a step is complete."""
