@@ -132,12 +132,8 @@ class FSDP(Ranks):
                     offload_policy=offload,
                 )
 
-        hook = register_module_module_registration_hook(shard_unit)
-        try:
-            with self.device:
-                model = new_model()
-        finally:
-            hook.remove()
+        with register_module_module_registration_hook(shard_unit), self.device:
+            model = new_model()
         # The root holds the tied embedding and LM head. Like an unsharded model, it is gathered in
         # float32, because HellaSwag and sampling need its logits in full precision.
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)

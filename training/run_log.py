@@ -199,11 +199,6 @@ def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | 
     if record["peak_memory_gib"] is not None:
         device.append(f"{record['peak_memory_gib']:.3g} GiB")
     lr = f"{record['lr']:.1e}".replace("e-0", "e-")
-    columns = [
-        f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
-        f"loss {record['train_loss']:.4f}",
-        f"lr {lr}, norm {record['grad_norm']:.3g}",
-        ", ".join(device),
-        f"eta {format_duration(eta_seconds)}",
-    ]
-    return " | ".join(columns)
+    step = f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"
+    learning = f"loss {record['train_loss']:.4f} | lr {lr}, norm {record['grad_norm']:.3g}"
+    return f"{step} | {learning} | {', '.join(device)} | eta {format_duration(eta_seconds)}"
