@@ -43,6 +43,12 @@ def test_lock_run_folder_lets_one_trainer_in(tmp_path):
         assert_refused("another process is at work in", run_dir, saved, resume="auto")
     with open_named(run_dir, saved, resume="auto"):  # free again
         pass
+    (tmp_path / "file").touch()  # as on a read-only disk, no folder can be created in it
+    resume = f"--resume {saved.path} with another --run-name and --out-dir"
+    for checkpoint, remedy in ((None, "another --run-name or --out-dir"), (saved, resume)):
+        message = rf"file/a cannot be written and locked \(.*\): use {re.escape(remedy)}$"
+        with pytest.raises(OSError, match=message), open_named(tmp_path / "file/a", checkpoint):
+            pass
 
 
 @pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints/step_00000003"])

@@ -307,11 +307,12 @@ def test_main_in_a_thread_trains_and_leaves_signals_alone(tiny_flags, tmp_path):
     assert sorted(series(tmp_path / "runs/a", "train_loss")) == [1]
 
 
-def test_main_names_data_dir_for_data_that_was_moved(tiny_flags, tiny_data, copied, capsys):
-    flags = [f"--resume={copied}", "--data-dir=moved", "--max-steps=9"]
-    with pytest.raises(FileNotFoundError, match=r"^moved does not exist: use --data-dir with the"):
-        main(flags)
-    main([*flags, f"--data-dir={tiny_data}"])
+@pytest.mark.parametrize("flag", ["--data-dir", "--hellaswag-data"])
+def test_main_names_the_flag_for_data_that_was_moved(tiny_data, copied, capsys, flag):
+    flags = [f"--resume={copied}", "--max-steps=9", "--hellaswag-every=9"]
+    with pytest.raises(FileNotFoundError, match=f"^moved does not exist: use {flag} with its new"):
+        main([*flags, f"{flag}=moved"])
+    main([*flags, f"--data-dir={tiny_data}", "--hellaswag-every=0"])
     assert "done: " in capsys.readouterr().out
 
 

@@ -31,6 +31,9 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
             if is_main():
                 run_dir = choose_run_dir(config, resumed)
                 remedy = "use another --run-name or --out-dir"
+                if resumed is not None:  # this run can continue as another
+                    resume = shell_line("--resume", resumed.path)
+                    remedy = f"use {resume} with another --run-name and --out-dir"
                 stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME, remedy))
                 check_usable(run_dir, config, resumed)
                 clean_up(run_dir / "checkpoints")
@@ -42,8 +45,7 @@ def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
     if config.run_name is not None:
         return config.out_dir / config.run_name
     if resumed is not None and (folder := resumed.path.absolute().parent).name == "checkpoints":
-        run_dir = folder.parent
-        return run_dir if resumed.path.is_absolute() else Path(os.path.relpath(run_dir))
+        return folder.parent if resumed.path.is_absolute() else Path(os.path.relpath(folder.parent))
     return config.out_dir / f"{config.size}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
