@@ -126,13 +126,10 @@ def test_compilers_error_is_an_interrupt_if_a_signal_came_before(tmp_path):
 
 def test_run_folder_of_a_resumed_checkpoint_is_relative_if_its_path_is(tmp_path, monkeypatch):
     path = fake_checkpoint(tmp_path / "runs/a", 4).path
-    monkeypatch.chdir(tmp_path)
-    for given, expected in (
-        (path, tmp_path / "runs/a"),
-        (path.relative_to(tmp_path), Path("runs/a")),
+    for folder, given, expected in (
+        (tmp_path, path, tmp_path / "runs/a"),
+        (tmp_path, path.relative_to(tmp_path), Path("runs/a")),
+        (path.parent, Path(path.name), Path("..")),
     ):
-        assert choose_run_dir(TrainConfig(), Checkpoint(given, read_state(given))) == expected
-    monkeypatch.chdir(path.parent)
-    assert choose_run_dir(TrainConfig(), Checkpoint(Path(path.name), read_state(path))) == Path(
-        ".."
-    )
+        monkeypatch.chdir(folder)
+        assert choose_run_dir(TrainConfig(), Checkpoint(given, read_state(path))) == expected

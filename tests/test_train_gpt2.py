@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,10 +37,12 @@ from formats.load import latest_checkpoint, load_model
 from formats.metrics import STANDARD_METRICS, read_metrics
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
+from parallel import SINGLE_PROCESS
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
 from training.run import Trainer
+from training.stopping import StopRequest
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 WHOLE = ["--max-lr=1e-2", "--sample-every=4"]  # flags of the run that many tests share
@@ -314,6 +317,18 @@ def test_main_names_the_flag_for_data_that_was_moved(tiny_data, copied, capsys, 
         main([*flags, f"{flag}=moved"])
     main([*flags, f"--data-dir={tiny_data}", "--hellaswag-every=0"])
     assert "done: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("durations", "expected"),
+    [([30.0, 0.25, 0.5, 0.25, 0.25, 9.0], 0.25), ([30.0, 9.0], 9.0)],
+)
+def test_time_call_is_the_median_after_the_first_call(monkeypatch, durations, expected):
+    now, left = [0.0], iter(durations)
+    monkeypatch.setattr(evaluation, "perf_counter", lambda: now[0])
+    idle = SimpleNamespace(stop=StopRequest(), ranks=SINGLE_PROCESS)
+    seconds = evaluation.time_call(lambda: now.append(now.pop() + next(left)), 5.0, idle)
+    assert seconds == expected
 
 
 @pytest.mark.gpt2
