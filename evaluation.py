@@ -148,10 +148,9 @@ def fit_max_minutes(
     assert config.max_minutes is not None
     budget = 60 * config.max_minutes
     timed_seconds = min(5.0, 0.01 * budget)  # for each thing that is timed
-    last_step = config.max_steps - 1  # if the batch grows during training, the largest
-    with trainer.batches:
-        step = partial(train_step, run, trainer, last_step)
-        step_seconds = time_call(step, timed_seconds, run)
+    with trainer.batches:  # the last step has the largest batch if it grows during training
+        last_step = partial(train_step, run, trainer, config.max_steps - 1)
+        step_seconds = time_call(last_step, timed_seconds, run)
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
