@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from conftest import fake_checkpoint
 from torch._inductor.runtime.triton_compat import OutOfResources
+from torch.distributed import DistBackendError
 
 from formats.checkpoint import Checkpoint, read_state
 from runtime.cli import RunStopped
@@ -95,17 +95,9 @@ def explain(run_dir, stop=None):
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        (dist.DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
-        (
-            dist.DistBackendError("NCCL error: closed by remote peer"),
-            RunStopped,
-            "be reached; last",
-        ),
-        (
-            RuntimeError("gloo: closed by peer"),
-            RunStopped,
-            "reached; last checkpoint step_00000004",
-        ),
+        (DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
+        (DistBackendError("NCCL error: closed by remote peer"), RunStopped, "be reached; last"),
+        (RuntimeError("gloo: closed by peer"), RunStopped, "; last checkpoint step_00000004"),
         (OutOfResources(2, 1, "shared memory"), ValueError, "or add --no-compile"),
     ],
 )

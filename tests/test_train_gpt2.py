@@ -47,6 +47,7 @@ from training.stopping import StopRequest
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 WHOLE = ["--max-lr=1e-2", "--sample-every=4"]  # flags of the run that many tests share
 SCORED = ["--block-size=64", "--hellaswag-every=4", f"--hellaswag-data={HELLASWAG}"]
+COMPILED = pytest.param(["--compile", *SCORED], marks=[pytest.mark.slow, needs_compiler])
 
 
 @pytest.fixture
@@ -138,17 +139,7 @@ def test_walkthrough_lists_every_key_of_metrics_jsonl(whole):
     assert (logged | STANDARD_METRICS) - {"overall_tokens_per_second"} <= documented
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(["--optimizer=muon"], id="muon"),
-        pytest.param(
-            ["--compile", *SCORED],
-            marks=[pytest.mark.slow, needs_compiler],
-            id="compiled",
-        ),
-    ],
-)
+@pytest.mark.parametrize("flags", [["--optimizer=muon"], COMPILED], ids=["muon", "compiled"])
 def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flags):
     whole, halves = tmp_path / "runs/whole", tmp_path / "runs/halves"
     flags = [*tiny_flags, *flags, "--sample-every=4"]
@@ -263,9 +254,7 @@ def test_main_refuses_other_data_and_too_little_data(tiny_flags, tiny_data, tmp_
     assert (copied / "metrics.jsonl").read_bytes() == before
 
 
-def test_main_without_a_validation_split_trains_if_nothing_needs_it(
-    tiny_flags, tiny_data, tmp_path
-):
+def test_main_trains_without_a_validation_split(tiny_flags, tiny_data, tmp_path):
     shutil.copy(tiny_data / "train_000001.npy", tmp_path)
     flags = [*tiny_flags, f"--data-dir={tmp_path}", "--run-name=a", "--max-steps=2"]
     error = f"the validation split in {tmp_path} has 0 tokens, .*: add more data, or use --val-"
