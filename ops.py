@@ -174,7 +174,14 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpoi
     """
     if mode == "full":
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(_checkpointed, block.forward)
+
+
+def _checkpointed(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+    """Return a block's output; evaluations save no activations and need no recomputation."""
+    if torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
 
 
 # --- compiling --------------------------------------------------------------------------------
