@@ -77,11 +77,10 @@ class RunLog:
         print0(f"to resume   the same command with {shell_line('--resume', self.run_dir)}")
         if self.config.resume is not None:
             self.record(resumed_from=self.start_step)
-        device = f"{self.device.dist_info.world_size} x {self.device.name}"
         dtype = str(self.device.dtype).removeprefix("torch.")
+        device = f"{self.device.dist_info.world_size} x {self.device.name}, {dtype}"
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        environment = f"{device}, {dtype}, {versions}"
-        self.record(environment=environment, data_fingerprint=data_fingerprint)
+        self.record(environment=f"{device}, {versions}", data_fingerprint=data_fingerprint)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
