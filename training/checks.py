@@ -41,7 +41,7 @@ def check_ranks_agree(
             paths["--hellaswag-data"] = config.hellaswag_data
         for flag, path in paths.items():
             if not path.exists():
-                raise FileNotFoundError(f"{path} does not exist: use {flag} with its new place")
+                raise FileNotFoundError(f"{path} does not exist: use {flag} with its new path")
         train, val = open_shards(config.data_dir, "train"), TokenShards([], "none")
         with suppress(FileNotFoundError):  # a run without validations needs no validation split
             val = open_shards(config.data_dir, "val")

@@ -135,7 +135,8 @@ class RunLog:
             The record to fill. If the evaluation is interrupted, its entries so far are logged.
         """
         metrics = dict[str, float]()
-        self._evaluated_step, step_begun = step, self._step_begun
+        self._evaluated_step = step
+        step_begun = self._step_begun
         with self.paused():
             yield metrics
         if not metrics:
