@@ -48,19 +48,16 @@ def evaluations(config: TrainConfig) -> list[tuple[int, Evaluation]]:
 
 def evaluate(run: Run, trainer: Trainer, step: int) -> None:
     """Run and log the evaluations that are due after `step` updates."""
-    due = [
-        (f"evaluation {number}", measure)
-        for number, (every, measure) in enumerate(evaluations(run.config), start=1)
-        if run.is_due(every, step)
-    ]
+    numbered = enumerate(evaluations(run.config), start=1)
+    due = [(number, work) for number, (every, work) in numbered if run.is_due(every, step)]
     if not due:
         return
     raw_model = trainer.raw_model
     with run.log.evaluation(step) as record, eval_mode(raw_model), suppress(EvaluationStopped):
-        for name, measure in due:
+        for number, measure in due:
             metrics = measure(run, trainer)
             run.ranks.reshard(raw_model)  # its forward passes left parameters gathered
-            run.log.claim_names(name, metrics)
+            run.log.claim_names(f"evaluation {number}", metrics)
             record |= metrics
 
 
@@ -151,10 +148,9 @@ def fit_max_minutes(
     assert config.max_minutes is not None
     budget = 60 * config.max_minutes
     timed_seconds = min(5.0, 0.01 * budget)  # for each thing that is timed
-    last_step = config.max_steps - 1  # if the batch grows during training, the largest
-    with trainer.batches:
-        step = partial(train_step, run, trainer, last_step)
-        step_seconds = time_call(step, timed_seconds, run)
+    with trainer.batches:  # the last step has the largest batch if it grows during training
+        last_step = partial(train_step, run, trainer, config.max_steps - 1)
+        step_seconds = time_call(last_step, timed_seconds, run)
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
@@ -181,14 +177,11 @@ def fit_max_minutes(
 
 def time_call(work: Callable[[], object], timed_seconds: float, run: Run) -> float:
     """Return the median seconds of a compiled call; every process must call this."""
-    n_calls = 1
-    for _ in range(3):  # compile, estimate the number of calls, measure
+    seconds = list[float]()
+    while all_reduce_max(sum(seconds[1:]) < timed_seconds):  # as many calls on each rank
         run.stop.interrupt_evaluation()
-        seconds = []
-        for _ in range(n_calls):
-            begun = perf_counter()
-            work()
-            synchronize(run.ranks.device)
-            seconds.append(perf_counter() - begun)
-        n_calls = all_reduce_max(int(min(100, 1 + timed_seconds / median(seconds))))
-    return median(seconds)
+        begun = perf_counter()
+        work()
+        synchronize(run.ranks.device)
+        seconds.append(perf_counter() - begun)
+    return median(seconds[1:])  # the first call compiles

@@ -172,10 +172,9 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpoi
         blocks: modules without side effects.
         mode: `none` saves all activations, `full` only a block's inputs.
     """
-    if mode == "none":
-        return
-    for block in blocks:
-        block.forward = partial(_checkpointed, block.forward)
+    if mode == "full":
+        for block in blocks:
+            block.forward = partial(_checkpointed, block.forward)
 
 
 def _checkpointed(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401

@@ -39,14 +39,8 @@ class Ranks(DistInfo):
 
     def average(self, scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Average scalars over the ranks in one all-reduce; waits for the device."""
-        stack = torch.stack(
-            [
-                self.gather(value.detach()).to(self.device, torch.float32)
-                if isinstance(value, Tensor)
-                else torch.full((), float(value), device=self.device)
-                for value in scalars.values()
-            ]
-        )
+        tensors = [self.gather(torch.as_tensor(value).detach()) for value in scalars.values()]
+        stack = torch.stack([tensor.to(self.device, torch.float32) for tensor in tensors])
         means = (all_reduce_sum(stack) / self.world_size).tolist()
         return dict(zip(scalars, means, strict=True))
 
@@ -80,7 +74,6 @@ class Ranks(DistInfo):
 SINGLE_PROCESS = Ranks()
 
 
-@dataclass(frozen=True)
 class DDP(Ranks):
     """Every rank holds the whole model; gradients are averaged during the backward pass."""
 
@@ -139,12 +132,8 @@ class FSDP(Ranks):
                     offload_policy=offload,
                 )
 
-        hook = register_module_module_registration_hook(shard_unit)
-        try:
-            with self.device:
-                model = new_model()
-        finally:
-            hook.remove()
+        with register_module_module_registration_hook(shard_unit), self.device:
+            model = new_model()
         # The root holds the tied embedding and LM head. Like an unsharded model, it is gathered in
         # float32, because HellaSwag and sampling need its logits in full precision.
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)

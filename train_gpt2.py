@@ -114,8 +114,7 @@ def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
 
     optimizers: list[Optimizer] = []
     if config.optimizer == "muon":
-        linears = [module for module in model.modules() if isinstance(module, Linear)]
-        rows = {linear.weight: linear.rows for linear in linears}
+        rows = {layer.weight: layer.rows for layer in model.modules() if isinstance(layer, Linear)}
         muon = Muon(
             [{"params": [p], "rows": rows.get(p, ())} for p in matrices if p.dim() == 2],
             lr=config.max_lr,

@@ -18,7 +18,6 @@ from conftest import ROOT, TINY_RUN, series, torchrun
 
 from formats.checkpoint import verify_checkpoint
 from formats.load import latest_checkpoint
-from runtime.distributed import DistInfo
 from train_gpt2 import main
 from training.stopping import StopRequest
 
@@ -307,7 +306,7 @@ def test_stop_request_ignores_what_nohup_ignores_and_ends_at_a_second_ctrl_c_onl
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         for first in (signal.SIGTERM, signal.SIGINT):
-            with StopRequest(DistInfo()) as stop:
+            with StopRequest() as stop:
                 os.kill(os.getpid(), signal.SIGHUP)
                 assert not stop.signal
                 os.kill(os.getpid(), first)

@@ -4,13 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from conftest import fake_checkpoint
 from torch._inductor.runtime.triton_compat import OutOfResources
+from torch.distributed import DistBackendError
 
 from formats.checkpoint import Checkpoint, read_state
 from runtime.cli import RunStopped
-from runtime.distributed import DistInfo
 from training.config import TrainConfig
 from training.folder import choose_run_dir, explain_failures, lock_run_folder
 from training.stopping import StopRequest
@@ -44,6 +43,12 @@ def test_lock_run_folder_lets_one_trainer_in(tmp_path):
         assert_refused("another process is at work in", run_dir, saved, resume="auto")
     with open_named(run_dir, saved, resume="auto"):  # free again
         pass
+    (tmp_path / "file").touch()  # as on a read-only disk, no folder can be created in it
+    resume = f"--resume {saved.path} with another --run-name and --out-dir"
+    for checkpoint, remedy in ((None, "another --run-name or --out-dir"), (saved, resume)):
+        message = rf"file/a cannot be written and locked \(.*\): use {re.escape(remedy)}$"
+        with pytest.raises(OSError, match=message), open_named(tmp_path / "file/a", checkpoint):
+            pass
 
 
 @pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints/step_00000003"])
@@ -84,23 +89,15 @@ def test_choose_run_dir(tmp_path):
 
 
 def explain(run_dir, stop=None):
-    return explain_failures(run_dir, stop or StopRequest(DistInfo()))
+    return explain_failures(run_dir, stop or StopRequest())
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        (dist.DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
-        (
-            dist.DistBackendError("NCCL error: closed by remote peer"),
-            RunStopped,
-            "be reached; last",
-        ),
-        (
-            RuntimeError("gloo: closed by peer"),
-            RunStopped,
-            "reached; last checkpoint step_00000004",
-        ),
+        (DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
+        (DistBackendError("NCCL error: closed by remote peer"), RunStopped, "be reached; last"),
+        (RuntimeError("gloo: closed by peer"), RunStopped, "; last checkpoint step_00000004"),
         (OutOfResources(2, 1, "shared memory"), ValueError, "or add --no-compile"),
     ],
 )
@@ -111,7 +108,7 @@ def test_explain_failures_tells_memory_from_a_lost_process(tmp_path, error, kind
 
 
 def test_compilers_error_is_an_interrupt_if_a_signal_came_before(tmp_path):
-    stop = StopRequest(DistInfo())
+    stop = StopRequest()
     with pytest.raises(KeyboardInterrupt, match="no checkpoint yet"), explain(tmp_path, stop), stop:  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         raise OutOfResources(2, 1, "shared memory")
@@ -121,13 +118,10 @@ def test_compilers_error_is_an_interrupt_if_a_signal_came_before(tmp_path):
 
 def test_run_folder_of_a_resumed_checkpoint_is_relative_if_its_path_is(tmp_path, monkeypatch):
     path = fake_checkpoint(tmp_path / "runs/a", 4).path
-    monkeypatch.chdir(tmp_path)
-    for given, expected in (
-        (path, tmp_path / "runs/a"),
-        (path.relative_to(tmp_path), Path("runs/a")),
+    for folder, given, expected in (
+        (tmp_path, path, tmp_path / "runs/a"),
+        (tmp_path, path.relative_to(tmp_path), Path("runs/a")),
+        (path.parent, Path(path.name), Path("..")),
     ):
-        assert choose_run_dir(TrainConfig(), Checkpoint(given, read_state(given))) == expected
-    monkeypatch.chdir(path.parent)
-    assert choose_run_dir(TrainConfig(), Checkpoint(Path(path.name), read_state(path))) == Path(
-        ".."
-    )
+        monkeypatch.chdir(folder)
+        assert choose_run_dir(TrainConfig(), Checkpoint(given, read_state(path))) == expected

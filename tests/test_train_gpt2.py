@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,14 +37,17 @@ from formats.load import latest_checkpoint, load_model
 from formats.metrics import STANDARD_METRICS, read_metrics
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
+from parallel import SINGLE_PROCESS
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
 from training.run import Trainer
+from training.stopping import StopRequest
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 WHOLE = ["--max-lr=1e-2", "--sample-every=4"]  # flags of the run that many tests share
 SCORED = ["--block-size=64", "--hellaswag-every=4", f"--hellaswag-data={HELLASWAG}"]
+COMPILED = pytest.param(["--compile", *SCORED], marks=[pytest.mark.slow, needs_compiler])
 
 
 @pytest.fixture
@@ -135,17 +139,7 @@ def test_walkthrough_lists_every_key_of_metrics_jsonl(whole):
     assert (logged | STANDARD_METRICS) - {"overall_tokens_per_second"} <= documented
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(["--optimizer=muon"], id="muon"),
-        pytest.param(
-            ["--compile", *SCORED],
-            marks=[pytest.mark.slow, needs_compiler],
-            id="compiled",
-        ),
-    ],
-)
+@pytest.mark.parametrize("flags", [["--optimizer=muon"], COMPILED], ids=["muon", "compiled"])
 def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flags):
     whole, halves = tmp_path / "runs/whole", tmp_path / "runs/halves"
     flags = [*tiny_flags, *flags, "--sample-every=4"]
@@ -260,9 +254,7 @@ def test_main_refuses_other_data_and_too_little_data(tiny_flags, tiny_data, tmp_
     assert (copied / "metrics.jsonl").read_bytes() == before
 
 
-def test_main_without_a_validation_split_trains_if_nothing_needs_it(
-    tiny_flags, tiny_data, tmp_path
-):
+def test_main_trains_without_a_validation_split(tiny_flags, tiny_data, tmp_path):
     shutil.copy(tiny_data / "train_000001.npy", tmp_path)
     flags = [*tiny_flags, f"--data-dir={tmp_path}", "--run-name=a", "--max-steps=2"]
     error = f"the validation split in {tmp_path} has 0 tokens, .*: add more data, or use --val-"
@@ -307,12 +299,25 @@ def test_main_in_a_thread_trains_and_leaves_signals_alone(tiny_flags, tmp_path):
     assert sorted(series(tmp_path / "runs/a", "train_loss")) == [1]
 
 
-def test_main_names_data_dir_for_data_that_was_moved(tiny_flags, tiny_data, copied, capsys):
-    flags = [f"--resume={copied}", "--data-dir=moved", "--max-steps=9"]
-    with pytest.raises(FileNotFoundError, match=r"^moved has no train shards: use --data-dir"):
-        main(flags)
-    main([*flags, f"--data-dir={tiny_data}"])
+@pytest.mark.parametrize("flag", ["--data-dir", "--hellaswag-data"])
+def test_main_names_the_flag_for_data_that_was_moved(tiny_data, copied, capsys, flag):
+    flags = [f"--resume={copied}", "--max-steps=9", "--hellaswag-every=9"]
+    with pytest.raises(FileNotFoundError, match=f"^moved .*: use {flag} with"):
+        main([*flags, f"{flag}=moved"])
+    main([*flags, f"--data-dir={tiny_data}", "--hellaswag-every=0"])
     assert "done: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("durations", "expected"),
+    [([30.0, 0.25, 0.5, 0.25, 0.25, 9.0], 0.25), ([30.0, 9.0], 9.0)],
+)
+def test_time_call_is_the_median_after_the_first_call(monkeypatch, durations, expected):
+    now, left = [0.0], iter(durations)
+    monkeypatch.setattr(evaluation, "perf_counter", lambda: now[0])
+    idle = SimpleNamespace(stop=StopRequest(), ranks=SINGLE_PROCESS)
+    seconds = evaluation.time_call(lambda: now.append(now.pop() + next(left)), 5.0, idle)
+    assert seconds == expected
 
 
 @pytest.mark.gpt2

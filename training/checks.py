@@ -19,7 +19,7 @@ from runtime.cli import flag_of
 from runtime.distributed import DistInfo, gather_text, is_main, print0, raise_on_all_ranks
 from runtime.files import sha256_of
 from training.config import TrainConfig
-from training.folder import check_usable
+from training.folder import lock_run_folder
 from training.memory import CHECKPOINT_BYTES_PER_PARAMETER, Device, find_device
 from training.resume import check_resume_compatible
 from training.trackers import check_installed
@@ -36,6 +36,9 @@ def check_ranks_agree(
     with raise_on_all_ranks():
         check_parallel_mode(config, device)
         check_installed(config.logger if is_main() else ())
+        rows = config.hellaswag_data if config.hellaswag_every else None
+        if rows and not rows.exists():
+            raise FileNotFoundError(f"{rows} does not exist: use --hellaswag-data with another")
         train, val = open_shards(config.data_dir, "train"), TokenShards([], "none")
         with suppress(FileNotFoundError):  # a run without validations needs no validation split
             val = open_shards(config.data_dir, "val")
@@ -121,12 +124,9 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None) -> str:
     """Check that all ranks share `--out-dir` and that a checkpoint fits; return a report line."""
     needed = CHECKPOINT_BYTES_PER_PARAMETER * config.model_config().n_params / 2**30
     out_dir, name = config.out_dir, ""
-    with ExitStack() as stack:
+    with lock_run_folder(config, resumed), ExitStack() as stack:
         with raise_on_all_ranks():
             if is_main():
-                if config.run_name is not None:
-                    check_usable(out_dir / config.run_name, config, resumed)
-                out_dir.mkdir(parents=True, exist_ok=True)
                 name = stack.enter_context(tempfile.NamedTemporaryFile(dir=out_dir)).name
         name = Path(gather_text(name)[0]).name
         with raise_on_all_ranks():

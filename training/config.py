@@ -20,9 +20,8 @@ ABOVE_ZERO = (
     *("block_size", "total_batch_size", "micro_batch_size", "max_steps", "val_tokens"),
     *("log_every", "max_lr", "loss_chunks", "gpus", "max_minutes"),
 )
-NOT_SAVED = (  # flags that select, name or plan a run, so they are not among its settings
-    *("config", "resume", "plan", "preflight", "run_name", "max_minutes", "gpus", "gpu"),
-)
+# Flags that select, name or plan a run, so they are not among its settings.
+NOT_SAVED = ("config", "resume", "plan", "preflight", "run_name", "max_minutes", "gpus", "gpu")
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from pathlib import Path
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
 from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, START_OVER, latest_checkpoint
 from formats.metrics import METRICS_NAME, last_saved_step
-from runtime import distributed
 from runtime.cli import RunStopped, shell_line
 from runtime.compiler import compile_error
 from runtime.device import is_out_of_memory
-from runtime.distributed import is_main
+from runtime.distributed import barrier, gather_text, is_lost_process, is_main, raise_on_all_ranks
 from runtime.files import lock_folder
 from training.config import TrainConfig
-from training.stopping import StopRequest
+from training.stopping import EvaluationStopped, StopRequest
 
 
 @contextmanager
@@ -28,14 +27,17 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
     """
     with ExitStack() as stack:
         run_dir = Path()
-        with distributed.raise_on_all_ranks():
+        with raise_on_all_ranks():
             if is_main():
                 run_dir = choose_run_dir(config, resumed)
                 remedy = "use another --run-name or --out-dir"
+                if resumed is not None:  # this run can continue as another
+                    resume = shell_line("--resume", resumed.path)
+                    remedy = f"use {resume} with another --run-name and --out-dir"
                 stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME, remedy))
                 check_usable(run_dir, config, resumed)
                 clean_up(run_dir / "checkpoints")
-        yield Path(distributed.gather_text(str(run_dir))[0])
+        yield Path(gather_text(str(run_dir))[0])
 
 
 def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
@@ -43,32 +45,29 @@ def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
     if config.run_name is not None:
         return config.out_dir / config.run_name
     if resumed is not None and (folder := resumed.path.absolute().parent).name == "checkpoints":
-        run_dir = folder.parent
-        return run_dir if resumed.path.is_absolute() else Path(os.path.relpath(run_dir))
+        return folder.parent if resumed.path.is_absolute() else Path(os.path.relpath(folder.parent))
     return config.out_dir / f"{config.size}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None) -> None:
     """Raise if the run can be neither started nor resumed in this folder."""
     checkpoints = run_dir / "checkpoints"
-    holds_run = any((run_dir / name).exists() for name in (RUN_CONFIG_NAME, METRICS_NAME))
-    step, complete = last_saved_step(run_dir / METRICS_NAME), complete_checkpoints(checkpoints)
+    files = (run_dir / RUN_CONFIG_NAME, run_dir / METRICS_NAME, *checkpoints.glob("step_*"))
     # Links may lead to the run's folder.
     is_own = resumed is None or resumed.path.parent.resolve() == checkpoints.resolve()
-    is_resumed = config.resume is not None and is_own
-    if (holds_run or any(checkpoints.glob("step_*"))) and not is_resumed:
+    if any(file.exists() for file in files) and not (config.resume is not None and is_own):
         raise ValueError(
             f"{run_dir} already holds a run: use another --run-name; {resume_hint(run_dir)}"
         )
     # Compare by step, because a copy of a checkpoint may have any name.
     resumed_name = f"step_{resumed.state.step:08d}" if resumed else ""
-    for other in complete:
+    for other in complete_checkpoints(checkpoints):
         if other.name > resumed_name and is_valid(other):
             raise ValueError(
                 f"{run_dir} has a newer checkpoint, {other.name}: resume from it, or continue "
                 f"from the older one as a new run with another --run-name"
             )
-    if resumed is None and step:
+    if resumed is None and (step := last_saved_step(run_dir / METRICS_NAME)):
         raise ValueError(
             f"{run_dir} saved step {step}, but its checkpoints are missing or damaged: restore "
             f"{checkpoints}, or start over with another --run-name"
@@ -96,22 +95,21 @@ def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
     """If the body fails, add the last checkpoint and the fix to the error message."""
     try:
         yield
+    except EvaluationStopped:  # no evaluation was running: a signal came before training began
+        stop.report("before training began: run the same command again")
     except FloatingPointError as error:
-        distributed.barrier()  # every rank gets here, rank 0 once its last save is complete
+        barrier()  # every rank gets here, rank 0 once its last save is complete
         raise FloatingPointError(f"{error}; {resume_hint(run_dir)} and a lower --max-lr") from None
     except Exception as error:  # Triton's errors are not RuntimeErrors
+        hint = resume_hint(run_dir)
         if is_out_of_memory(error):  # first, because NCCL's is also a DistError
             fix = "stop other programs on the device, or use a smaller --micro-batch-size"
-            raise ValueError(
-                f"the device ran out of memory: {fix}; {resume_hint(run_dir)}"
-            ) from None
-        if distributed.is_lost_process(error):
-            raise RunStopped(
-                f"another process of this run has exited or cannot be reached; "
-                f"{resume_hint(run_dir)}"
-            ) from None
-        if problem := compile_error(error):
+            raise ValueError(f"the device ran out of memory: {fix}; {hint}") from None
+        if is_lost_process(error):
+            problem = "another process of this run has exited or cannot be reached"
+            raise RunStopped(f"{problem}; {hint}") from None
+        if reason := compile_error(error):
             if stop.signal:  # the signal also stopped the compiler's processes
-                raise KeyboardInterrupt(resume_hint(run_dir)) from None
-            raise ValueError(f"{problem}; {resume_hint(run_dir)}") from None
+                raise KeyboardInterrupt(hint) from None
+            raise ValueError(f"{reason}; {hint}") from None
         raise

@@ -7,10 +7,8 @@ import torch
 
 from corpus.shards import Manifest
 from runtime.cli import shell_line
-from runtime.files import read_json
-from training.config import read_recipe
+from training.config import ROOT, read_recipe
 
-ROOT = Path(__file__).parent.parent
 LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
 MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
 MAX_PASSES = 5  # a proposed run makes at most 5 over the training split; 10 overfit some texts
@@ -26,8 +24,8 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     max_tokens = MAX_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
     recipes = dict[int, Path]()  # keyed by the number of tokens of a run
     for path in sorted(ROOT.glob("recipes/gpt2-[0-9]*.json"), reverse=True):  # -fast wins
-        settings = read_json(path)
-        recipes[settings["max_steps"] * settings["total_batch_size"]] = path
+        recipe = read_recipe(path)
+        recipes[recipe.max_steps * recipe.total_batch_size] = path
     path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
     recipe = read_recipe(path)
     batch, overrides = recipe.total_batch_size, list[str]()

@@ -33,9 +33,8 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
         kind = str if flag == "run-name" else os.path.expanduser
         locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?", type=kind)
     given, _ = locate.parse_known_args(args)
-    defaults, checkpoint, source = TrainConfig(), None, None
-    if given.config:
-        defaults = read_recipe(Path(given.config))
+    checkpoint, source = None, None
+    defaults = read_recipe(Path(given.config)) if given.config else TrainConfig()
     if given.resume:
         out_dir = Path(given.out_dir or defaults.out_dir)
         path = _find_resume_checkpoint(given.resume, out_dir, given.run_name)

@@ -39,7 +39,7 @@ from training.memory import find_device, split_batch
 from training.plan import describe_plan, print_plan
 from training.resume import parse_config
 from training.run_log import RunLog, warn_on_write_error
-from training.stopping import EvaluationStopped, StopRequest
+from training.stopping import StopRequest
 
 PREEMPTED_NAME = "PREEMPTED"
 
@@ -294,13 +294,14 @@ def open_run(
     if dist_info.device.type == "cpu":
         make_deterministic()
         tune_malloc()
-    stop = StopRequest(dist_info)
+    stop = StopRequest()
     with stop, lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, device)
         print0(describe_plan(config, device, split, splits[0]))
         log = RunLog(folder, config, resumed, device)
         ranks = choose_ranks(config, dist_info, device.dtype)
-        run = Run(
+        checkpoints = folder / "checkpoints" if is_main() else None
+        yield Run(
             config=config,
             ranks=ranks,
             resumed=resumed,
@@ -314,17 +315,8 @@ def open_run(
             folder=folder,
             stop=stop,
             log=log,
-            writer=CheckpointWriter(
-                folder / "checkpoints" if is_main() else None,
-                config.keep_checkpoints,
-                on_saved=log.saved,
-                ranks=ranks,
-            ),
+            writer=CheckpointWriter(checkpoints, config.keep_checkpoints, log.saved, ranks),
         )
-        try:
-            yield run
-        except EvaluationStopped:  # a signal came before training began
-            stop.report("before training began: run the same command again")
 
 
 def is_finished(resumed: Checkpoint | None, config: TrainConfig) -> bool:

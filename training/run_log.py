@@ -43,10 +43,9 @@ class RunLog:
     device: Device
 
     def __post_init__(self) -> None:
-        self.start_step = self.tokens_seen = 0  # steps and tokens before this start or resume
-        if self.resumed is not None:
-            self.start_step = self.resumed.state.step
-            self.tokens_seen = self.resumed.state.tokens_seen
+        # Steps and tokens before this start or resume.
+        self.start_step = self.resumed.state.step if self.resumed else 0
+        self.tokens_seen = self.resumed.state.tokens_seen if self.resumed else 0
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
 
     def __enter__(self) -> Self:
@@ -55,12 +54,11 @@ class RunLog:
         names = self.config.logger if is_main() else ()
         settings = self.config.saved() | {"warmup_steps": self.config.warmup}
         self._trackers = Trackers(names, self.run_dir, settings, self.start_step)
-        float32 = self.device.dtype == torch.float32
+        flops = flops_per_token(self.config.model_config())
+        peak = peak_flops(self.device.name, float32=self.device.dtype == torch.float32)
+        n_devices = self.device.dist_info.world_size
         self._mfu = partial(
-            mfu,
-            flops_per_token=flops_per_token(self.config.model_config()),
-            device_peak_flops=peak_flops(self.device.name, float32=float32),
-            world_size=self.device.dist_info.world_size,
+            mfu, flops_per_token=flops, device_peak_flops=peak, world_size=n_devices
         )
         self._step_begun = self._first_step_end = perf_counter()
         return self
@@ -79,11 +77,10 @@ class RunLog:
         print0(f"to resume   the same command with {shell_line('--resume', self.run_dir)}")
         if self.config.resume is not None:
             self.record(resumed_from=self.start_step)
-        device = f"{self.device.dist_info.world_size} x {self.device.name}"
         dtype = str(self.device.dtype).removeprefix("torch.")
+        device = f"{self.device.dist_info.world_size} x {self.device.name}, {dtype}"
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        environment = f"{device}, {dtype}, {versions}"
-        self.record(environment=environment, data_fingerprint=data_fingerprint)
+        self.record(environment=f"{device}, {versions}", data_fingerprint=data_fingerprint)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,15 +136,14 @@ class RunLog:
         """
         metrics = dict[str, float]()
         self._evaluated_step = step
+        step_begun = self._step_begun
         with self.paused():
-            begun = perf_counter()
             yield metrics
-            seconds = perf_counter() - begun
         if not metrics:
             return
         # A custom evaluation may return tensors.
         values = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
-        values["evaluation_seconds"] = seconds
+        values["evaluation_seconds"] = self._step_begun - step_begun
         self.record(step=step, tokens_seen=self.tokens_seen, **values)
         print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in values.items())]))
 
@@ -155,11 +151,10 @@ class RunLog:
         """Print the texts that the current evaluation sampled, and append them to `samples.txt`."""
         if not is_main():
             return
-        step = self._evaluated_step
-        lines = [f"step {step} | sample: {text!r}" for text in texts]
+        lines = "\n".join(f"step {self._evaluated_step} | sample: {text!r}" for text in texts)
         with warn_on_write_error(), open_lines(self.run_dir / "samples.txt") as file:
-            append_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-        print0("\n".join(lines))
+            append_atomically(file, f"{lines}\n".encode())
+        print0(lines)
 
     def saved(self, step: int, path: Path) -> None:
         """Log that the checkpoint of a step is complete."""
@@ -204,11 +199,6 @@ def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | 
     if record["peak_memory_gib"] is not None:
         device.append(f"{record['peak_memory_gib']:.3g} GiB")
     lr = f"{record['lr']:.1e}".replace("e-0", "e-")
-    columns = [
-        f"step {record['step']:>{len(str(max_steps))}}/{max_steps}",
-        f"loss {record['train_loss']:.4f}",
-        f"lr {lr}, norm {record['grad_norm']:.3g}",
-        ", ".join(device),
-        f"eta {format_duration(eta_seconds)}",
-    ]
-    return " | ".join(columns)
+    step = f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"
+    learning = f"loss {record['train_loss']:.4f} | lr {lr}, norm {record['grad_norm']:.3g}"
+    return f"{step} | {learning} | {', '.join(device)} | eta {format_duration(eta_seconds)}"

@@ -11,13 +11,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
-from runtime.distributed import DistInfo, all_reduce_max, is_main, print0
+from runtime.distributed import all_reduce_max, is_main, print0, world_size
 
-SIGNALS = [  # Windows has neither SIGUSR1 nor SIGHUP
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
-    if hasattr(signal, name)
-]
+# Windows has neither SIGUSR1 nor SIGHUP.
+SIGNALS = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")]
 
 
 class EvaluationStopped(Exception):  # noqa: N818 - not an error
@@ -33,10 +30,9 @@ class StopRequest:
     already received it from the terminal.
     """
 
-    def __init__(self, dist_info: DistInfo) -> None:
+    def __init__(self) -> None:
         self.is_agreed = False  # all processes know that they must stop
         self.interrupted_evaluation = False
-        self._is_single_process = dist_info.world_size == 1
         self.signal = 0  # received by this process; 0 = none
         self._handlers: dict[int, Any] = {}
 
@@ -72,7 +68,7 @@ class StopRequest:
             signal.signal(*self._handlers.popitem())
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.signal == number == signal.SIGINT and self._is_single_process:
+        if self.signal == number == signal.SIGINT and world_size() == 1:
             raise KeyboardInterrupt
         if not self.signal and is_main() and os.isatty(2):
             line = f"{signal.Signals(number).name}: stopping after this step\n"
