@@ -213,9 +213,9 @@ def test_main_refuses_a_second_writer(made, make):
 # The first tokens of a source
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("jsonl", 200), ("txt", 2000)])
+@pytest.mark.parametrize(("kind", "limit"), [("jsonl", 200), ("txt", 2000), ("txt", 2100)])
 def test_max_tokens_are_the_first_of_a_full_run_and_more_can_be_added(made, make, kind, limit):
-    """Of less than two shards, of exactly two; then of more. Validation stays."""
+    """Of less than two shards, of exactly two, of a few more; then of many. Validation stays."""
     everything = tokens_of(made / kind)
     assert everything == reference(TEXTS if kind == "jsonl" else ["\n".join(TEXTS)])
     flags, val = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "d"], b""
