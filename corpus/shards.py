@@ -183,7 +183,7 @@ class ShardWriter:
         n_tokens = sum(map(len, self._buffer))
         if self._needs_val and n_tokens < 2:
             raise ValueError(
-                f"the corpus is too small for two splits ({n_tokens} tokens): add more text"
+                f"the corpus is too small for two splits ({n_tokens} tokens): add text"
             )
         self._write_buffer(is_last=True)
         self._save(documents=documents, max_tokens=max_tokens, complete=True)
@@ -301,8 +301,8 @@ def open_shards(folder: Path | str, split: Split | Literal["all"]) -> TokenShard
         raise FileNotFoundError(
             f"{folder} has no {' or '.join(splits)} shards: make data/stdlib (11 MB, seconds, no "
             f"network) with python fineweb.py --source stdlib, make data/fineweb-edu-10BT (20 GB) "
-            f"with python fineweb.py, or download shards with hf download OWNER/NAME "
-            f"--repo-type dataset --local-dir {folder}"
+            f"with python fineweb.py, use --data-dir if the data was moved, or download shards "
+            f"with hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
         )
     return TokenShards(paths, _fingerprint(infos, paths))
 
@@ -342,15 +342,12 @@ def _check_shard(path: Path) -> tuple[int, int]:
         array = (
             _map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
         )
+        if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
+            raise ValueError(f"expected 1-D uint16, found {array.dtype} of shape {array.shape}")
     except Exception as error:  # a damaged header raises many kinds of errors
         raise ValueError(
             f"{path} cannot be read as a token shard ({error}): make or download the file again"
         ) from None
-    if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
-        raise ValueError(
-            f"{path} is not a token shard: expected 1-D uint16 with at least one token, "
-            f"found {array.dtype} of shape {array.shape}"
-        )
     return array.offset, len(array)
 
 

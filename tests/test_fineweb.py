@@ -114,7 +114,7 @@ def test_find_source_names_the_folder_after_the_source(make, tmp_path):
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
     flags = ["--source", write_texts(tmp_path / "a.jsonl", ["text"]), "--data-dir", "."]
     for name, content, message in [
-        ("train.npy", "", r"\.npy files that fineweb\.py did not make"),
+        ("train.npy", "", r"\.npy files of other programs: choose"),
         ("manifest.json", "{}", "not a shard manifest"),
     ]:
         (tmp_path / name).write_text(content)

@@ -56,9 +56,14 @@ def test_read_step_prints_the_windows_that_the_step_trained_on(
     printed_losses = [float(title.split(", loss ")[1]) for title, _ in scored]
     assert printed_losses == pytest.approx([loss for loss, _ in expected], abs=1e-4)
 
+    config = run_dir / "config.json"
+    config.write_text(config.read_text().replace(str(tiny_data), "moved"))
+    with pytest.raises(FileNotFoundError, match=r"^moved has no .* use --data-dir if the data"):
+        read(run_dir, "--step=3")
+    assert read(run_dir, "--step=3", f"--data-dir={tiny_data}") == printed
     (run_dir / "metrics.jsonl").write_text(json.dumps({"data_fingerprint": "other"}))
     with pytest.raises(ValueError, match="has changed since"):
-        read(run_dir, "--step=3")
+        read(run_dir, "--step=3", f"--data-dir={tiny_data}")
 
 
 def test_read_step_refuses_a_folder_that_is_not_a_run_and_step_0(read, tmp_path):

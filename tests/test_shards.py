@@ -112,9 +112,7 @@ def test_open_shards_names_the_bin_file_that_is_damaged(tmp_path):
         *(llama.ljust(2000, b"\1"), *others, b"version https://git-lfs.github.com/spec/v1"),
     ):
         path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=rf"{path} (cannot be read as|is not|is) a (token|Git)"
-        ):
+        with pytest.raises(ValueError, match=rf"{path} (cannot be read as|is) a (token|Git)"):
             open_shards(tmp_path, "train")
 
 

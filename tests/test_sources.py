@@ -65,7 +65,7 @@ def test_read_file_names_the_tool_for_other_files(tmp_path):
         ("c.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "line 2: byte 0xe9 is not UTF-8; to drop"),
         ("a", "état".encode("utf-16"), "not UTF-8; use iconv -f utf-16 -t utf-8"),
         ("b.jsonl", "état".encode("utf-16-le"), "not a text; for UTF-16, use iconv -f utf-16le"),
-        ("a.json", b'[{"text": "x"}]', "a JSON array, not JSON lines; use jq"),
+        ("a.json", b'[{"text": "x"}]', "a JSON array; use jq"),
         ("b.json", b'{\n "text": "x"}', "line 1: not JSON .*several lines, use jq -c"),
         ("d.json", b'{"text": ' + b"[" * 10**5, "line 1: not JSON .maximum recursion"),
         ("p.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer: run"),
