@@ -70,6 +70,11 @@ def test_read_file_names_the_tool_for_other_files(tmp_path):
         ("d.json", b'{"text": ' + b"[" * 10**5, "line 1: not JSON .maximum recursion"),
         ("p.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer: run"),
         ("a.xz", b"\xfd7zXZ\0", "compressed with xz; use xz -dk"),
+        (
+            "data-00000.arrow",
+            b"\xff\xff\xff\xff\0",
+            "an Arrow file; for its FOLDER from save_to_disk",
+        ),
         ("a.tar", b"a".ljust(257, b"\0") + b"ustar", "an archive; unpack it"),
         ("z.zst", b"\x28\xb5\x2f\xfd\0\xa8\x19\0\0abc", "cannot be read .*use zstd -d --long=31"),
     ]:
