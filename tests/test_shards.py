@@ -55,6 +55,10 @@ def test_shard_writer_takes_validation_from_all_of_a_small_text(tmp_path):
     blocks = [start + i for start in range(0, 1200, 60) for i in range(6)]
     assert val.read(0, 120).tolist() == blocks
     assert train.read(0, 1080).tolist() == sorted({*range(1200)} - {*blocks})
+    writer = ShardWriter(tmp_path, manifest.without_changing_shards())  # of the hub, too
+    writer.add(tokens_of(4000))
+    assert writer.close().shards[:2] == manifest.shards[:2]
+    assert sorted(open_shards(tmp_path, "all").read(0, 5000)) == [*range(4000)]
 
 
 def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
