@@ -357,21 +357,17 @@ def test_max_tokens_of_the_hub_downloads_no_further_file(hub, drive, tmp_path):
     flags = ["--source=o/n", "--name=sample-10BT", "--text-field=content", SIZE]
     environment = hub.environment(tmp_path / "hf")
     done = drive(*flags, "--max-tokens=2.5k", **environment)
-    assert re.search(
-        r"data/n-10BT: \d+ documents, 2,500 tokens, 1,000 of them for validation, 3 shards\n",
-        done.stdout,
-    ), done
+    assert " 2,500 tokens, 1,000 of them for validation, 3 shards\n" in done.stdout, done
     assert hub.requests("GET", "000.parquet")
     assert not hub.requests("GET", "001.parquet")
 
 
 @pytest.mark.slow
 def test_main_names_the_configurations_of_a_hub_dataset(hub, drive, tmp_path):
+    card = "".join(f"- config_name: {name}\n  data_files: sample/10BT/*\n" for name in "bc")
+    files = {"README.md": f"---\nconfigs:\n{card}---\n".encode(), "sample/10BT/0.txt": b"a"}
+    hub.add("dataset", "o/m", files)
     for flags in (["--name=other"], []):
-        card = "---\nconfigs:\n" + "".join(
-            f"- config_name: {name}\n  data_files: sample/10BT/*\n" for name in ("b", "c")
-        )
-        hub.add("dataset", "o/m", {"README.md": f"{card}---\n".encode(), "sample/10BT/0.txt": b"a"})
         done = drive("--source=o/m", *flags, **hub.environment(tmp_path / "hf"))
         assert done.code == 2
         assert "choose one with --name: b, c" in done.stderr
