@@ -144,8 +144,7 @@ class ShardedDataLoader:
 
     def window_starts(self, position: int, count: int) -> IndexArray:
         """Return the first tokens of `count` windows, from a position of the order on: int64."""
-        positions = position + np.arange(count, dtype=np.int64)
-        epochs, positions = np.divmod(positions, self.windows_per_epoch)
+        epochs, positions = np.divmod(position + np.arange(count), self.windows_per_epoch)
         if not self.shuffle:
             return positions * self.block_size
         starts = np.empty_like(positions)

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,9 +25,9 @@ import numpy as np
 from tqdm import tqdm
 
 from corpus import shards, sources
-from corpus.encoding import TokenIds, encode_documents
+from corpus.encoding import encode_documents
 from corpus.parts import FULL_DATASET, Part
-from corpus.shards import Manifest, ShardWriter
+from corpus.shards import Manifest, ShardWriter, TokenArray
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
@@ -39,8 +40,7 @@ BATCH_CHARS = 1 << 20  # encoded together; a batch ends with the document that r
 NOTES = {
     "<|endoftext|>": "<|endoftext|> is in the texts, as text; if it is between documents, use "
     "--separator '<|endoftext|>' and another --data-dir",
-    "\r\n": "a line ends with CRLF, which costs tokens; for LF in a text file, use "
-    "tr -d '\\r' < FILE > NEW_FILE",
+    "\r\n": "a line ends with CRLF; for fewer tokens, use tr -d '\\r' < FILE > NEW_FILE",
 }
 OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
 
@@ -129,20 +129,19 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     part = Part.parse(config.part)
     found = Manifest.load(folder)
     if not found and any(folder.glob("[!.]*.npy")):
-        raise ValueError(
-            f"{folder} has .npy files that fineweb.py did not make: choose another --data-dir"
-        )
+        raise ValueError(f"{folder} has .npy files of other programs: choose another --data-dir")
+    separator = config.separator.replace(r"\n", "\n").replace(r"\t", "\t")
     source = open_source(found.source.get("revision") if found else None)
+    source = replace(source, separator=separator)
+    val_paths = sources.local_files(config.val_source, config.text_field)
+    val_source = replace(sources.file_source(val_paths, config.text_field), separator=separator)
+    val_files = val_source.identity["files"]
+    if any(file in source.identity.get("files", ()) for file in val_files):
+        raise ValueError("--source and --val-source have a file in common: move one of them")
     options: dict[str, Any] = {"separator": config.separator, "val share": config.val_share}
     if config.text_field != "text":
         options["text field"] = config.text_field
-    val_source = None
-    if config.val_source:
-        paths = sources.local_files(config.val_source, config.text_field)
-        val_source = sources.file_source(paths, config.text_field)
-        options["val files"] = val_source.identity["files"]
-        if any(file in source.identity.get("files", ()) for file in options["val files"]):
-            raise ValueError("--source and --val-source have a file in common: move one of them")
+    options["val files"] = val_files
     identity = source.identity | part.identity | {k: v for k, v in options.items() if v}
     expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
     manifest = Manifest.load(folder, part) or expected
@@ -154,13 +153,9 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     if not manifest.complete or limit < (config.max_tokens or math.inf):
         note = ""
         manifest = replace(manifest.without_changing_shards(), max_tokens=config.max_tokens)
-        separator = config.separator.replace(r"\n", "\n").replace(r"\t", "\t")
-        source = replace(source, separator=separator)
-        if val_source and part.index == 0 and not manifest.shards:
-            val_source = replace(val_source, separator=separator)
+        if val_files and part.index == 0 and not manifest.shards:
             batches = tokenize_documents(val_source.documents(None), config.workers)
-            writer = ShardWriter(folder, manifest)
-            manifest = writer.add_validation(tokens for _, tokens in batches)
+            manifest = ShardWriter(folder, manifest).add_validation(ids for _, ids in batches)
         manifest = write_shards(source, manifest, folder, config.workers)
     name = folder if part == FULL_DATASET else f"{folder}, part {config.part}"
     documents = f"{manifest.documents:,} document{'s' * (manifest.documents != 1)}"
@@ -179,8 +174,8 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     is_cut = False
     notes = dict.fromkeys(NOTES, 0)
     documents = source.documents(progress["cursor"], manifest.part)
-    options = {"unit": "tok", "unit_scale": True, "disable": None}  # None: only on a terminal
-    with tqdm(initial=n_tokens, total=limit, **options) as bar:
+    # disable=None draws the bar only on a terminal.
+    with tqdm(initial=n_tokens, total=limit, unit="tok", unit_scale=True, disable=None) as bar:
         for batch, tokens in tokenize_documents(documents, workers):
             is_cut = n_tokens + len(tokens) > limit
             if is_cut:
@@ -203,7 +198,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
 
 def tokenize_documents(
     documents: Iterable[Document], workers: int
-) -> Iterator[tuple[list[Document], TokenIds]]:
+) -> Iterator[tuple[list[Document], TokenArray]]:
     """Yield batches of documents, each with its ids, (tokens,) uint16; empty ones have no ids."""
     batches, copy = itertools.tee(_batches(documents))
     texts = ([document.text for document in batch if document.text] for batch in copy)
@@ -228,13 +223,12 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     """Return a name for the data folder of `--source`, and a function that opens the source."""
     first = config.source[0]
+    is_file_name = Path(first).suffix.lower() in (*sources.READERS, *sources.CODECS)
     has_name = first in sources.SOURCES or first in sources.FINEWEB
-    if not has_name and (sources.file_type(first) or sources.local_paths(first)):
+    if not has_name and (is_file_name or sources.local_paths(first)):
         paths = sources.local_files(config.source, config.text_field)
-        base = Path(first) if Path(first).exists() else paths[0].parent
-        name = base.resolve().name
-        if base.is_file():
-            name = Path(sources.COMPRESSED.sub("", name)).stem
+        base = (Path(first) if Path(first).exists() else paths[0].parent).resolve()
+        name = sources.decompressed_name(base).stem if base.is_file() else base.name
         return name, lambda _: sources.file_source(paths, config.text_field)
     if len(config.source) > 1:
         raise ValueError(f"--source {' '.join(config.source)}: pass a single name, or only files")
@@ -248,9 +242,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         )
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
-    return name, lambda known_revision: sources.hub_source(
-        dataset, subset, config.revision, known_revision, config.text_field
-    )
+    return name, partial(sources.hub_source, dataset, subset, config.revision, config.text_field)
 
 
 if __name__ == "__main__":

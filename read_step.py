@@ -35,9 +35,8 @@ class ReadStepConfig:
     """Number of the step, as in the log: the first is 1."""
     model: PathOrName | None = None
     """Print the loss of each text under this model: a run, RUN@best, a checkpoint, gpt2, …"""
-
     data_dir: Path | None = None
-    """Folder of the shards; default: the run's."""
+    """Folder of the runs' data, if it was moved."""
 
     def __post_init__(self) -> None:
         if problems := bad_numbers(self, ("step",)):
@@ -51,7 +50,7 @@ def main() -> None:
     model = load_model(config.model, device) if config.model else None
     for run_dir in config.runs:
         texts = list[tuple[float, str]]()
-        for shard, offset, tokens in read_step(run_dir, config.step, config.data_dir):
+        for shard, offset, tokens in read_step(run_dir, config):
             loss, title = 0.0, f"--- {shard}, token {offset:,}"
             if model is not None:
                 loss = float(model(*to_batch(tokens[None], device)).loss)
@@ -60,16 +59,15 @@ def main() -> None:
         print(*(text for _, text in sorted(texts, key=lambda each: -each[0])), sep="\n")
 
 
-def read_step(
-    run_dir: Path, step: int, data_dir: Path | None = None
-) -> Iterator[tuple[Path, int, TokenArray]]:
+def read_step(run_dir: Path, config: ReadStepConfig) -> Iterator[tuple[Path, int, TokenArray]]:
     """Yield each window of a run's step: its shard, offset and (T + 1,) uint16 tokens."""
-    run = read_recipe(run_dir / RUN_CONFIG_NAME)
+    run, step = read_recipe(run_dir / RUN_CONFIG_NAME), config.step
     if step > run.max_steps:
         raise ValueError(f"--step {step} is above the {run.max_steps} steps of {run_dir}")
-    shards, T = open_shards(data_dir or run.data_dir, "train"), run.block_size
+    data_dir, T = config.data_dir or run.data_dir, run.block_size
+    shards = open_shards(data_dir, "train")
     if shards.fingerprint not in logged_values(run_dir / METRICS_NAME, "data_fingerprint"):
-        raise ValueError(f"{shards.paths[0].parent} has other tokens than {run_dir} was trained on")
+        raise ValueError(f"{data_dir} has changed since {run_dir} was trained on it")
     batches = ShardedDataLoader(shards, T, 1, run.seed, run.shuffle, 1 << 16, DistInfo())
     position, count = position_at(run, step - 1), windows_at(run, step - 1)
     for start in batches.window_starts(position, count).tolist():

@@ -25,8 +25,7 @@ def share_by_spelling(
     """
     if len(embedding) < VOCAB_SIZE:
         raise ValueError(f"the {len(embedding)} ids are not GPT-2's: leave out --spelling-share")
-    pairs, weights = map(torch.from_numpy, spelling_features())
-    ids, parts = pairs
+    (ids, parts), weights = map(torch.from_numpy, spelling_features())
     sums = []  # over the ids of each part, then over the parts of each id
     for rows, columns, n in ((parts, ids, int(parts.max()) + 1), (ids, parts, len(embedding))):
         order = rows.argsort(stable=True)

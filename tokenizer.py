@@ -23,9 +23,7 @@ WORD_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 # In texts without whitespace, a word ends between a letter or digit and these characters.
-WORD_END = re.compile(
-    r"(?<=[^\W_])(?=[!-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])|\Z"
-)
+WORD_END = re.compile(r"(?<=[^\W_])(?=[!-/:-@\[-`{-~\u3001\u3002\uff01-\uff0f\uff1a-\uff20])|\Z")
 
 
 @functools.cache
@@ -56,8 +54,7 @@ def _read_ranks() -> dict[bytes, int]:
     """Map token bytes to ids: the 256 single bytes, then one token per merge, in order."""
     merges = VOCAB_PATH.read_bytes()
     if hashlib.sha256(merges).hexdigest() != VOCAB_SHA256:
-        remedy = "delete it, then restore it with git checkout"
-        raise ValueError(f"{VOCAB_PATH} is not GPT-2's vocab.bpe (its SHA-256 differs): {remedy}")
+        raise ValueError(f"{VOCAB_PATH} has changed: delete it, then restore it with git checkout")
     byte_of = byte_characters()
     translation = str.maketrans(byte_of)
     tokens = [bytes([byte]) for byte in byte_of.values()]

@@ -16,11 +16,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from corpus.shards import TokenArray
 from tokenizer import END_OF_TEXT, gpt2_encoding
-
-TokenIds = npt.NDArray[np.uint16]
 
 DOCUMENT_MARK = "\ufdd0"  # stands for END_OF_TEXT; Unicode guarantees that it is never a character
 RELOAD_TOKENS = 1 << 26  # gigatoken caches every word: up to 1 GB after this many tokens
@@ -28,7 +26,7 @@ BATCHES_AHEAD = 4  # batches to encode in advance while a shard is written
 CHECK_CHARS = 10_000  # characters of each batch that are also encoded with tiktoken
 
 
-def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iterator[TokenIds]:
+def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iterator[TokenArray]:
     """Encode batches of documents, with `END_OF_TEXT` before each document.
 
     As in tiktoken, `<|endoftext|>` inside a text is ordinary text. The ids do not depend on the
@@ -40,13 +38,13 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     Yields:
         The ids of each batch, in order: (tokens,) uint16. A few batches are in memory at a time.
     """
-    encode: Callable[[Sequence[str]], TokenIds]
+    encode: Callable[[Sequence[str]], TokenArray]
     try:
         encode = GigatokenEncoder(workers).encode
     except ImportError:
         warnings.warn("gigatoken is not installed: encoding with tiktoken, slowly", stacklevel=1)
         encode = partial(encode_with_tiktoken, workers=workers)
-    in_flight: deque[Future[TokenIds]] = deque()
+    in_flight: deque[Future[TokenArray]] = deque()
     with ThreadPoolExecutor(1) as pool:  # the encoders start threads themselves
         for texts in batches:
             in_flight.append(pool.submit(encode, texts))
@@ -56,7 +54,7 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
             yield in_flight.popleft().result()
 
 
-def encode_with_tiktoken(texts: Sequence[str], workers: int) -> TokenIds:
+def encode_with_tiktoken(texts: Sequence[str], workers: int) -> TokenArray:
     """Encode documents, with `END_OF_TEXT` before each."""
     ids = []
     for document in gpt2_encoding().encode_ordinary_batch(list(texts), num_threads=workers):
@@ -75,7 +73,7 @@ class GigatokenEncoder:
         self._from_tiktoken = gigatoken.Tokenizer.from_tiktoken
         self._tokens_since_load = RELOAD_TOKENS
 
-    def encode(self, texts: Sequence[str]) -> TokenIds:
+    def encode(self, texts: Sequence[str]) -> TokenArray:
         """Encode documents, with `END_OF_TEXT` before each."""
         tokens = self._encode(texts)
         sample = ["".join(texts[:1])[:CHECK_CHARS]]
@@ -84,7 +82,7 @@ class GigatokenEncoder:
         warnings.warn("gigatoken disagrees with tiktoken, whose ids are used", stacklevel=1)
         return encode_with_tiktoken(texts, self.workers)
 
-    def _encode(self, texts: Sequence[str]) -> TokenIds:
+    def _encode(self, texts: Sequence[str]) -> TokenArray:
         if self._tokens_since_load >= RELOAD_TOKENS:
             self._load()
         # Join the texts into one: several would be returned as an awkward array. Unlike

@@ -68,10 +68,9 @@ def read_parts(folder: Path) -> dict[str, Any] | None:
 
     It is complete if all parts are complete, of the same source and with the same `--max-tokens`.
     """
-    paths = sorted(folder.glob("part_*_of_*.json"))
-    if not paths:
+    parts = [read_json(path) for path in sorted(folder.glob("part_*_of_*.json"))]
+    if not parts:
         return None
-    parts = [read_json(path) for path in paths]
     sources = [{k: v for k, v in part["source"].items() if k != "part"} for part in parts]
     datasets = [(source, part["max_tokens"]) for source, part in zip(sources, parts, strict=True)]
     has_all = datasets.count(datasets[0]) == len(parts) == sources[0]["parts"]

@@ -25,7 +25,6 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,12 +87,6 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     @property
-    def has_known_validation(self) -> bool:
-        """Whether validation is the first full shard, as in all datasets of this source."""
-        is_chosen = "val share" in self.source or "val files" in self.source
-        return self.source.get("kind") == "hub" and not is_chosen
-
-    @property
     def part(self) -> Part:
         """The part of a dataset that the manifest describes; usually, the full dataset."""
         return Part(self.source.get("part", 0), self.source.get("parts", 1))
@@ -106,11 +99,10 @@ class Manifest:
 
     def without_changing_shards(self) -> "Manifest":
         """Return an unfinished manifest without the shards that change when tokens are added."""
-        size, span = self.shard_size, self.val_span
+        span = self.val_span
         if self.complete and not self.progress and self.part.index == 0:
-            span = self.tokens  # as in datasets of earlier versions, which have no span
-        split = None if self.has_known_validation else "val"
-        kept = takewhile(lambda shard: shard.split == split or shard.tokens == size, self.shards)
+            span = span or self.tokens  # datasets of earlier versions have no span
+        kept = [s for s in self.shards if s.split == "val" or s.tokens == self.shard_size]
         return replace(self, shards=tuple(kept), complete=False, val_span=span)
 
     def save(self, folder: Path) -> None:
@@ -160,10 +152,10 @@ class ShardWriter:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        start = (manifest.progress or {}).get("tokens", 0)
-        self._has_val = manifest.part.index == 0 and not start
-        self._skip = manifest.tokens - start  # tokens in finished shards
+        self._needs_val = manifest.part.index == 0 and not manifest.shards
         self._buffer = [np.empty(0, SHARD_DTYPE)]  # tokens that do not fill a shard yet
+        # Number of the source's tokens before the buffer; the buffer may repeat finished shards.
+        self._start = (manifest.progress or {}).get("tokens", 0)
         for name in (f"*_{manifest.part.prefix}[0-9]*.npy", manifest.part.manifest_name):
             for leftover in folder.glob(f".{name}.*.tmp"):  # left by a killed run
                 leftover.unlink()
@@ -171,29 +163,27 @@ class ShardWriter:
     def add(self, tokens: TokenArray, progress: dict[str, Any] | None = None) -> None:
         """Append tokens; if they fill shards, write these and the manifest, with `progress`."""
         self._buffer.append(tokens)
-        n_tokens, size = sum(map(len, self._buffer)), self.manifest.shard_size
-        if n_tokens >= max(2 * size if self._has_val else 0, self._skip + size):
+        end = self._start + sum(map(len, self._buffer))
+        if end >= self.manifest.tokens + self.manifest.shard_size * (2 if self._needs_val else 1):
             self._write_buffer()
-            if progress and self.manifest.tokens < max(self.manifest.val_span, progress["tokens"]):
-                progress = self.manifest.progress  # the place is behind tokens in memory
-            self._save(progress=progress)
+            if self.manifest.tokens >= self.manifest.val_span:  # otherwise, resume from the start
+                self._save(progress=progress)
 
     def add_validation(self, batches: Iterable[TokenArray]) -> Manifest:
         """Write a separate validation text; the tokens added later are for training."""
         tokens = np.concatenate([*self._buffer, *batches])
         if len(tokens) < 2:
             raise ValueError("--val-source has no text: pass other files")
-        for start in range(0, len(tokens), self.manifest.shard_size):
-            self._write("val", tokens[start : start + self.manifest.shard_size])
+        self._write("val", tokens)
         self._save(progress={"cursor": None, "tokens": len(tokens), "documents": 0})
         return self.manifest
 
     def close(self, documents: int = 0, max_tokens: int | None = None) -> Manifest:
         """Write the remaining tokens and the finished manifest, with these values."""
         n_tokens = sum(map(len, self._buffer))
-        if self._has_val and n_tokens < 2:
+        if self._needs_val and n_tokens < 2:
             raise ValueError(
-                f"the corpus is too small for two splits ({n_tokens} tokens): add more text"
+                f"the corpus is too small for two splits ({n_tokens} tokens): add text"
             )
         self._write_buffer(is_last=True)
         self._save(documents=documents, max_tokens=max_tokens, complete=True)
@@ -203,42 +193,44 @@ class ShardWriter:
         """Write full shards; also the last shard, if it is not full."""
         size, tokens, n_val = self.manifest.shard_size, np.concatenate(self._buffer), 0
         self._buffer.clear()
-        if self._has_val:
+        if self._start == 0:
             n_val, tokens = self._move_validation(tokens)
-        tokens = tokens[self._skip :]
+        tokens = tokens[self.manifest.tokens - self._start :]
         self._save()  # first, or a killed run would leave shards that contradict the manifest
-        if self._has_val and not self.manifest.shards:
+        if self._needs_val:
             self._write("val", tokens[:n_val])
             tokens = tokens[n_val:]
-        self._has_val, self._skip = False, 0
         count = len(tokens) if is_last else len(tokens) // size * size
-        for start in range(0, count, size):
-            self._write("train", tokens[start : start + size])
+        self._write("train", tokens[:count])
         self._buffer = [tokens[count:].copy()]
+        self._start, self._needs_val = self.manifest.tokens, False
 
     def _move_validation(self, tokens: TokenArray) -> tuple[int, TokenArray]:
         """Move the validation tokens to the front; return their number and all tokens."""
-        size, span = self.manifest.shard_size, self.manifest.val_span
-        if not self.manifest.shards:
-            is_known = self.manifest.has_known_validation and len(tokens) >= 2 * size
-            span = 0 if is_known else min(len(tokens), 2 * size)
+        source, size, span = self.manifest.source, self.manifest.shard_size, self.manifest.val_span
+        is_first_shard = source.get("kind") == "hub" and "val share" not in source
+        if self._needs_val and not (is_first_shard and len(tokens) >= 2 * size):
+            span = min(len(tokens), 2 * size)
             self.manifest = replace(self.manifest, val_span=span)
-        every = math.ceil(1 / self.manifest.source.get("val share", 0.1))
+        every = math.ceil(1 / source.get("val share", 0.1))
         pieces = np.array_split(tokens[:span], every * VAL_BLOCKS)
         val = pieces[::every]
         del pieces[::every]
         return sum(map(len, val)) or size, np.concatenate([*val, *pieces, tokens[span:]])
 
     def _write(self, split: Split, tokens: TokenArray) -> None:
-        number = len(self.manifest.shards)
-        path = self.folder / f"{split}_{self.manifest.part.prefix}{number:06}.npy"
-        with atomic_write(path) as file:
-            # np.save does not report an error in its last write, such as on a full disk.
-            header = np.lib.format.header_data_from_array_1_0(tokens)
-            np.lib.format.write_array_header_1_0(file, header)
-            file.write(tokens.data)
-        info = ShardInfo(path.name, split, len(tokens), sha256_of(path))
-        self.manifest = replace(self.manifest, shards=(*self.manifest.shards, info))
+        """Write tokens as shards, of which the last one may not be full."""
+        for start in range(0, len(tokens), self.manifest.shard_size):
+            piece = tokens[start : start + self.manifest.shard_size]
+            number = len(self.manifest.shards)
+            path = self.folder / f"{split}_{self.manifest.part.prefix}{number:06}.npy"
+            with atomic_write(path) as file:
+                # np.save does not report an error in its last write, such as on a full disk.
+                header = np.lib.format.header_data_from_array_1_0(piece)
+                np.lib.format.write_array_header_1_0(file, header)
+                file.write(piece.data)
+            info = ShardInfo(path.name, split, len(piece), sha256_of(path))
+            self.manifest = replace(self.manifest, shards=(*self.manifest.shards, info))
 
     def _save(self, **values: Any) -> None:  # noqa: ANN401 - fields' values
         self.manifest = replace(self.manifest, **values)
@@ -257,13 +249,12 @@ class TokenShards:
         self.fingerprint = fingerprint
         # Read the headers here, once. NumPy parses them, which two threads cannot do at the same
         # time in Python 3.11 (cpython#106905), and the loader's thread maps the shards.
-        headers = [(len(tokens), tokens.offset) for tokens in map(_map_shard, paths)]
-        self.offsets = np.cumsum([0, *(length for length, _ in headers)])
+        headers = {path: _check_shard(path) for path in paths}
+        self.offsets = np.cumsum([0, *(length for _, length in headers.values())])
 
         @lru_cache(MAX_MAPPED_SHARDS)
-        def map_tokens(shard: int) -> TokenArray:
-            length, offset = headers[shard]
-            return np.memmap(paths[shard], SHARD_DTYPE, "r", offset, shape=(length,))
+        def map_tokens(path: Path) -> TokenArray:
+            return np.memmap(path, SHARD_DTYPE, "r", *headers[path])
 
         self._map = map_tokens
 
@@ -281,13 +272,11 @@ class TokenShards:
         """Copy the uint16 tokens [start, start + count), or fewer at the end of the split."""
         tokens = np.empty(count := min(count, self.total_tokens - start), SHARD_DTYPE)
         filled = 0
-        shard = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while filled < count:
-            begin = start + filled - int(self.offsets[shard])
-            piece = self._map(shard)[begin : begin + count - filled]
+            path, begin = self.locate(start + filled)
+            piece = self._map(path)[begin : begin + count - filled]
             tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
-            shard += 1
         return tokens
 
 
@@ -310,10 +299,10 @@ def open_shards(folder: Path | str, split: Split | Literal["all"]) -> TokenShard
         raise ValueError(f"{folder} is a file, not a folder of shards: make shards with {command}")
     if not paths:
         raise FileNotFoundError(
-            f"{folder} has no {' or '.join(splits)} shards: use --data-dir with their folder; or "
-            f"make data/stdlib (11 MB, seconds, no network) with python fineweb.py --source stdlib "
-            f"or data/fineweb-edu-10BT (20 GB) with python fineweb.py, or download shards with "
-            f"hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
+            f"{folder} has no {' or '.join(splits)} shards: make data/stdlib (11 MB, seconds, no "
+            f"network) with python fineweb.py --source stdlib, make data/fineweb-edu-10BT (20 GB) "
+            f"with python fineweb.py, use --data-dir if the data was moved, or download shards "
+            f"with hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
         )
     return TokenShards(paths, _fingerprint(infos, paths))
 
@@ -345,23 +334,21 @@ def _find_shards(folder: Path, splits: Collection[str]) -> list[Path]:
     return []
 
 
-def _map_shard(path: Path) -> np.memmap:
+def _check_shard(path: Path) -> tuple[int, int]:
+    """Return where a shard's tokens start in its file, and their number."""
     check_downloaded(path)
     try:
         # `open_memmap` is np.load with mmap_mode, for .npy files only. It rejects pickled objects.
         array = (
             _map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
         )
+        if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
+            raise ValueError(f"expected 1-D uint16, found {array.dtype} of shape {array.shape}")
     except Exception as error:  # a damaged header raises many kinds of errors
         raise ValueError(
             f"{path} cannot be read as a token shard ({error}): make or download the file again"
         ) from None
-    if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
-        raise ValueError(
-            f"{path} is not a token shard: expected 1-D uint16 with at least one token, "
-            f"found {array.dtype} of shape {array.shape}"
-        )
-    return array
+    return array.offset, len(array)
 
 
 def _map_bin(path: Path) -> np.memmap:
@@ -369,17 +356,16 @@ def _map_bin(path: Path) -> np.memmap:
 
     The magic numbers of llm.c's headers are dates of 2024, which are not two GPT-2 ids.
     """
-    with path.open("rb") as file:
-        header = np.frombuffer(file.read(12).ljust(12), "<i4").tolist()
-    offset = LLM_C_HEADER_BYTES if 20240000 <= header[0] < 20250000 else 0
-    tokens = np.memmap(path, SHARD_DTYPE, "r", offset)
-    if offset and header != (expected := [LLM_C_MAGIC, 1, len(tokens)]):
-        raise ValueError(f"its header begins with {header} instead of {expected}")
-    head = tokens[: len(tokens) // 4 * 4][:4096].reshape(-1, 4)
-    for dtype, zeros in {"int64": head[:, 1:], "int32": head[:, 1::2]}.items():
-        if len(head) >= 4 and head.any() and not zeros.any():
-            raise ValueError(f"its tokens look like {dtype}, not uint16")
-    return tokens
+    head = np.fromfile(path, "<i4", 2048)
+    if len(head) and 20240000 <= head[0] < 20250000:
+        tokens = np.memmap(path, SHARD_DTYPE, "r", LLM_C_HEADER_BYTES)
+        if (found := head[:3].tolist()) != (expected := [LLM_C_MAGIC, 1, len(tokens)]):
+            raise ValueError(f"its header begins with {found} instead of {expected}")
+        return tokens
+    if len(head) > 8 and head.any() and not (head >> 16).any():  # GPT-2's ids have 16 bits
+        dtype = "int32" if head[1::2].any() else "int64"
+        raise ValueError(f"its tokens look like {dtype}, not uint16")
+    return np.memmap(path, SHARD_DTYPE, "r")
 
 
 def _fingerprint(infos: list[ShardInfo], paths: list[Path]) -> str:

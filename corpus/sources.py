@@ -27,15 +27,13 @@ from runtime.files import check_downloaded
 from tokenizer import CUT, WORD_END
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-# Codecs of pyarrow, by the first bytes of a compressed file.
+# Compressed files: the end of the name, pyarrow's codec and the first bytes.
 CODECS = {
-    rb"\x1f\x8b": "gzip",
-    rb"BZh[1-9]1AY&SY": "bz2",
-    rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": "zstd",
-    rb"\x04\x22\x4d\x18": "lz4",
+    ".gz": ("gzip", rb"\x1f\x8b"),
+    ".bz2": ("bz2", rb"BZh[1-9]1AY&SY"),
+    ".zst": ("zstd", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+    ".lz4": ("lz4", rb"\x04\x22\x4d\x18"),
 }
-COMPRESSED = re.compile(r"\.(gz|bz2|zst|lz4)$", re.IGNORECASE)  # end of a file's name
-JSON_ARRAY = "a JSON array, not JSON lines; use jq -c '.[]' FILE > NEW_FILE.jsonl"
 NOT_UTF8 = (
     "is not UTF-8; to drop such bytes, use iconv -c -f utf-8 -t utf-8 FILE > NEW_FILE; for a text "
     "in cp1252, gbk, cp1251, shift_jis or latin1, use iconv -f ENCODING -t utf-8 FILE > NEW_FILE"
@@ -107,8 +105,7 @@ def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
             yield rest
             rest = ""
         if len(rest) > MAX_DOCUMENT_CHARS:
-            limit = f"{MAX_DOCUMENT_CHARS:,} characters"
-            raise ValueError(f"--separator {separator!r} is not in {limit} of a file: correct it")
+            raise ValueError(f"no --separator {separator!r} in {len(rest):,} characters: fix it")
     yield rest
 
 
@@ -162,10 +159,9 @@ def hash_of_name(name: str) -> bytes:
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
-def file_type(path: Path | str) -> str:
-    """Return the end of a file's name that selects its reader in `READERS`, or an empty string."""
-    name = COMPRESSED.sub("", str(path)).lower()
-    return next(kind for kind in READERS if name.endswith(kind))
+def decompressed_name(path: Path) -> Path:
+    """Return the path without the end that a compressed file's name has."""
+    return path.with_suffix("") if path.suffix.lower() in CODECS else path
 
 
 def local_paths(pattern: str) -> list[Path]:
@@ -193,23 +189,22 @@ def folder_files(folder: Path, field: str) -> list[Path]:
     The files are sorted by a hash of their names, so that validation, which comes first, has files
     of all kinds.
     """
-    paths = local_paths(f"{glob.escape(str(folder))}/**")  # without hidden files
-    found = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    found = local_paths(f"{glob.escape(str(folder))}/**")  # without hidden files
+    paths = [path for path in found if path.is_file()]
     texts, reasons = [], []
-    for name in sorted(found, key=hash_of_name):
+    for path in sorted(paths, key=lambda path: hash_of_name(path.relative_to(folder).as_posix())):
         try:
-            next(read_file(found[name], field), None)
-            if find_reader(found[name]) is not read_parquet:
-                check_utf8(found[name])
-            texts.append(found[name])
+            next(read_file(path, field), None)
+            if find_reader(path) is not read_parquet:
+                check_utf8(path)
+            texts.append(path)
         except (ValueError, OSError) as error:
             reasons.append(str(error))
     if reasons:
-        count = f"{len(reasons):,} of {len(found):,} files skipped"
+        count = f"{len(reasons):,} of {len(paths):,} files skipped"
         print(f"--source {folder}: {count}, for example {min(reasons)}")
     if not texts:
-        example = f", for example {min(reasons)}" if reasons else ""
-        raise ValueError(f"--source {folder} and its subfolders have no text files{example}")
+        raise ValueError(f"--source {folder} and its subfolders have no text files")
     return texts
 
 
@@ -232,7 +227,7 @@ def find_reader(path: Path) -> "Reader":
     with open_bytes(path) as file:
         head = file.peek()
     kinds = (kind for magic, kind in MAGIC.items() if re.match(magic, head, re.DOTALL))
-    kind = next(kinds, READERS[file_type(path)])
+    kind = next(kinds, READERS.get(decompressed_name(path).suffix.lower(), read_plain))
     if isinstance(kind, str):
         raise ValueError(f"{path}: {kind}")
     return kind
@@ -241,7 +236,7 @@ def find_reader(path: Path) -> "Reader":
 def open_bytes(path: Path) -> io.BufferedReader:
     """Open a file; its bytes are decompressed if they begin as one of `CODECS`."""
     file = path.open("rb")
-    for magic, codec in CODECS.items():
+    for codec, magic in CODECS.values():
         if re.match(magic, file.peek()):
             import pyarrow
 
@@ -249,20 +244,22 @@ def open_bytes(path: Path) -> io.BufferedReader:
     return file
 
 
+def decode_file(path: Path, encoding: str) -> Iterator[str]:
+    """Yield the text of a file in blocks, which may end anywhere."""
+    with open_bytes(path) as file:
+        yield from codecs.iterdecode(iter(partial(file.read, BLOCK_BYTES), b""), encoding)
+
+
 def check_utf8(path: Path) -> None:
     """Raise if a file is not UTF-8; the error names the line and the byte."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
-    with open_bytes(path) as file:
-        try:
-            while data := file.read(BLOCK_BYTES):
-                decoder.decode(data)
-                line += data.count(b"\n")
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            line += error.object.count(b"\n", 0, error.start)
-            byte = error.object[error.start]
-            raise ValueError(f"{path}, line {line}: byte {byte:#04x} {NOT_UTF8}") from None
+    try:
+        for text in decode_file(path, "utf-8"):
+            line += text.count("\n")
+    except UnicodeDecodeError as error:
+        line += error.object.count(b"\n", 0, error.start)
+        byte = error.object[error.start]
+        raise ValueError(f"{path}, line {line}: byte {byte:#04x} {NOT_UTF8}") from None
 
 
 def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
@@ -281,8 +278,6 @@ def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
 def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
     """Yield a field of each line of a JSON Lines file; blank lines are skipped."""
     with open_bytes(path) as lines:
-        if lines.peek(9).lstrip().startswith(b"["):
-            raise ValueError(f"{path}: {JSON_ARRAY}")
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _parse_line(line, field, f"{path}, line {number}")
@@ -336,38 +331,34 @@ def read_plain(path: Path, _: str = "") -> Iterator[str]:
     Each block ends at a match of `tokenizer.CUT`. In a text without whitespace, it ends at a match
     of `tokenizer.WORD_END`, which cuts a longer word anywhere.
     """
-    # utf-8-sig removes a byte-order mark. open() would decode only 8 KB at a time.
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    text = ""
-    with open_bytes(path) as file:
-        while data := file.read(BLOCK_BYTES):
-            start = max(BLOCK_BYTES, len(text) - 1)  # the text before it has no match
-            text += decoder.decode(data)
-            while cut := CUT.search(text, start) or (
-                len(text) >= MAX_BLOCK_CHARS and WORD_END.search(text, BLOCK_BYTES)
-            ):
-                yield text[: cut.start()]
-                text = text[cut.start() :]
-                start = BLOCK_BYTES
-    yield text + decoder.decode(b"", final=True)
+    rest = ""
+    for text in decode_file(path, "utf-8-sig"):  # removes a byte-order mark
+        start = max(BLOCK_BYTES, len(rest) - 1)  # the text before it has no match
+        rest += text
+        while cut := CUT.search(rest, start) or (
+            len(rest) >= MAX_BLOCK_CHARS and WORD_END.search(rest, BLOCK_BYTES)
+        ):
+            yield rest[: cut.start()]
+            rest = rest[cut.start() :]
+            start = BLOCK_BYTES
+    yield rest
 
 
-# Readers by the end of a file's name, in lower case and without the end of compressed files; "" is
-# for any other name. A reader gets the path and the field that holds the text, and yields documents
-# or, as `read_plain`, parts of one.
+# Readers of local files by the end of the file's name; others are read as plain text. A reader gets
+# the path and the field that holds the text. It yields documents or, as `read_plain`, parts of one.
 Reader = Callable[[Path, str], Iterator[str]]
 READERS: dict[str, Reader] = {
     ".parquet": read_parquet,
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_jsonl),
     **dict.fromkeys((".csv", ".tsv"), read_csv),
-    **dict.fromkeys((".txt", ""), read_plain),
+    ".txt": read_plain,
 }
 # Readers by the first bytes of a file, which count more than its name, or what to do with files
 # that are not read.
 MAGIC: dict[bytes, Reader | str] = {
     rb"PAR1": read_parquet,
     rb'(\xef\xbb\xbf)?\s*\{[^\n]*"\s*:\s*"': read_jsonl,  # an object with a string, on one line
-    rb'(\xef\xbb\xbf)?\s*\[\s*\{[^{}]*"text"\s*:': JSON_ARRAY,
+    rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"': "a JSON array; use jq -c '.[]' FILE > NEW_FILE.jsonl",
     rb"\xfd7zXZ": "compressed with xz; use xz -dk FILE",
     rb"PK\x03\x04|Rar!|7z\xbc\xaf|.{257}ustar": "an archive; unpack it (documents: pandoc)",
     rb"%PDF-": "a PDF; use pdftotext FILE NEW_FILE.txt",
@@ -401,7 +392,7 @@ def _column_texts(tables: Iterable[Any], field: str, origin: str) -> Iterator[st
 
 
 def hub_source(
-    dataset: str, name: str | None, revision: str | None, known_revision: str | None, field: str
+    dataset: str, name: str | None, revision: str | None, field: str, known_revision: str | None
 ) -> Source:
     """Return a source that streams a dataset (OWNER/NAME, configuration) from the hub.
 
@@ -425,24 +416,20 @@ def hub_source(
                     raise
                 names = datasets.get_dataset_config_names(dataset, revision=commit)
                 raise ValueError(f"choose one with --name: {', '.join(names)}") from None
-        return [
-            SourceFile(partial(read_stream, stream, number, field, f"{dataset}, file {number + 1}"))
-            for number in range(stream.num_shards)
-        ]
+        numbers = range(stream.num_shards)
+        return [SourceFile(partial(read_stream, stream, dataset, i, field)) for i in numbers]
 
     identity = {"kind": "hub", "dataset": dataset, "name": name, "revision": commit}
     return Source(identity, open_files)
 
 
-def read_stream(stream: Any, number: int, field: str, origin: str) -> Iterator[str]:  # noqa: ANN401
-    """Yield a column of one file of a streamed `IterableDataset`, called `origin` in errors."""
-
-    def tables() -> Iterator[Any]:
-        with explain_hub_errors(f"reading {origin} failed"):
-            file = stream.shard(stream.num_shards, number, contiguous=True)
-            yield from file.with_format("arrow").iter(batch_size=TABLE_ROWS)
-
-    return _column_texts(tables(), field, origin)
+def read_stream(stream: Any, dataset: str, number: int, field: str) -> Iterator[str]:  # noqa: ANN401
+    """Yield a column of one file of a streamed `IterableDataset`."""
+    origin = f"{dataset}, file {number + 1}"
+    with explain_hub_errors(f"reading {origin} failed"):
+        file = stream.shard(stream.num_shards, number, contiguous=True)
+        tables = file.with_format("arrow").iter(batch_size=TABLE_ROWS)
+        yield from _column_texts(tables, field, origin)
 
 
 # Sources by their `--source NAME`. To add one, write a generator function that yields the text of

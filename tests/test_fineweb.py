@@ -114,7 +114,7 @@ def test_find_source_names_the_folder_after_the_source(make, tmp_path):
 def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
     flags = ["--source", write_texts(tmp_path / "a.jsonl", ["text"]), "--data-dir", "."]
     for name, content, message in [
-        ("train.npy", "", r"\.npy files that fineweb\.py did not make"),
+        ("train.npy", "", r"\.npy files of other programs: choose"),
         ("manifest.json", "{}", "not a shard manifest"),
     ]:
         (tmp_path / name).write_text(content)
@@ -213,9 +213,9 @@ def test_main_refuses_a_second_writer(made, make):
 # The first tokens of a source
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("jsonl", 200), ("txt", 2000)])
+@pytest.mark.parametrize(("kind", "limit"), [("jsonl", 200), ("txt", 2000), ("txt", 2100)])
 def test_max_tokens_are_the_first_of_a_full_run_and_more_can_be_added(made, make, kind, limit):
-    """Of less than two shards, of exactly two; then of more. Validation stays."""
+    """Of less than two shards, of exactly two, of a few more; then of many. Validation stays."""
     everything = tokens_of(made / kind)
     assert everything == reference(TEXTS if kind == "jsonl" else ["\n".join(TEXTS)])
     flags, val = ["--source", made / f"a.{kind}", SIZE, "--data-dir", "d"], b""
@@ -358,21 +358,17 @@ def test_max_tokens_of_the_hub_downloads_no_further_file(hub, drive, tmp_path):
     flags = ["--source=o/n", "--name=sample-10BT", "--text-field=content", SIZE]
     environment = hub.environment(tmp_path / "hf")
     done = drive(*flags, "--max-tokens=2.5k", **environment)
-    assert re.search(
-        r"data/n-10BT: \d+ documents, 2,500 tokens, 1,000 of them for validation, 3 shards\n",
-        done.stdout,
-    ), done
+    assert " 2,500 tokens, 1,000 of them for validation, 3 shards\n" in done.stdout, done
     assert hub.requests("GET", "000.parquet")
     assert not hub.requests("GET", "001.parquet")
 
 
 @pytest.mark.slow
 def test_main_names_the_configurations_of_a_hub_dataset(hub, drive, tmp_path):
+    card = "".join(f"- config_name: {name}\n  data_files: sample/10BT/*\n" for name in "bc")
+    files = {"README.md": f"---\nconfigs:\n{card}---\n".encode(), "sample/10BT/0.txt": b"a"}
+    hub.add("dataset", "o/m", files)
     for flags in (["--name=other"], []):
-        card = "---\nconfigs:\n" + "".join(
-            f"- config_name: {name}\n  data_files: sample/10BT/*\n" for name in ("b", "c")
-        )
-        hub.add("dataset", "o/m", {"README.md": f"{card}---\n".encode(), "sample/10BT/0.txt": b"a"})
         done = drive("--source=o/m", *flags, **hub.environment(tmp_path / "hf"))
         assert done.code == 2
         assert "choose one with --name: b, c" in done.stderr

@@ -63,13 +63,19 @@ def test_read_file_names_the_tool_for_other_files(tmp_path):
     for name, content, message in [
         ("a.txt", "\n“Windows” text".encode("cp1252"), "line 2: byte 0x93 is not UTF-8; to drop"),
         ("c.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "line 2: byte 0xe9 is not UTF-8; to drop"),
+        ("t.csv", "“body”".encode("cp1252"), "line 1: byte 0x93 is not UTF-8"),
         ("a", "état".encode("utf-16"), "not UTF-8; use iconv -f utf-16 -t utf-8"),
         ("b.jsonl", "état".encode("utf-16-le"), "not a text; for UTF-16, use iconv -f utf-16le"),
-        ("a.json", b'[{"text": "x"}]', "a JSON array, not JSON lines; use jq"),
+        ("a.json", b'[{"text": "x"}]', "a JSON array; use jq"),
         ("b.json", b'{\n "text": "x"}', "line 1: not JSON .*several lines, use jq -c"),
         ("d.json", b'{"text": ' + b"[" * 10**5, "line 1: not JSON .maximum recursion"),
         ("p.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer: run"),
         ("a.xz", b"\xfd7zXZ\0", "compressed with xz; use xz -dk"),
+        (
+            "data-00000.arrow",
+            b"\xff\xff\xff\xff\0",
+            "an Arrow file; for its FOLDER from save_to_disk",
+        ),
         ("a.tar", b"a".ljust(257, b"\0") + b"ustar", "an archive; unpack it"),
         ("z.zst", b"\x28\xb5\x2f\xfd\0\xa8\x19\0\0abc", "cannot be read .*use zstd -d --long=31"),
     ]:
@@ -159,17 +165,11 @@ def test_read_csv_reads_a_column_and_names_the_line_of_a_broken_row(tmp_path, de
     assert [*read_file(path, "my body")] == texts
     with pytest.raises(ValueError, match=r"field `text` .* id, my body: choose one with --text-f"):
         next(read_file(path, "text"))
-    path.write_text(f"id{delimiter}text\n1{delimiter}a\n{delimiter.join('abc')}\n")
-    with pytest.raises(
-        ValueError, match=r"a\.csv, line 3: 3 fields, but the table has 2: put quot"
-    ):
-        list(read_file(path, "text"))
-    path.write_text(f'id{delimiter}text\n1{delimiter}"never closed\n2{delimiter}b\n')
-    with pytest.raises(ValueError, match=r"a\.csv, line 2: unexpected end of data: put quotes"):
-        list(read_file(path, "text"))
-    path.write_text(f"id{delimiter}text\n1{delimiter}hello\nworld\n")
-    with pytest.raises(ValueError, match=r"a\.csv, line 3: 1 fields, but the table has 2"):
-        list(read_file(path, "text"))
-    path.write_text("“body”", encoding="cp1252")
-    with pytest.raises(ValueError, match=r"a\.csv, line 1: byte 0x93 is not UTF-8"):
-        list(read_file(path, "text"))
+    for rows, message in [
+        ("1|a\na|b|c", "line 3: 3 fields, but the table has 2: put quotes"),
+        ('1|"never closed\n2|b', "line 2: unexpected end of data: put quotes"),
+        ("1|hello\nworld", "line 3: 1 fields, but the table has 2"),
+    ]:
+        path.write_text(f"id|text\n{rows}\n".replace("|", delimiter))
+        with pytest.raises(ValueError, match=rf"a\.csv, {message}"):
+            list(read_file(path, "text"))

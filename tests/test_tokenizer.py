@@ -32,5 +32,5 @@ def test_gpt2_encoding_of_a_changed_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "VOCAB_PATH", changed)
     gpt2_encoding.cache_clear()
     tokenizer._read_ranks.cache_clear()
-    with pytest.raises(ValueError, match=r"vocab\.bpe is not GPT-2's"):
+    with pytest.raises(ValueError, match=r"vocab\.bpe has changed: delete it"):
         gpt2_encoding()
