@@ -75,7 +75,7 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
 
 
 def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
-    make = r"use --data-dir with .* make data/stdlib .* with python fineweb\.py --source stdlib or"
+    make = r"make data/stdlib \(11 MB, .*\) with python fineweb\.py --source stdlib, .*20 GB"
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/none has no train shards: {make}"):
         open_shards(tmp_path / "none", "train")
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no val shards: {make}"):
