@@ -28,7 +28,7 @@ TEMPLATE = Path(__file__).parent / "assets" / "report.html"
 MAX_POINTS = 1000  # per series
 NOISY = ("train_loss", "grad_norm", "tokens_per_second")  # drawn with a running mean
 SERIES = (*NOISY, "val_loss", "val_bpb", "hellaswag_acc_norm", "lr", "peak_memory_gib")
-MEASURED = ("data fingerprint", "validation fingerprint", "block_size", "val_tokens")
+MEASURED = ("data fingerprint", "val fingerprint", "block_size", "val_tokens")
 SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
 
 
@@ -83,11 +83,9 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
         "folder": str(run_dir.resolve()),
         "resumed from step": ", ".join(f"{step:,}" for step in resumed) or "never",
     }
-    for name in ("environment", "data_fingerprint"):
+    for name in ("environment", "data_fingerprint", "val_fingerprint"):
         sessions = dict.fromkeys(map(str, metrics.logged_values(path, name)))
         environment[name.replace("_", " ")] = "; then ".join(sessions) or "unknown"
-    if states := sorted(run_dir.glob("checkpoints/step_*/trainer_state.json")):
-        environment["validation fingerprint"] = read_json(states[-1])["val_fingerprint"]
     return {
         "step": step,
         "max_steps": settings.get("max_steps", step),

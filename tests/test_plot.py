@@ -94,13 +94,9 @@ def test_plot_compares_runs_and_draws_numbers_of_ones_own(tmp_path, monkeypatch,
 def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
     runs = [write_run(tmp_path / name / "run", steps=10, val_every=5) for name in "abc"]
-    for run, block_size, data in zip(runs, (64, 32, 64), ("1", "1", "2"), strict=True):
+    for run, block_size, data, val in zip(runs, (64, 32, 64), "112", "334", strict=True):
         (run / "config.json").write_text(f'{{"block_size": {block_size}, "val_tokens": 9}}')
-        append_records(run, {"data_fingerprint": data})
-    for run, validation in zip(runs, "334", strict=True):
-        checkpoint = run / "checkpoints/step_00000001"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "trainer_state.json").write_text(f'{{"val_fingerprint": "{validation}"}}')
+        append_records(run, {"data_fingerprint": data, "val_fingerprint": val})
     monkeypatch.setattr("sys.argv", ["plot.py", *map(str, runs), *flags])
     plot.main()
     said = "warning: the losses are not comparable: {} has {}, " + f"{runs[0]} has {{}}"
@@ -108,7 +104,7 @@ def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, monkeypatc
     assert printed.err.splitlines() == [
         said.format(runs[1], "block_size 32", 64),
         said.format(runs[2], "data fingerprint 2", 1),
-        said.format(runs[2], "validation fingerprint 4", 3),
+        said.format(runs[2], "val fingerprint 4", 3),
     ]
     written = Path(printed.out.splitlines()[-1]).read_text()
     for run in runs:  # all have one name

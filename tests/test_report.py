@@ -46,7 +46,8 @@ def run_dir(tmp_path):
     again = [trained(step) for step in range(51, 101)]
     append_records(folder, sampled(50, 1), {"resumed_from": 50}, *again)
     for machine in ("1 x cpu", "8 x NVIDIA B200", "8 x NVIDIA B200"):
-        append_records(folder, {"environment": machine, "data_fingerprint": "12ab"})
+        fingerprints = {"data_fingerprint": "12ab", "val_fingerprint": "34cd"}
+        append_records(folder, {"environment": machine} | fingerprints)
     write_settings(folder)
     (folder / "samples.txt").write_text("step 50 | sample: 'one\\n\"line\"'\nstep 100 | sample: 't")
     return folder
@@ -67,7 +68,8 @@ def test_page_has_what_the_run_measured(run_dir):
     assert run["tokens"] == 100 * BATCH
     assert run["resumed"] == [50 * BATCH]
     assert run["environment"] == {
-        **{"folder": str(run_dir), "resumed from step": "50", "data fingerprint": "12ab"},
+        **{"folder": str(run_dir), "resumed from step": "50"},
+        **{"data fingerprint": "12ab", "val fingerprint": "34cd"},
         "environment": "1 x cpu; then 8 x NVIDIA B200",
     }
     assert run["samples"] == [{"step": 50, "texts": ['one\n"line"']}]

@@ -118,7 +118,7 @@ class Run:
             if is_main():
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
         with self.log, self.writer:  # the writer exits first, because it logs
-            self.log.start(self.train_shards.fingerprint)
+            self.log.start(self.train_shards.fingerprint, self.val_shards.fingerprint)
             try:
                 yield
             finally:
