@@ -271,6 +271,9 @@ def test_init_from_takes_the_models_size_and_context_unless_another_is_given(tmp
     error = "has another size (n_embd 8 -> 16, block_size 48 -> 49): leave out --n-layer, "
     with pytest.raises(ValueError, match=re.escape(error)):
         parse_config([*init, "--n-embd=16", "--block-size=49"])
+    for value in ("scratch", "resume"):
+        with pytest.raises(ValueError, match=f"{value} is not a model: leave it out for new"):
+            parse_config([f"--init-from={value}"])
     # It is not read where a checkpoint is resumed, whose version may not have saved the size.
     model = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 512}
     path = fake_checkpoint(tmp_path / "run", 5, block_size=512, init_from="gone").path

@@ -42,6 +42,9 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
             checkpoint = Checkpoint(path, read_state(path))
             defaults = _saved_config(checkpoint)
     init_from = given.init_from or defaults.init_from
+    if init_from in ("scratch", "resume"):  # nanoGPT's values
+        fix = "leave it out for new weights, or use --resume auto to continue a run"
+        raise ValueError(f"--init-from {init_from} is not a model: {fix}")
     is_new_size = init_from != defaults.init_from or defaults.n_layer is None
     if checkpoint is None and init_from and is_new_size:
         source = load.model_config_of(init_from)
