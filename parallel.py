@@ -39,8 +39,14 @@ class Ranks(DistInfo):
 
     def average(self, scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Average scalars over the ranks in one all-reduce; waits for the device."""
-        tensors = [self.gather(torch.as_tensor(value).detach()) for value in scalars.values()]
-        stack = torch.stack([tensor.to(self.device, torch.float32) for tensor in tensors])
+        stack = torch.stack(
+            [
+                self.gather(value.detach()).to(self.device, torch.float32)
+                if isinstance(value, Tensor)
+                else torch.full((), float(value), device=self.device)  # without a copy, which waits
+                for value in scalars.values()
+            ]
+        )
         means = (all_reduce_sum(stack) / self.world_size).tolist()
         return dict(zip(scalars, means, strict=True))
 
