@@ -343,7 +343,8 @@ def _check_shard(path: Path) -> tuple[int, int]:
             _map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
         )
         if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
-            raise ValueError(f"expected 1-D uint16, found {array.dtype} of shape {array.shape}")
+            found = f"{array.dtype} of shape {array.shape}"
+            raise ValueError(f"expected at least one token, 1-D uint16, found {found}")
     except Exception as error:  # a damaged header raises many kinds of errors
         raise ValueError(
             f"{path} cannot be read as a token shard ({error}): make or download the file again"

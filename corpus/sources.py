@@ -105,7 +105,9 @@ def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
             yield rest
             rest = ""
         if len(rest) > MAX_DOCUMENT_CHARS:
-            raise ValueError(f"no --separator {separator!r} in {len(rest):,} characters: fix it")
+            raise ValueError(
+                f"no --separator {separator!r} in {len(rest):,} characters: correct it"
+            )
     yield rest
 
 
