@@ -38,7 +38,7 @@ def check_ranks_agree(
         check_installed(config.logger if is_main() else ())
         rows = config.hellaswag_data if config.hellaswag_every else None
         if rows and not rows.exists():
-            raise FileNotFoundError(f"{rows} does not exist: use --hellaswag-data with another")
+            raise FileNotFoundError(f"{rows} does not exist: use --hellaswag-data FILE")
         train, val = open_shards(config.data_dir, "train"), TokenShards([], "none")
         with suppress(FileNotFoundError):  # a run without validations needs no validation split
             val = open_shards(config.data_dir, "val")
