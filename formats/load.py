@@ -100,7 +100,7 @@ def describe_best(run_dir: Path) -> str:
 def list_runs(out_dir: Path) -> str:
     """Return a clause that lists the runs in a folder, for messages."""
     names = ", ".join(run_names(out_dir))
-    return f"the runs in {out_dir} are {names}" if names else f"there are no runs in {out_dir}"
+    return f"the runs in {out_dir} are {names}" if names else f"{out_dir} has no runs"
 
 
 def run_names(out_dir: Path) -> list[str]:

@@ -140,14 +140,15 @@ class _Parser(argparse.ArgumentParser):
 
 def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
     """Describe unknown arguments and suggest the flags that were probably intended."""
-    names, problems = [flag_of(field.name) for field in fields(config_class)], []
+    others, problems = getattr(config_class, "OTHER_NAMES", {}), []
+    names = {flag_of(field.name): flag_of(field.name) for field in fields(config_class)} | others
     for flag in (arg.split("=")[0] for arg in unknown if arg.startswith("-")):
         similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-        suggested = getattr(config_class, "OTHER_NAMES", {}).get(flag, "".join(similar))
+        suggested = names[similar[0]] if similar else ""
         hint = f": did you mean {suggested}?" if suggested else ""
         problems.append(f"unknown flag {flag}{hint}")
     hint = ": use --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
-    if suggested := getattr(config_class, "OTHER_NAMES", {}).get("FILE"):
+    if suggested := others.get("FILE"):
         hint = f": use {suggested} {shell_line(*unknown)}"
     return "; ".join(problems) or f"unexpected argument {unknown[0]!r}{hint}"
 

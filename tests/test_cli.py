@@ -159,6 +159,7 @@ def test_parse_flags_error_is_one_plain_line(args, message):
 def test_parse_flags_says_what_a_flag_of_another_trainer_is_called_here():
     for flag, *meant in (
         ("--lr", "--max-lr"),
+        ("--lerning-rate", "--max-lr"),
         ("--max_iters", "--max-steps"),
         ("--save-steps", "--checkpoint-every"),
         ("--gradient_checkpointing", "--activation-checkpointing"),
