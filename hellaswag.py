@@ -149,6 +149,8 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
     for number, row in enumerate(rows[: limit or None], start=1):
         try:
             values = row if isinstance(row, dict) else json.loads(row)
+            if not isinstance(values, dict):
+                raise ValueError("it is not a JSON object")
             examples.append(render_example(values, style))
         except (LookupError, TypeError, ValueError) as error:  # also UTF-8 and JSON errors
             problem = f"it lacks {error}" if isinstance(error, KeyError) else error

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -84,7 +83,7 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
         if not len(line.values):
             raise ValueError(f"--compare plots validation losses, but {run_dir} has none")
         # The number comes first: matplotlib omits labels that begin with "_" from the legend.
-        _plot_line(axes, line, f"{line.values[-1]:.3f} {name}")
+        _plot_line(axes, line, f"{line.values[-1]:.3f} {plain(name)}")
         lines.append(line)
     _fit_loss(axes, lines)
     return save_figure(axes, path)
@@ -92,7 +91,6 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 
 def new_axes(title: str, *quantities: str) -> list[Axes]:
     """Return axes over training tokens, one below the other, in a new figure of this style."""
-    matplotlib.rcParams["text.parse_math"] = False  # a name may have `$`
     size = (8, 2 + 2.5 * len(quantities))
     figure = Figure(figsize=size, dpi=120, facecolor="white", layout="constrained")
     panels = figure.subplots(len(quantities), sharex=True, squeeze=False)[:, 0]
@@ -102,9 +100,14 @@ def new_axes(title: str, *quantities: str) -> list[Axes]:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.grid(axis="y", color=PALE, linewidth=0.8)
         axes.tick_params(colors=GRAY, length=0, labelsize=9)
-    panels[0].set_title(title, color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
+    panels[0].set_title(plain(title), color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
     panels[-1].set_xlabel("training tokens", color=GRAY)
     return [*panels]
+
+
+def plain(text: str) -> str:
+    """Escape a text in which matplotlib would read `$` as the start of a formula."""
+    return text.replace("$", r"\$")
 
 
 def _plot_line(axes: Axes, series: Series, label: str, color: str | None = None) -> None:

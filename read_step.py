@@ -50,7 +50,7 @@ def main() -> None:
     model = load_model(config.model, device) if config.model else None
     for run_dir in config.runs:
         texts = list[tuple[float, str]]()
-        for shard, offset, tokens in read_step(run_dir, config):
+        for shard, offset, tokens in read_step(run_dir, config.step, config.data_dir):
             loss, title = 0.0, f"--- {shard}, token {offset:,}"
             if model is not None:
                 loss = float(model(*to_batch(tokens[None], device)).loss)
@@ -59,12 +59,14 @@ def main() -> None:
         print(*(text for _, text in sorted(texts, key=lambda each: -each[0])), sep="\n")
 
 
-def read_step(run_dir: Path, config: ReadStepConfig) -> Iterator[tuple[Path, int, TokenArray]]:
+def read_step(
+    run_dir: Path, step: int, data_dir: Path | None = None
+) -> Iterator[tuple[Path, int, TokenArray]]:
     """Yield each window of a run's step: its shard, offset and (T + 1,) uint16 tokens."""
-    run, step = read_recipe(run_dir / RUN_CONFIG_NAME), config.step
+    run = read_recipe(run_dir / RUN_CONFIG_NAME)
     if step > run.max_steps:
         raise ValueError(f"--step {step} is above the {run.max_steps} steps of {run_dir}")
-    data_dir, T = config.data_dir or run.data_dir, run.block_size
+    data_dir, T = data_dir or run.data_dir, run.block_size
     shards = open_shards(data_dir, "train")
     if shards.fingerprint not in logged_values(run_dir / METRICS_NAME, "data_fingerprint"):
         raise ValueError(f"{data_dir} has changed since {run_dir} was trained on it")

@@ -28,7 +28,6 @@ TEMPLATE = Path(__file__).parent / "assets" / "report.html"
 MAX_POINTS = 1000  # per series
 NOISY = ("train_loss", "grad_norm", "tokens_per_second")  # drawn with a running mean
 SERIES = (*NOISY, "val_loss", "val_bpb", "hellaswag_acc_norm", "lr", "peak_memory_gib")
-MEASURED = ("data fingerprint", "val fingerprint", "block_size", "val_tokens")
 SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
 
 
@@ -52,21 +51,31 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
     """Return the name of each run, or its path if another run has the same name."""
     names = [run_dir.resolve().name for run_dir in run_dirs]
-    both = zip(names, map(str, run_dirs), strict=True)
-    return [name if names.count(name) == 1 else path for name, path in both]
+    pairs = zip(names, run_dirs, strict=True)
+    return [name if names.count(name) == 1 else str(run_dir) for name, run_dir in pairs]
 
 
 def warn_if_not_comparable(run_dirs: Sequence[Path]) -> None:
-    """Warn about each run with other data or another validation than the first run."""
-    first, *others = [run["settings"] | run["environment"] for run in map(collect_run, run_dirs)]
-    for run in others:
-        for name in MEASURED:
-            value, expected = run.get(name, "unknown"), first.get(name, "unknown")
-            if value != expected and "unknown" not in (value, expected):
+    """Warn about each run whose data or validation differs from the first run's."""
+    first = what_is_measured(run_dirs[0])
+    for run_dir in run_dirs:
+        for name, value in what_is_measured(run_dir).items():
+            if value != first[name] and None not in (value, first[name]):
                 print_error(
-                    f"warning: the losses are not comparable: {run['folder']} has {name} {value}, "
-                    f"{first['folder']} has {expected}"
+                    f"warning: the losses are not comparable: {run_dir} has {name} {value}, "
+                    f"{run_dirs[0]} has {first[name]}"
                 )
+
+
+def what_is_measured(run_dir: Path) -> dict[str, Any]:
+    """Return what comparable runs have in common: data and settings, or None if not known."""
+    path = run_dir / "config.json"
+    settings = read_json(path) if path.is_file() else {}
+    measured = {name: settings.get(name) for name in ("block_size", "val_tokens")}
+    for name in ("data_fingerprint", "val_fingerprint"):
+        logged = metrics.logged_values(run_dir / metrics.METRICS_NAME, name)
+        measured[name] = logged[-1] if logged else None
+    return measured
 
 
 def collect_run(run_dir: Path) -> dict[str, Any]:

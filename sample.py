@@ -76,7 +76,7 @@ class SampleConfig:
             problems.append(f"--top-p must be at most 1, not {self.top_p}")
         if sum(map(bool, (self.interactive, self.prompt, self.score))) > 1:
             problems.append("--interactive, --prompt and --score exclude each other: use only one")
-        if "" in self.stop:  # as in every str
+        if "" in self.stop:  # true for any str, and for a list with an empty text
             problems.append("--stop must be a list of texts, none of them empty")
         if problems:
             raise ValueError("; ".join(problems))

@@ -162,7 +162,8 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     try:
         gpt2 = gpt2_logits(tensors, config.n_layer, config.n_head, idx)
     except (KeyError, RuntimeError) as error:  # a missing name, or shapes that cannot be multiplied
-        raise ValueError(f"not exported: the parameters are not GPT-2's ({error})") from None
+        problem = f"its parameters are not GPT-2's ({error})"
+        raise ValueError(f"this model cannot be exported: {problem}") from None
     found = sum(tensor.numel() for tensor in tensors.values())
     expected = config.n_layer * (12 * C**2 + 13 * C) + (VOCAB_SIZE + config.block_size + 2) * C
     if found != expected:
@@ -278,9 +279,9 @@ def _write_settings(folder: Path, config: GPTConfig, dtype: str) -> None:
     """Write the configuration and GPT-2's tokenizer, also as `tokenizer.json` for other clients.
 
     `EXPORT_FILES` has the files of GPT-2 124M, whose sizes and vocabulary are replaced here. Its
-    dropout is 0, as in this model; GPT2Config's default would act in fine-tuning. Batching and the
-    trainers' data collators need its padding token. Without `max_length`, a pipeline generates 256
-    tokens, which may exceed a short context.
+    dropout rates are 0, as in this model; GPT2Config's defaults would act in fine-tuning. Batching
+    and the trainers' data collators need its padding token. Without `max_length`, a pipeline
+    generates 256 tokens, which may exceed a short context.
     """
     merges = VOCAB_PATH.read_text(encoding="utf-8").splitlines()[1:]
     pieces = [merge.replace(" ", "") for merge in merges]

@@ -66,9 +66,10 @@ def find_checkpoint(path: Path) -> Path:
             f"the run {path} has no checkpoint yet: wait for its first one or, if the run has "
             f"ended, {START_OVER}"
         )
-    if models := [config.parent for config in path.glob("*/*onfig.json")]:
-        newest = max(models, key=lambda model: (len(model.name), model.name))  # 1000 after 200
-        raise FileNotFoundError(f"{path} holds several models: use one of them, such as {newest}")
+    kinds = ("config.json", "adapter_config.json")
+    if models := [file.parent for kind in kinds for file in path.glob(f"*/{kind}")]:
+        newest = max(models, key=os.path.getmtime)
+        raise FileNotFoundError(f"{path} holds models: use one of them, such as {newest}")
     problem = "is not a run, checkpoint or model folder" if path.exists() else "does not exist"
     places = (path, *path.parents[:-1], RUNS, Path())
     folder = next(folder for folder in places if folder.is_dir())

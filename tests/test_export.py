@@ -162,5 +162,6 @@ def test_a_folder_of_several_models_names_the_newest(tmp_path, file):
     for step in (1000, 200):  # as the Trainer of transformers saves models and peft's adapters
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"several models: use one .*/checkpoint-1000$"):
+        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
+    with pytest.raises(FileNotFoundError, match=r"holds models: use one .*/checkpoint-1000$"):
         load_model(tmp_path)

@@ -134,7 +134,7 @@ def test_load_examples_names_the_line_of_a_bad_row(tmp_path):
         json.dumps(ROW | {"label": ""}).encode(): "it has no label, like all of the test split",
         json.dumps(ROW | {"label": None}).encode(): "it has no label, like",
         b'{"ind": 1, "ctx": "a"}': "it lacks 'endings'",
-        b"[1]": "list indices",
+        b"[1]": "it is not a JSON object",
         b"": "Expecting value",
         b'{"ctx": "\xff"}': "can't decode byte 0xff|utf-8",
     }

@@ -103,8 +103,8 @@ def test_comparison_names_runs_that_do_not_measure_the_same(tmp_path, monkeypatc
     printed = capsys.readouterr()
     assert printed.err.splitlines() == [
         said.format(runs[1], "block_size 32", 64),
-        said.format(runs[2], "data fingerprint 2", 1),
-        said.format(runs[2], "val fingerprint 4", 3),
+        said.format(runs[2], "data_fingerprint 2", 1),
+        said.format(runs[2], "val_fingerprint 4", 3),
     ]
     written = Path(printed.out.splitlines()[-1]).read_text()
     for run in runs:  # all have one name
