@@ -161,7 +161,7 @@ class HangingProgram:
         os.mkfifo(pipe)
         self.reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         self.program = (
-            f"import os, time; pipe = open({str(pipe)!r}, 'w'); os.fork(); print('x', flush=True); "
+            f"import os, time; pipe = open({str(pipe)!r}, 'w'); os.fork(); os.write(1, b'x\\n'); "
             f"open({str(self.marker)!r}, 'w').close(); time.sleep(600)"
         )
 
