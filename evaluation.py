@@ -49,7 +49,7 @@ def evaluations(config: TrainConfig) -> list[tuple[int, Evaluation]]:
 def evaluate(run: Run, trainer: Trainer, step: int) -> None:
     """Run and log the evaluations that are due after `step` updates."""
     numbered = enumerate(evaluations(run.config), start=1)
-    due = [(number, work) for number, (every, work) in numbered if run.is_due(every, step)]
+    due = [(number, measure) for number, (every, measure) in numbered if run.is_due(every, step)]
     if not due:
         return
     raw_model = trainer.raw_model
@@ -148,7 +148,7 @@ def fit_max_minutes(
     assert config.max_minutes is not None
     budget = 60 * config.max_minutes
     timed_seconds = min(5.0, 0.01 * budget)  # for each thing that is timed
-    with trainer.batches:  # the last step has the largest batch if it grows during training
+    with trainer.batches:  # if the batch grows during training, the last is the largest
         last_step = partial(train_step, run, trainer, config.max_steps - 1)
         step_seconds = time_call(last_step, timed_seconds, run)
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
@@ -178,7 +178,7 @@ def fit_max_minutes(
 def time_call(work: Callable[[], object], timed_seconds: float, run: Run) -> float:
     """Return the median seconds of a compiled call; every process must call this."""
     seconds = list[float]()
-    while all_reduce_max(sum(seconds[1:]) < timed_seconds):  # as many calls on each rank
+    while all_reduce_max(sum(seconds[1:]) < timed_seconds):  # the same number on each rank
         run.stop.interrupt_evaluation()
         begun = perf_counter()
         work()

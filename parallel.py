@@ -43,7 +43,7 @@ class Ranks(DistInfo):
             [
                 self.gather(value.detach()).to(self.device, torch.float32)
                 if isinstance(value, Tensor)
-                else torch.full((), float(value), device=self.device)  # without a copy, which waits
+                else torch.full((), float(value), device=self.device)  # a copy would wait
                 for value in scalars.values()
             ]
         )

@@ -214,8 +214,9 @@ def read_file(path: Path, field: str) -> Iterator[str]:
     """Yield the texts of a local file."""
     try:
         yield from find_reader(path)(path, field)
-    except UnicodeDecodeError:
+    except UnicodeDecodeError as error:
         check_utf8(path)
+        raise ValueError(f"{path} cannot be read: {error}") from None  # a reader of one's own
     except OSError as error:
         if error.errno:
             raise
@@ -347,7 +348,8 @@ def read_plain(path: Path, _: str = "") -> Iterator[str]:
 
 
 # Readers of local files by the end of the file's name; others are read as plain text. A reader gets
-# the path and the field that holds the text. It yields documents or, as `read_plain`, parts of one.
+# the path, which `open_bytes` opens and decompresses, and the field that holds the text. It yields
+# documents or, as `read_plain`, parts of one.
 Reader = Callable[[Path, str], Iterator[str]]
 READERS: dict[str, Reader] = {
     ".parquet": read_parquet,

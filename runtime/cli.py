@@ -22,7 +22,7 @@ from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
 PathOrName = Annotated[str, Path]  # the type of a flag for a path, whose `~` is expanded, or a name
-RANK_0_SECONDS = 5  # until other ranks print an error; torchrun ends them once rank 0 has failed
+RANK_0_SECONDS = 5  # before other ranks print an error; torchrun ends them after rank 0's error
 POSITIONAL = {"positional": True}  # metadata of a field with one or more values and no --NAME
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers

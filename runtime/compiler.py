@@ -36,8 +36,10 @@ def _reason(error: Exception) -> str:
     first_line = str(inner).strip().partition("\n")[0]
     fix = f"delete the compile cache {cache_dir()}"
     # The compiler's command does not quote paths.
-    if spaced := [path for path in (cache_dir(), *torch.__path__) if " " in path]:
-        fix = f"use a path without a space (.venv, TORCHINDUCTOR_CACHE_DIR), unlike {spaced[0]}"
+    if " " in cache_dir():
+        fix = f"set TORCHINDUCTOR_CACHE_DIR to a path without a space, unlike {cache_dir()}"
+    elif " " in torch.__path__[0]:
+        fix += f", or install torch in a path without a space, unlike {torch.__path__[0]}"
     return f"{type(inner).__name__} ({first_line}): {fix}"
 
 

@@ -50,12 +50,14 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
     if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE on its own
         check_launcher()
         return DistInfo(select_device(device_name))
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     return DistInfo(
         select_device(device_name, local_rank),
         rank=int(os.environ["RANK"]),
         local_rank=local_rank,
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
 

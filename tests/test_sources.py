@@ -95,6 +95,15 @@ def test_read_file_recognizes_json_lines_and_compression_by_content(tmp_path):
         assert [*read_file(tmp_path / name, "text")] == ["once"], name
 
 
+def test_reader_that_decodes_compressed_bytes_is_an_error_that_names_the_file(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sources.READERS, ".md", lambda path, _: iter([path.read_text("utf-8")]))
+    (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"once"))
+    with pytest.raises(ValueError, match=r"a\.md\.gz cannot be read: 'utf-8' codec can't decode"):
+        list(read_file(tmp_path / "a.md.gz", "text"))
+
+
 def test_local_paths_takes_an_existing_name_as_it_is(tmp_path):
     for name in ("a[1].txt", "a1.txt"):
         (tmp_path / name).touch()
