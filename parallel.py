@@ -39,11 +39,12 @@ class Ranks(DistInfo):
 
     def average(self, scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Average scalars over the ranks in one all-reduce; waits for the device."""
+        # Numbers are written on the device: a copy from the CPU would wait for the GPU.
         stack = torch.stack(
             [
                 self.gather(value.detach()).to(self.device, torch.float32)
                 if isinstance(value, Tensor)
-                else torch.full((), float(value), device=self.device)  # a copy would wait
+                else torch.full((), float(value), device=self.device)
                 for value in scalars.values()
             ]
         )

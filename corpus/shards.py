@@ -344,7 +344,7 @@ def _check_shard(path: Path) -> tuple[int, int]:
         )
         if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
             found = f"{array.dtype} of shape {array.shape}"
-            raise ValueError(f"expected at least one token, 1-D uint16, found {found}")
+            raise ValueError(f"expected a 1-D uint16 array with at least one token, found {found}")
     except Exception as error:  # a damaged header raises many kinds of errors
         raise ValueError(
             f"{path} cannot be read as a token shard ({error}): make or download the file again"

@@ -106,7 +106,7 @@ def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
             rest = ""
         if len(rest) > MAX_DOCUMENT_CHARS:
             raise ValueError(
-                f"no --separator {separator!r} in {len(rest):,} characters: correct it"
+                f"--separator {separator!r} does not occur in {len(rest):,} characters: correct it"
             )
     yield rest
 
@@ -162,7 +162,7 @@ def hash_of_name(name: str) -> bytes:
 
 
 def decompressed_name(path: Path) -> Path:
-    """Return the path without the end that a compressed file's name has."""
+    """Return the path without `.gz` or another ending in `CODECS`."""
     return path.with_suffix("") if path.suffix.lower() in CODECS else path
 
 
@@ -216,7 +216,7 @@ def read_file(path: Path, field: str) -> Iterator[str]:
         yield from find_reader(path)(path, field)
     except UnicodeDecodeError as error:
         check_utf8(path)
-        raise ValueError(f"{path} cannot be read: {error}") from None  # a reader of one's own
+        raise ValueError(f"{path} cannot be read: {error}") from None  # from a new reader
     except OSError as error:
         if error.errno:
             raise

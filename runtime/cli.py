@@ -22,7 +22,8 @@ from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
 PathOrName = Annotated[str, Path]  # the type of a flag for a path, whose `~` is expanded, or a name
-RANK_0_SECONDS = 5  # before other ranks print an error; torchrun ends them after rank 0's error
+# Other ranks wait before they print an error. If rank 0 has failed, too, torchrun ends them first.
+RANK_0_SECONDS = 5
 POSITIONAL = {"positional": True}  # metadata of a field with one or more values and no --NAME
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers

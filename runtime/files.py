@@ -178,7 +178,7 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
             yield
         finally:
             if os.name == "posix" and {*os.listdir(path)} <= {file_name, owner.name}:
-                shutil.rmtree(path, ignore_errors=True)  # NFS keeps open files
+                shutil.rmtree(path, ignore_errors=True)  # NFS keeps an open file
 
 
 def redact_secrets(message: str) -> str:

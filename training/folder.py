@@ -31,7 +31,7 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
             if is_main():
                 run_dir = choose_run_dir(config, resumed)
                 remedy = "use another --run-name or --out-dir"
-                if resumed is not None:  # this run can continue as another
+                if resumed is not None:  # the checkpoint can be continued as a new run
                     resume = shell_line("--resume", resumed.path)
                     remedy = f"use {resume} with another --run-name and --out-dir"
                 stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME, remedy))
