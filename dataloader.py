@@ -27,6 +27,7 @@ from corpus.shards import TokenArray, TokenShards
 from ops import IGNORE_INDEX
 from runtime.device import to_device
 from runtime.distributed import DistInfo, rank_batches
+from runtime.errors import UserError
 
 FEISTEL_ROUNDS = 6
 IndexArray = npt.NDArray[np.int64]
@@ -93,7 +94,7 @@ class ShardedDataLoader:
         with ShardedDataLoader(...) as batches:  # starts and stops the thread
             inputs, targets = next(batches)
 
-    Raises ValueError during iteration if an id is too large.
+    Raises UserError during iteration if an id is too large.
     """
 
     shards: TokenShards
@@ -192,7 +193,7 @@ def read_windows(
     for row, start in enumerate(starts.tolist()):
         tokens[row] = shards.read(start, block_size + 1)
     if (largest := int(tokens.max())) >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{shards.paths[0].parent} has token id {largest}, but ids must be below "
             f"{vocab_size}: use shards of GPT-2 tokens, or restore a damaged file"
         )

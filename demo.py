@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from formats.metrics import read_metrics
-from runtime.cli import RunStopped, format_duration, parse_flags, run_command
+from runtime.cli import format_duration, parse_flags, run_command
+from runtime.errors import RunStopped
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from hellaswag import evaluate_hellaswag
 from ops import IGNORE_INDEX
 from runtime.device import synchronize
 from runtime.distributed import all_reduce_max, all_reduce_sum, print0
+from runtime.errors import UserError
 from runtime.precision import eval_mode
 from sample import generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
@@ -94,7 +95,7 @@ def validate(
         totals[2] += (lengths[targets.clamp(min=0)] * is_counted).sum()
     loss_sum, count_sum, byte_sum = all_reduce_sum(totals).tolist()
     if not count_sum:
-        raise ValueError(f"the text of {name}_loss is shorter than --block-size: use a longer text")
+        raise UserError(f"the text of {name}_loss is shorter than --block-size: use a longer text")
     metrics = {f"{name}_loss": loss_sum / count_sum}
     if byte_sum:
         metrics[f"{name}_bpb"] = loss_sum / math.log(2) / byte_sum

@@ -8,6 +8,7 @@ from formats.huggingface import save_pretrained
 from formats.load import load_with_state
 from formats.model_card import model_card
 from runtime.cli import PathOrName, parse_flags, run_command
+from runtime.errors import UserError
 from runtime.files import write_folder
 from runtime.precision import DTYPES
 
@@ -30,7 +31,7 @@ def main() -> None:
     """Export the model with a model card, and print how to load it."""
     config = parse_flags(ExportConfig)
     if config.out.exists() and any(config.out.iterdir()):
-        raise ValueError(f"{config.out} is not empty: delete it, or choose another with --out")
+        raise UserError(f"{config.out} is not empty: delete it, or choose another with --out")
     model, checkpoint = load_with_state(config.model)
     with write_folder(config.out) as folder:
         n_params = save_pretrained(model, folder, DTYPES[config.dtype])

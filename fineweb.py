@@ -32,6 +32,7 @@ from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
 from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
+from runtime.errors import UserError
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
 
@@ -97,7 +98,7 @@ class FineWebConfig:
         if "RANK" in os.environ:
             problems.append("torchrun is not supported: use python, and --part on many machines")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
         Part.parse(self.part)
 
 
@@ -129,7 +130,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     part = Part.parse(config.part)
     found = Manifest.load(folder)
     if not found and any(folder.glob("[!.]*.npy")):
-        raise ValueError(f"{folder} has .npy files of other programs: choose another --data-dir")
+        raise UserError(f"{folder} has .npy files of other programs: choose another --data-dir")
     separator = config.separator.replace(r"\n", "\n").replace(r"\t", "\t")
     source = open_source(found.source.get("revision") if found else None)
     source = replace(source, separator=separator)
@@ -137,7 +138,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     val_source = replace(sources.file_source(val_paths, config.text_field), separator=separator)
     val_files = val_source.identity["files"]
     if any(file in source.identity.get("files", ()) for file in val_files):
-        raise ValueError("--source and --val-source have a file in common: move one of them")
+        raise UserError("--source and --val-source have a file in common: move one of them")
     options: dict[str, Any] = {"separator": config.separator, "val share": config.val_share}
     if config.text_field != "text":
         options["text field"] = config.text_field
@@ -231,12 +232,12 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         name = sources.decompressed_name(base).stem if base.is_file() else base.name
         return name, lambda _: sources.file_source(paths, config.text_field)
     if len(config.source) > 1:
-        raise ValueError(f"--source {' '.join(config.source)}: pass a single name, or only files")
+        raise UserError(f"--source {' '.join(config.source)}: pass a single name, or only files")
     if first in sources.SOURCES:
         return first, lambda _: sources.SOURCES[first]()
     dataset = sources.FINEWEB.get(first, first)
     if not REPO_NAME.fullmatch(dataset):
-        raise ValueError(
+        raise UserError(
             f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
             f"a hub dataset (OWNER/NAME), or an existing file or folder"
         )

@@ -39,6 +39,7 @@ from runtime import distributed
 from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, to_device, tune_malloc
 from runtime.distributed import DistInfo
+from runtime.errors import UserError
 from runtime.files import atomic_write
 from runtime.precision import DtypeName, inference, select_dtype
 from tokenizer import gpt2_encoding
@@ -76,7 +77,7 @@ class HellaSwagConfig:
 
     def __post_init__(self) -> None:
         if problems := bad_numbers(self, ("batch_size",)):
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,9 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
             examples.append(render_example(values, style))
         except (LookupError, TypeError, ValueError) as error:  # also UTF-8 and JSON errors
             problem = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"{path}:{number} is not a HellaSwag row: {problem}") from None
+            raise UserError(f"{path}:{number} is not a HellaSwag row: {problem}") from None
     if not examples:
-        raise ValueError(f"{path} has no examples: pass a HellaSwag file")
+        raise UserError(f"{path} has no examples: pass a HellaSwag file")
     return examples
 
 
@@ -200,7 +201,7 @@ def examples_or_none(path: Path | None) -> list[Example]:
     examples, problem = list[Example](), ""
     try:
         examples = load_examples(download_hellaswag())
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         problem = str(error)
     # All ranks score together, so if one of them has a problem, none may start.
     problems = [text for text in distributed.gather_text(problem) if text]

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from formats.metrics import Records, Series, hellaswag_references, read_run, user_metrics
 from report import unique_names, warn_if_not_comparable, write_report
 from runtime.cli import POSITIONAL, format_count, parse_flags, print_error, run_command
+from runtime.errors import UserError
 from runtime.files import atomic_write
 
 EARLY_FRACTION = 0.02  # losses in this first fraction of the tokens lie above the figure
@@ -81,7 +82,7 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     for run_dir, name in zip(run_dirs, unique_names(run_dirs), strict=True):
         line = Series.of(read_run(run_dir), "val_loss")
         if not len(line.values):
-            raise ValueError(f"--compare plots validation losses, but {run_dir} has none")
+            raise UserError(f"--compare plots validation losses, but {run_dir} has none")
         # The number comes first: matplotlib omits labels that begin with "_" from the legend.
         _plot_line(axes, line, f"{line.values[-1]:.3f} {plain(name)}")
         lines.append(line)

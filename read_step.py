@@ -21,6 +21,7 @@ from lr_schedule import position_at, windows_at
 from runtime.cli import POSITIONAL, PathOrName, bad_numbers, parse_flags, run_command
 from runtime.device import select_device
 from runtime.distributed import DistInfo
+from runtime.errors import UserError
 from tokenizer import gpt2_encoding
 from training.config import read_recipe
 
@@ -40,7 +41,7 @@ class ReadStepConfig:
 
     def __post_init__(self) -> None:
         if problems := bad_numbers(self, ("step",)):
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
 
 @torch.no_grad()
@@ -65,11 +66,11 @@ def read_step(
     """Yield each window of a run's step: its shard, offset and (T + 1,) uint16 tokens."""
     run = read_recipe(run_dir / RUN_CONFIG_NAME)
     if step > run.max_steps:
-        raise ValueError(f"--step {step} is above the {run.max_steps} steps of {run_dir}")
+        raise UserError(f"--step {step} is above the {run.max_steps} steps of {run_dir}")
     data_dir, T = data_dir or run.data_dir, run.block_size
     shards = open_shards(data_dir, "train")
     if shards.fingerprint not in logged_values(run_dir / METRICS_NAME, "data_fingerprint"):
-        raise ValueError(f"{data_dir} has changed since {run_dir} was trained on it")
+        raise UserError(f"{data_dir} has changed since {run_dir} was trained on it")
     batches = ShardedDataLoader(shards, T, 1, run.seed, run.shuffle, 1 << 16, DistInfo())
     position, count = position_at(run, step - 1), windows_at(run, step - 1)
     for start in batches.window_starts(position, count).tolist():

@@ -27,6 +27,7 @@ from model import GPT, KVCache
 from runtime.cli import PathOrName, bad_numbers, parse_flags, print_error, run_command
 from runtime.device import DeviceName, select_device
 from runtime.distributed import is_main
+from runtime.errors import UserError
 from runtime.precision import DtypeName, inference, select_dtype
 from tokenizer import END_OF_TEXT, gpt2_encoding, prompt_ids
 
@@ -79,7 +80,7 @@ class SampleConfig:
         if "" in self.stop:  # true for any str, and for a list with an empty text
             problems.append("--stop must be a list of texts, none of them empty")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
 
 def main() -> None:
@@ -172,7 +173,7 @@ def describe_loss(model: GPT, path: Path, dtype: torch.dtype) -> str:
         text = path.read_bytes().decode("utf-8-sig")
         loss = text_loss(model, text, dtype)
     except ValueError as error:  # also text that is not UTF-8
-        raise ValueError(f"--score {path}: {error}") from None
+        raise UserError(f"--score {path}: {error}") from None
     if "<|endoftext|>" in text:
         print_error("note: <|endoftext|> in the text is scored as text, in seven tokens")
     ids = gpt2_encoding().encode_ordinary(text)
@@ -189,7 +190,7 @@ def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> floa
     """
     ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
     if len(ids) < 2:
-        raise ValueError(f"a loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
+        raise UserError(f"a loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
     device, loss_sum = next(model.parameters()).device, 0.0
     with inference(model, device, dtype):
         for start in range(0, len(ids) - 1, block_size):

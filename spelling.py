@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from parallel import Ranks
+from runtime.errors import UserError
 from tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 
 
@@ -24,7 +25,7 @@ def share_by_spelling(
     computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids.
     """
     if len(embedding) < VOCAB_SIZE:
-        raise ValueError(f"the {len(embedding)} ids are not GPT-2's: leave out --spelling-share")
+        raise UserError(f"the {len(embedding)} ids are not GPT-2's: leave out --spelling-share")
     (ids, parts), weights = map(torch.from_numpy, spelling_features())
     sums = []  # over the ids of each part, then over the parts of each id
     for rows, columns, n in ((parts, ids, int(parts.max()) + 1), (ids, parts, len(embedding))):

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
+from runtime.errors import UserError
+
 END_OF_TEXT = 50256
 VOCAB_SIZE = 50257  # 256 bytes, 50,000 merges, <|endoftext|>
 VOCAB_PATH = Path(__file__).parent / "assets" / "vocab.bpe"
@@ -56,7 +58,7 @@ def _read_ranks() -> dict[bytes, int]:
     """Map token bytes to ids: the 256 single bytes, then one token per merge, in order."""
     merges = VOCAB_PATH.read_bytes()
     if hashlib.sha256(merges).hexdigest() != VOCAB_SHA256:
-        raise ValueError(f"{VOCAB_PATH} has changed: delete it, then restore it with git checkout")
+        raise UserError(f"{VOCAB_PATH} has changed: delete it, then restore it with git checkout")
     byte_of = byte_characters()
     translation = str.maketrans(byte_of)
     tokens = [bytes([byte]) for byte in byte_of.values()]

@@ -40,6 +40,7 @@ from corpus.shards import open_shards
 from runtime.cli import as_flags, bad_numbers, parse_flags, run_command
 from runtime.compiler import prepare_compiler
 from runtime.device import select_device
+from runtime.errors import UserError
 from runtime.precision import select_dtype
 from training.config import TrainConfig
 
@@ -79,11 +80,11 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.peer, Path) and not (self.peer.suffix == ".py" and self.peer.is_file()):
-            raise ValueError(f"--peer {self.peer} is neither transformers nor a .py file")
+            raise UserError(f"--peer {self.peer} is neither transformers nor a .py file")
         if self.gpu and self.peer:
-            raise ValueError("--gpu and --peer are separate measurements: use one of them")
+            raise UserError("--gpu and --peer are separate measurements: use one of them")
         if problems := bad_numbers(self, ("steps", "rounds")):
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def main() -> None:
     config, flags = split_flags(BenchConfig)
     settings = parse_flags(TrainConfig, flags)
     if config.gpu and settings.device == "auto" and select_device("auto").type != "cuda":
-        raise ValueError("--gpu found no usable GPU: use --device cpu for a trial run")
+        raise UserError("--gpu found no usable GPU: use --device cpu for a trial run")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if settings.data_dir == TrainConfig.data_dir:
             print("tokenizing Python's standard library to train on", flush=True)
@@ -240,7 +241,7 @@ def measure_speed(
 
     output = run_python(*command, seconds=seconds, is_done=is_done, folder=folder)
     if not (rates := read_rates(output)[1:]):
-        raise ValueError(
+        raise UserError(
             f"printed fewer than 2 speeds such as `tok/sec: 1` (limit: {seconds:.0f} s)"
         )
     values = {"tokens/s": median(rates)}
@@ -261,7 +262,7 @@ def run_tests(seconds: float) -> dict[str, float]:
     args = ("-m", "pytest", "-qrfE", "--tb=short", "--show-capture=no", TEST_FILE)
     counts = re.findall(r"(\d+) (passed|skipped)", run_python(*args, seconds=seconds))
     if not counts:
-        raise ValueError(f"not finished after {seconds:.0f} s")
+        raise UserError(f"not finished after {seconds:.0f} s")
     return {outcome: float(count) for count, outcome in counts}
 
 

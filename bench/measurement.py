@@ -29,6 +29,7 @@ from torch.backends import cudnn
 
 from runtime.cli import flag_of, parse_flags
 from runtime.device import device_name
+from runtime.errors import UserError
 from runtime.files import read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +58,7 @@ def measure_in_turn(
     """Run each measurement once per round (A B A B …), and print a line for each run.
 
     Runs alternate because machine speed drifts. The time limit of a run is an equal part of what is
-    left of `seconds`, at most `RUN_SECONDS`. A measurement that raises ValueError is not run again.
+    left of `seconds`, at most `RUN_SECONDS`. A measurement that raises UserError is not run again.
     After each run, yield the results so far and the reasons of failures, by label.
     """
     results: Results = {}
@@ -71,7 +72,7 @@ def measure_in_turn(
         try:
             values = measures[label](limit)
             line = ", ".join(f"{value:,.5g} {unit}" for unit, value in values.items())
-        except ValueError as error:
+        except UserError as error:
             for output in getattr(error, "__notes__", ()):
                 print(output, flush=True)
             # Results are published, so hide the folders of this machine.
@@ -114,7 +115,7 @@ def run_python(
         Standard output and standard error, in the order in which they were printed.
 
     Raises:
-        ValueError: the child failed; the message is its last line, and the output is a note.
+        UserError: the child failed; the message is its last line, and the output is a note.
     """
     end = monotonic() + seconds
     with tempfile.TemporaryDirectory() as scratch, open(f"{scratch}/output", "wb") as file:
@@ -140,7 +141,7 @@ def run_python(
         if code:
             last_line = output().strip().rpartition("\n")[2].removeprefix("error: ")
             killed = f"killed by signal {-code}: out of memory?"
-            error = ValueError(last_line if code > 0 else killed)
+            error = UserError(last_line if code > 0 else killed)
             error.add_note(output())
             raise error
         return output()

@@ -24,6 +24,7 @@ from bench.trial import TrialConfig, compare
 from corpus.sources import file_source, local_files
 from lr_schedule import default_warmup_steps
 from runtime.cli import PathOrName, as_flags, parse_flags, run_command
+from runtime.errors import UserError
 from runtime.files import read_json, write_json
 from tokenizer import WORD_PATTERN, gpt2_encoding
 from training.config import read_recipe
@@ -93,7 +94,7 @@ def tokenize(config: RecipesConfig, folder: Path) -> None:
     documents = first_merges(n_vocab).encode_ordinary_batch(texts)
     ids = np.array([id for document in documents for id in (n_vocab - 1, *document)], np.uint16)
     if MAX_PASSES * (len(ids) - VAL_SPLIT) < (needed := scale.steps * scale.batch):
-        raise ValueError(
+        raise UserError(
             f"--scale {config.scale} trains on {needed:,} tokens in at most {MAX_PASSES} passes, "
             f"but --source has only {len(ids):,}, {VAL_SPLIT:,} of them for validation: add texts"
         )

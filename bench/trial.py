@@ -38,6 +38,7 @@ from formats.metrics import METRICS_NAME, Series, read_run
 from plot import BLUE, GRAY, new_axes, save_figure
 from runtime.cli import PathOrName, as_flags, bad_numbers, flag_of, run_command
 from runtime.device import select_device
+from runtime.errors import UserError
 from runtime.files import read_json, write_json
 from training.config import TrainConfig
 from training.resume import parse_config
@@ -83,7 +84,7 @@ class TrialConfig:
         if not self.edit:
             problems.append(f"--edit is missing: use a .patch, a .json, a folder or {WORKTREE}")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
 
 class Variant(NamedTuple):
@@ -137,13 +138,13 @@ def build_variants(config: TrialConfig, flags: Sequence[str], folder: Path) -> l
         path = ROOT if edit == WORKTREE else Path(edit).absolute()
         name = re.sub(r"\W+", "-", Path(edit).absolute().stem)
         if not path.exists():
-            raise FileNotFoundError(f"--edit {edit} does not exist")
+            raise UserError(f"--edit {edit} does not exist")
         if name in variants:
-            raise ValueError(f"--edit {edit} and another variant are both named {name}: rename it")
+            raise UserError(f"--edit {edit} and another variant are both named {name}: rename it")
         if path.suffix == ".json":
             settings = read_json(path)
             if not isinstance(settings, dict):
-                raise ValueError(f"--edit {edit} is not a JSON object of settings")
+                raise UserError(f"--edit {edit} is not a JSON object of settings")
             kept = {key: settings[key] for key in settings if key not in ("about", *SET_BY_TRIAL)}
             changed = (*flags, *as_flags(kept))
             check_flags(changed)
@@ -153,7 +154,7 @@ def build_variants(config: TrialConfig, flags: Sequence[str], folder: Path) -> l
             tree = copy_code(folder / name, patches, source)
             variants[name] = Variant(name, folder / name, tree, base.flags)
         if variants[name].digest == base.digest:
-            raise ValueError(f"--edit {edit} does not change the last commit")
+            raise UserError(f"--edit {edit} does not change the last commit")
     return [*variants.values()]
 
 
@@ -170,19 +171,19 @@ def copy_code(target: Path, patches: Sequence[Path], source: Path | None = None)
     for patch in patches:
         try:
             git("apply", "--cached", patch.absolute(), **environment)
-        except ValueError as error:
-            raise ValueError(f"{patch} does not apply to the last commit: {error}") from None
+        except UserError as error:
+            raise UserError(f"{patch} does not apply to the last commit: {error}") from None
     git("checkout-index", "--all", f"--prefix={target}/", **environment)
     return git("write-tree", **environment)
 
 
 def git(*args: str | Path, **environment: str) -> str:
-    """Run git in this checkout; return its output, or raise ValueError with its first error."""
+    """Run git in this checkout; return its output, or raise UserError with its first error."""
     options: Any = {"cwd": ROOT, "encoding": "utf-8", "errors": "replace", "check": False}
     environment = {**os.environ, **environment}
     done = subprocess.run(["git", *args], env=environment, capture_output=True, **options)  # noqa: S607 - git is where PATH says
     if done.returncode:
-        raise ValueError(done.stderr.partition("\n")[0].removeprefix("error: "))
+        raise UserError(done.stderr.partition("\n")[0].removeprefix("error: "))
     return str(done.stdout).strip()
 
 
@@ -235,7 +236,7 @@ def read_outcome(run_dir: Path, metric: str) -> Outcome:
     records = read_run(run_dir)
     series = Series.of(records, metric)
     if not len(series.values):
-        raise ValueError(f"--metric {metric} is not in {run_dir}/{METRICS_NAME}: use a name there")
+        raise UserError(f"--metric {metric} is not in {run_dir}/{METRICS_NAME}: use a name there")
     losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in records]
     return Outcome(series, losses, median(Series.of(records, "step_time_ms").values))
 
@@ -374,7 +375,7 @@ def check_flags(flags: Sequence[str]) -> TrainConfig:
     """Return the settings of `train_gpt2.py`; raise if a flag is invalid or set by the trial."""
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if taken := sorted(given & {flag_of(name) for name in SET_BY_TRIAL}):
-        raise ValueError(f"leave out {', '.join(taken)}: set by the trial for each run")
+        raise UserError(f"leave out {', '.join(taken)}: set by the trial for each run")
     return parse_config(flags)[0]
 
 

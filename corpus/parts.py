@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.errors import UserError
 from runtime.files import read_json
 
 
@@ -29,7 +30,7 @@ class Part:
         """Parse the value of `--part`, such as `3/32`."""
         found = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
         if not found or int(found[1]) >= int(found[2]):
-            raise ValueError(f"--part {text}: use PART/PARTS, such as 0/32 to 31/32")
+            raise UserError(f"--part {text}: use PART/PARTS, such as 0/32 to 31/32")
         return cls(int(found[1]), int(found[2]))
 
     @property
@@ -52,7 +53,7 @@ class Part:
     def file_numbers(self, n_files: int) -> range:
         """Return the numbers of the source's files that are in this part."""
         if self.count > n_files:
-            raise ValueError(
+            raise UserError(
                 f"--part {self.index}/{self.count}: the source has fewer files: "
                 f"use --part 0/{n_files} to {n_files - 1}/{n_files}"
             )

@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from corpus.parts import FULL_DATASET, Part, read_parts
 from runtime.cli import shell_line
+from runtime.errors import UserError
 from runtime.files import atomic_write, check_downloaded, read_json, sha256_of, write_json
 from tokenizer import VOCAB_SHA256
 
@@ -122,7 +123,7 @@ class Manifest:
             values["shards"] = tuple(ShardInfo(**shard) for shard in values["shards"])
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a shard manifest: {error}") from None
+            raise UserError(f"{path} is not a shard manifest: {error}") from None
 
 
 def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> None:
@@ -131,7 +132,7 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
         old, new = found.identity.get(name), expected.identity.get(name)
         if old != new:
             change = f"other {name}" if "files" in name else f"{name} {old} instead of {new}"
-            raise ValueError(
+            raise UserError(
                 f"{folder} holds another dataset ({change}): use the flags that made it, "
                 f"choose another --data-dir, or delete {folder}"
             )
@@ -173,7 +174,7 @@ class ShardWriter:
         """Write a separate validation text; the tokens added later are for training."""
         tokens = np.concatenate([*self._buffer, *batches])
         if len(tokens) < 2:
-            raise ValueError("--val-source has no text: pass other files")
+            raise UserError("--val-source has no text: pass other files")
         self._write("val", tokens)
         self._save(progress={"cursor": None, "tokens": len(tokens), "documents": 0})
         return self.manifest
@@ -182,9 +183,7 @@ class ShardWriter:
         """Write the remaining tokens and the finished manifest, with these values."""
         n_tokens = sum(map(len, self._buffer))
         if self._needs_val and n_tokens < 2:
-            raise ValueError(
-                f"the corpus is too small for two splits ({n_tokens} tokens): add text"
-            )
+            raise UserError(f"the corpus is too small for two splits ({n_tokens} tokens): add text")
         self._write_buffer(is_last=True)
         self._save(documents=documents, max_tokens=max_tokens, complete=True)
         return self.manifest
@@ -280,25 +279,30 @@ class TokenShards:
         return tokens
 
 
-def open_shards(folder: Path | str, split: Split | Literal["all"]) -> TokenShards:
+def open_shards(
+    folder: Path | str, split: Split | Literal["all"], is_optional: bool = False
+) -> TokenShards:
     """Open one split of a data folder, or all of it; check each file's dtype and shape.
 
+    If there are no shards, raise an error or, if the split `is_optional`, return an empty one.
     The hashes are checked by `verify_shards`, the token ids by the data loader as it reads them.
     """
     folder = Path(folder)
     manifest = Manifest.load(folder)
     if manifest and not manifest.complete:
-        raise ValueError(f"{folder} is incomplete: rerun the fineweb.py command that created it")
+        raise UserError(f"{folder} is incomplete: rerun the fineweb.py command that created it")
     splits = ("val", "train") if split == "all" else (split,)
     infos = [info for info in manifest.shards if info.split in splits] if manifest else []
     paths = [folder / info.file for info in infos] if manifest else _find_shards(folder, splits)
     if manifest and manifest.tokenizer_sha256 != VOCAB_SHA256:
-        raise ValueError(f"{folder} has the tokens of another tokenizer: make it with fineweb.py")
+        raise UserError(f"{folder} has the tokens of another tokenizer: make it with fineweb.py")
     if folder.is_file():
         command = shell_line("python", "fineweb.py", "--source", folder)
-        raise ValueError(f"{folder} is a file, not a folder of shards: make shards with {command}")
+        raise UserError(f"{folder} is a file, not a folder of shards: make shards with {command}")
+    if not paths and is_optional:
+        return TokenShards([], "none")
     if not paths:
-        raise FileNotFoundError(
+        raise UserError(
             f"{folder} has no {' or '.join(splits)} shards: make data/stdlib (11 MB, seconds, no "
             f"network) with python fineweb.py --source stdlib, make data/fineweb-edu-10BT (20 GB) "
             f"with python fineweb.py, use --data-dir if the data was moved, or download shards "
@@ -312,7 +316,7 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
     for info in infos:
         path = folder / info.file
         if not path.is_file() or sha256_of(path) != info.sha256:
-            raise ValueError(
+            raise UserError(
                 f"{path} is missing or does not match its hash: if you downloaded it, delete it "
                 f"and rerun hf download; otherwise delete {folder} and rerun python fineweb.py"
             )
@@ -325,7 +329,7 @@ def _find_shards(folder: Path, splits: Collection[str]) -> list[Path]:
         val = [path for path in files if VAL_WORD.search(path.name)]
         train = [path for path in files if TRAIN_WORD.search(path.name) and path not in val]
         if (train or val) and kind == "bin" and (folder / NANOGPT_VOCABULARY).exists():
-            raise ValueError(
+            raise UserError(
                 f"the tokens of the .bin files are not GPT-2's, as {folder / NANOGPT_VOCABULARY} "
                 f"shows: make shards from the text with python fineweb.py --source FILE"
             )
@@ -344,9 +348,9 @@ def _check_shard(path: Path) -> tuple[int, int]:
         )
         if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
             found = f"{array.dtype} of shape {array.shape}"
-            raise ValueError(f"expected a 1-D uint16 array with at least one token, found {found}")
+            raise UserError(f"expected a 1-D uint16 array with at least one token, found {found}")
     except Exception as error:  # a damaged header raises many kinds of errors
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read as a token shard ({error}): make or download the file again"
         ) from None
     return array.offset, len(array)
@@ -361,11 +365,11 @@ def _map_bin(path: Path) -> np.memmap:
     if len(head) and 20240000 <= head[0] < 20250000:
         tokens = np.memmap(path, SHARD_DTYPE, "r", LLM_C_HEADER_BYTES)
         if (found := head[:3].tolist()) != (expected := [LLM_C_MAGIC, 1, len(tokens)]):
-            raise ValueError(f"its header begins with {found} instead of {expected}")
+            raise UserError(f"its header begins with {found} instead of {expected}")
         return tokens
     if len(head) > 8 and head.any() and not (head >> 16).any():  # GPT-2's ids have 16 bits
         dtype = "int32" if head[1::2].any() else "int64"
-        raise ValueError(f"its tokens look like {dtype}, not uint16")
+        raise UserError(f"its tokens look like {dtype}, not uint16")
     return np.memmap(path, SHARD_DTYPE, "r")
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from corpus.parts import FULL_DATASET, Part
 from formats.hub import explain_hub_errors, resolve_revision
+from runtime.errors import UserError
 from runtime.files import check_downloaded
 from tokenizer import CUT, WORD_END
 
@@ -105,7 +106,7 @@ def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
             yield rest
             rest = ""
         if len(rest) > MAX_DOCUMENT_CHARS:
-            raise ValueError(
+            raise UserError(
                 f"--separator {separator!r} does not occur in {len(rest):,} characters: correct it"
             )
     yield rest
@@ -179,7 +180,7 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
     for pattern in patterns:
         matches = local_paths(pattern)
         if not matches:
-            raise FileNotFoundError(f"{pattern}: no such file or folder")
+            raise UserError(f"{pattern}: no such file or folder")
         for path in matches:
             paths += folder_files(path, field) if path.is_dir() else [path]
     return [*{path.resolve(): path for path in paths}.values()]  # a link may lead to another file
@@ -200,13 +201,13 @@ def folder_files(folder: Path, field: str) -> list[Path]:
             if find_reader(path) is not read_parquet:
                 check_utf8(path)
             texts.append(path)
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             reasons.append(str(error))
     if reasons:
         count = f"{len(reasons):,} of {len(paths):,} files skipped"
         print(f"--source {folder}: {count}, for example {min(reasons)}")
     if not texts:
-        raise ValueError(f"--source {folder} and its subfolders have no text files")
+        raise UserError(f"--source {folder} and its subfolders have no text files")
     return texts
 
 
@@ -216,12 +217,12 @@ def read_file(path: Path, field: str) -> Iterator[str]:
         yield from find_reader(path)(path, field)
     except UnicodeDecodeError as error:
         check_utf8(path)
-        raise ValueError(f"{path} cannot be read: {error}") from None  # from a new reader
+        raise UserError(f"{path} cannot be read: {error}") from None  # from a new reader
     except OSError as error:
         if error.errno:
             raise
         remedy = "check that it is complete or, after zstd --long, use zstd -d --long=31 FILE"
-        raise ValueError(f"{path} cannot be read ({error}): {remedy}") from None
+        raise UserError(f"{path} cannot be read ({error}): {remedy}") from None
 
 
 def find_reader(path: Path) -> "Reader":
@@ -232,7 +233,7 @@ def find_reader(path: Path) -> "Reader":
     kinds = (kind for magic, kind in MAGIC.items() if re.match(magic, head, re.DOTALL))
     kind = next(kinds, READERS.get(decompressed_name(path).suffix.lower(), read_plain))
     if isinstance(kind, str):
-        raise ValueError(f"{path}: {kind}")
+        raise UserError(f"{path}: {kind}")
     return kind
 
 
@@ -262,7 +263,7 @@ def check_utf8(path: Path) -> None:
     except UnicodeDecodeError as error:
         line += error.object.count(b"\n", 0, error.start)
         byte = error.object[error.start]
-        raise ValueError(f"{path}, line {line}: byte {byte:#04x} {NOT_UTF8}") from None
+        raise UserError(f"{path}, line {line}: byte {byte:#04x} {NOT_UTF8}") from None
 
 
 def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
@@ -275,7 +276,7 @@ def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
             tables = file.iter_batches(TABLE_ROWS, columns=[field])
             yield from _column_texts(tables, field, str(path))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
+        raise UserError(f"{path} is not a readable Parquet file: {error}") from None
 
 
 def read_jsonl(path: Path, field: str = "text") -> Iterator[str]:
@@ -291,7 +292,7 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"{where}: not JSON ({getattr(error, 'msg', error)}): correct or delete the line; "
             "if objects have several lines, use jq -c . FILE > NEW_FILE.jsonl"
         ) from None
@@ -322,7 +323,7 @@ def read_csv(path: Path, field: str = "text") -> Iterator[str]:
                 yield row[column] if row else ""
                 line = rows.line_num + 1
         except csv.Error as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {line}: {error}: put quotes around texts with {delimiter!r}, quotes "
                 "or line breaks, and double the quotes in them"
             ) from None
@@ -376,12 +377,12 @@ MAGIC: dict[bytes, Reader | str] = {
 def _check_text_field(names: Collection[str], field: str, where: str) -> None:
     if field not in names:
         found = f"{', '.join(names)}: choose one with --text-field" if names else "no fields at all"
-        raise ValueError(f"{where}: expected a field `{field}` with the text, found {found}")
+        raise UserError(f"{where}: expected a field `{field}` with the text, found {found}")
 
 
 def _string(value: object, field: str, where: str) -> str:
     if not isinstance(value, str | None):
-        raise ValueError(f"{where}: `{field}` is {type(value).__name__}, not a string")
+        raise UserError(f"{where}: `{field}` is {type(value).__name__}, not a string")
     return value or ""  # null is an empty document
 
 
@@ -419,7 +420,7 @@ def hub_source(
                 if "onfig" not in str(error):
                     raise
                 names = datasets.get_dataset_config_names(dataset, revision=commit)
-                raise ValueError(f"choose one with --name: {', '.join(names)}") from None
+                raise UserError(f"choose one with --name: {', '.join(names)}") from None
         numbers = range(stream.num_shards)
         return [SourceFile(partial(read_stream, stream, dataset, i, field)) for i in numbers]
 

@@ -36,6 +36,7 @@ from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS, Ranks
 from runtime.cli import print_error, shell_line
 from runtime.distributed import all_reduce_max, gather_text, is_main, print0, raise_on_all_ranks
+from runtime.errors import UserError
 from runtime.files import read_json, sha256_of, write_folder, write_json
 
 MODEL_NAME = "model.safetensors"
@@ -242,12 +243,12 @@ def optimizer_state(trainer: TrainerState, *, tensors: bool) -> dict[str, Any]:
 
 
 def check_saveable(trainer: TrainerState) -> None:
-    """Raise ValueError if a checkpoint could not hold the optimizers' state or `Trainer.state`."""
+    """Raise UserError if a checkpoint could not hold the optimizers' state or `Trainer.state`."""
     values = optimizer_state(trainer, tensors=False)
     values |= {f"{OWN}{name}": value for name, value in trainer.state.items()}
     for name, value in values.items():
         if not isinstance(value, Tensor | int | float | str | None):
-            raise ValueError(
+            raise UserError(
                 f"a checkpoint cannot hold {name}, a {type(value).__name__}: keep tensors, numbers "
                 f"and texts in the state, each under its own name"
             )
@@ -301,7 +302,7 @@ def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> No
     for name in names:
         is_same = manifest.get("files", {}).get(name) == _manifest_entry(checkpoint / name)
         if not is_same or manifest.get("format") != CHECKPOINT_FORMAT:
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint / name} is damaged: its size, SHA-256 or format differs from the "
                 f"manifest"
             )
@@ -317,7 +318,7 @@ def read_state(checkpoint: Path) -> RunState:
         state = RunState(**_known_fields(RunState, values))
         return replace(state, model_config=_known_fields(GPTConfig, state.model_config))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a trainer state: {error}") from None
+        raise UserError(f"{path} is not a trainer state: {error}") from None
 
 
 def _known_fields(config_class: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,7 +351,7 @@ def load_checkpoint(
     with raise_on_all_ranks():
         built = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         if built != state.optimizers:
-            raise ValueError(
+            raise UserError(
                 f"{path} was trained with {' and '.join(state.optimizers)}, but this run builds "
                 f"{' and '.join(built)}: use the same --optimizer, or start a new run with "
                 f"{shell_line('--init-from', path)}"
@@ -375,7 +376,7 @@ def _load_own(
         built, value = own[name], saved[name]
         if isinstance(built, Tensor):
             if not isinstance(value, Tensor) or value.shape != built.shape:
-                raise ValueError(f"{path} has another {name!r} in Trainer.state: rename yours")
+                raise UserError(f"{path} has another {name!r} in Trainer.state: rename yours")
             built.copy_(ranks.shard(value.to(built.device), built))
         else:
             own[name] = value

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.errors import UserError
+
 TIMEOUT_SECONDS = 10  # for a response
 NO_NETWORK = (
     "without a network, use --source stdlib (Python's standard library) "
@@ -44,7 +46,7 @@ def fetch_files(repo: str, needed: str, **kwargs: Any) -> Path:  # noqa: ANN401
 def explain_hub_errors(
     failure: str, remedy: str = "fix this and rerun the command to resume"
 ) -> Iterator[None]:
-    """Turn any error in the body into an OSError that states what failed and how to fix it.
+    """Turn any error in the body into a UserError that states what failed and how to fix it.
 
     The hub's libraries raise different errors in different versions. A server may repeat the token
     in its message, so only the first line, which the client writes, is shown.
@@ -61,4 +63,4 @@ def explain_hub_errors(
                 f"or log in with `hf auth login`; {remedy}"
             )
         reason = str(error).strip().partition("\n")[0]
-        raise OSError(f"{failure} ({name}: {reason}); {remedy}") from None
+        raise UserError(f"{failure} ({name}: {reason}); {remedy}") from None

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from formats import hub
 from model import GPT, GPT2_SIZES, GPTConfig
+from runtime.errors import UserError
 from runtime.files import check_downloaded, read_json, write_json
 from tokenizer import VOCAB_PATH, VOCAB_SIZE, byte_characters
 
@@ -60,7 +61,7 @@ def load_pretrained(source: str | Path, device: torch.device | str = "cpu") -> G
 def read_pretrained_config(source: str | Path) -> GPTConfig:
     """Return the dimensions of the model that `load_pretrained` loads, without its weights.
 
-    Raise ValueError if `model.py` does not implement a setting in its `config.json`.
+    Raise UserError if `model.py` does not implement a setting in its `config.json`.
     """
     path = _find_folder(source) / HF_CONFIG_NAME
     values = read_json(path)
@@ -73,9 +74,12 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
                     f"; if the first {VOCAB_SIZE} are GPT-2's, load it with transformers, call "
                     f"resize_token_embeddings({VOCAB_SIZE}) and save_pretrained('converted')"
                 )
-            raise ValueError(f"{path} is not a GPT-2 that can be loaded: {problem}")
+            raise UserError(f"{path} is not a GPT-2 that can be loaded: {problem}")
     sizes = {name: values.get(name) for name in SIZES}
-    return GPTConfig(block_size=values.get("n_positions"), **sizes)
+    try:
+        return GPTConfig(block_size=values.get("n_positions"), **sizes)
+    except ValueError as error:
+        raise UserError(f"{path} is not a GPT-2: {error}") from None
 
 
 def save_pretrained(model: GPT, folder: str | Path, dtype: torch.dtype = torch.float32) -> int:
@@ -90,13 +94,13 @@ def save_pretrained(model: GPT, folder: str | Path, dtype: torch.dtype = torch.f
         The number of parameters in the file, which has no rows that pad the vocabulary.
 
     Raises:
-        ValueError: the model's parameters or logits are not a GPT-2's, or `dtype` cannot hold them.
+        UserError: the model's parameters or logits are not a GPT-2's, or `dtype` cannot hold them.
     """
     folder, tensors = Path(folder), to_hf_state_dict(model)
     _check_computes_gpt2(model, tensors)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if not all(map(is_finite, tensors.values())):
-        raise ValueError(f"a weight exceeds the range of {dtype}: use --dtype bfloat16")
+        raise UserError(f"a weight exceeds the range of {dtype}: use --dtype bfloat16")
     _write_settings(folder, model.config, str(dtype).removeprefix("torch."))
     # transformers 4 requires the metadata that names PyTorch as the tensors' format. `save_file`
     # would make the file unreadable for other users.
@@ -113,7 +117,7 @@ def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
     tensors = {name: t for name, t in named.items() if not name.endswith(MASK_BUFFERS)}
     head = tensors.pop("transformer.lm_head.weight", None)
     if head is not None and not torch.equal(head, tensors.get(WTE, head)):
-        raise ValueError("lm_head.weight differs from wte.weight; only tied models are supported")
+        raise UserError("lm_head.weight differs from wte.weight; only tied models are supported")
     model = GPT(config)
     targets = dict(_hf_views(model))
     check_tensors(tensors, targets, "the tensors do not fit the model in model.py")
@@ -163,18 +167,18 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
         gpt2 = gpt2_logits(tensors, config.n_layer, config.n_head, idx)
     except (KeyError, RuntimeError) as error:  # a missing name, or shapes that cannot be multiplied
         problem = f"its parameters are not GPT-2's ({error})"
-        raise ValueError(f"this model cannot be exported: {problem}") from None
+        raise UserError(f"this model cannot be exported: {problem}") from None
     found = sum(tensor.numel() for tensor in tensors.values())
     expected = config.n_layer * (12 * C**2 + 13 * C) + (VOCAB_SIZE + config.block_size + 2) * C
     if found != expected:
-        raise ValueError(
+        raise UserError(
             f"this model cannot be exported: it has {found:,} parameters, but a GPT-2 of its "
             f"dimensions has {expected:,}"
         )
     logits = deepcopy(model).cpu()(idx[None]).logits
     difference = (logits[0] - gpt2).norm() / gpt2.norm()
     if not difference <= MAX_LOGIT_ERROR:  # NaN also is an error
-        raise ValueError(
+        raise UserError(
             f"this model's logits are not GPT-2's (relative difference {difference:.1e}): a model "
             f"with a changed activation, position embedding or attention cannot be exported"
         )
@@ -210,9 +214,9 @@ def check_tensors(
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         expected = tuple(targets[name].shape) if name in targets else "none"
         if found != expected:
-            raise ValueError(f"{problem}: {name} is {found}, expected {expected}")
+            raise UserError(f"{problem}: {name} is {found}, expected {expected}")
         if not (tensors[name].is_floating_point() and is_finite(tensors[name])):
-            raise ValueError(f"{problem}: {name} is not floating-point, or has NaN or infinity")
+            raise UserError(f"{problem}: {name} is not floating-point, or has NaN or infinity")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -228,7 +232,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, RuntimeError) as error:  # RuntimeError: the file was just deleted
         if path.exists():
             check_downloaded(path)
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+        raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
 
 def _find_folder(source: str | Path) -> Path:
@@ -237,11 +241,11 @@ def _find_folder(source: str | Path) -> Path:
     if (folder / HF_WEIGHTS_NAME).is_file():
         return folder
     if (folder / "adapter_config.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"{source} is a PEFT adapter: load it with peft's AutoPeftModelForCausalLM, call "
             f"merge_and_unload().save_pretrained('merged'), and use the new folder"
         )
-    raise FileNotFoundError(
+    raise UserError(
         f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
         f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "
         f"and use the new folder"

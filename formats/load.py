@@ -14,6 +14,7 @@ from formats.metrics import METRICS_NAME, validations
 from model import GPT, GPTConfig
 from runtime.cli import shell_line
 from runtime.distributed import print0
+from runtime.errors import UserError
 
 RUN_CONFIG_NAME = "config.json"  # a run's settings
 RUN_LOCK_NAME = ".lock"
@@ -39,7 +40,7 @@ def latest_valid_checkpoint(run_dir: Path) -> Path | None:
         try:
             checkpoint.verify_checkpoint(path)
             return path
-        except (OSError, ValueError) as error:
+        except (OSError, UserError) as error:
             print0(f"warning: {error}; falling back to the previous checkpoint")
     return None
 
@@ -60,20 +61,20 @@ def find_checkpoint(path: Path) -> Path:
     if found is not None:
         return found
     if latest := latest_checkpoint(path):
-        raise FileNotFoundError(f"{path} has no checkpoint with a validation loss: use {latest}")
+        raise UserError(f"{path} has no checkpoint with a validation loss: use {latest}")
     if is_run(path) or (path / RUN_LOCK_NAME).exists():
-        raise FileNotFoundError(
+        raise UserError(
             f"the run {path} has no checkpoint yet: wait for its first one or, if the run has "
             f"ended, {START_OVER}"
         )
     kinds = ("config.json", "adapter_config.json")
     if models := [file.parent for kind in kinds for file in path.glob(f"*/{kind}")]:
         newest = max(models, key=os.path.getmtime)
-        raise FileNotFoundError(f"{path} holds models: use one of them, such as {newest}")
+        raise UserError(f"{path} holds models: use one of them, such as {newest}")
     problem = "is not a run, checkpoint or model folder" if path.exists() else "does not exist"
     places = (path, *path.parents[:-1], RUNS, Path())
     folder = next(folder for folder in places if folder.is_dir())
-    raise FileNotFoundError(f"{path} {problem}: {list_runs(folder)}")
+    raise UserError(f"{path} {problem}: {list_runs(folder)}")
 
 
 def describe_best(run_dir: Path) -> str:
@@ -143,7 +144,7 @@ def load_with_state(
         checkpoint.verify_checkpoint(path, (checkpoint.MODEL_NAME, checkpoint.STATE_NAME))
         state = checkpoint.read_state(path)
         tensors = huggingface.read_tensors(path / checkpoint.MODEL_NAME)
-    except (FileNotFoundError, ValueError):  # ValueError: deleted while it was read
+    except (FileNotFoundError, UserError):  # UserError: deleted while it was read
         if path.exists():
             raise
         return load_with_state(source, device)

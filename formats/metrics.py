@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from runtime.errors import UserError
+
 Records = list[dict[str, Any]]
 Values = npt.NDArray[np.float64]
 # Published values, which figures show next to a run's. Validation losses on FineWeb-Edu:
@@ -63,10 +65,10 @@ def read_run(run_dir: Path) -> Records:
     """Return a run's records with `tokens_seen`; raise if none of them has a loss."""
     path = run_dir / METRICS_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: pass a run folder, such as runs/NAME")
+        raise UserError(f"{path} does not exist: pass a run folder, such as runs/NAME")
     records = [record for record in read_metrics(path) if "tokens_seen" in record]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):
-        raise ValueError(f"{path} has no losses yet: wait for the run's first step")
+        raise UserError(f"{path} has no losses yet: wait for the run's first step")
     return records
 
 

@@ -11,6 +11,7 @@ import shlex
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, replace
@@ -18,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
+from runtime.errors import RunStopped, UserError, is_out_of_memory, is_user_error
 from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
@@ -28,11 +30,8 @@ POSITIONAL = {"positional": True}  # metadata of a field with one or more values
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers
 DURATIONS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+ROOT = str(Path(__file__).parents[1])  # of the code
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
-
-
-class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
-    """A run had to stop, but not because of a user error; it can be resumed."""
 
 
 # --- flags ------------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ def parse_flags(
         default: provides the values of flags that are not passed.
 
     Raises:
-        ValueError: a flag is unknown or its value is invalid; the message is one line.
+        UserError: a flag is unknown or its value is invalid; the message is one line.
     """
     dashed = [
         re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
@@ -63,11 +62,11 @@ def parse_flags(
     try:
         given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
         if unknown:
-            raise ValueError(_explain_unknown(unknown, config_class))
+            raise UserError(_explain_unknown(unknown, config_class))
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
         return replace(cast(Any, default), **values) if default else config_class(**values)
-    except ValueError as error:
-        raise ValueError(f"{error} (--help lists the flags)") from None
+    except UserError as error:
+        raise UserError(f"{error} (--help lists the flags)") from None
 
 
 def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dic
     def problem(left_out: str = "") -> str:
         try:
             parse_flags(config_class, as_flags({n: usable[n] for n in usable if n != left_out}))
-        except ValueError as error:
+        except UserError as error:
             return str(error)
         return ""
 
@@ -134,9 +133,9 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError, where argparse would print the usage of every flag and exit."""
+        """Raise UserError, where argparse would print the usage of every flag and exit."""
         message = message.replace("ignored explicit argument", "use one of them without")
-        raise ValueError(message.removeprefix("argument "))
+        raise UserError(message.removeprefix("argument "))
 
 
 def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
@@ -217,7 +216,7 @@ def parse_int(text: str) -> int:
         return int(text)
     number = float(re.sub("[kmb]$", lambda unit: UNITS[unit[0]], text.lower()))
     if not number.is_integer():
-        raise ValueError(f"{text} is not a whole number")
+        raise UserError(f"{text} is not a whole number")
     return int(number)
 
 
@@ -268,35 +267,47 @@ def run_command(main: Callable[[], None]) -> None:
     A run that had to stop (RunStopped, or FloatingPointError: the loss or gradient is not finite)
     exits with code 1, Ctrl-C with 130, and output to a closed pipe (`| head`) with 141.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal's encoding may lack characters
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as a daemon's
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
+        elif isinstance(stream, io.TextIOWrapper):  # a terminal's encoding may lack characters
             stream.reconfigure(errors="replace")
     try:
         main()
         sys.stdout.flush()
     except BrokenPipeError:
         _exit(141)
-    except (ValueError, OSError) as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # print the same error once per machine
-            time.sleep(RANK_0_SECONDS)
-        print_error(f"error: {error}")
-        _exit(2)
     except (RunStopped, FloatingPointError) as error:
         print_error(f"stopped: {error}")
         _exit(1)
-    except RuntimeError as error:
-        from runtime.device import is_out_of_memory  # imports torch, which some scripts do not need
-
-        if not is_out_of_memory(error):
-            raise
-        fix = "stop other programs, or use a smaller model, --batch-size or --num-samples"
-        print_error(f"error: the device is out of memory: {fix} ({str(error)[:300]})")
+    except Exception as error:
+        if is_user_error(error):
+            if os.environ.get("LOCAL_RANK", "0") != "0":  # print the same error once per machine
+                time.sleep(RANK_0_SECONDS)
+            print_error(f"error: {error}{_place(error)}")
+        elif is_out_of_memory(error):
+            fix = "stop other programs, or use a smaller model, --batch-size or --num-samples"
+            print_error(f"error: the device is out of memory: {fix} ({str(error)[:300]})")
+        else:
+            traceback.print_exc()
+            _exit(1)
         _exit(2)
     except KeyboardInterrupt as interrupt:
         print_error(" ".join(["interrupted", *interrupt.args]))
         _exit(130)
     except SystemExit as stop:  # another rank prints the error
         _exit(int(stop.code or 0))
+
+
+def _place(error: Exception) -> str:
+    """Return the line of the code that could not use a file; a UserError explains itself."""
+    if isinstance(error, UserError):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if f.filename.startswith(ROOT) and "site-packages" not in f.filename]
+    frame = (ours or frames)[-1]
+    return f" ({os.path.relpath(frame.filename, ROOT)}:{frame.lineno}: {frame.line})"
 
 
 def print_error(message: str) -> None:

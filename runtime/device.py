@@ -14,13 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from runtime.errors import UserError
+
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # Linux
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the driver is loaded (Linux)
-# Matches the messages of torch (GPU and CPU), Triton, NCCL, cuBLAS and cuDNN.
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|Failed to CUDA \w+|_ALLOC(ATION)?_FAILED|can't allocate memory"
-)
 
 
 def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
@@ -29,7 +27,7 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
     With CUDA, every process on a machine uses the GPU of its local rank.
 
     Raises:
-        ValueError: the device is not available, or torch cannot use this machine's NVIDIA GPU. Then
+        UserError: the device is not available, or torch cannot use this machine's NVIDIA GPU. Then
             `auto` does not fall back to the CPU, where training would take weeks.
     """
     if name == "cpu":
@@ -37,24 +35,24 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
     with warnings.catch_warnings(action="ignore"):  # `cuda_problem` has the reason
         found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name != "mps" and not found["cuda"] and (problem := cuda_problem()):
-        raise ValueError(problem)
+        raise UserError(problem)
     available = [*(kind for kind in found if found[kind]), "cpu"]
     if name not in ("auto", *available):
-        raise ValueError(
+        raise UserError(
             f"--device {name} is not available here: use --device {' or '.join(available)}"
         )
     kind = available[0] if name == "auto" else name
     if kind != "cuda":
         return torch.device(kind)
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise UserError(
             f"process {local_rank} on this machine has no GPU: "
             f"run torchrun with --nproc_per_node={torch.cuda.device_count()}"
         )
     major, minor = torch.cuda.get_device_capability(local_rank)
     built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))  # empty with ROCm
     if built_for and 10 * major + minor < min(map(int, built_for)):
-        raise ValueError(
+        raise UserError(
             f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(local_rank)}"
             f" (sm_{major}{minor}): install torch for CUDA 12 (docs/troubleshooting.md), or use "
             f"--device cpu"
@@ -89,11 +87,6 @@ def tune_malloc() -> None:
         m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, -1)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether torch, or a library that it uses, reports that the device is out of memory."""
-    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def device_name(device: torch.device) -> str:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from runtime.cli import RANK_0_SECONDS, RunStopped
+from runtime.cli import RANK_0_SECONDS
 from runtime.device import DeviceName, select_device
+from runtime.errors import RunStopped, UserError, is_user_error
 
 Item = TypeVar("Item")
 # Variables in which srun and mpirun set the number of processes and the number of each process.
@@ -51,7 +52,7 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
         check_launcher()
         return DistInfo(select_device(device_name))
     if "WORLD_SIZE" not in os.environ:
-        raise ValueError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
+        raise UserError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     return DistInfo(
         select_device(device_name, local_rank),
@@ -73,7 +74,7 @@ def check_launcher() -> None:
         if os.environ.get(rank, "0") != "0":
             time.sleep(RANK_0_SECONDS)
             raise SystemExit(2)
-        raise ValueError(
+        raise UserError(
             f"{name} is {count}: start one process per machine, and in it torchrun "
             f"(docs/many_machines.md), or unset {name} to train {count} separate models"
         )
@@ -94,7 +95,7 @@ def setup_distributed(
 
     Raises:
         RunStopped: another process has exited or cannot be reached.
-        ValueError: the device is not available, or does not support several processes.
+        UserError: the device is not available, or does not support several processes.
     """
     dist_info = read_dist_env(device_name)
     device = dist_info.device
@@ -109,7 +110,7 @@ def setup_distributed(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if device.type == "mps" or (device.type == "cuda" and not dist.is_nccl_available()):
-        raise ValueError(  # torch for Windows has no NCCL
+        raise UserError(  # torch for Windows has no NCCL
             f"--device {device.type} runs one process: start without torchrun, or use --device cpu"
         )
     if device.type == "cpu":  # torchrun sets OMP_NUM_THREADS to 1 if it is not set
@@ -185,23 +186,30 @@ def gather_text(text: str) -> list[str]:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """If any process raises a user error (OSError, ValueError) in the body, end all of them.
+    """If any process raises an error in the body, end all of them.
 
     Otherwise the other processes would wait for it in the next collective. The body must not
-    contain a collective. Rank 0 raises its error or, if another rank failed, a ValueError with that
-    rank's message. The other ranks exit with code 2.
+    contain a collective. Rank 0 raises the first user error, and the other ranks exit with code 2.
+    An error that is not a user error is raised where it happened, with its traceback.
     """
     error = None
     try:
         yield
-    except (OSError, ValueError) as caught:
+    except Exception as caught:
         error = caught
-    messages = gather_text("" if error is None else str(error) or repr(error))
-    failures = [f"on rank {rank}: {text}" for rank, text in enumerate(messages) if text]
-    if failures and not is_main():
-        raise SystemExit(2)
+    code = "2" if is_user_error(error) else "1"
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    text = "" if error is None else f"{code} on rank {rank}: {str(error) or repr(error)}"
+    failures = sorted(filter(None, gather_text(text)))  # with code 1 first
+    if error is not None and (code == "1" or is_main()):
+        raise error
     if failures:
-        raise error or ValueError(failures[0])
+        code, _, message = failures[0].partition(" ")
+        if code == "1":
+            time.sleep(RANK_0_SECONDS)  # after the first exit, torchrun ends the other ranks
+        elif is_main():
+            raise UserError(message)
+        raise SystemExit(int(code))
 
 
 def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
@@ -211,7 +219,7 @@ def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
         for rank, text in enumerate(texts):
             for line, main in zip(text.split("\n"), texts[0].split("\n"), strict=True):
                 if line != main:
-                    raise ValueError(f"{what} differ: rank {rank} has {line}, rank 0 has {main}")
+                    raise UserError(f"{what} differ: rank {rank} has {line}, rank 0 has {main}")
 
 
 def rank_batches(

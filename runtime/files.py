@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from runtime.errors import UserError
+
 URL_SECRETS = re.compile(r"(?<=://)[^\s/'\"]*@|\?[\w.%-]+=[^\s'\"]*")  # password, query
 LFS_POINTER = b"version https://git-lfs"
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in os.environ
@@ -92,7 +94,8 @@ def append_atomically(file: FileIO, data: bytes) -> None:
             data = data[file.write(data) :]
     except OSError as error:
         file.truncate(end)
-        raise OSError(f"{file.name} was not written: {error}") from error
+        error.filename = file.name
+        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -116,7 +119,7 @@ def check_downloaded(path: Path) -> None:
     """Raise if a file is only Git LFS's pointer to the file."""
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ValueError(f"{path} is a Git LFS pointer: run git lfs pull to download the file")
+            raise UserError(f"{path} is a Git LFS pointer: run git lfs pull to download the file")
 
 
 def sha256_of(path: Path) -> str:
@@ -132,11 +135,11 @@ def write_json(path: Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Read a JSON file; raise a ValueError that names the file if it is not valid JSON."""
+    """Read a JSON file; raise a UserError that names the file if it is not valid JSON."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
 @contextmanager
@@ -152,8 +155,7 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
         remedy: what a user can do if the folder cannot be locked.
 
     Raises:
-        ValueError: another process holds the lock.
-        OSError: the folder cannot be written or locked.
+        UserError: another process holds the lock, or the folder cannot be written or locked.
     """
     owner = path / f"{file_name}.owner"
     try:
@@ -170,9 +172,9 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
             process = " on ".join(owner.read_text().split()[:2])
             age = timedelta(seconds=round(max(0, time.time() - owner.stat().st_mtime)))
             fix += f"; process {process} has held it for {age}: if that has ended, delete {owner}"
-        raise ValueError(f"another process is at work in {path}: {fix}") from None
+        raise UserError(f"another process is at work in {path}: {fix}") from None
     except OSError as error:
-        raise OSError(f"{path} cannot be written and locked ({error}): {remedy}") from None
+        raise UserError(f"{path} cannot be written and locked ({error}): {remedy}") from None
     with lock:
         try:
             yield

@@ -36,6 +36,7 @@ from formats.load import (
     model_config_of,
 )
 from model import GPT, GPTConfig
+from runtime.errors import UserError
 from runtime.files import read_json, write_json
 
 
@@ -232,7 +233,7 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
         "runs": "runs is not a run, .*: the runs in runs are large, small",
         "runs/small/checkpoints/step_7": "step_7 does not exist",
     }.items():
-        with pytest.raises(FileNotFoundError, match=message):
+        with pytest.raises(UserError, match=message):
             load_model(source)
     assert find_checkpoint(Path("small")) == find_checkpoint(Path("runs/small"))
 
@@ -245,7 +246,7 @@ def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):
     append_records(run_dir, {"step": 1, "train_loss": 9.0}, {"step": 1, "val_loss": None})
     save(folder, 1, trainer)
     assert describe_best(run_dir) == ""
-    with pytest.raises(FileNotFoundError, match=r"with a validation loss: use .*0001$"):
+    with pytest.raises(UserError, match=r"with a validation loss: use .*0001$"):
         load_model("r@best")
     for step, loss in {2: 5.0, 3: 3.0, 4: 4.0, 5: 3.9, 6: 4.2}.items():
         append_records(run_dir, {"step": step, "val_loss": loss})

@@ -14,8 +14,8 @@ from formats.huggingface import save_pretrained
 from hellaswag import evaluate_hellaswag, load_examples, score_rows
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
-from runtime.device import is_out_of_memory
 from runtime.distributed import DistInfo
+from runtime.errors import is_out_of_memory
 from runtime.precision import autocast
 from sample import generate_tokens
 

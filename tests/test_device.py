@@ -9,12 +9,12 @@ from runtime import device
 from runtime.device import (
     NVIDIA_DRIVER,
     device_name,
-    is_out_of_memory,
     memory_gib,
     peak_memory_gib,
     select_device,
     synchronize,
 )
+from runtime.errors import is_out_of_memory
 from runtime.precision import select_dtype
 
 CPU = torch.device("cpu")

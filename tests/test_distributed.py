@@ -10,11 +10,12 @@ RANK_CHECK = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from parallel import DDP
+from runtime.errors import UserError
 
 def fail_on_one(dist_info):
     with raise_on_all_ranks():
         if dist_info.rank:
-            raise ValueError("one")
+            raise UserError("one")
 
 def differ(dist_info):
     check_same_on_all_ranks("numbers", ["same", str(dist_info.rank)])

@@ -16,6 +16,7 @@ from formats import checkpoint, huggingface, load
 from formats.huggingface import save_pretrained
 from formats.load import load_model
 from model import GPT, GPTConfig
+from runtime.errors import UserError
 
 pytestmark = pytest.mark.gpt2
 
@@ -147,7 +148,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(
     idx = torch.randint(0, 50257, (1, 8))
     with torch.no_grad():
         assert torch.equal(load_model(tmp_path / "out")(idx).logits, model(idx).logits)
-    with pytest.raises(FileNotFoundError, match="step_00000001 does not exist"):
+    with pytest.raises(UserError, match="step_00000001 does not exist"):
         load_model(first)
 
 
@@ -163,5 +164,5 @@ def test_a_folder_of_several_models_names_the_newest(tmp_path, file):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / file).write_text("{}")
         os.utime(tmp_path / f"checkpoint-{step}", (step, step))
-    with pytest.raises(FileNotFoundError, match=r"holds models: use one .*/checkpoint-1000$"):
+    with pytest.raises(UserError, match=r"holds models: use one .*/checkpoint-1000$"):
         load_model(tmp_path)

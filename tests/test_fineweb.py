@@ -13,6 +13,7 @@ from fineweb_runs import contents, fineweb_in, reference, texts_of, tokens_of, w
 import fineweb
 from corpus.shards import Manifest, open_shards, verify_shards
 from fineweb import FineWebConfig
+from runtime.errors import UserError
 from runtime.files import lock_folder, read_json, write_json
 
 make, drive, hub = fineweb_runs.make, fineweb_runs.drive, fineweb_runs.hub
@@ -316,7 +317,7 @@ def test_main_ends_at_a_bad_row_in_one_line(drive, tmp_path):
 def test_main_explains_flags_that_cannot_be(make, flags, message):
     Path("empty.txt").touch()
     Path("empty").mkdir()
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises(UserError, match=message):
         make(*flags)
     assert not list(Path("data").glob("*/[!.]*"))
 

@@ -9,7 +9,7 @@ from torch._inductor.runtime.triton_compat import OutOfResources
 from torch.distributed import DistBackendError
 
 from formats.checkpoint import Checkpoint, read_state
-from runtime.cli import RunStopped
+from runtime.errors import RunStopped
 from training.config import TrainConfig
 from training.folder import choose_run_dir, explain_failures, lock_run_folder
 from training.stopping import StopRequest

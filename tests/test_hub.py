@@ -14,6 +14,7 @@ from hub_server import HubServer
 
 from corpus.shards import open_shards
 from formats.hub import explain_hub_errors
+from runtime.errors import UserError
 from train_gpt2 import main
 
 TOKEN = "hf_SECRETaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
@@ -34,7 +35,7 @@ def test_data_set_of_the_hub_opens_as_hf_leaves_it_and_preflight_checks_it(
     assert commands.run("fineweb", *flags).code == 0
     files = {path.name: path.read_bytes() for path in made.glob("[!.]*")}
     server.add("dataset", "o/shards", files)
-    with pytest.raises(FileNotFoundError, match=f"hf download .* --local-dir {copy}") as missing:
+    with pytest.raises(UserError, match=f"hf download .* --local-dir {copy}") as missing:
         open_shards(copy, "train")
     command = re.search("hf (download .*)", str(missing.value))[1].replace("OWNER/NAME", "o/shards")
     environment = os.environ | server.environment(tmp_path / "hf") | {"HF_TOKEN": TOKEN}

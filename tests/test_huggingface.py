@@ -16,6 +16,7 @@ from corpus.shards import open_shards
 from formats.huggingface import from_hf, load_pretrained, save_pretrained, to_hf_state_dict
 from formats.load import is_hugging_face, load_model
 from model import GPT, MLP, GPTConfig
+from runtime.errors import UserError
 from runtime.files import read_json, write_json
 from tokenizer import gpt2_encoding
 
@@ -145,9 +146,7 @@ def test_load_pretrained_reads_what_transformers_saves_and_converts(tmp_path, ki
     if kind == "pickle":
         (tmp_path / "theirs" / "model.safetensors").unlink()
         torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
-    with pytest.raises(
-        FileNotFoundError, match=r"lacks model\.safetensors.*with transformers, call"
-    ):
+    with pytest.raises(UserError, match=r"lacks model\.safetensors.*with transformers, call"):
         load_model(tmp_path / "theirs")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     loaded.save_pretrained(tmp_path / "converted", max_shard_size="99GB")

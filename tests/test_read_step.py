@@ -9,6 +9,7 @@ from conftest import change_function, tiny_run
 import read_step
 from formats.load import load_model
 from lr_schedule import windows_at
+from runtime.errors import UserError
 from tokenizer import gpt2_encoding
 from train_gpt2 import build, main
 
@@ -61,7 +62,7 @@ def test_read_step_prints_the_windows_that_the_step_trained_on(
             read(run_dir, f"--step={step}")
     config = run_dir / "config.json"
     config.write_text(config.read_text().replace(str(tiny_data), "moved"))
-    with pytest.raises(FileNotFoundError, match=r"^moved has no .* use --data-dir if the data"):
+    with pytest.raises(UserError, match=r"^moved has no .* use --data-dir if the data"):
         read(run_dir, "--step=3")
     assert read(run_dir, "--step=3", f"--data-dir={tiny_data}") == printed
     (run_dir / "metrics.jsonl").write_text(json.dumps({"data_fingerprint": "other"}))
@@ -70,7 +71,7 @@ def test_read_step_prints_the_windows_that_the_step_trained_on(
 
 
 def test_read_step_refuses_a_folder_that_is_not_a_run_and_step_0(read, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json is not a file"):
+    with pytest.raises(UserError, match=r"config\.json is not a file"):
         read(tmp_path, "--step=1")
     with pytest.raises(ValueError, match="step must be"):
         read(tmp_path, "--step=0")

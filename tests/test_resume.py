@@ -9,6 +9,7 @@ from conftest import ROOT, TINY_RUN, fake_checkpoint
 from formats.huggingface import save_pretrained
 from model import GPT, GPTConfig
 from runtime.cli import as_flags, flag_of
+from runtime.errors import UserError
 from runtime.files import write_json
 from train_gpt2 import main
 from training.config import NOT_SAVED, TrainConfig
@@ -31,7 +32,7 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
         assert config.seed == (3 if "--seed=3" in flags else 1337)
     with pytest.raises(ValueError, match=f"requires --run-name; the runs in {tmp_path} are a$"):
         parse_config(auto)
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         parse_config(["--resume=nowhere"])
     assert capsys.readouterr().out == ""
 

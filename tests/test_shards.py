@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from corpus.shards import Manifest, ShardInfo, ShardWriter, open_shards, verify_shards
+from runtime.errors import UserError
 from tokenizer import VOCAB_SHA256
 
 
@@ -76,9 +77,9 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
 
 def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
     make = r"make data/stdlib \(11 MB, .*\) with python fineweb\.py --source stdlib, .*20 GB"
-    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/none has no train shards: {make}"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/none has no train shards: {make}"):
         open_shards(tmp_path / "none", "train")
-    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} has no val shards: {make}"):
+    with pytest.raises(UserError, match=rf"{tmp_path} has no val shards: {make}"):
         open_shards(tmp_path, "val")
     Manifest({}, "another", 10, complete=True).save(tmp_path)
     with pytest.raises(ValueError, match="the tokens of another tokenizer"):

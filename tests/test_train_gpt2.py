@@ -38,6 +38,7 @@ from formats.metrics import STANDARD_METRICS, read_metrics
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
 from parallel import SINGLE_PROCESS
+from runtime.errors import UserError
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
@@ -302,7 +303,7 @@ def test_main_in_a_thread_trains_and_leaves_signals_alone(tiny_flags, tmp_path):
 @pytest.mark.parametrize("flag", ["--data-dir", "--hellaswag-data"])
 def test_main_names_the_flag_for_data_that_was_moved(tiny_data, copied, capsys, flag):
     flags = [f"--resume={copied}", "--max-steps=9", "--hellaswag-every=9"]
-    with pytest.raises(FileNotFoundError, match=f"^moved .*use {flag} "):
+    with pytest.raises(UserError, match=f"^moved .*use {flag} "):
         main([*flags, f"{flag}=moved"])
     main([*flags, f"--data-dir={tiny_data}", "--hellaswag-every=0"])
     assert "done: " in capsys.readouterr().out

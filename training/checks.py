@@ -3,7 +3,7 @@
 import platform
 import shutil
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from lr_schedule import windows_at
 from runtime import distributed
 from runtime.cli import flag_of
 from runtime.distributed import DistInfo, gather_text, is_main, print0, raise_on_all_ranks
+from runtime.errors import UserError
 from runtime.files import sha256_of
 from training.config import TrainConfig
 from training.folder import lock_run_folder
@@ -38,18 +39,17 @@ def check_ranks_agree(
         check_installed(config.logger if is_main() else ())
         rows = config.hellaswag_data if config.hellaswag_every else None
         if rows and not rows.exists():
-            raise FileNotFoundError(f"{rows} does not exist: use --hellaswag-data FILE")
-        train, val = open_shards(config.data_dir, "train"), TokenShards([], "none")
-        with suppress(FileNotFoundError):  # a run without validations needs no validation split
-            val = open_shards(config.data_dir, "val")
+            raise UserError(f"{rows} does not exist: use --hellaswag-data FILE")
+        train = open_shards(config.data_dir, "train")
+        val = open_shards(config.data_dir, "val", is_optional=True)
         if config.val_every and not count_windows(val.total_tokens, config.block_size):
-            raise ValueError(
+            raise UserError(
                 f"the validation split in {config.data_dir} has {val.total_tokens} tokens, fewer "
                 f"than --block-size {config.block_size} + 1: add more data, or use --val-every 0"
             )
         windows = max(windows_at(config, step) for step in range(config.max_steps))
         if (found := count_windows(train.total_tokens, config.block_size)) < windows:
-            raise ValueError(
+            raise UserError(
                 f"the training split in {config.data_dir} has {train.total_tokens:,} tokens, but "
                 f"one step needs {windows * config.block_size + 1:,}: use a --total-batch-size of "
                 f"at most {found * config.block_size}, or add data"
@@ -79,16 +79,16 @@ def check_parallel_mode(config: TrainConfig, device: Device) -> None:
     """Raise if this device or these processes do not support `--parallel` or `--cpu-offload`."""
     kind = device.dist_info.device.type
     if config.cpu_offload and kind != "cuda":
-        raise ValueError(f"--cpu-offload requires a GPU, but this device is {kind}")
+        raise UserError(f"--cpu-offload requires a GPU, but this device is {kind}")
     if config.parallel != "fsdp":
         return
     if device.dtype == torch.float16:
-        raise ValueError(
+        raise UserError(
             "--parallel fsdp does not support float16: use --dtype bfloat16 or, if the GPU does "
             "not have it, --dtype float32"
         )
     if not dist.is_initialized():
-        raise ValueError(
+        raise UserError(
             "--parallel fsdp requires torchrun: use torchrun --standalone --nproc_per_node=2 "
             "train_gpt2.py or, for one process, --parallel ddp"
         )
@@ -131,12 +131,12 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None) -> str:
         name = Path(gather_text(name)[0]).name
         with raise_on_all_ranks():
             if not (out_dir / name).is_file():
-                raise ValueError(
+                raise UserError(
                     f"rank 0 wrote a file to {out_dir} that this rank does not see: use an "
                     f"--out-dir that all machines share"
                 )
             free = shutil.disk_usage(out_dir).free / 2**30
             found = f"{out_dir} has {free:.2f} GiB free, a checkpoint needs {needed:.2f} GiB"
             if free < needed:
-                raise ValueError(f"{found}: use an --out-dir with more space")
+                raise UserError(f"{found}: use an --out-dir with more space")
     return found

@@ -10,6 +10,7 @@ from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
 from runtime.cli import PathOrName, as_flags, bad_numbers, parse_flags
 from runtime.device import DeviceName
+from runtime.errors import UserError
 from runtime.files import read_json
 from runtime.flops import GPUS
 from runtime.precision import DtypeName
@@ -185,7 +186,7 @@ class TrainConfig:
         except ValueError as error:
             problems.append(str(error))
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
     def _conflicts(self) -> Iterator[str]:
         """Describe values that are out of range and flags that conflict."""
@@ -262,8 +263,8 @@ def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConf
     """Return the configuration whose `saved()` is `settings`; missing fields get their defaults."""
     try:
         return parse_flags(TrainConfig, as_flags(settings))
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
 
 
 def read_recipe(path: Path) -> TrainConfig:
@@ -272,11 +273,11 @@ def read_recipe(path: Path) -> TrainConfig:
     A recipe's `about` describes the recipe and is not a setting.
     """
     if not path.is_file():
-        raise FileNotFoundError(
+        raise UserError(
             f"--config {path} is not a file: use a recipe from recipes/ or a run's config.json"
         )
     settings = read_json(path)
     if not isinstance(settings, dict):
-        raise ValueError(f"--config {path} is neither a recipe nor a run's config.json")
+        raise UserError(f"--config {path} is neither a recipe nor a run's config.json")
     settings.pop("about", None)
     return config_from_settings(settings, path)

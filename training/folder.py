@@ -9,10 +9,10 @@ from pathlib import Path
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
 from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, START_OVER, latest_checkpoint
 from formats.metrics import METRICS_NAME, last_saved_step
-from runtime.cli import RunStopped, shell_line
+from runtime.cli import shell_line
 from runtime.compiler import compile_error
-from runtime.device import is_out_of_memory
 from runtime.distributed import barrier, gather_text, is_lost_process, is_main, raise_on_all_ranks
+from runtime.errors import RunStopped, UserError, is_out_of_memory
 from runtime.files import lock_folder
 from training.config import TrainConfig
 from training.stopping import EvaluationStopped, StopRequest
@@ -56,19 +56,19 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
     # Links may lead to the run's folder.
     is_own = resumed is None or resumed.path.parent.resolve() == checkpoints.resolve()
     if any(file.exists() for file in files) and not (config.resume is not None and is_own):
-        raise ValueError(
+        raise UserError(
             f"{run_dir} already holds a run: use another --run-name; {resume_hint(run_dir)}"
         )
     # Compare by step, because a copy of a checkpoint may have any name.
     resumed_name = f"step_{resumed.state.step:08d}" if resumed else ""
     for other in complete_checkpoints(checkpoints):
         if other.name > resumed_name and is_valid(other):
-            raise ValueError(
+            raise UserError(
                 f"{run_dir} has a newer checkpoint, {other.name}: resume from it, or continue "
                 f"from the older one as a new run with another --run-name"
             )
     if resumed is None and (step := last_saved_step(run_dir / METRICS_NAME)):
-        raise ValueError(
+        raise UserError(
             f"{run_dir} saved step {step}, but its checkpoints are missing or damaged: restore "
             f"{checkpoints}, or start over with another --run-name"
         )
@@ -76,7 +76,7 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
 
 def is_valid(checkpoint: Path) -> bool:
     """Return whether a checkpoint is undamaged."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, UserError):
         verify_checkpoint(checkpoint)
         return True
     return False
@@ -104,12 +104,12 @@ def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
         hint = resume_hint(run_dir)
         if is_out_of_memory(error):  # first, because NCCL's is also a DistError
             fix = "stop other programs on the device, or use a smaller --micro-batch-size"
-            raise ValueError(f"the device ran out of memory: {fix}; {hint}") from None
+            raise UserError(f"the device ran out of memory: {fix}; {hint}") from None
         if is_lost_process(error):
             problem = "another process of this run has exited or cannot be reached"
             raise RunStopped(f"{problem}; {hint}") from None
         if reason := compile_error(error):
             if stop.signal:  # the signal also stopped the compiler's processes
                 raise KeyboardInterrupt(hint) from None
-            raise ValueError(f"{reason}; {hint}") from None
+            raise UserError(f"{reason}; {hint}") from None
         raise

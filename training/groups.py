@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from runtime.errors import UserError
+
 
 class GroupSettings:
     """Numbers in the optimizers' groups, such as `lr`: as built, and as set for this step.
@@ -24,9 +26,9 @@ class GroupSettings:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def multiply(self, factors: Mapping[str, float]) -> None:
-        """Multiply the built numbers of the same names; raise ValueError if no group has a name."""
+        """Multiply the built numbers of the same names; raise UserError if no group has a name."""
         if unknown := factors.keys() - {name for built in self._built for name in built}:
-            raise ValueError(
+            raise UserError(
                 f"no parameter group has a {' or '.join(sorted(unknown))}, which "
                 f"lr_schedule.settings_at returns: name numbers of the groups that "
                 f"train_gpt2.build_optimizers builds"
@@ -50,9 +52,9 @@ class GroupSettings:
         ]
 
     def load_state(self, values: Sequence[Mapping[str, float]]) -> None:
-        """Set what `state` returned; raise ValueError if the groups are others."""
+        """Set what `state` returned; raise UserError if the groups are others."""
         if any(values) and len(values) != len(self._built):
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint has the state of {len(values)} parameter groups, but "
                 f"train_gpt2.build_optimizers builds {len(self._built)}: restore its groups"
             )
@@ -66,4 +68,4 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     counts = Counter(p for group in groups for p in group["params"])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if wrong := [f"{name} ({counts[p]} times)" for name, p in trained.items() if counts[p] != 1]:
-        raise ValueError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
+        raise UserError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")

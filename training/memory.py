@@ -8,6 +8,7 @@ import torch
 from lr_schedule import windows_at
 from runtime.device import device_name, memory_gib
 from runtime.distributed import DistInfo, all_reduce_max
+from runtime.errors import UserError
 from runtime.flops import BEFORE_AMPERE, GPUS
 from runtime.precision import DTYPES, select_dtype
 from training.config import TrainConfig
@@ -133,14 +134,14 @@ def split_batch(config: TrainConfig, device: Device) -> BatchSplit:
         counts = [n for n in range(1, 2 * dist_info.world_size) if total % (n * block_size) == 0]
         if config.resume is not None and counts:  # a resumed run keeps its batch
             fix = f"{' or '.join(map(str, counts))} processes with --micro-batch-size auto"
-        raise ValueError(
+        raise UserError(
             f"--total-batch-size {total} is not a multiple of {unit} tokens (one micro-batch per "
             f"process): use {fix}"
         )
     step_sizes = {windows_at(config, step) for step in range(config.max_steps)}
     for size in sorted(step_sizes):
         if size * block_size % unit:
-            raise ValueError(
+            raise UserError(
                 f"lr_schedule.windows_at returns {size}, which is not a multiple of "
                 f"{unit // block_size} (one micro-batch per process): change its return value, or "
                 f"--micro-batch-size"

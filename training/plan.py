@@ -11,6 +11,7 @@ from corpus.shards import TokenShards, open_shards
 from lr_schedule import position_at
 from runtime.cli import format_duration
 from runtime.distributed import DistInfo, print0, read_dist_env
+from runtime.errors import UserError
 from runtime.files import read_json
 from runtime.flops import cpu_flops, flops_per_token, peak_flops
 from training import memory
@@ -28,7 +29,7 @@ def print_plan(config: TrainConfig) -> None:
         dist_info = read_dist_env(config.device)
     device, train_shards = memory.find_device(config, dist_info), None
     split = memory.split_batch(config, device)
-    with suppress(OSError, ValueError):  # a plan does not need data
+    with suppress(OSError, UserError):  # a plan does not need data
         train_shards = open_shards(config.data_dir, "train")
     print0(describe_plan(config, device, split, train_shards))
 

@@ -12,6 +12,7 @@ from formats.checkpoint import STATE_NAME, Checkpoint, read_state, verify_checkp
 from model import GPTConfig
 from runtime.cli import parse_flags, usable_settings
 from runtime.distributed import print0
+from runtime.errors import UserError
 from runtime.files import read_json
 from training.config import TrainConfig, config_from_settings, read_recipe
 
@@ -44,7 +45,7 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     init_from = given.init_from or defaults.init_from
     if init_from in ("scratch", "resume"):  # nanoGPT's values
         fix = "leave it out for new weights, or use --resume auto to continue a run"
-        raise ValueError(f"--init-from {init_from} is not a model: {fix}")
+        raise UserError(f"--init-from {init_from} is not a model: {fix}")
     is_new_size = init_from != defaults.init_from or defaults.n_layer is None
     if checkpoint is None and init_from and is_new_size:
         source = load.model_config_of(init_from)
@@ -105,7 +106,7 @@ def _check_size(config: TrainConfig, source: GPTConfig) -> None:
     found = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "block_size")}
     found["block_size"] = max(found["block_size"], source.block_size)  # a longer one is cropped
     if changes := differences(asdict(source), found):
-        raise ValueError(
+        raise UserError(
             f"--init-from {config.init_from} has another size ({', '.join(changes)}): leave out "
             f"--n-layer, --n-head, --n-embd and --block-size"
         )
@@ -117,11 +118,11 @@ def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) ->
         path = load.find_checkpoint(Path(resume))
         try:
             verify_checkpoint(path)
-        except ValueError as error:
-            raise ValueError(f"{error}: use an earlier checkpoint") from None
+        except UserError as error:
+            raise UserError(f"{error}: use an earlier checkpoint") from None
         return path
     if run_name is None:
-        raise ValueError(f"--resume auto requires --run-name; {load.list_runs(out_dir)}")
+        raise UserError(f"--resume auto requires --run-name; {load.list_runs(out_dir)}")
     if run_name not in load.run_names(out_dir):
         print0(f"starting a new run: no run named {run_name} yet; {load.list_runs(out_dir)}")
     return load.latest_valid_checkpoint(out_dir / run_name)
@@ -142,7 +143,7 @@ def check_resume_compatible(
     fixed |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
     fixed |= {name: getattr(config, name) for name in FIXED_SETTINGS}
     if changes := differences(saved, fixed):
-        raise ValueError(
+        raise UserError(
             f"{path} belongs to another run ({', '.join(changes)}): restore these settings, or "
             f"start a new run with another --run-name and without --resume"
         )

@@ -28,6 +28,7 @@ from runtime.cli import shell_line
 from runtime.compiler import prepare_compiler
 from runtime.device import tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
+from runtime.errors import UserError
 from runtime.files import write_json
 from runtime.precision import autocast, make_deterministic
 from spelling import share_by_spelling
@@ -185,7 +186,7 @@ class Trainer:
         """Raise if a parameter has no gradient: it would silently keep its initial value."""
         parameters = self.raw_model.named_parameters()
         if unused := [name for name, p in parameters if p.requires_grad and p.grad is None]:
-            raise ValueError(
+            raise UserError(
                 f"no gradient reaches {', '.join(unused)}: use the parameter in "
                 "`GPT.hidden_states` (parameters of a loss function get no gradient), or freeze it "
                 "with requires_grad_(False)"
@@ -205,7 +206,7 @@ class Trainer:
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
     def after_first_step(self) -> None:
-        """Raise ValueError on all ranks if a checkpoint cannot hold the state."""
+        """Raise UserError on all ranks if a checkpoint cannot hold the state."""
         with distributed.raise_on_all_ranks():
             checkpoint.check_saveable(self)
         # Later collections would rescan all compiled objects, for half a second on one rank while

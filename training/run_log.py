@@ -22,6 +22,7 @@ from formats.metrics import LOG_METRICS, METRICS_NAME
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import peak_memory_gib, synchronize
 from runtime.distributed import is_main, print0
+from runtime.errors import UserError
 from runtime.files import append_atomically, open_lines
 from runtime.flops import flops_per_token, mfu, peak_flops
 from training.config import TrainConfig
@@ -123,10 +124,10 @@ class RunLog:
             print0(format_step(record, max_steps, eta))
 
     def claim_names(self, function: str, names: Iterable[str]) -> None:
-        """Raise ValueError if another function has already logged a metric with the same name."""
+        """Raise UserError if another function has already logged a metric with the same name."""
         for name in names:
             if (owner := self._owners.setdefault(name, function)) != function:
-                raise ValueError(f"{function} and {owner} both log {name!r}: rename one of them")
+                raise UserError(f"{function} and {owner} both log {name!r}: rename one of them")
 
     @contextmanager
     def evaluation(self, step: int) -> Iterator[dict[str, float]]:

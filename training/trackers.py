@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runtime.distributed import print0
+from runtime.errors import UserError
 from runtime.files import read_json, write_json
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -113,7 +114,7 @@ def check_installed(names: Iterable[str]) -> None:
     """Raise if the package of a tracker is not installed."""
     for name in names:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
-            raise ValueError(
+            raise UserError(
                 f"--logger {name} needs the package {name}, which is not installed: "
                 f"pip install -r requirements-extras.txt, or use --logger without a name"
             )

@@ -1,0 +1,32 @@
+"""Errors that `runtime.cli.run_command` prints as one line, without a traceback."""
+
+import errno
+import re
+
+# Matches the messages of torch (GPU and CPU), Triton, NCCL, cuBLAS and cuDNN.
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|Failed to CUDA \w+|_ALLOC(ATION)?_FAILED|can't allocate memory"
+)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # also while printing, where no file has a name
+
+
+class UserError(ValueError):
+    """A problem that a user can fix; the message has the value, and the flag or command to use.
+
+    Any other error is a mistake in the code, so it keeps its traceback.
+    """
+
+
+def is_user_error(error: BaseException | None) -> bool:
+    """Return whether a user can fix an error: a UserError, or a file that cannot be used."""
+    is_of_file = isinstance(error, OSError) and (error.filename or error.errno in FULL_DISK)
+    return isinstance(error, UserError) or bool(is_of_file)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether torch, or a library that it uses, reports that the device is out of memory."""
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+
+
+class RunStopped(Exception):  # noqa: N818 - it reports an event, not a mistake
+    """A run had to stop, but not because of a user error; it can be resumed."""
