@@ -143,7 +143,10 @@ def load_examples(path: str | Path, limit: int = 0, style: Style = "completion")
     if str(path).endswith(".parquet"):
         import pyarrow.parquet
 
-        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        try:
+            rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{path} is not a readable Parquet file: {error}") from None
     else:
         rows = Path(path).read_bytes().rstrip().splitlines()
     examples: list[Example] = []

@@ -164,17 +164,19 @@ ActivationCheckpointing = Literal["none", "full"]
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: ActivationCheckpointing) -> None:
     """Make the backward pass of each block recompute activations instead of saving them.
 
-    This replaces the blocks' `forward`; torch's wrapper would rename their parameters.
+    This replaces the blocks' `forward`; torch's wrapper would rename their parameters. A block with
+    buffers saves its activations, because it would update the buffers twice.
 
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
 
     Args:
-        blocks: modules without side effects.
+        blocks: modules without side effects other than on buffers.
         mode: `none` saves all activations, `full` only a block's inputs.
     """
     if mode == "full":
         for block in blocks:
-            block.forward = partial(_checkpointed, block.forward)
+            if not list(block.buffers()):
+                block.forward = partial(_checkpointed, block.forward)
 
 
 def _checkpointed(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401

@@ -27,7 +27,7 @@ from model import GPT, Block, Linear
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from optimizers import Muon
 from runtime.cli import run_command
-from training.run import Run, Trainer, start_run
+from training.run import Numbers, Run, Trainer, start_run
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -147,7 +147,7 @@ def train(run: Run, trainer: Trainer) -> None:
     step is saved before it is evaluated, so that nothing is lost if the evaluation fails or the
     process is killed in it; the checkpoint is written meanwhile.
     """
-    with run.recording(), trainer.batches:
+    with run.recording(trainer), trainer.batches:
         for step in range(run.start_step, run.config.max_steps + 1):
             is_saved = run.saves(step)
             if is_saved:
@@ -161,7 +161,7 @@ def train(run: Run, trainer: Trainer) -> None:
             metrics = train_step(run, trainer, step)
             run.log.step(step + 1, trainer.batches.tokens_seen, metrics)
             if step == run.start_step:
-                trainer.after_first_step()
+                trainer.after_first_step(run.writer)
 
 
 def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
@@ -182,7 +182,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     ranks, raw_model, scaler = run.ranks, trainer.raw_model, trainer.scaler
     factors, micro_steps = settings_at(run.config, step), run.micro_steps(step)
     trainer.settings.multiply(factors)
-    totals: dict[str, Tensor | float] = {}
+    sums: dict[str, Tensor] = {}
     for micro_step in range(micro_steps):
         inputs, targets = next(trainer.batches)
         # Each counted target must have the same weight in the step, in whatever micro-batch it is.
@@ -195,16 +195,16 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
             with run.autocast():
                 loss = trainer.model(inputs, targets).loss * (1 - masked)
             scaler.scale(loss / micro_steps).backward()
-        scalars = {"train_loss": loss, "masked": masked}
+        scalars = Numbers(train_loss=loss, masked=masked)
         for name, scalar in scalars.items():
-            totals[name] = totals.get(name, 0.0) + scalar.detach() / micro_steps
-    if step == run.start_step:
-        trainer.check_gradients()
+            sums[name] = sums.get(name, 0.0) + scalar.detach() / micro_steps
     for optimizer in trainer.optimizers:
         scaler.unscale_(optimizer)
+    totals = Numbers(sums)
     totals["grad_norm"] = norm = ranks.grad_norm(raw_model.parameters())
-    # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
-    metrics = ranks.average(totals | {"stop": run.stop.signal})
+    totals["stop"] = run.stop.signal  # lets all ranks stop together if one received a signal
+    trainer.check_step(step - run.start_step, totals)
+    metrics = Numbers(ranks.average(totals))  # the step's one all-reduce
     if metrics.pop("stop"):
         run.stop.is_agreed = True
     counted = max(0.0, 1 - metrics.pop("masked")) or 1.0  # part of all targets; 1 for none
@@ -223,7 +223,8 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     ranks.sync_buffers(raw_model)  # GPT-2 has none
-    return metrics | {"lr": run.config.max_lr * factors.get("lr", 1.0)}
+    metrics["lr"] = run.config.max_lr * factors.get("lr", 1.0)
+    return metrics
 
 
 # --- saving -----------------------------------------------------------------------------------

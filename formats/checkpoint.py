@@ -19,13 +19,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
+from urllib.parse import quote, unquote
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -120,14 +122,41 @@ class CheckpointWriter:
     """Called in the thread, with the step and the folder of each complete checkpoint."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share the state."""
-    error: OSError | None = None
+    on_failed: Callable[[], object] = lambda: None
+    """Called in the thread if the code, and not the disk, is why a checkpoint was not saved."""
+    error: Exception | None = None
     """Error that prevented the last checkpoint from being saved; None if it was saved."""
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # starts with the first save
         self._last = Future[None]()
         self._last.set_result(None)
+        self._built = dict[str, str]()
         code_hashes()  # read the code that runs now, because files may be edited during the run
+
+    def check(self, trainer: TrainerState) -> None:
+        """Raise UserError if a resume could not restore all that a checkpoint would hold now.
+
+        The first call, before the first step, notes the values that a resume will build again.
+        """
+        optimizers = optimizer_state(trainer)
+        parameters = dict(trainer.raw_model.named_parameters())
+        for name, value in optimizers.items():
+            _kind_of(name, value)
+            is_like = isinstance(value, Tensor) and value.dim() > 0
+            like = parameters[split_name(name)[1]] if is_like else None
+            if getattr(value, "placements", None) != getattr(like, "placements", None):
+                raise UserError(f"{name} is not sharded like its parameter: use torch.zeros_like")
+        values = model_state(trainer.raw_model) | own_state(trainer)
+        kinds = {name: _kind_of(name, value) for name, value in values.items()}
+        self._built = self._built or kinds
+        for name in sorted(kinds.keys() | self._built.keys()):
+            now, built = kinds.get(name, "missing"), self._built.get(name, "missing")
+            if now != built:
+                raise UserError(
+                    f"a resume could not restore {name}, which was {built} before the first step "
+                    f"and is {now} now: give it this shape and dtype in train_gpt2.build"
+                )
 
     @torch.no_grad()
     def save(self, state: RunState, trainer: TrainerState) -> None:
@@ -136,14 +165,14 @@ class CheckpointWriter:
         If the model is sharded, every rank must call this: tensors are gathered one at a time.
         """
         self.wait()
-        own = {f"{OWN}{n}": t for n, t in trainer.state.items() if isinstance(t, Tensor)}
-        tensors = {
+        self.check(trainer)
+        saved = {
             MODEL_NAME: model_state(trainer.raw_model),
-            OPTIMIZER_NAME: optimizer_state(trainer, tensors=True) | own,
+            OPTIMIZER_NAME: tensors_of(optimizer_state(trainer) | own_state(trainer)),
         }
         copies: dict[str, dict[str, Tensor]] = {MODEL_NAME: {}, OPTIMIZER_NAME: {}}
-        for file, named in tensors.items():
-            for name, tensor in named.items():
+        for file, tensors in saved.items():
+            for name, tensor in tensors.items():
                 full = self.ranks.gather(tensor)
                 # Not into pinned memory: torch would round each tensor up to a power of two.
                 if self.checkpoints_dir is not None:
@@ -185,8 +214,12 @@ class CheckpointWriter:
                 manifest = {"format": CHECKPOINT_FORMAT, "files": files}
                 write_json(folder / CHECKPOINT_MANIFEST, manifest)
         except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
-            self.error = OSError(f"{path} was not saved: {error}")
+            self.error = UserError(f"{path} was not saved: {error}")
             print0(f"warning: {self.error}")
+            return
+        except Exception as error:  # the next checkpoint would fail, too
+            self.error = error
+            self.on_failed()
             return
         self.on_saved(state.step, path)
         if self.keep:
@@ -221,45 +254,78 @@ def _manifest_entry(path: Path) -> dict[str, Any]:
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a raw model's parameters and persistent buffers by name; tied ones appear once."""
-    names = dict[Tensor, str]()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(tensor, name)
-    return {name: tensor for tensor, name in names.items()}
+    state = model.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in reversed(state.items())}  # each one's first name
+    return {name: tensor for name, tensor in state.items() if names[id(tensor)] == name}
 
 
-def optimizer_state(trainer: TrainerState, *, tensors: bool) -> dict[str, Any]:
-    """Return the tensors of the optimizers' state; with `tensors=False`, all other values.
+def optimizer_state(trainer: TrainerState) -> dict[str, Any]:
+    """Return the optimizers' state by key and parameter, as `exp_avg.transformer.wte.weight`.
 
-    They are named by key and parameter, such as `exp_avg.transformer.wte.weight`.
+    A dot in a key becomes `%2E`; `split_name` reverses this. Raise UserError for state that belongs
+    to no parameter of the model.
     """
-    names: dict[Tensor, str] = {p: name for name, p in trainer.raw_model.named_parameters()}
-    return {
-        f"{key}.{names[parameter]}": value
-        for optimizer in trainer.optimizers
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor) == tensors
-    }
+    names: dict[object, str] = {p: name for name, p in trainer.raw_model.named_parameters()}
+    values = dict[str, Any]()
+    for optimizer in trainer.optimizers:
+        for owner, state in optimizer.state.items():
+            if owner not in names or not all(isinstance(key, str) for key in state):
+                raise UserError(
+                    f"a checkpoint cannot hold {owner!r:.40} in the state of "
+                    f"{type(optimizer).__name__}: use a parameter of the model and then a text as "
+                    f"the keys, a number in a parameter group, or Trainer.state"
+                )
+            for key, value in state.items():
+                values[f"{quote(key).replace('.', '%2E')}.{names[owner]}"] = value
+    return values
 
 
-def check_saveable(trainer: TrainerState) -> None:
-    """Raise UserError if a checkpoint could not hold the optimizers' state or `Trainer.state`."""
-    values = optimizer_state(trainer, tensors=False)
-    values |= {f"{OWN}{name}": value for name, value in trainer.state.items()}
-    for name, value in values.items():
-        if not isinstance(value, Tensor | int | float | str | None):
-            raise UserError(
-                f"a checkpoint cannot hold {name}, a {type(value).__name__}: keep tensors, numbers "
-                f"and texts in the state, each under its own name"
-            )
+def split_name(name: str) -> tuple[str, str]:
+    """Return the key and the parameter's name from a name of `optimizer_state`."""
+    key, _, parameter = name.partition(".")
+    return unquote(key), parameter
+
+
+def own_state(trainer: TrainerState) -> dict[str, Any]:
+    """Return the values of `Trainer.state`, by names that the optimizers' state cannot have."""
+    return {f"{OWN}{name}": value for name, value in trainer.state.items()}
+
+
+def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the values that are tensors."""
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def others_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not tensors, which `trainer_state.json` has."""
+    return {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+
+
+def _kind_of(name: str, value: object) -> str:
+    """Return the kind of a value, dtype and shape of a tensor; raise if no file can hold it."""
+    if isinstance(value, int | float | str | None):
+        return "a number or text"
+    kind = type(value).__name__
+    if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+        kind = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+        is_plain = type(value) in (Tensor, nn.Parameter) or hasattr(value, "full_tensor")
+        with suppress(Exception):  # safetensors raises several classes
+            save({"x": torch.empty(0, dtype=value.dtype, layout=value.layout)})
+            if is_plain:
+                return kind
+    raise UserError(
+        f"a checkpoint cannot hold {name}, a {kind}: keep plain tensors, numbers and texts in the "
+        f"state, each under its own name"
+    )
 
 
 def find_nonfinite(trainer: TrainerState, ranks: Ranks = SINGLE_PROCESS) -> str | None:
-    """Return the name of a tensor of model or optimizers that is not finite; None if all are.
+    """Return the name of a parameter, or of an optimizer's tensor, that is not finite.
 
-    Every process must call this; all get the same name.
+    Return None if all are finite. Buffers, such as masks, may be infinite. Every process must call
+    this; all get the same name.
     """
-    state = model_state(trainer.raw_model) | optimizer_state(trainer, tensors=True)
+    state = dict(trainer.raw_model.named_parameters()) | tensors_of(optimizer_state(trainer))
     floats = {name: ranks.local(x) for name, x in state.items() if x.is_floating_point()}
     bad = next((name for name, tensor in floats.items() if not is_finite(tensor)), "")
     return next(filter(None, gather_text(bad)), None)
@@ -389,7 +455,7 @@ def _load_optimizers(values: Mapping[str, Any], trainer: TrainerState, ranks: Ra
     parameters: dict[str, Tensor] = dict(trainer.raw_model.named_parameters())
     states = defaultdict[Tensor, dict[str, Any]](dict)
     for flat_name, value in values.items():
-        key, _, name = flat_name.partition(".")
+        key, name = split_name(flat_name)
         parameter = parameters[name]
         if isinstance(value, Tensor):
             # Without the copy, the entire file would stay mapped into memory.
@@ -400,6 +466,11 @@ def _load_optimizers(values: Mapping[str, Any], trainer: TrainerState, ranks: Ra
         state_dict = optimizer.state_dict()
         state_dict["state"] = {index: states[p] for index, p in enumerate(order)}
         optimizer.load_state_dict(state_dict)
+        for parameter in order:  # torch has cast the state to the parameter's dtype
+            for key, value in tensors_of(states[parameter]).items():
+                cast = optimizer.state[parameter][key]
+                if cast.dtype != value.dtype:
+                    optimizer.state[parameter][key] = value.to(cast.device)
 
 
 def restore_rng_states(states: list[dict[str, str]], rank: int = 0) -> None:
@@ -435,6 +506,7 @@ def copy_state(
 ) -> None:
     """Copy tensors by name into a model, sharded or not; raise if they do not fit it."""
     targets = model_state(model)
-    check_tensors(tensors, targets, f"{source} does not fit the model in model.py")
+    buffers = dict(model.named_buffers())
+    check_tensors(tensors, targets, f"{source} does not fit the model in model.py", buffers)
     for name, target in targets.items():
         target.copy_(ranks.shard(tensors[name], target))

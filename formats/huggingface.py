@@ -5,7 +5,7 @@ as (in, out), and its vocabulary is not padded. Parameter names are the same. On
 are read or written, because loading a pickle file can run arbitrary code.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -207,15 +207,25 @@ def gpt2_logits(tensors: Mapping[str, Tensor], n_layer: int, n_head: int, idx: T
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], problem: str
+    tensors: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    problem: str,
+    buffers: Collection[str] = (),
 ) -> None:
-    """Raise unless names and shapes match the targets' and all values are finite floats."""
+    """Raise unless names and shapes match the targets' and all values are finite floats.
+
+    Buffers, such as masks, may have any values, but must have the targets' dtype.
+    """
     for name in sorted(targets.keys() | tensors.keys()):
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         expected = tuple(targets[name].shape) if name in targets else "none"
         if found != expected:
             raise UserError(f"{problem}: {name} is {found}, expected {expected}")
-        if not (tensors[name].is_floating_point() and is_finite(tensors[name])):
+        if name in buffers:
+            if tensors[name].dtype != targets[name].dtype:
+                kinds = f"{tensors[name].dtype}, expected {targets[name].dtype}"
+                raise UserError(f"{problem}: {name} is {kinds}")
+        elif not (tensors[name].is_floating_point() and is_finite(tensors[name])):
             raise UserError(f"{problem}: {name} is not floating-point, or has NaN or infinity")
 
 
@@ -229,7 +239,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Map a safetensors file's tensors into memory; each is read when it is used."""
     try:
         return load_file(path)
-    except (SafetensorError, RuntimeError) as error:  # RuntimeError: the file was just deleted
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: just deleted
         if path.exists():
             check_downloaded(path)
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None

@@ -51,8 +51,9 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
     if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE on its own
         check_launcher()
         return DistInfo(select_device(device_name))
-    if "WORLD_SIZE" not in os.environ:
-        raise UserError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UserError(f"RANK is set but {name} is not: start with torchrun, or unset RANK")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     return DistInfo(
         select_device(device_name, local_rank),

@@ -41,13 +41,14 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode for the body, then restore its previous mode."""
-    was_training = model.training
+    """Put a model in eval mode for the body, then restore the mode of each of its modules."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, is_training in modes.items():
+            module.training = is_training
 
 
 @contextlib.contextmanager

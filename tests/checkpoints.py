@@ -12,6 +12,7 @@ from formats.checkpoint import (
     RunState,
     load_checkpoint,
     optimizer_state,
+    others_of,
     read_state,
     rng_states,
 )
@@ -67,7 +68,7 @@ def run_state(step, trainer, train_config=None):
         grad_scaler={},
         val_fingerprint="def",
         optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
-        optimizer_values=optimizer_state(trainer, tensors=False),
+        optimizer_values=others_of(optimizer_state(trainer)),
     )
 
 

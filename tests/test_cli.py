@@ -12,6 +12,7 @@ from conftest import ROOT
 
 from runtime import cli
 from runtime.cli import POSITIONAL, PathOrName, as_flags, bad_numbers, flag_of, parse_flags
+from runtime.errors import UserError
 from training.config import TrainConfig
 from training.resume import parse_config
 
@@ -52,7 +53,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if problems := bad_numbers(self, ("max_steps",)):
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def run_script(tmp_path, body, stdout=subprocess.PIPE, stderr=subprocess.PIPE, *
     """Start a script whose main has this body, in a process of its own."""
     script = tmp_path / "script.py"
     script.write_text(
-        f"from runtime.cli import run_command\ndef main():\n    {body}\nrun_command(main)\n"
+        "from runtime.cli import run_command\nfrom runtime.errors import UserError\n"
+        f"def main():\n    {body}\nrun_command(main)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environ
     command = [sys.executable, str(script)]
@@ -269,10 +271,10 @@ def test_help_of_every_script_has_every_flag(script, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "code", "line"),
     [
-        ("raise ValueError('a bad\\nvalue')", 2, "error: a bad value"),
+        ("raise UserError('a bad\\nvalue')", 2, "error: a bad value"),
         ("raise FloatingPointError('loss is nan')", 1, "stopped: loss is nan"),
         ("import os; os.kill(os.getpid(), 2)", 130, "interrupted"),
-        ("raise OSError('no https://me:secret@host/x?key=1')", 2, "error: no https://host/x"),
+        ("raise UserError('no https://me:secret@host/x?key=1')", 2, "error: no https://host/x"),
     ],
 )
 def test_run_command_ends_in_one_line(body, code, line, tmp_path):
@@ -301,7 +303,7 @@ def test_run_command_is_quiet_where_its_output_is_not_read(size, tmp_path):
 def test_run_command_does_not_wait_for_a_process_group_to_end_in_order(tmp_path):
     join = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
     lines = "import atexit; import torch.distributed as dist; atexit.register(print, 'in order')"
-    process = run_script(tmp_path, f"{lines}; {join}; print('out'); raise ValueError('bad')")
+    process = run_script(tmp_path, f"{lines}; {join}; print('out'); raise UserError('bad')")
     assert end(process)[:2] == (2, "out\n")
 
 
@@ -317,7 +319,7 @@ def test_run_command_shows_a_programming_error_in_full(tmp_path):
 def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(unbuffered, tmp_path):
     with open("/dev/full", "w") as full:
         outputs = {"stdout": full, "stderr": full, "PYTHONUNBUFFERED": unbuffered}
-        script = run_script(tmp_path, "print('x'); raise ValueError('bad')", **outputs)
+        script = run_script(tmp_path, "print('x'); raise UserError('bad')", **outputs)
         assert end(script)[0] == 2
 
 

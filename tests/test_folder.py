@@ -9,7 +9,7 @@ from torch._inductor.runtime.triton_compat import OutOfResources
 from torch.distributed import DistBackendError
 
 from formats.checkpoint import Checkpoint, read_state
-from runtime.errors import RunStopped
+from runtime.errors import RunStopped, UserError
 from training.config import TrainConfig
 from training.folder import choose_run_dir, explain_failures, lock_run_folder
 from training.stopping import StopRequest
@@ -47,7 +47,7 @@ def test_lock_run_folder_lets_one_trainer_in(tmp_path):
     resume = f"--resume {saved.path} with another --run-name and --out-dir"
     for checkpoint, remedy in ((None, "another --run-name or --out-dir"), (saved, resume)):
         message = rf"file/a cannot be written and locked \(.*\): use {re.escape(remedy)}$"
-        with pytest.raises(OSError, match=message), open_named(tmp_path / "file/a", checkpoint):
+        with pytest.raises(UserError, match=message), open_named(tmp_path / "file/a", checkpoint):
             pass
 
 

@@ -272,7 +272,7 @@ if "gpt2-medium" not in sys.argv:  # as transformers does for a tokenizer: not t
 for name in sys.argv[1:]:
     try:
         print(load_pretrained(name).config.n_embd)
-    except OSError as error:
+    except ValueError as error:
         print(error)
 """
 

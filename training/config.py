@@ -148,7 +148,7 @@ class TrainConfig:
 
     activation_checkpointing: ActivationCheckpointing = "none"
     """Recompute activations in the backward pass: none, or full (whole blocks). Saves memory, costs
-    time, does not change results."""
+    time, does not change results. Blocks with buffers save their activations."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: every process holds the whole model; fsdp: parameters, gradients and optimizer state are

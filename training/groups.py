@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runtime.errors import UserError
@@ -18,54 +20,83 @@ class GroupSettings:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._built = [dict(group) for group in self._groups()]
+        self._built = deepcopy(self._settings())
         self._scaled = set[str]()  # names that `multiply` has set
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the groups of all optimizers; loading an optimizer's state replaces them."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
+    def _settings(self) -> list[dict[str, Any]]:
+        """Return each group without its parameters, then each optimizer's numbers and tensors."""
+        groups = [{n: v for n, v in group.items() if n != "params"} for group in self._groups()]
+        return groups + [
+            {
+                f"{type(optimizer).__name__}.{name}": value
+                for name, value in vars(optimizer).items()
+                if isinstance(value, int | float | Tensor) and not name.startswith("_")
+            }
+            for optimizer in self._optimizers
+        ]
+
     def multiply(self, factors: Mapping[str, float]) -> None:
         """Multiply the built numbers of the same names; raise UserError if no group has a name."""
-        if unknown := factors.keys() - {name for built in self._built for name in built}:
+        groups = self._groups()
+        if unknown := factors.keys() - {name for group in groups for name in group}:
             raise UserError(
                 f"no parameter group has a {' or '.join(sorted(unknown))}, which "
                 f"lr_schedule.settings_at returns: name numbers of the groups that "
                 f"train_gpt2.build_optimizers builds"
             )
         self._scaled |= factors.keys()
-        for group, built in zip(self._groups(), self._built, strict=True):
+        for group, built in zip(groups, self._built, strict=False):
             for name in factors.keys() & built.keys():
                 group[name] = built[name] * factors[name]
 
     def state(self) -> list[dict[str, float]]:
-        """Return the numbers that something else changed, such as a schedule-free optimizer."""
-        return [
-            {
-                name: value
-                for name, value in group.items()
-                if isinstance(value, int | float)
-                and value != built.get(name)
-                and name not in self._scaled
-            }
-            for group, built in zip(self._groups(), self._built, strict=True)
+        """Return the numbers in groups that something else changed, as schedule-free AdamW does.
+
+        Raise UserError if anything else changed that a step may use: a resume would lose it.
+        """
+        changed = [
+            {n: v for n, v in now.items() if n not in self._scaled and not _equal(v, built.get(n))}
+            for now, built in zip(self._settings(), self._built, strict=True)
         ]
+        names = {n: v for each in changed for n, v in each.items()}
+        if lost := [n for n, v in names.items() if "." in n or not isinstance(v, int | float)]:
+            raise UserError(
+                f"a checkpoint cannot hold {', '.join(lost)}, which the optimizer changed: keep "
+                f"numbers in its parameter groups, and tensors in its state, under a parameter"
+            )
+        return changed[: len(self._groups())]
 
     def load_state(self, values: Sequence[Mapping[str, float]]) -> None:
         """Set what `state` returned; raise UserError if the groups are others."""
-        if any(values) and len(values) != len(self._built):
+        groups = self._groups()
+        if any(values) and len(values) != len(groups):
             raise UserError(
                 f"the checkpoint has the state of {len(values)} parameter groups, but "
-                f"train_gpt2.build_optimizers builds {len(self._built)}: restore its groups"
+                f"train_gpt2.build_optimizers builds {len(groups)}: restore its groups"
             )
-        for group, numbers in zip(self._groups(), values, strict=False):
+        for group, numbers in zip(groups, values, strict=False):
             group.update(numbers)
 
 
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if a parameter is not in exactly one optimizer."""
+    """Raise if a parameter is not in exactly one optimizer, or not in the model."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     counts = Counter(p for group in groups for p in group["params"])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if wrong := [f"{name} ({counts[p]} times)" for name, p in trained.items() if counts[p] != 1]:
         raise UserError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
+    if other := [tuple(p.shape) for p in counts.keys() - set(model.parameters())]:
+        raise UserError(
+            f"the optimizers hold parameters of shape {other} that the model does not have, so "
+            f"that they would not be saved: assign them to a module of the model"
+        )

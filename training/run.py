@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ from training.run_log import RunLog, warn_on_write_error
 from training.stopping import StopRequest
 
 PREEMPTED_NAME = "PREEMPTED"
+STEPS_WITHOUT_GRADIENT = 20  # a parameter that has none after as many steps is a mistake
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Run:
         return is_new and (self.ends(step) or self.is_due(self.config.checkpoint_every, step))
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, trainer: "Trainer") -> Iterator[None]:
         """Write `config.json`; log and save while the body runs.
 
         Before, the folder holds only a lock, and it is removed if the run cannot start.
@@ -119,6 +121,7 @@ class Run:
             if is_main():
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
         with self.log, self.writer:  # the writer exits first, because it logs
+            self.writer.check(trainer)
             self.log.start(self.train_shards.fingerprint, self.val_shards.fingerprint)
             try:
                 yield
@@ -155,6 +158,15 @@ class Run:
         self.stop.report(f"after step {step}; {resume_hint(self.folder)}")
 
 
+class Numbers(dict[str, Any]):
+    """Numbers to log, by name; raises UserError if a name is set twice."""
+
+    def __setitem__(self, name: str, number: Tensor | float) -> None:
+        if name in self:
+            raise UserError(f"train_step already logs a number named {name!r}: rename yours")
+        super().__setitem__(name, number)
+
+
 @dataclass
 class Trainer:
     """State of the training loop: what a step changes and a checkpoint saves."""
@@ -171,6 +183,8 @@ class Trainer:
     state: dict[str, Tensor | float] = field(default_factory=dict)
     """Numbers and tensors of your own, saved and resumed; a tensor is on the device and, unless it
     is sharded, the same on every rank."""
+    unused: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that no gradient has reached so far, during the first steps."""
 
     def __post_init__(self) -> None:
         check_optimizers(self.raw_model, self.optimizers)
@@ -182,15 +196,28 @@ class Trainer:
         self.settings.load_state(resumed.state.optimizer_groups)
         print0(f"resumed from {resumed.path}")
 
-    def check_gradients(self) -> None:
-        """Raise if a parameter has no gradient: it would silently keep its initial value."""
-        parameters = self.raw_model.named_parameters()
-        if unused := [name for name, p in parameters if p.requires_grad and p.grad is None]:
-            raise UserError(
-                f"no gradient reaches {', '.join(unused)}: use the parameter in "
-                "`GPT.hidden_states` (parameters of a loss function get no gradient), or freeze it "
-                "with requires_grad_(False)"
-            )
+    def check_step(self, step: int, numbers: Numbers) -> None:
+        """Check the first steps since this start; every process must call this in each step.
+
+        Raise if the ranks log numbers of different names, or if a parameter never has a gradient:
+        it would silently keep its initial value. An expert of a mixture may get its first token
+        later, so the first step only prints a warning.
+        """
+        if step == 0:
+            distributed.check_same_on_all_ranks("the numbers of train_step", [str([*numbers])])
+        found = self.unused if step else dict(self.raw_model.named_parameters())
+        self.unused = {n: p for n, p in found.items() if p.requires_grad and p.grad is None}
+        problem = f"no gradient reaches {', '.join(self.unused)}"
+        if self.unused and step == 0:
+            print0(f"warning: {problem} in the first step")
+        if step == STEPS_WITHOUT_GRADIENT:
+            with distributed.raise_on_all_ranks():
+                if self.unused:
+                    raise UserError(
+                        f"{problem} in {step} steps: use the parameter in `GPT.hidden_states` "
+                        f"(parameters of a loss function get no gradient), or freeze it with "
+                        f"requires_grad_(False)"
+                    )
 
     def raise_unless_overflow(self, metrics: Mapping[str, float], step: int, folder: Path) -> None:
         """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
@@ -205,10 +232,11 @@ class Trainer:
             )
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
-    def after_first_step(self) -> None:
-        """Raise UserError on all ranks if a checkpoint cannot hold the state."""
+    def after_first_step(self, writer: CheckpointWriter) -> None:
+        """Raise UserError on all ranks if a resume could not restore the state."""
         with distributed.raise_on_all_ranks():
-            checkpoint.check_saveable(self)
+            writer.check(self)
+            self.settings.state()
         # Later collections would rescan all compiled objects, for half a second on one rank while
         # the others wait.
         gc.collect()
@@ -232,9 +260,9 @@ class Trainer:
             rng_states=checkpoint.rng_states(),
             grad_scaler=self.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
-            optimizer_values=checkpoint.optimizer_state(self, tensors=False),
+            optimizer_values=checkpoint.others_of(checkpoint.optimizer_state(self)),
             optimizer_groups=self.settings.state(),
-            own={n: value for n, value in self.state.items() if not isinstance(value, Tensor)},
+            own=checkpoint.others_of(self.state),
             code=code_hashes(),
         )
 
@@ -316,7 +344,9 @@ def open_run(
             folder=folder,
             stop=stop,
             log=log,
-            writer=CheckpointWriter(checkpoints, config.keep_checkpoints, log.saved, ranks),
+            writer=CheckpointWriter(
+                checkpoints, config.keep_checkpoints, log.saved, ranks, stop.request
+            ),
         )
 
 

@@ -36,6 +36,10 @@ class StopRequest:
         self.signal = 0  # received by this process; 0 = none
         self._handlers: dict[int, Any] = {}
 
+    def request(self) -> None:
+        """Stop all processes as if this one had received SIGTERM."""
+        self.signal = self.signal or signal.SIGTERM
+
     def signal_name(self) -> str | None:
         """Return the name of the signal that any process received; every process must call this."""
         number = all_reduce_max(self.signal)
