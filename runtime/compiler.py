@@ -2,15 +2,18 @@
 
 import functools
 import os
+import struct
 import sys
 import threading
 import warnings
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch._functorch.config as functorch_config
+from filelock import FileLock, Timeout
 from torch.compiler import is_compiling
 from tqdm import tqdm
 
@@ -49,6 +52,7 @@ def prepare_compiler(device: torch.device) -> str | None:
     if device.type == "mps":
         return "torch.compile does not support MPS well yet"
     with suppress(ImportError, AttributeError):  # torch internals may change
+        remove_incomplete_libraries()
         show_compiling()
     try:  # a compiler may be missing or broken, and torch internals may change
         from torch._dynamo import config as dynamo_config  # takes a second to import
@@ -73,6 +77,37 @@ def prepare_compiler(device: torch.device) -> str | None:
             return "Python.h is missing: install your system's python3-dev package"
         return f"{_reason(error)}, or install a C++ compiler"
     return None
+
+
+def remove_incomplete_libraries() -> None:
+    """Delete libraries in torch's cache that a process was writing when it was killed.
+
+    torch would load them in every later start. The locks tell whether another process is writing.
+    """
+    from torch._inductor.codecache import get_lock_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    paths = [path for path in Path(cache_dir()).rglob("*.*o") if _is_incomplete(path)]
+    with ExitStack() as stack, suppress(Timeout):
+        for lock in Path(get_lock_dir()).glob("*.lock") if paths else ():
+            stack.enter_context(FileLock(lock, timeout=10))  # another rank may be here, too
+        for path in filter(_is_incomplete, paths):
+            path.unlink()
+            print(f"note: {path} was incomplete, and is compiled again", flush=True)
+
+
+def _is_incomplete(path: Path) -> bool:
+    """Return whether a library is shorter than its header states (ELF, Linux)."""
+    if sys.platform != "linux" or path.suffix not in (".so", ".o") or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        header = file.read(64)  # the linker writes it last
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return True
+    (offset,), (size, count) = (
+        struct.unpack_from(f, header, at) for f, at in (("Q", 40), ("HH", 58))
+    )
+    return path.stat().st_size < offset + size * count
 
 
 def show_compiling() -> None:
