@@ -98,19 +98,20 @@ def compile_model(model: GPT, run: Run) -> nn.Module:
 def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
     """Build AdamW with GPT-3's settings (Brown et al. 2020, appendix B) and, if chosen, Muon.
 
-    A parameter of a block with two dimensions or more, such as the weight of any `nn.Linear` or a
-    bare `nn.Parameter`, is a matrix. With `--optimizer muon`, Muon updates those with exactly two
-    dimensions; what `model.Linear` stacks is cut into its matrices. Matrices outside the blocks are
-    embeddings, with a weight decay of their own. Biases and LayerNorm gains are not decayed.
+    A parameter of a block, such as the weight of any `nn.Linear` or a bare `nn.Parameter`, is a
+    matrix if at least two of its dimensions are above 1. With `--optimizer muon`, Muon updates
+    those with exactly two dimensions; what `model.Linear` stacks is cut into its matrices. Matrices
+    outside the blocks are embeddings, with a separate weight decay. All other parameters, such as
+    biases, LayerNorm gains or a temperature of (H, 1, 1), are vectors, which are not decayed.
 
     A group may have an `lr`, `weight_decay` or `momentum` of its own, which the factors of
     `lr_schedule.settings_at` multiply.
     """
-    config, parameters = run.config, list(model.parameters())
-    in_blocks = set(model.transformer.h.parameters())
-    matrices = [p for p in parameters if p.dim() >= 2 and p in in_blocks]
-    embeddings = [p for p in parameters if p.dim() >= 2 and p not in in_blocks]
-    vectors = [p for p in parameters if p.dim() < 2]
+    config, in_blocks = run.config, set(model.transformer.h.parameters())
+    vectors = [p for p in model.parameters() if sum(size > 1 for size in p.shape) < 2]
+    others = [p for p in model.parameters() if p not in set(vectors)]
+    matrices = [p for p in others if p in in_blocks]
+    embeddings = [p for p in others if p not in in_blocks]
 
     optimizers: list[Optimizer] = []
     if config.optimizer == "muon":

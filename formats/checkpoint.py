@@ -271,9 +271,9 @@ def optimizer_state(trainer: TrainerState) -> dict[str, Any]:
         for owner, state in optimizer.state.items():
             if owner not in names or not all(isinstance(key, str) for key in state):
                 raise UserError(
-                    f"a checkpoint cannot hold {owner!r:.40} in the state of "
-                    f"{type(optimizer).__name__}: use a parameter of the model and then a text as "
-                    f"the keys, a number in a parameter group, or Trainer.state"
+                    f"a checkpoint cannot hold {type(optimizer).__name__}.state of "
+                    f"{names.get(owner, repr(owner)):.60}: its keys must be a parameter of the "
+                    f"model, then a text; keep other values in Trainer.state"
                 )
             for key, value in state.items():
                 values[f"{quote(key).replace('.', '%2E')}.{names[owner]}"] = value
@@ -451,26 +451,27 @@ def _load_own(
 
 
 def _load_optimizers(values: Mapping[str, Any], trainer: TrainerState, ranks: Ranks) -> None:
-    """Set the optimizers' state from the values that `optimizer_state` returned."""
+    """Set the optimizers' state from the values that `optimizer_state` returned.
+
+    `Optimizer.load_state_dict` would cast it to the dtype of the parameters.
+    """
     parameters: dict[str, Tensor] = dict(trainer.raw_model.named_parameters())
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    # AdamW's step counts stay on the CPU, unless a GPU reads them.
+    on_cpu = {p for g in groups if not (g.get("fused") or g.get("capturable")) for p in g["params"]}
     states = defaultdict[Tensor, dict[str, Any]](dict)
     for flat_name, value in values.items():
         key, name = split_name(flat_name)
         parameter = parameters[name]
         if isinstance(value, Tensor):
+            if not (key == "step" and parameter in on_cpu):
+                value = value.to(parameter.device)
             # Without the copy, the entire file would stay mapped into memory.
             value = (ranks.shard(value, parameter) if value.dim() else value).clone()
         states[parameter][key] = value
     for optimizer in trainer.optimizers:
-        order = [p for group in optimizer.param_groups for p in group["params"]]
-        state_dict = optimizer.state_dict()
-        state_dict["state"] = {index: states[p] for index, p in enumerate(order)}
-        optimizer.load_state_dict(state_dict)
-        for parameter in order:  # torch has cast the state to the parameter's dtype
-            for key, value in tensors_of(states[parameter]).items():
-                cast = optimizer.state[parameter][key]
-                if cast.dtype != value.dtype:
-                    optimizer.state[parameter][key] = value.to(cast.device)
+        for group in optimizer.param_groups:
+            optimizer.state.update({p: states[p] for p in group["params"] if p in states})
 
 
 def restore_rng_states(states: list[dict[str, str]], rank: int = 0) -> None:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from runtime.distributed import is_main
 
+LOCK_SECONDS = 10  # another rank may hold a lock because it deletes the same files
 SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
 
 
@@ -90,7 +91,7 @@ def remove_incomplete_libraries() -> None:
     paths = [path for path in Path(cache_dir()).rglob("*.*o") if _is_incomplete(path)]
     with ExitStack() as stack, suppress(Timeout):
         for lock in Path(get_lock_dir()).glob("*.lock") if paths else ():
-            stack.enter_context(FileLock(lock, timeout=10))  # another rank may be here, too
+            stack.enter_context(FileLock(lock, timeout=LOCK_SECONDS))
         for path in filter(_is_incomplete, paths):
             path.unlink()
             print(f"note: {path} was incomplete, and is compiled again", flush=True)
@@ -104,9 +105,7 @@ def _is_incomplete(path: Path) -> bool:
         header = file.read(64)  # the linker writes it last
     if len(header) < 64 or header[:4] != b"\x7fELF":
         return True
-    (offset,), (size, count) = (
-        struct.unpack_from(f, header, at) for f, at in (("Q", 40), ("HH", 58))
-    )
+    offset, size, count = struct.unpack("<40xQ10xHH2x", header)  # of the table at the end
     return path.stat().st_size < offset + size * count
 
 

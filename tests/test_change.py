@@ -103,6 +103,78 @@ def saved_state(commands, run):
     return json.loads((saved(commands, run) / "trainer_state.json").read_text())
 
 
+# --- mistakes in an edit ----------------------------------------------------------------------
+
+MISTAKE = (
+    'if __import__("os").environ.get("RANK", "1") == "1":\n{}raise ValueError("my mistake")\n{}'
+)
+MISTAKES = {  # a line of the code, before which the mistake is made
+    "model": ("model.py", "B, T, C = x.shape"),
+    "loss": ("ops.py", "return cross_entropy(logits, targets, config.vocab_size)"),
+    "loader": ("dataloader.py", "first = position + self.dist_info.rank"),
+    "evaluation": ("evaluation.py", "device, vocab_size = run.ranks.device"),
+    "schedule": ("lr_schedule.py", 'return {"lr": learning_rate'),
+    "optimizer": ("optimizers.py", "together = defaultdict(list)"),
+}
+
+
+@pytest.mark.parametrize("place", MISTAKES)
+def test_a_mistake_in_an_edit_shows_its_file_and_line_on_its_rank(patched, tiny_data, place):
+    commands = patched()
+    file, line = MISTAKES[place]
+    path = commands.folder / "copy" / file
+    lines = path.read_text(encoding="utf-8").splitlines()
+    number = next(i for i, text in enumerate(lines) if text.strip().startswith(line))
+    indent = lines[number].partition(line[0])[0]
+    more = (MISTAKE.format(f"{indent}    ", indent) + line).partition(line)[0]
+    flags = run_flags(tiny_data, "--micro-batch-size=2", "--optimizer=muon")
+    modes = [[], ["--compile"]] if place == "model" and has_compiler else [[]]
+    with edited(commands, file, lines[number].strip(), more + lines[number].strip()) as wrong:
+        runs = [wrong.run("train_gpt2", *flags, *mode) for mode in modes]
+        runs.append(wrong.run_ranks(2, "train_gpt2", *flags))
+    for done in runs:
+        assert done.codes[-1] == 1, done.stderr
+        assert f'copy/{file}", line {number + 2}, in ' in done.stderr
+        assert done.stderr.count("ValueError: my mistake") >= 1
+        assert "error: my mistake" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["stop", "masked", "lr", "train_loss", "grad_norm"])
+def test_a_number_of_ones_own_cannot_have_a_name_of_the_step(patched, tiny_data, name):
+    commands = patched()
+    before = '    totals["grad_norm"] = norm'
+    mine = f'    totals["{name}"] = torch.tensor(0.25)\n{before}'
+    with edited(commands, "train_gpt2.py", before, mine) as changed:
+        done = changed.run("train_gpt2", *run_flags(tiny_data))
+    assert_refused(done, f"train_step already logs a number named '{name}': rename yours")
+
+
+def test_numbers_that_differ_from_rank_to_rank_are_an_error(patched, tiny_data):
+    commands = patched()
+    before = '    totals["grad_norm"] = norm'
+    mine = f'    totals["code" if ranks.rank else "prose"] = torch.tensor(1.0)\n{before}'
+    with edited(commands, "train_gpt2.py", before, mine) as changed:
+        done = changed.run_ranks(2, "train_gpt2", *run_flags(tiny_data, "--micro-batch-size=2"))
+    assert done.code == 2
+    assert "the numbers of train_step differ: rank 1 has" in done.stderr
+
+
+@pytest.mark.parametrize("steps", [8, 24])
+def test_an_expert_without_tokens_is_a_warning_and_later_an_error(patched, tiny_data, steps):
+    commands = patched()
+    line = "        self.mlp = MLP(config)\n"
+    unused = f"{line}        self.unused = torch.nn.Parameter(torch.zeros(()))\n"
+    flags = run_flags(tiny_data, f"--max-steps={steps}")
+    with edited(commands, "model.py", line, unused) as changed:
+        done = changed.run("train_gpt2", *flags)
+    said = "no gradient reaches transformer.h.0.unused, transformer.h.1.unused in"
+    assert done.stdout.count(f"warning: {said} the first step") == 1
+    if steps < 20:
+        assert done.code == 0, done.stderr
+    else:
+        assert_refused(done, f"{said} 20 steps: use the parameter")
+
+
 # --- edits that act together ------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@ import math
 import os
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from conftest import ROOT, check_on_ranks
 from run_files import append_records
 from safetensors.torch import load_file, save_file
 
+from formats import checkpoint
 from formats.checkpoint import (
     CheckpointWriter,
     find_nonfinite,
@@ -309,3 +311,152 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_is_waited_for(tmp
         writer.save(run_state(2, trainer), trainer)
         raise KeyboardInterrupt  # which the second save survives
     assert events == ["training", 1, 2]
+
+
+# --- what an edit may store -------------------------------------------------------------------
+
+
+class Keeping(torch.optim.Optimizer):
+    """SGD that keeps values of any kind in its state, as edits of an optimizer do."""
+
+    def __init__(self, params, kept, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+        self.kept = kept
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update(self.kept(parameter))
+            parameter.sub_(parameter.grad, alpha=1e-2)
+
+
+def keeping(kept, **buffers):
+    """A trainer whose optimizer keeps what `kept` returns, and whose model has the buffers."""
+    trainer = new_trainer()
+    for name, value in buffers.items():
+        trainer.raw_model.register_buffer(name, value)
+    trainer.optimizers = (Keeping(trainer.raw_model.parameters(), kept),)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda p: {"momentum": torch.rand_like(p).bfloat16()},
+        lambda p: {"count": torch.full(p.shape[:1], 2**24 + 1)},
+        lambda p: {"momentum.fast": torch.rand_like(p), "100% slow.": torch.rand_like(p)},
+        lambda p: {"seen": 2**60, "name": "a.b", "scale": 0.1, "nothing": None},
+        lambda p: {"phase": torch.rand_like(p).to(torch.complex64), "is_on": p > 0},
+    ],
+)
+def test_optimizer_state_of_any_kind_comes_back_in_its_dtype(kept, tmp_path):
+    trainer, other = keeping(kept), keeping(kept)
+    train(trainer, 1)
+    load(save(tmp_path, 1, trainer), other)
+    states = [
+        [optimizer.state[p] for p in each.raw_model.parameters()]
+        for each in (trainer, other)
+        for optimizer in each.optimizers
+    ]
+    for before, after in zip(*states, strict=True):
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            assert type(value) is type(after[key])
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == after[key].dtype
+                assert torch.equal(value, after[key])
+            else:
+                assert value == after[key]
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.ones(4, 4, dtype=torch.bool).tril(),
+        torch.tensor(2**40),
+        torch.tensor([1j, 2]),
+        torch.full((4, 4), float("-inf")).triu(1),
+        torch.rand(3).bfloat16(),
+    ],
+)
+def test_a_buffer_of_any_dtype_comes_back_and_need_not_be_finite(buffer, tmp_path):
+    trainer = keeping(lambda _: {}, mine=buffer.clone())
+    other = keeping(lambda _: {}, mine=torch.zeros_like(buffer))
+    assert find_nonfinite(trainer) is None
+    path = save(tmp_path, 1, trainer)
+    load(path, other)
+    assert torch.equal(other.raw_model.mine, buffer)
+    kind = torch.float64 if buffer.dtype == torch.int64 else torch.int64
+    with pytest.raises(UserError, match=f"mine is {buffer.dtype}, expected {kind}"):
+        load(path, keeping(lambda _: {}, mine=torch.zeros(buffer.shape, dtype=kind)))
+
+
+class WithExtraState(torch.nn.Module):
+    def get_extra_state(self):
+        return {"a": 1}
+
+
+def add_extra_state(trainer):
+    trainer.raw_model.add_module("mine", WithExtraState())
+
+
+def store_by_text(trainer):
+    trainer.optimizers[0].state["all"]["count"] = 1
+
+
+def store_by_number(trainer):
+    trainer.optimizers[0].state[trainer.raw_model.lm_head.weight][0] = 1
+
+
+def store_for_another_parameter(trainer):
+    trainer.optimizers[0].state[torch.nn.Parameter(torch.zeros(2))]["count"] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.state.update(seen=torch.zeros(3)), r"restore trainer\.seen, .*shape \(2,\)"),
+        (lambda t: t.state.update(seen=1), r"trainer\.seen, .* is a number or text now"),
+        (lambda t: t.state.update(more=1), r"trainer\.more, which was missing before"),
+        (lambda t: t.state.pop("seen"), r"trainer\.seen, .* is missing now"),
+        (lambda t: t.state.update(seen=[1]), r"cannot hold trainer\.seen, a list"),
+        (lambda t: t.state.update(seen=torch.zeros(2).to_sparse()), r"cannot hold trainer\.seen"),
+        (lambda t: t.raw_model.register_buffer("late", torch.zeros(1)), "restore late, .* missing"),
+        (add_extra_state, r"cannot hold mine\._extra_state, a dict"),
+        (store_by_text, "cannot hold AdamW.state of 'all'"),
+        (store_by_number, "AdamW.state of transformer.wte.weight"),
+        (store_for_another_parameter, "AdamW.state of Parameter"),
+    ],
+)
+def test_writer_refuses_what_a_resume_could_not_restore(change, message, tmp_path):
+    trainer = new_trainer()
+    trainer.state["seen"] = torch.zeros(2)
+    with CheckpointWriter(tmp_path) as writer:
+        writer.check(trainer)
+        train(trainer, 1)
+        writer.check(trainer)
+        change(trainer)
+        with pytest.raises(UserError, match=message):
+            writer.save(run_state(1, new_trainer()), trainer)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_writer_refuses_a_dtype_that_no_file_can_hold(tmp_path):
+    trainer = keeping(lambda _: {}, mine=torch.zeros(2, dtype=torch.complex128))
+    with (
+        CheckpointWriter(tmp_path) as writer,
+        pytest.raises(UserError, match="mine, a complex"),
+    ):
+        writer.check(trainer)
+
+
+def test_writer_asks_to_stop_after_a_mistake_in_the_code_and_not_for_a_full_disk(
+    tmp_path, monkeypatch
+):
+    asked, trainer = [], new_trainer()
+    for error in (OSError(28, "No space left"), KeyError("a mistake")):
+        monkeypatch.setattr(checkpoint, "save_file", Mock(side_effect=error))
+        with CheckpointWriter(tmp_path, on_failed=lambda: asked.append(1)) as writer:
+            writer.save(run_state(1, trainer), trainer)
+        assert (writer.error is error) == isinstance(error, KeyError)
+        assert len(asked) == isinstance(error, KeyError)

@@ -1,6 +1,7 @@
 import io
 import queue
 import re
+import shutil
 import sys
 import warnings
 from functools import partial
@@ -8,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from filelock import FileLock
 from torch._dynamo import callback
 from torch._dynamo.callback import CallbackTrigger, CompilationCallbackHandler
 from torch._dynamo.utils import counters
@@ -16,7 +18,13 @@ from torch._inductor.runtime.triton_compat import OutOfResources
 import model as model_module
 from model import GPT, Block, GPTConfig
 from ops import CompiledBlocks
-from runtime.compiler import compile_error, prepare_compiler, show_compiling
+from runtime import compiler
+from runtime.compiler import (
+    compile_error,
+    prepare_compiler,
+    remove_incomplete_libraries,
+    show_compiling,
+)
 
 
 @pytest.fixture
@@ -123,3 +131,39 @@ def test_blocks_that_all_differ_are_all_compiled_for_training_and_validation(mon
     with torch.no_grad():
         trained(idx, idx)
     assert counters["stats"]["unique_graphs"] == 2 * (5 + 1)  # and the loss
+
+
+@pytest.fixture
+def torn_cache(tmp_path, monkeypatch):
+    """A compile cache in which a killed process left a good library, and parts of others."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "LOCK_SECONDS", 0.1)
+    (tmp_path / "ab").mkdir()
+    shutil.copy(torch._C.__file__, tmp_path / "ab/good.main.so")
+    whole = (tmp_path / "ab/good.main.so").read_bytes()
+    parts = {"empty.main.so": 0, "head.main.o": 64, "short.so": len(whole) // 2}
+    for name, size in parts.items():
+        (tmp_path / "ab" / name).write_bytes(whole[:size])
+    (tmp_path / "ab/zeros.so").write_bytes(bytes(5000))  # the linker writes the header last
+    (tmp_path / "ab/good.main.cpp").touch()
+    return tmp_path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF headers")
+def test_remove_incomplete_libraries_waits_for_who_is_writing_and_keeps_whole_ones(
+    torn_cache, capsys
+):
+    (torn_cache / "locks").mkdir()
+    names = {path.name for path in (torn_cache / "ab").iterdir()}
+    with FileLock(torn_cache / "locks/short.lock"):
+        remove_incomplete_libraries()
+    assert {path.name for path in (torn_cache / "ab").iterdir()} == names
+    assert capsys.readouterr().out == ""
+    remove_incomplete_libraries()
+    assert {path.name for path in (torn_cache / "ab").iterdir()} == {
+        "good.main.so",
+        "good.main.cpp",
+    }
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert all(line.endswith(" was incomplete, and is compiled again") for line in lines)

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from cpu_attention import QUERY_BLOCKS
 from model import GPT, GPTConfig
-from ops import CompiledBlocks, lm_head_loss
+from ops import CompiledBlocks, checkpoint_activations, lm_head_loss
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +74,28 @@ def test_compiled_loss_chunks_wait_for_the_gradient_of_the_one_before():
                 d_weights.append(node)
     assert len(logits) == len(d_weights) == chunks
     assert all(is_before(*pair) for pair in zip(d_weights, logits[1:], strict=False))
+
+
+class Averaging(torch.nn.Module):
+    """A block that updates a buffer in its forward pass, if it has one."""
+
+    def __init__(self, has_buffer):
+        super().__init__()
+        self.runs = 0
+        if has_buffer:
+            self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.runs += 1
+        if hasattr(self, "seen"):
+            self.seen += 1
+        return x.sin().sin()
+
+
+@pytest.mark.parametrize(("has_buffer", "runs"), [(True, 1), (False, 2)])
+def test_checkpoint_activations_recomputes_no_block_that_has_buffers(has_buffer, runs):
+    block = Averaging(has_buffer)
+    checkpoint_activations([block], "full")
+    block(torch.ones(3, requires_grad=True)).sum().backward()
+    assert block.runs == runs
+    assert not has_buffer or block.seen == 1

@@ -9,9 +9,10 @@ from torch.optim import SGD
 from model import GPT, GPTConfig
 from optimizers import Muon, orthogonalize
 from parallel import SINGLE_PROCESS
+from runtime.errors import UserError
 from train_gpt2 import build_optimizers
 from training.config import TrainConfig
-from training.groups import GroupSettings
+from training.groups import GroupSettings, check_optimizers
 
 RATE, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 
@@ -222,3 +223,33 @@ def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
     resumed.load_state([])  # of an older checkpoint
     with pytest.raises(ValueError, match=r"state of 1 parameter groups, but .* builds 2"):
         resumed.load_state(saved[:1])
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        (lambda o: o.param_groups[1].update(seen=torch.ones(())), "seen"),
+        (lambda o: o.param_groups[0]["mean"].add_(1), "mean"),
+        (lambda o: o.param_groups[0]["seeds"].append(3), "seeds"),
+        (lambda o: setattr(o, "updates", 1), "ScheduleFree.updates"),
+        (lambda o: o.total.add_(1), "ScheduleFree.total"),
+    ],
+)
+def test_group_settings_refuse_changes_that_a_resume_would_lose(change, lost):
+    optimizer, _ = new_settings()
+    optimizer.param_groups[0] |= {"mean": torch.zeros(2), "seeds": [1, 2], "label": "first"}
+    optimizer.updates, optimizer.total = 0, torch.zeros(())
+    settings = GroupSettings([optimizer])
+    optimizer.step()
+    assert all("weight_sum" in group for group in settings.state())
+    change(optimizer)
+    with pytest.raises(UserError, match=f"cannot hold {lost}, which the optimizer changed"):
+        settings.state()
+
+
+def test_an_optimizer_of_a_parameter_that_the_model_lacks_is_an_error():
+    model = torch.nn.Linear(2, 2)
+    outside = torch.nn.Parameter(torch.zeros(3))
+    optimizer = SGD([*model.parameters(), outside], lr=0.1)
+    with pytest.raises(UserError, match=r"of shape \[\(3,\)\] that the model does not have"):
+        check_optimizers(model, [optimizer])

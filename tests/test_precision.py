@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from runtime.precision import inference, select_dtype
+from runtime.precision import eval_mode, inference, select_dtype
 
 CPU = torch.device("cpu")
 
@@ -34,3 +34,13 @@ def test_inference_leaves_cudnn_out_lowers_the_precision_and_puts_all_back():
     assert model.training
     assert torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_eval_mode_restores_the_mode_of_each_module():
+    frozen = torch.nn.Dropout(0.5).eval()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), frozen)
+    with eval_mode(model):
+        assert not model[0].training
+    assert model.training
+    assert model[0].training
+    assert not frozen.training
