@@ -107,11 +107,12 @@ def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
     A group may have an `lr`, `weight_decay` or `momentum` of its own, which the factors of
     `lr_schedule.settings_at` multiply.
     """
-    config, in_blocks = run.config, set(model.transformer.h.parameters())
-    vectors = [p for p in model.parameters() if sum(size > 1 for size in p.shape) < 2]
-    others = [p for p in model.parameters() if p not in set(vectors)]
-    matrices = [p for p in others if p in in_blocks]
-    embeddings = [p for p in others if p not in in_blocks]
+    config, parameters = run.config, list(model.parameters())
+    in_blocks = set(model.transformer.h.parameters())
+    is_matrix = {p: sum(size > 1 for size in p.shape) > 1 for p in parameters}
+    matrices = [p for p in parameters if is_matrix[p] and p in in_blocks]
+    embeddings = [p for p in parameters if is_matrix[p] and p not in in_blocks]
+    vectors = [p for p in parameters if not is_matrix[p]]
 
     optimizers: list[Optimizer] = []
     if config.optimizer == "muon":

@@ -526,13 +526,15 @@ def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
 def test_build_optimizers_decays_matrices_and_embeddings_only(tiny_data, tmp_path, decay):
     with torch.device("meta"):
         model = GPT(GPTConfig())
+        # A parameter with one dimension above 1 is a vector, whatever its number of dimensions.
+        model.transformer.h[0].attn.temperature = torch.nn.Parameter(torch.ones(12, 1, 1))
     with tiny_run(tiny_data, tmp_path, beta1=0.8, beta2=0.9, embedding_decay=decay) as run:
         (optimizer,) = build_optimizers(model, run)
     groups = optimizer.param_groups  # the blocks' matrices, embeddings, biases and gains
     assert [group["weight_decay"] for group in groups] == [0.1, decay or 0.1, 0.0]
-    assert [len(group["params"]) for group in groups] == [48, 2, 98]
+    assert [len(group["params"]) for group in groups] == [48, 2, 99]
     sizes = [sum(p.numel() for p in group["params"]) for group in groups]
-    assert sizes == [84_934_656, 39_419_904, 121_344]
+    assert sizes == [84_934_656, 39_419_904, 121_344 + 12]
     assert groups[0]["betas"] == (0.8, 0.9)
     assert groups[0]["fused"]
 
