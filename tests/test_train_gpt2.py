@@ -11,6 +11,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -616,3 +617,16 @@ def test_validate_weighs_tokens_not_batches_and_counts_the_bytes_of_targets(tiny
     n_bytes = len(gpt2_encoding().decode_bytes([id for id in ids[1:] if id != END_OF_TEXT]))
     assert metrics["my_loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["my_bpb"] == pytest.approx(96 * loss / math.log(2) / n_bytes, rel=1e-5)
+
+
+@pytest.mark.gpt2
+def test_a_mistake_while_a_checkpoint_is_written_ends_the_run_with_its_traceback(
+    tiny_flags, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("formats.checkpoint.save_file", Mock(side_effect=KeyError("my mistake")))
+    flags = [*tiny_flags, "--run-name=a", "--checkpoint-every=2", "--max-steps=100"]
+    with pytest.raises(KeyError, match="my mistake"):
+        main(flags)
+    steps = series(tmp_path / "runs/a", "train_loss")
+    assert len(steps) in (3, 4, 5)  # the next save waits for the first one
+    assert not (tmp_path / "runs/a/PREEMPTED").exists()

@@ -29,7 +29,7 @@ from runtime.cli import shell_line
 from runtime.compiler import prepare_compiler
 from runtime.device import tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
-from runtime.errors import UserError
+from runtime.errors import UserError, is_user_error
 from runtime.files import write_json
 from runtime.precision import autocast, make_deterministic
 from spelling import share_by_spelling
@@ -136,6 +136,9 @@ class Run:
         """
         self.writer.wait()
         error = self.writer.error
+        with distributed.raise_on_all_ranks():
+            if error is not None and not is_user_error(error):
+                raise error  # a mistake in the code: the run is not started again by itself
         reason = self.stop.signal_name()
         if step == self.config.max_steps and not self.stop.interrupted_evaluation:
             reason = None
