@@ -204,9 +204,10 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
         scaler.unscale_(optimizer)
     totals = Numbers(sums)
     totals["grad_norm"] = norm = ranks.grad_norm(raw_model.parameters())
-    totals["stop"] = run.stop.signal  # lets all ranks stop together if one received a signal
+    # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
+    totals["stop"] = run.stop.signal
     trainer.check_step(step - run.start_step, totals)
-    metrics = Numbers(ranks.average(totals))  # the step's one all-reduce
+    metrics = Numbers(ranks.average(totals))
     if metrics.pop("stop"):
         run.stop.is_agreed = True
     counted = max(0.0, 1 - metrics.pop("masked")) or 1.0  # part of all targets; 1 for none
