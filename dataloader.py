@@ -13,6 +13,7 @@ only state.
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from runtime.distributed import DistInfo, rank_batches
 from runtime.errors import UserError
 
 FEISTEL_ROUNDS = 6
+BATCHES_AHEAD = 4  # micro-batches of this process that are read in advance, a thread for each
 IndexArray = npt.NDArray[np.int64]
 
 
@@ -88,10 +90,10 @@ def epoch_offset(epoch: int, block_size: int, seed: int) -> int:
 class ShardedDataLoader:
     """Endless iterator over this process's micro-batches, from a position on.
 
-    During a micro-step, a thread reads the next micro-batch: with several GPUs, reading can take as
-    long as the step.
+    Threads read the next micro-batches in advance: with several GPUs and a network disk, reading
+    one can take longer than a step.
 
-        with ShardedDataLoader(...) as batches:  # starts and stops the thread
+        with ShardedDataLoader(...) as batches:  # starts and stops the threads
             inputs, targets = next(batches)
 
     Raises UserError during iteration if an id is too large.
@@ -121,20 +123,22 @@ class ShardedDataLoader:
         return self.position * self.block_size
 
     def __enter__(self) -> "ShardedDataLoader":
-        self._thread = ThreadPoolExecutor(1, "dataloader")
-        self._upcoming = self._thread.submit(self._read_tokens, self.position)
+        self._threads = ThreadPoolExecutor(BATCHES_AHEAD, "dataloader")
+        positions = [self.position + i * self.windows_per_micro_step for i in range(BATCHES_AHEAD)]
+        self._upcoming = deque(self._threads.submit(self._read_tokens, p) for p in positions)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        tokens = self._upcoming.result()
+        tokens = self._upcoming.popleft().result()
+        ahead = BATCHES_AHEAD * self.windows_per_micro_step
+        self._upcoming.append(self._threads.submit(self._read_tokens, self.position + ahead))
         self.position += self.windows_per_micro_step
-        self._upcoming = self._thread.submit(self._read_tokens, self.position)
         return to_batch(tokens, self.dist_info.device)
 
     def _read_tokens(self, position: int) -> TokenArray:

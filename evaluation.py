@@ -54,6 +54,7 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
     if not due:
         return
     raw_model = trainer.raw_model
+    run.read_numbers(trainer)
     with run.log.evaluation(step) as record, eval_mode(raw_model), suppress(EvaluationStopped):
         for number, measure in due:
             metrics = measure(run, trainer)

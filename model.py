@@ -230,10 +230,27 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.loss_chunks = loss_chunks
-        self.head_loss = lm_head_loss  # `ops.CompiledBlocks` replaces it
         self.transformer = Transformer(config)
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
+
+    def embed(self, idx: Tensor, past: int) -> Tensor:
+        """Add the embeddings of (B, T) ids and their positions from `past` on: (B, T, C)."""
+        positions = torch.arange(past, past + idx.size(1), device=idx.device)
+        return residual_stream(self.transformer.wte(idx) + self.transformer.wpe(positions))
+
+    def residual(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return the last layer's output before it is normalized; see `hidden_states`."""
+        x = self.embed(idx, 0 if cache is None else cache.length)  # (B, T, C)
+        for block in self.transformer.h:
+            x = block(x, cache)
+        if cache is not None:
+            cache.length += idx.size(1)
+        return x
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Apply the last LayerNorm: (..., C) -> (..., C)."""
+        return self.transformer.ln_f(x)
 
     def hidden_states(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the last layer's normalized output, from which the LM head computes logits.
@@ -245,15 +262,7 @@ class GPT(nn.Module):
         Returns:
             (B, T, C), in the autocast dtype or float32.
         """
-        past = 0 if cache is None else cache.length
-        positions = torch.arange(past, past + idx.size(1), device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)
-        x = residual_stream(x)  # (B, T, C)
-        for block in self.transformer.h:
-            x = block(x, cache)
-        if cache is not None:
-            cache.length += idx.size(1)
-        return self.transformer.ln_f(x)
+        return self.normalize(self.residual(idx, cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states (..., C): (..., vocab_size), without the padding.
@@ -280,10 +289,13 @@ class GPT(nn.Module):
             exist. The loss is float32, in nats per token: `ops.training_loss` in training mode,
             `ops.cross_entropy` in eval mode.
         """
-        # `self.hidden_states` would gather the parameters of a sharded model (FSDP2) once more.
-        hidden = GPT.hidden_states(self, idx, cache)  # (B, T, C)
+        x = self.residual(idx, cache)  # (B, T, C)
         if targets is None:
-            return ModelOutput(self.logits(hidden), None)
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
+            return ModelOutput(self.logits(self.normalize(x)), None)
+        return ModelOutput(None, self.loss(x, targets))
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of (B, T, C) outputs of the last layer; see `forward`."""
+        hidden = self.normalize(x).flatten(0, 1)  # (B * T, C)
         settings = self.config, self.loss_chunks, self.training
-        return ModelOutput(None, self.head_loss(hidden, self.lm_head.weight, targets, *settings))
+        return lm_head_loss(hidden, self.lm_head.weight, targets.flatten(), *settings)

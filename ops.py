@@ -192,26 +192,30 @@ def _checkpointed(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
 class CompiledBlocks(nn.Module):
     """A GPT that runs compiled, block by block, when it is called through this module.
 
-    Called directly, the same GPT runs eagerly, on inputs of any shape.
+    Its embeddings are another compiled part, and so is the loss with the last LayerNorm. Called
+    directly, the same GPT runs eagerly, on inputs of any shape.
     """
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - a GPT
         super().__init__()
         self.model = model
         compiled: Any = partial(torch.compile, dynamic=False)
-        blocks = nn.ModuleList(map(compiled, model.transformer.h))
         # A tuple keeps the blocks from being registered as submodules a second time.
-        self.compiled = blocks, compiled(model.head_loss)
+        self.blocks = (nn.ModuleList(map(compiled, model.transformer.h)),)
+        self.ends = {"embed": compiled(model.embed), "loss": compiled(model.loss)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a GPT's
-        """Call the GPT with its blocks and its loss replaced by the compiled ones."""
+        """Call the GPT with its parts replaced by the compiled ones."""
         model: Any = self.model
-        eager = model.transformer.h, model.head_loss
-        model.transformer.h, model.head_loss = self.compiled
+        eager = model.transformer.h
+        (model.transformer.h,) = self.blocks
+        vars(model).update(self.ends)
         try:
             return model(*args, **kwargs)
         finally:
-            model.transformer.h, model.head_loss = eager
+            model.transformer.h = eager
+            for name in self.ends:
+                delattr(model, name)
 
 
 # --- residual stream and activation ------------------------------------------------------------

@@ -69,16 +69,18 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     rows = tuple(group["rows"]) or parameter.shape[:1]  # one matrix
                     together[parameter.shape, rows, *settings].append(parameter)
-        for (_, rows, lr, weight_decay, momentum), parameters in together.items():
-            update = self._next_updates(parameters, momentum)
-            matrices = torch.split(self.ranks.gather(update), list(rows), dim=1)
+        updates, matrices = [], []
+        for (_, rows, *_, momentum), parameters in together.items():
+            updates.append(self._next_updates(parameters, momentum))
+            full = self.ranks.gather(updates[-1].to(self.ranks.device))  # also with CPU offload
+            matrices.append(torch.split(full, list(rows), dim=1))
+        results = iter(self._orthogonalize([each for stack in matrices for each in stack]))
+        stacks = zip(together.items(), updates, matrices, strict=True)
+        for ((_, _, lr, weight_decay, _), parameters), update, stack in stacks:
             # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
-            rms = [max(matrix.shape[1:]) ** -0.5 for matrix in matrices]
-            results = [
-                self._orthogonalize(matrix) * (rms[0] / each)
-                for matrix, each in zip(matrices, rms, strict=True)
-            ]
-            shard = self.ranks.shard(torch.cat(results, dim=1), update).to(parameters[0].dtype)
+            rms = [max(each.shape[1:]) ** -0.5 for each in stack]
+            parts = [next(results) * (rms[0] / each) for each in rms]
+            shard = self.ranks.shard(torch.cat(parts, dim=1), update).to(parameters[0].dtype)
             torch._foreach_mul_(parameters, 1 - lr * weight_decay)
             torch._foreach_add_(parameters, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
 
@@ -92,19 +94,30 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         return torch.stack(gradients).lerp_(torch.stack(averages), momentum).to(self.dtype)
 
-    def _orthogonalize(self, matrices: Tensor) -> Tensor:
+    def _orthogonalize(self, stacks: list[Tensor]) -> list[Tensor]:
+        """Orthogonalize stacks of matrices, (n, rows, columns) each; those of one shape together.
+
+        The matrices of queries, keys, values and `attn.c_proj` of all layers are one batch.
+        """
+        wide = [stack.mT if stack.size(1) > stack.size(2) else stack for stack in stacks]
+        results = dict[int, Tensor]()
+        for shape in dict.fromkeys(stack.shape[1:] for stack in wide):
+            same = [i for i, stack in enumerate(wide) if stack.shape[1:] == shape]
+            batch = self._orthogonalize_batch(torch.cat([wide[i] for i in same]))
+            results |= zip(same, torch.split(batch, [len(wide[i]) for i in same]), strict=True)
+        return [results[i] if wide[i] is stack else results[i].mT for i, stack in enumerate(stacks)]
+
+    def _orthogonalize_batch(self, matrices: Tensor) -> Tensor:
         """Orthogonalize (n, rows, columns), a slice on each rank; every rank gets all results."""
-        if matrices.size(1) > matrices.size(2):
-            return self._orthogonalize(matrices.mT).mT
         world_size, rank = self.ranks.world_size, self.ranks.rank
         if world_size == 1:
-            return self.orthogonalize(matrices.contiguous())
+            return self.orthogonalize(matrices)
         n = len(matrices)
         n_per_rank = -(-n // world_size)  # the last ranks may repeat the last matrix
         indices = torch.arange(rank * n_per_rank, (rank + 1) * n_per_rank, device=matrices.device)
-        result = self.orthogonalize(matrices[indices.clamp(max=n - 1)].contiguous())
+        result = self.orthogonalize(matrices[indices.clamp(max=n - 1)])
         results = result.new_empty((world_size * n_per_rank, *result.shape[1:]))
-        dist.all_gather([*results.chunk(world_size)], result)
+        dist.all_gather_into_tensor(results, result.contiguous())
         return results[:n]
 
 

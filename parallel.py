@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from runtime.device import LateNumbers
 from runtime.distributed import DistInfo, all_reduce_sum
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,8 +38,8 @@ class Ranks(DistInfo):
         """Run a micro-step of the wrapped model; only the last one averages over the ranks."""
         return nullcontext()
 
-    def average(self, scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Average scalars over the ranks in one all-reduce; waits for the device."""
+    def average(self, scalars: Mapping[str, Tensor | float]) -> LateNumbers:
+        """Average scalars over the ranks in one all-reduce, without waiting for the device."""
         # Numbers are written on the device: a copy from the CPU would wait for the GPU.
         stack = torch.stack(
             [
@@ -48,8 +49,7 @@ class Ranks(DistInfo):
                 for value in scalars.values()
             ]
         )
-        means = (all_reduce_sum(stack) / self.world_size).tolist()
-        return dict(zip(scalars, means, strict=True))
+        return LateNumbers([*scalars], all_reduce_sum(stack) / self.world_size)
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return the global L2 norm of the parameters' gradients, a scalar on the device."""
@@ -151,6 +151,8 @@ class FSDP(Ranks):
         """Only add up gradients on this rank, except in the last micro-step."""
         root: Any = next(m for m in model.modules() if hasattr(m, "set_requires_gradient_sync"))
         root.set_requires_gradient_sync(is_last)
+        if not self.reshard_after_forward:  # else parameters would be gathered in each micro-step
+            root.set_reshard_after_backward(is_last)
         return nullcontext()
 
     def gather(self, tensor: Tensor) -> Tensor:

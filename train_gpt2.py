@@ -9,7 +9,6 @@ The file reads from top to bottom: model, compiling, optimizers, the loop, the s
 `run` holds what is fixed during training, such as the settings; `trainer` holds what changes.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -27,7 +26,7 @@ from model import GPT, Block, Linear
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from optimizers import Muon
 from runtime.cli import run_command
-from training.run import Numbers, Run, Trainer, start_run
+from training.run import Numbers, Run, StepNumbers, Trainer, start_run
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -148,6 +147,9 @@ def train(run: Run, trainer: Trainer) -> None:
     The loop has one turn more than there are updates: the last turn only saves and evaluates. A
     step is saved before it is evaluated, so that nothing is lost if the evaluation fails or the
     process is killed in it; the checkpoint is written meanwhile.
+
+    A GPU never waits for the host: `train_step` only queues its work, and the numbers of a step are
+    read once the next step is queued. `save` and `evaluate` first read all that are left.
     """
     with run.recording(trainer), trainer.batches:
         for step in range(run.start_step, run.config.max_steps + 1):
@@ -160,13 +162,13 @@ def train(run: Run, trainer: Trainer) -> None:
                     save(run, trainer, step)
                 run.finish(step)
                 break
-            metrics = train_step(run, trainer, step)
-            run.log.step(step + 1, trainer.batches.tokens_seen, metrics)
+            trainer.unread.append(train_step(run, trainer, step))
+            run.read_numbers(trainer, keep=run.reads_late)  # on a GPU, of the step before
             if step == run.start_step:
                 trainer.after_first_step(run.writer)
 
 
-def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
+def train_step(run: Run, trainer: Trainer, step: int) -> StepNumbers:
     """Make the update after `step` updates: accumulate, average over ranks, clip, update.
 
     To log a number of your own, add a scalar tensor to `scalars`, which are averaged over
@@ -174,30 +176,22 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     from its forward pass in an attribute, such as `self.entropy`.
 
     Returns:
-        The numbers to log: the mean loss of the global batch, its gradient's global norm before
-        clipping, the learning rate, and your own.
-
-    Raises:
-        FloatingPointError: on every rank, if the loss or the gradient is not finite; the weights
-            are unchanged.
+        The numbers to log, on the device: the mean loss of the global batch, its gradient's global
+        norm before clipping, and your own. `Run.read_numbers` raises an error if the loss or the
+        norm is not finite, or if a target is masked; nothing that follows from it is saved.
     """
     ranks, raw_model, scaler = run.ranks, trainer.raw_model, trainer.scaler
-    factors, micro_steps = settings_at(run.config, step), run.micro_steps(step)
-    trainer.settings.multiply(factors)
-    sums: dict[str, Tensor] = {}
+    trainer.settings.multiply(settings_at(run.config, step))
+    micro_steps, sums = run.micro_steps(step), dict[str, Tensor]()
     for micro_step in range(micro_steps):
         inputs, targets = next(trainer.batches)
-        # Each counted target must have the same weight in the step, in whatever micro-batch it is.
-        # So a mean loss is multiplied by its counted part: by exactly 1 if no target is masked.
-        masked = (targets == IGNORE_INDEX).sum() / targets.numel()
-        targets = torch.where(masked < 1, targets, inputs)  # a mean over no target would be NaN
         # Backward passes add up gradients, so each loss is divided by the number of micro-steps.
         # Only the last one averages the gradients over the ranks: once per step is enough.
         with ranks.accumulate(trainer.model, is_last=micro_step == micro_steps - 1):
             with run.autocast():
-                loss = trainer.model(inputs, targets).loss * (1 - masked)
+                loss = trainer.model(inputs, targets).loss
             scaler.scale(loss / micro_steps).backward()
-        scalars = Numbers(train_loss=loss, masked=masked)
+        scalars = Numbers(train_loss=loss, masked=(targets == IGNORE_INDEX).sum())
         for name, scalar in scalars.items():
             sums[name] = sums.get(name, 0.0) + scalar.detach() / micro_steps
     for optimizer in trainer.optimizers:
@@ -207,27 +201,18 @@ def train_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
     totals["stop"] = run.stop.signal
     trainer.check_step(step - run.start_step, totals)
-    metrics = Numbers(ranks.average(totals))
-    if metrics.pop("stop"):
-        run.stop.is_agreed = True
-    counted = max(0.0, 1 - metrics.pop("masked")) or 1.0  # part of all targets; 1 for none
-    if counted < 1:  # so far, a masked target counts as one with a loss of 0
-        metrics |= {name: metrics[name] / counted for name in ("train_loss", "grad_norm")}
-        for gradient in (p.grad for p in raw_model.parameters() if p.grad is not None):
-            gradient /= counted
+    numbers = StepNumbers(step + 1, trainer.batches.tokens_seen, ranks.average(totals))
+    # With float16, both optimizers skip an overflow together, so its numbers are read here.
+    is_finite = not scaler.is_enabled() or run.is_finite(trainer, numbers)
     if run.config.grad_clip:
-        nn.utils.clip_grads_with_norm_(raw_model.parameters(), run.config.grad_clip, norm / counted)
-    is_finite = math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["grad_norm"])
-    if not is_finite:
-        trainer.raise_unless_overflow(metrics, step, run.folder)
+        nn.utils.clip_grads_with_norm_(raw_model.parameters(), run.config.grad_clip, norm)
     for optimizer in trainer.optimizers:
-        if is_finite:  # with `scaler.step`, one optimizer could step and another could not
+        if is_finite:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     ranks.sync_buffers(raw_model)  # GPT-2 has none
-    metrics["lr"] = run.config.max_lr * factors.get("lr", 1.0)
-    return metrics
+    return numbers
 
 
 # --- saving -----------------------------------------------------------------------------------
@@ -239,6 +224,7 @@ def save(run: Run, trainer: Trainer, step: int) -> None:
     Raises:
         FloatingPointError: on every rank, if a weight or the optimizers' state is not finite.
     """
+    run.read_numbers(trainer)
     with run.log.paused():
         trainer.check_finite(step, run.ranks)
         # The state has all that is not a tensor: step, position, settings, random generators, …

@@ -30,11 +30,11 @@ HELLASWAG_REFERENCES = {
 }
 METRICS_NAME = "metrics.jsonl"
 LOG_METRICS = {  # which the run's log itself sets
-    *("step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"),
+    *("step", "tokens_seen", "lr", "evaluation_seconds", "overall_tokens_per_second"),
     *("step_time_ms", "tokens_per_second", "mfu", "peak_memory_gib"),
 }
 STANDARD_METRICS = LOG_METRICS | {  # logged by an unmodified trainer
-    *("train_loss", "lr", "grad_norm", "val_loss", "val_bpb", "samples"),
+    *("train_loss", "grad_norm", "val_loss", "val_bpb", "samples"),
     *("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_total", "hellaswag_left_out"),
 }
 SMOOTHING = 0.02  # window of the running mean, as a fraction of the records

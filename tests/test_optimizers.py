@@ -135,7 +135,7 @@ def check(dist_info):
         gathered.append({str(name): n for name, n in communication.get_comm_counts().items()})
         results.append([ranks.gather(parameter) for parameter in parameters])
     # Of each shape the updates, if they are sharded, and what the other rank has orthogonalized.
-    slices, updates = {"c10d.allgather_": 2}, {"c10d_functional.all_gather_into_tensor": 2}
+    slices, updates = {"c10d._allgather_base_": 2}, {"c10d_functional.all_gather_into_tensor": 2}
     assert gathered == [{}, slices, updates | slices], gathered
     for alone, shared, sharded in zip(*results, strict=True):
         torch.testing.assert_close(alone, shared, rtol=0, atol=1e-6)

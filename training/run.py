@@ -3,7 +3,8 @@
 import gc
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from parallel import DDP, FSDP, Ranks
 from runtime import distributed
 from runtime.cli import shell_line
 from runtime.compiler import prepare_compiler
-from runtime.device import tune_malloc
+from runtime.device import LateNumbers, tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
 from runtime.errors import UserError, is_user_error
 from runtime.files import write_json
@@ -45,6 +46,26 @@ from training.stopping import StopRequest
 
 PREEMPTED_NAME = "PREEMPTED"
 STEPS_WITHOUT_GRADIENT = 20  # a parameter that has none after as many steps is a mistake
+
+
+@dataclass
+class StepNumbers:
+    """Numbers of a step that the host has not read yet."""
+
+    step: int
+    """Number of updates done, this one included."""
+    tokens_seen: int
+    late: LateNumbers
+    """`train_loss`, `grad_norm`, …, averaged over the ranks."""
+
+
+class Numbers(dict[str, Any]):
+    """Numbers to log, by name; raises UserError if a name is set twice."""
+
+    def __setitem__(self, name: str, number: Tensor | float) -> None:
+        if name in self:
+            raise UserError(f"train_step already logs a number named {name!r}: rename yours")
+        super().__setitem__(name, number)
 
 
 @dataclass(frozen=True)
@@ -110,6 +131,53 @@ class Run:
         is_new = step > self.start_step
         return is_new and (self.ends(step) or self.is_due(self.config.checkpoint_every, step))
 
+    @property
+    def reads_late(self) -> int:
+        """Number of the newest steps whose numbers are not read yet: a CPU reads at once."""
+        return int(self.ranks.device.type == "cuda")
+
+    def read_numbers(self, trainer: "Trainer", keep: int = 0) -> None:
+        """Read, check and log the numbers of all steps but the last `keep` ones.
+
+        Before anything is saved or evaluated, all must be read.
+
+        Raises:
+            FloatingPointError: on every rank, if a loss or a gradient is not finite.
+            UserError: on every rank, if a target is masked.
+        """
+        while len(trainer.unread) > keep:
+            numbers = trainer.unread.popleft()
+            metrics = numbers.late.read()
+            if metrics.pop("stop"):
+                self.stop.is_agreed = True
+            if metrics.pop("masked"):
+                raise UserError(
+                    f"a target of step {numbers.step} is masked: apply tests/patches/masks.patch, "
+                    f"with which each counted target has the same weight"
+                )
+            if not trainer.scaler.is_enabled():  # with float16, `train_step` has checked them
+                self.is_finite(trainer, numbers)
+            self.log.step(numbers.step, numbers.tokens_seen, metrics)
+
+    def is_finite(self, trainer: "Trainer", numbers: StepNumbers) -> bool:
+        """Return False for a float16 gradient that overflowed: it only halves the loss scale.
+
+        Raise FloatingPointError for any other loss or gradient that is not finite. The loss scale
+        never goes below 1.
+        """
+        metrics = numbers.late.read()
+        loss, norm = metrics["train_loss"], metrics["grad_norm"]
+        if math.isfinite(loss) and math.isfinite(norm):
+            return True
+        if not math.isfinite(loss) or trainer.scaler.get_scale() <= 1:  # 1 without float16
+            words = ("python", "read_step.py", self.folder, "--step", numbers.step)
+            raise FloatingPointError(
+                f"loss {loss:.4f}, gradient norm {norm} in step {numbers.step}, which is not "
+                f"saved; to see its text, run {shell_line(*words)}"
+            )
+        print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
+        return False
+
     @contextmanager
     def recording(self, trainer: "Trainer") -> Iterator[None]:
         """Write `config.json`; log and save while the body runs.
@@ -161,15 +229,6 @@ class Run:
         self.stop.report(f"after step {step}; {resume_hint(self.folder)}")
 
 
-class Numbers(dict[str, Any]):
-    """Numbers to log, by name; raises UserError if a name is set twice."""
-
-    def __setitem__(self, name: str, number: Tensor | float) -> None:
-        if name in self:
-            raise UserError(f"train_step already logs a number named {name!r}: rename yours")
-        super().__setitem__(name, number)
-
-
 @dataclass
 class Trainer:
     """State of the training loop: what a step changes and a checkpoint saves."""
@@ -186,6 +245,8 @@ class Trainer:
     state: dict[str, Tensor | float] = field(default_factory=dict)
     """Numbers and tensors of your own, saved and resumed; a tensor is on the device and, unless it
     is sharded, the same on every rank."""
+    unread: deque[StepNumbers] = field(default_factory=deque)
+    """Numbers of the last steps, oldest first: see `Run.read_numbers`."""
     unused: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that no gradient has reached so far, during the first steps."""
 
@@ -221,19 +282,6 @@ class Trainer:
                         f"(parameters of a loss function get no gradient), or freeze it with "
                         f"requires_grad_(False)"
                     )
-
-    def raise_unless_overflow(self, metrics: Mapping[str, float], step: int, folder: Path) -> None:
-        """Raise if the loss or gradient is not finite, unless a float16 gradient overflowed.
-
-        An overflow only skips this update and halves the loss scale, which never goes below 1.
-        """
-        loss, norm = metrics["train_loss"], metrics["grad_norm"]
-        if not math.isfinite(loss) or self.scaler.get_scale() <= 1:  # 1 without float16
-            raise FloatingPointError(
-                f"loss {loss:.4f}, gradient norm {norm}: no update was made; to see the text of "
-                f"the step, run {shell_line('python', 'read_step.py', folder, '--step', step + 1)}"
-            )
-        print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
 
     def after_first_step(self, writer: CheckpointWriter) -> None:
         """Raise UserError on all ranks if a resume could not restore the state."""

@@ -19,6 +19,7 @@ import torch
 
 from formats.checkpoint import Checkpoint
 from formats.metrics import LOG_METRICS, METRICS_NAME
+from lr_schedule import settings_at
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import peak_memory_gib, synchronize
 from runtime.distributed import is_main, print0
@@ -96,8 +97,9 @@ class RunLog:
     def step(self, step: int, tokens_seen: int, metrics: Mapping[str, float]) -> None:
         """Log a step that the device has finished, the `step`-th update.
 
-        `tokens_seen` are the tokens of all updates so far, and `metrics` is what `train_step`
-        returns: at least `train_loss`, `lr` and `grad_norm`.
+        `tokens_seen` are the tokens of all updates so far, and `metrics` the numbers of
+        `train_step`: at least `train_loss` and `grad_norm`. The time of a step is that since the
+        last call: on a GPU, until the next step was queued and this one was finished.
         """
         now = perf_counter()
         seconds, self._step_begun = now - self._step_begun, now
@@ -108,6 +110,7 @@ class RunLog:
             "step": step,
             "tokens_seen": tokens_seen,
             **metrics,
+            "lr": self.config.max_lr * settings_at(self.config, step - 1).get("lr", 1.0),
             "step_time_ms": 1000 * seconds,
             "tokens_per_second": tokens_per_second,
             "mfu": self._mfu(tokens_per_second),
