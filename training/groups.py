@@ -28,11 +28,10 @@ class GroupSettings:
     def multiply(self, factors: Mapping[str, float]) -> None:
         """Multiply the built numbers of the same names; raise UserError if no group has a name."""
         if unknown := factors.keys() - {name for built in self._built for name in built}:
-            raise UserError(
-                f"no parameter group has a {' or '.join(sorted(unknown))}, which "
-                f"lr_schedule.settings_at returns: name numbers of the groups that "
-                f"train_gpt2.build_optimizers builds"
-            )
+            names = " or ".join(sorted(unknown))
+            fix = "name numbers of the groups that train_gpt2.build_optimizers builds"
+            problem = f"no parameter group has a {names}, which lr_schedule.settings_at returns"
+            raise UserError(f"{problem}: {fix}")
         self._scaled |= factors.keys()
         for group, built in zip(self._groups(), self._built, strict=True):
             for name in factors.keys() & built.keys():
@@ -40,24 +39,19 @@ class GroupSettings:
 
     def state(self) -> list[dict[str, float]]:
         """Return the numbers that something else changed, such as a schedule-free optimizer."""
-        return [
-            {
-                name: value
-                for name, value in group.items()
-                if isinstance(value, int | float)
-                and value != built.get(name)
-                and name not in self._scaled
-            }
-            for group, built in zip(self._groups(), self._built, strict=True)
-        ]
+        states = []
+        for group, built in zip(self._groups(), self._built, strict=True):
+            numbers = {n: x for n, x in group.items() if isinstance(x, int | float)}
+            changed = {n: x for n, x in numbers.items() if x != built.get(n)}
+            states.append({n: x for n, x in changed.items() if n not in self._scaled})
+        return states
 
     def load_state(self, values: Sequence[Mapping[str, float]]) -> None:
         """Set what `state` returned; raise UserError if the groups are others."""
         if any(values) and len(values) != len(self._built):
-            raise UserError(
-                f"the checkpoint has the state of {len(values)} parameter groups, but "
-                f"train_gpt2.build_optimizers builds {len(self._built)}: restore its groups"
-            )
+            saved = f"the checkpoint has the state of {len(values)} parameter groups"
+            built = f"train_gpt2.build_optimizers builds {len(self._built)}"
+            raise UserError(f"{saved}, but {built}: restore its groups")
         for group, numbers in zip(self._groups(), values, strict=False):
             group.update(numbers)
 
