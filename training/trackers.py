@@ -114,10 +114,9 @@ def check_installed(names: Iterable[str]) -> None:
     """Raise if the package of a tracker is not installed."""
     for name in names:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"--logger {name} needs the package {name}, which is not installed: "
-                f"pip install -r requirements-extras.txt, or use --logger without a name"
-            )
+            problem = f"--logger {name} needs the package {name}, which is not installed"
+            fix = "pip install -r requirements-extras.txt, or use --logger without a name"
+            raise UserError(f"{problem}: {fix}")
 
 
 class Trackers:
