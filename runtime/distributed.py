@@ -74,10 +74,9 @@ def check_launcher() -> None:
         if os.environ.get(rank, "0") != "0":
             time.sleep(RANK_0_SECONDS)
             raise SystemExit(2)
-        raise UserError(
-            f"{name} is {count}: start one process per machine, and in it torchrun "
-            f"(docs/many_machines.md), or unset {name} to train {count} separate models"
-        )
+        fix = "start one process per machine, and in it torchrun (docs/many_machines.md)"
+        other_fix = f"unset {name} to train {count} separate models"
+        raise UserError(f"{name} is {count}: {fix}, or {other_fix}")
 
 
 @contextmanager
@@ -110,9 +109,8 @@ def setup_distributed(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if device.type == "mps" or (device.type == "cuda" and not dist.is_nccl_available()):
-        raise UserError(  # torch for Windows has no NCCL
-            f"--device {device.type} runs one process: start without torchrun, or use --device cpu"
-        )
+        fix = "start without torchrun, or use --device cpu"  # torch for Windows has no NCCL
+        raise UserError(f"--device {device.type} runs one process: {fix}")
     if device.type == "cpu":  # torchrun sets OMP_NUM_THREADS to 1 if it is not set
         threads = int(os.environ.get("OMP_NUM_THREADS", 1))
         torch.set_num_threads(threads if threads > 1 else usable_cores())
@@ -131,10 +129,8 @@ def setup_distributed(
     except RuntimeError as error:
         if not is_lost_process(error):
             raise
-        raise RunStopped(
-            "another process has exited or cannot be reached: all ports must be open between the "
-            "machines (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
-        ) from None
+        hint = "all ports must be open between the machines (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
+        raise RunStopped(f"another process has exited or cannot be reached: {hint}") from None
 
 
 def world_size() -> int:
