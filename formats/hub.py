@@ -58,9 +58,7 @@ def explain_hub_errors(
         status = getattr(getattr(error, "response", None), "status_code", None)
         # EntryNotFoundError and RevisionNotFoundError mean that the repository is accessible.
         if status in (401, 403, 404) and not re.search("Entry|Revision", name):
-            remedy = (
-                f"the repository does not exist or is private: check OWNER/NAME, "
-                f"or log in with `hf auth login`; {remedy}"
-            )
+            fix = "check OWNER/NAME, or log in with `hf auth login`"
+            remedy = f"the repository does not exist or is private: {fix}; {remedy}"
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{failure} ({name}: {reason}); {remedy}") from None
