@@ -241,9 +241,8 @@ def measure_speed(
 
     output = run_python(*command, seconds=seconds, is_done=is_done, folder=folder)
     if not (rates := read_rates(output)[1:]):
-        raise UserError(
-            f"printed fewer than 2 speeds such as `tok/sec: 1` (limit: {seconds:.0f} s)"
-        )
+        limit = f"limit: {seconds:.0f} s"
+        raise UserError(f"printed fewer than 2 speeds such as `tok/sec: 1` ({limit})")
     values = {"tokens/s": median(rates)}
     for unit, pattern in OTHER_UNITS.items():
         if printed := re.findall(pattern, output):
