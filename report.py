@@ -61,10 +61,8 @@ def warn_if_not_comparable(run_dirs: Sequence[Path]) -> None:
     for run_dir in run_dirs:
         for name, value in what_is_measured(run_dir).items():
             if value != first[name] and None not in (value, first[name]):
-                print_error(
-                    f"warning: the losses are not comparable: {run_dir} has {name} {value}, "
-                    f"{run_dirs[0]} has {first[name]}"
-                )
+                found = f"{run_dir} has {name} {value}, {run_dirs[0]} has {first[name]}"
+                print_error(f"warning: the losses are not comparable: {found}")
 
 
 def what_is_measured(run_dir: Path) -> dict[str, Any]:
