@@ -53,14 +53,11 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
         return DistInfo(select_device(device_name))
     if "WORLD_SIZE" not in os.environ:
         raise UserError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    return DistInfo(
-        select_device(device_name, local_rank),
-        rank=int(os.environ["RANK"]),
-        local_rank=local_rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    )
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = select_device(device_name, local_rank)
+    return DistInfo(device, rank, local_rank, world_size, local_world_size)
 
 
 def check_launcher() -> None:
@@ -116,11 +113,10 @@ def setup_distributed(
         torch.set_num_threads(threads if threads > 1 else usable_cores())
     timeout = timedelta(minutes=timeout_minutes or 60 * 24 * 365)  # a year stands for no limit
     try:
-        if device.type == "cuda" and not cpu_offload:
-            dist.init_process_group("nccl", timeout=timeout, device_id=device)
-        else:
-            backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, timeout=timeout)
+        gpu_backend = "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
+        backend = gpu_backend if device.type == "cuda" else "gloo"
+        device_id = device if backend == "nccl" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         yield dist_info
         # Not after an error: other ranks may be waiting in a collective until torchrun ends them.
         gc.collect()  # frees DDP models, whose gloo threads can abort the process's exit
