@@ -180,12 +180,7 @@ class TrainConfig:
     """With --gpus: GPU model, such as A100, H200, B200, L4, T4 or 4090."""
 
     def __post_init__(self) -> None:
-        problems = [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]
-        try:
-            self.model_config()
-        except ValueError as error:
-            problems.append(str(error))
-        if problems:
+        if problems := [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]:
             raise UserError("; ".join(problems))
 
     def _conflicts(self) -> Iterator[str]:
@@ -213,6 +208,10 @@ class TrainConfig:
         if self.gpus and not self.plan:
             command = f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
             yield f"--gpus requires --plan; to train on {self.gpus} GPUs: {command}"
+        try:
+            self.model_config()
+        except ValueError as error:
+            yield str(error)
 
     @property
     def warmup(self) -> int:
@@ -232,9 +231,8 @@ class TrainConfig:
         For batches below 524,288 tokens, it averages over as many tokens as 0.95 does at 524,288
         (Marek et al. 2025).
         """
-        if self.beta2 is not None:
-            return self.beta2
-        return 0.95 ** min(1.0, self.total_batch_size / 524_288)
+        default = 0.95 ** min(1.0, self.total_batch_size / 524_288)
+        return default if self.beta2 is None else self.beta2
 
     def model_config(self) -> GPTConfig:
         """Return the size with its overrides, and every other field that both classes have."""
