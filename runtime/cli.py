@@ -55,10 +55,8 @@ def parse_flags(
     Raises:
         UserError: a flag is unknown or its value is invalid; the message is one line.
     """
-    dashed = [
-        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
-        for arg in (sys.argv[1:] if args is None else args)
-    ]
+    args = sys.argv[1:] if args is None else args
+    dashed = [re.sub(r"^--[\w-]+(?==|$)", lambda m: m[0].replace("_", "-"), arg) for arg in args]
     try:
         given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
         if unknown:
