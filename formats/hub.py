@@ -14,6 +14,7 @@ NO_NETWORK = (
     "without a network, use --source stdlib (Python's standard library) "
     "or --source FILES (text, .jsonl, .parquet)"
 )
+RERUN = "fix this and rerun the command to resume"
 REPO_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -43,9 +44,7 @@ def fetch_files(repo: str, needed: str, **kwargs: Any) -> Path:  # noqa: ANN401
 
 
 @contextmanager
-def explain_hub_errors(
-    failure: str, remedy: str = "fix this and rerun the command to resume"
-) -> Iterator[None]:
+def explain_hub_errors(failure: str, remedy: str = RERUN) -> Iterator[None]:
     """Turn any error in the body into a UserError that states what failed and how to fix it.
 
     The hub's libraries raise different errors in different versions. A server may repeat the token
