@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from formats import metrics
-from formats.metrics import Records, Series
 from lr_schedule import default_warmup_steps
 from runtime.cli import print_error
 from runtime.files import atomic_write, read_json
@@ -107,27 +106,26 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def downsample(records: Records, name: str) -> dict[str, list[float]]:
+def downsample(records: metrics.Records, name: str) -> dict[str, list[float]]:
     """Return a series as the page draws it: tokens, values and, if it is noisy, a running mean.
 
     A long series is split into `MAX_POINTS / 2` chunks, of which the minimum and maximum are kept,
     so that no spike is lost. The first and last points are also kept. Values have six digits.
     """
-    series = Series.of(records, name)
+    series = metrics.Series.of(records, name)
     kept = np.arange(len(series.values))
     if len(kept) > MAX_POINTS:
         chunks = np.array_split(kept[1:-1], MAX_POINTS // 2 - 1)
-        extremes = [
-            chunk[pick(series.values[chunk])] for chunk in chunks for pick in (np.argmin, np.argmax)
-        ]
-        kept = np.unique([0, *extremes, kept[-1]])
+        lowest = [chunk[series.values[chunk].argmin()] for chunk in chunks]
+        highest = [chunk[series.values[chunk].argmax()] for chunk in chunks]
+        kept = np.unique([0, *lowest, *highest, kept[-1]])
     columns = {"tokens": series.tokens, "values": series.values}
     if name in NOISY:
         columns["mean"] = series.smoothed().values
     return {key: [float(f"{x:.6g}") for x in column[kept]] for key, column in columns.items()}
 
 
-def read_samples(path: Path, records: Records) -> list[dict[str, Any]]:
+def read_samples(path: Path, records: metrics.Records) -> list[dict[str, Any]]:
     """Return the texts sampled at each step, in the order of steps; skip incomplete lines.
 
     `records` has the number of samples at each step, which are the last ones in the file. Earlier
