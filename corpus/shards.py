@@ -339,9 +339,8 @@ def _check_shard(path: Path) -> tuple[int, int]:
     check_downloaded(path)
     try:
         # `open_memmap` is np.load with mmap_mode, for .npy files only. It rejects pickled objects.
-        array = (
-            _map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
-        )
+        open_memmap = np.lib.format.open_memmap
+        array = _map_bin(path) if path.suffix == ".bin" else open_memmap(path, mode="r")
         if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
             found = f"{array.dtype} of shape {array.shape}"
             raise UserError(f"expected a 1-D uint16 array with at least one token, found {found}")
