@@ -123,13 +123,10 @@ def run_python(
         def output() -> str:
             return Path(file.name).read_text(encoding="utf-8", errors="replace")
 
+        command = [sys.executable, *args]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         child = subprocess.Popen(
-            [sys.executable, *args],
-            cwd=folder or ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-            stdout=file,
-            stderr=file,
-            process_group=0,
+            command, cwd=folder or ROOT, env=env, stdout=file, stderr=file, process_group=0
         )
         try:
             while (code := child.poll()) is None and not is_done(output()) and monotonic() < end:

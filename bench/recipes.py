@@ -106,11 +106,10 @@ def first_merges(n_vocab: int) -> tiktoken.Encoding:
     """Return GPT-2's tokenizer with only its first merges: an exact, smaller byte-level BPE."""
     gpt2 = gpt2_encoding()
     ranks = {token: gpt2.encode_single_token(token) for token in gpt2.token_byte_values()}
+    first = {token: id for token, id in ranks.items() if id < n_vocab - 1}
+    special = {"<|endoftext|>": n_vocab - 1}
     return tiktoken.Encoding(
-        f"gpt2-{n_vocab}",
-        pat_str=WORD_PATTERN,
-        mergeable_ranks={token: id for token, id in ranks.items() if id < n_vocab - 1},
-        special_tokens={"<|endoftext|>": n_vocab - 1},
+        f"gpt2-{n_vocab}", pat_str=WORD_PATTERN, mergeable_ranks=first, special_tokens=special
     )
 
 
