@@ -10,10 +10,8 @@ from typing import Any
 from runtime.errors import UserError
 
 TIMEOUT_SECONDS = 10  # for a response
-NO_NETWORK = (
-    "without a network, use --source stdlib (Python's standard library) "
-    "or --source FILES (text, .jsonl, .parquet)"
-)
+FILES = "--source FILES (text, .jsonl, .parquet)"
+NO_NETWORK = f"without a network, use --source stdlib (Python's standard library) or {FILES}"
 RERUN = "fix this and rerun the command to resume"
 REPO_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
