@@ -36,10 +36,10 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
     runs = [collect_run(run) | {"name": name} for run, name in zip(run_dirs, names, strict=True)]
     is_fineweb = all("fineweb-edu" in str(run["settings"].get("data_dir")) for run in runs)
     totals = [run["hellaswag_total"] for run in runs if run["hellaswag_total"]]
-    references = {  # published values that are comparable with these runs
-        "val_loss": metrics.FINEWEB_EDU_LOSSES if is_fineweb else {},
-        "hellaswag_acc_norm": metrics.hellaswag_references(min(totals, default=0)),
-    }
+    # Published values that are comparable with these runs.
+    losses = metrics.FINEWEB_EDU_LOSSES if is_fineweb else {}
+    accuracies = metrics.hellaswag_references(min(totals, default=0))
+    references = {"val_loss": losses, "hellaswag_acc_norm": accuracies}
     page = {"written": time.time(), "references": references, "runs": runs}
     data = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")  # no </script> in data
     with atomic_write(path) as file:
