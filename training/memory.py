@@ -72,14 +72,11 @@ def plan_memory(config: TrainConfig, device: Device, loss_chunks: int) -> Memory
     sharded = 16.0 * n_params
     if config.optimizer == "muon":  # keeps one moment of the blocks' matrices, not two
         sharded -= 4 * 12 * model_config.n_layer * width**2
-    if config.parallel == "fsdp":
-        sharded /= dist_info.world_size
-    if config.cpu_offload:
-        sharded = 0
     # Every process also holds copies of the weights in the matmul dtype and, once these are freed,
     # the gradients of a micro-batch until they are added to the accumulated gradients.
     unsharded = 4 * n_params + HEAD_BYTES * vocab_size * width
     if config.parallel == "fsdp":
+        sharded = 0 if config.cpu_offload else sharded / dist_info.world_size
         unsharded += HEAD_REDUCE_BYTES * vocab_size * width
     elif dist_info.world_size > 1:  # DDP's buckets and pending gradients
         unsharded += 8 * n_params
