@@ -92,12 +92,9 @@ def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -
     """Report to Trackio; a resumed run continues under its name, which ends with its id."""
     import trackio
 
-    run: Any = trackio.init(
-        project=PROJECT,
-        name=f"{run_dir.name}-{tracker_id(run_dir, 'trackio')}",
-        config=dict(settings),
-        resume="allow" if start_step else "never",
-    )
+    name = f"{run_dir.name}-{tracker_id(run_dir, 'trackio')}"
+    resume = "allow" if start_step else "never"
+    run: Any = trackio.init(project=PROJECT, name=name, config=dict(settings), resume=resume)
     return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
