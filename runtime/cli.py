@@ -69,8 +69,7 @@ def parse_flags(
 
 def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings, saved by another version, without unknown names and invalid values."""
-    names = [field.name for field in fields(config_class)]
-    usable = {name: settings[name] for name in names if name in settings}
+    usable = {f.name: settings[f.name] for f in fields(config_class) if f.name in settings}
 
     def problem(left_out: str = "") -> str:
         try:
