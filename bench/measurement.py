@@ -61,8 +61,7 @@ def measure_in_turn(
     left of `seconds`, at most `RUN_SECONDS`. A measurement that raises UserError is not run again.
     After each run, yield the results so far and the reasons of failures, by label.
     """
-    results: Results = {}
-    failures: dict[str, str] = {}
+    results, failures = Results(), dict[str, str]()
     end = monotonic() + seconds
     runs = list(measures) * rounds
     for number, label in enumerate(runs):
