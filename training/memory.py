@@ -124,7 +124,7 @@ def split_batch(config: TrainConfig, device: Device) -> BatchSplit:
     usable = -all_reduce_max(-int(min(usable, 2**62)))  # the minimum over all processes
 
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
-    divisor = dist_info.world_size * (fixed or 1)  # of each step's sequences
+    divisor = dist_info.world_size * (fixed or 1)  # must divide the sequences of each step
     total, unit = config.total_batch_size, block_size * divisor
     if total % unit:
         nearest = [count * unit for count in (total // unit, total // unit + 1) if count]
