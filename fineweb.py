@@ -134,7 +134,9 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     separator = config.separator.replace(r"\n", "\n").replace(r"\t", "\t")
     source = open_source(found.source.get("revision") if found else None)
     source = replace(source, separator=separator)
-    val_paths = sources.local_files(config.val_source, config.text_field)
+    val_paths = sources.local_files(config.val_source, config.text_field) or (
+        [] if config.val_share else source.val_paths
+    )
     val_source = replace(sources.file_source(val_paths, config.text_field), separator=separator)
     val_files = val_source.identity["files"]
     if any(file in source.identity.get("files", ()) for file in val_files):
@@ -200,9 +202,9 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
 def tokenize_documents(
     documents: Iterable[Document], workers: int
 ) -> Iterator[tuple[list[Document], TokenArray]]:
-    """Yield batches of documents, each with its ids, (tokens,) uint16; empty ones have no ids."""
+    """Yield batches of documents, each with its ids, (tokens,) uint16."""
     batches, copy = itertools.tee(_batches(documents))
-    texts = ([document.text for document in batch if document.text] for batch in copy)
+    texts = ([document.text for document in batch] for batch in copy)
     for batch, tokens in zip(batches, encode_documents(texts, workers), strict=True):
         yield batch, tokens if batch[0].starts_document else tokens[1:]
 
@@ -227,10 +229,12 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     is_file_name = Path(first).suffix.lower() in (*sources.READERS, *sources.CODECS)
     has_name = first in sources.SOURCES or first in sources.FINEWEB
     if not has_name and (is_file_name or sources.local_paths(first)):
-        paths = sources.local_files(config.source, config.text_field)
+        files = sources.local_files(config.source, config.text_field)
+        paths, val_paths = sources.choose_splits(config.source, files)
         base = (Path(first) if Path(first).exists() else paths[0].parent).resolve()
         name = sources.decompressed_name(base).stem if base.is_file() else base.name
-        return name, lambda _: sources.file_source(paths, config.text_field)
+        source = replace(sources.file_source(paths, config.text_field), val_paths=val_paths)
+        return name, lambda _: source
     if len(config.source) > 1:
         raise UserError(f"--source {' '.join(config.source)}: pass a single name, or only files")
     if first in sources.SOURCES:
