@@ -56,17 +56,19 @@ class FineWebConfig:
     """Source of the text: `fineweb-edu`, `fineweb` or another hub dataset (OWNER/NAME); `stdlib`,
     the running Python's standard library, offline; or files, folders and globs. Each row of a
     .parquet, .csv, .tsv, .jsonl, .ndjson or .json file is a document. Any other UTF-8 file is one
-    document. Files may be compressed (.gz, .zst, .bz2, .lz4)."""
+    document. Files may be compressed (.gz, .zst, .bz2, .lz4). In a folder whose README.md begins
+    with `---`, or that otherwise has only tables and .txt files named train, test and so on, the
+    train files are read, and the validation or else the test files are the validation text."""
     text_field: str = "text"
     """Column of tables, or field of JSON lines, that holds the text."""
     separator: str = ""
     """Text between the documents of a file, such as '<|endoftext|>', or '\\n' for a document per
     line."""
     val_source: tuple[PathOrName, ...] = ()
-    """Files, folders and globs of a separate validation text."""
+    """Files, folders and globs of a separate validation text; replaces a validation split."""
     val_share: float | None = None
-    """Largest fraction of the tokens, or of two shards' tokens, for validation; default: 0.1, or
-    the first shard of a hub dataset."""
+    """Largest fraction of the tokens, or of two shards' tokens, for validation; default: the
+    validation split of a folder, the first shard of a hub dataset, or 0.1."""
     name: str | None = None
     """Configuration of the hub dataset; default: `sample-10BT` for fineweb and fineweb-edu."""
     data_dir: Path | None = None

@@ -63,7 +63,7 @@ Cursor = dict[str, int]  # place of a document: number of its `file`, and of its
 class Document(NamedTuple):
     """A document, or one block of a plain text, which may be too long to read in one piece.
 
-    It is not empty.
+    Neither is empty.
     """
 
     text: str
@@ -94,7 +94,7 @@ class Source:
     separator: str = ""
     """If any, text that ends a document inside the files' texts."""
     val_paths: Sequence[Path] = ()
-    """Files of the validation splits of datasets' folders."""
+    """Files of the source that its datasets provide for validation."""
 
     def documents(self, cursor: Cursor | None, part: Part = FULL_DATASET) -> Iterator[Document]:
         """Yield the documents of a part, starting at `cursor`; None = at the start of the part."""
@@ -184,12 +184,12 @@ def decompressed_name(path: Path) -> Path:
 
 
 def walk_folder(folder: Path) -> Iterator[Path]:
-    """Yield the files and folders below a folder that are not hidden; read each folder once."""
-    folders, seen = [folder], set[str]()  # links may lead back to a folder that was seen
+    """Yield the files and folders below a folder that are not hidden; list each folder once."""
+    folders, seen = [folder], set[str]()
     for each in folders:  # the list grows
-        if (real := os.path.realpath(each)) not in seen:
+        if (real := os.path.realpath(each)) not in seen:  # links may lead to a folder above them
             seen.add(real)
-            paths = sorted(each.glob("[!.]*"))
+            paths = sorted(filter(Path.exists, each.glob("[!.]*")))
             folders += filter(Path.is_dir, paths)
             yield from paths
 
@@ -214,7 +214,7 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
             raise UserError(f"{pattern}: no such file or folder")
         for path in matches:
             paths += folder_files(path, field) if path.is_dir() else [path]
-    # A link may lead to another file.
+    # Links may lead to the same file.
     return [*{os.path.realpath(path): path for path in paths}.values()]
 
 
@@ -246,11 +246,11 @@ def folder_files(folder: Path, field: str) -> list[Path]:
 
 
 def choose_splits(patterns: tuple[str, ...], paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Divide the files of `patterns` into those for training and those for validation.
+    """Return the files of `patterns` to train on, and the validation files of datasets' folders.
 
-    Only folders of datasets have files for validation: those with a README.md that begins with
-    `---`, as on the hub, and those in which all files but README.md are tables or .txt files named
-    by split. Print which of their files are used.
+    A folder is a dataset if its README.md begins with `---`, as on the hub, or if all files other
+    than README.md are tables and .txt files that are named after splits, including `train`. Print
+    how many files of a dataset are used.
     """
     val: list[Path] = []
     for folder in chain(*map(local_paths, patterns)):
