@@ -136,9 +136,8 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     separator = config.separator.replace(r"\n", "\n").replace(r"\t", "\t")
     source = open_source(found.source.get("revision") if found else None)
     source = replace(source, separator=separator)
-    val_paths = sources.local_files(config.val_source, config.text_field) or (
-        [] if config.val_share else source.val_paths
-    )
+    val_paths = sources.local_files(config.val_source, config.text_field)
+    val_paths = val_paths or ([] if config.val_share else [*source.val_paths])
     val_source = replace(sources.file_source(val_paths, config.text_field), separator=separator)
     val_files = val_source.identity["files"]
     if any(file in source.identity.get("files", ()) for file in val_files):

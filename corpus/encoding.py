@@ -1,8 +1,8 @@
 """Encode large amounts of text with gigatoken, which is many times faster than tiktoken.
 
-The ids are tiktoken's: the start of each batch, and each character that was not checked before, are
-encoded with both, and a batch in which they differ is encoded with tiktoken. Examples are letters
-that are new in Unicode 17, which only gigatoken knows, and `DOCUMENT_MARK`.
+The ids are tiktoken's: the start of each batch, and each character that is new in it, are encoded
+with both. If the ids differ, the batch is encoded with tiktoken. They differ for letters that are
+new in Unicode 17, which only gigatoken knows, and for `DOCUMENT_MARK`.
 """
 
 import base64
@@ -23,6 +23,7 @@ from tokenizer import END_OF_TEXT, gpt2_encoding
 DOCUMENT_MARK = "\ufdd0"  # gigatoken's END_OF_TEXT; Unicode reserves it for such internal use
 RELOAD_TOKENS = 1 << 26  # gigatoken caches every word: up to 1 GB after this many tokens
 BATCHES_AHEAD = 4  # batches to encode in advance while a shard is written
+ASCII = bytes(range(128))
 CHECK_CHARS = 10_000  # characters of each batch that are also encoded with tiktoken
 
 
@@ -70,17 +71,17 @@ class GigatokenEncoder:
         self.workers = workers
         self._from_tiktoken = gigatoken.Tokenizer.from_tiktoken
         self._tokens_since_load = RELOAD_TOKENS
-        self._is_checked = np.zeros(0x110000, bool)  # by character
+        self._checked = set[str]()  # characters beyond ASCII
 
     def encode(self, texts: Sequence[str]) -> TokenArray:
         """Encode documents, with `END_OF_TEXT` before each."""
         tokens, text = self._encode(texts), "".join(texts)
-        characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-        new = np.unique(characters[~self._is_checked[characters]])
+        others = text.encode(errors="surrogatepass").translate(None, ASCII)
+        new = {*others.decode(errors="surrogatepass")} - self._checked
         # The ids of `'s` show whether the character before it is a letter.
-        sample = [text[:CHECK_CHARS], "".join(f"{chr(character)}'s" for character in new)]
+        sample = [text[:CHECK_CHARS], "".join(f"{character}'s" for character in new)]
         if np.array_equal(self._encode(sample), encode_with_tiktoken(sample, workers=1)):
-            self._is_checked[new] = True
+            self._checked |= new
             return tokens
         warnings.warn("gigatoken disagrees with tiktoken, whose ids are used", stacklevel=1)
         return encode_with_tiktoken(texts, self.workers)

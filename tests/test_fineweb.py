@@ -15,7 +15,7 @@ from corpus.shards import Manifest, open_shards, verify_shards
 from fineweb import FineWebConfig
 from runtime.errors import UserError
 from runtime.files import lock_folder, read_json, write_json
-from tokenizer import END_OF_TEXT, gpt2_encoding
+from tokenizer import gpt2_encoding
 
 make, drive, hub = fineweb_runs.make, fineweb_runs.drive, fineweb_runs.hub
 TEXTS = texts_of(200)
@@ -170,11 +170,15 @@ def test_dataset_folder_has_its_splits(make, train, val, left, has_card):
     assert f"; for validation by default: {len(val)}, such as ds/{val[0]}; skipped: " in printed
     assert f"; skipped: {len(left)}, such as ds/{min(left)}" in printed
     assert [*split_texts("data/ds")] == [{texts[n] for n in names} for names in (train, val)]
+
+
+def test_validation_flags_replace_the_split_of_a_dataset_folder(make):
+    texts = write_folder(["train.jsonl", "test.jsonl"])
     Path("other.txt").write_text("mine")
     make("--source", "ds", "--val-source=other.txt", "--data-dir=other")
-    assert [*split_texts("other")] == [{texts[name] for name in train}, {"mine"}]
+    assert [*split_texts("other")] == [{texts["train.jsonl"]}, {"mine"}]
     make("--source", "ds", "--val-share=0.5", "--data-dir=share")
-    assert tokens_of(Path("share")).count(END_OF_TEXT) == len(train)
+    assert sorted(tokens_of(Path("share"))) == sorted(reference([texts["train.jsonl"]]))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import bz2
 import csv
 import gzip
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,7 +204,8 @@ def test_stdlib_source_is_the_librarys_own_files_in_a_fixed_order():
     assert files == [file.read.args[0] for file in sources.stdlib_source().open_files()]
 
 
-@settings(max_examples=150)
+@pytest.mark.filterwarnings("ignore:gigatoken is not installed")
+@settings(max_examples=200)
 @given(
     st.lists(
         st.sampled_from("ab ,\ufeff|").flatmap(lambda c: st.integers(0, 30).map(c.__mul__))
@@ -212,10 +214,10 @@ def test_stdlib_source_is_the_librarys_own_files_in_a_fixed_order():
         max_size=6,
     ),
     st.sampled_from(["", "|", ","]),
-    st.integers(1, 40),
+    st.sampled_from([1, 9, 1000]),
 )
-@example(["a" * 8, "b"], "", 1)
-@example(["\ufeff", "", "a|", "|b"], "|", 1)
+@example(["a" * 8, "b"], "", 1000)
+@example(["\ufeff", "", "a|", "|b"], "|", 1000)
 def test_source_has_one_end_of_text_per_document_that_is_not_empty(
     tmp_path_factory, texts, separator, batch_chars
 ):
@@ -226,6 +228,7 @@ def test_source_has_one_end_of_text_per_document_that_is_not_empty(
         monkeypatch.setattr(sources, "BLOCK_BYTES", 4)
         monkeypatch.setattr(sources, "MAX_BLOCK_CHARS", 8)
         monkeypatch.setattr(fineweb, "BATCH_CHARS", batch_chars)
+        monkeypatch.setitem(sys.modules, "gigatoken", None)  # tiktoken starts faster
         source = replace(file_source(paths), separator=separator)
         documents = list(source.documents(None))
         batches = fineweb.tokenize_documents(documents, workers=1)
