@@ -253,14 +253,14 @@ def choose_splits(patterns: tuple[str, ...], paths: list[Path]) -> tuple[list[Pa
     how many files of a dataset are used.
     """
     val: list[Path] = []
-    for folder in chain(*map(local_paths, patterns)):
+    for folder in filter(Path.is_dir, chain(*map(local_paths, patterns))):
         texts, readme = {path for path in paths if folder in path.parents}, folder / "README.md"
         splits = dict[str, list[Path]]()
         for path in (path for path in paths if path in texts and path != readme):
             is_data = decompressed_name(path).suffix.lower() in READERS
             named = is_data and SPLIT.match(path.relative_to(folder).as_posix().lower())
             splits.setdefault(named[1] if named else "other", []).append(path)
-        names = [name for name in SPLITS if name in splits]
+        names = sorted(splits, key=SPLITS.index)
         is_named = "train" in names and "other" not in names
         if is_named or (names and readme in texts and readme.read_bytes().startswith(b"---")):
             train = splits[names[0]]
