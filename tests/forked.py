@@ -24,6 +24,7 @@ sys.path.insert(0, sys.argv[1])
 for script in sys.argv[2:]:
     __import__(script)
 import torch._inductor  # what the first settings of a run import
+from runtime.errors import UserError
 
 def start(script, args, cwd, environment):
     pid = os.fork()
@@ -199,7 +200,7 @@ def fork_trainers(monkeypatch, commands, module):
             script = module.replace(".", "/") + ".py"
         done = commands.run(ROOT / script, *args, **environment | NO_COMPILER)
         if done.code:
-            raise ValueError(done.stderr)
+            raise UserError(done.stderr)
         return done.stdout
 
     monkeypatch.setattr(module, "run_python", run_python)
