@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.errors import UserError
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_gpt2", "sample", "export", "fineweb", "plot", "hellaswag", "read_step")
 NO_COMPILER = {"PATH": "/nonexistent", "CXX": ""}  # compiling takes a minute
@@ -24,7 +26,6 @@ sys.path.insert(0, sys.argv[1])
 for script in sys.argv[2:]:
     __import__(script)
 import torch._inductor  # what the first settings of a run import
-from runtime.errors import UserError
 
 def start(script, args, cwd, environment):
     pid = os.fork()

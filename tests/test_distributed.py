@@ -5,6 +5,7 @@ from conftest import check_on_ranks
 
 from runtime import distributed
 from runtime.distributed import DistInfo, read_dist_env, setup_distributed
+from runtime.errors import UserError
 
 RANK_CHECK = """
 import torch
