@@ -56,17 +56,19 @@ class FineWebConfig:
     """Source of the text: `fineweb-edu`, `fineweb` or another hub dataset (OWNER/NAME); `stdlib`,
     the running Python's standard library, offline; or files, folders and globs. Each row of a
     .parquet, .csv, .tsv, .jsonl, .ndjson or .json file is a document. Any other UTF-8 file is one
-    document. Files may be compressed (.gz, .zst, .bz2, .lz4)."""
+    document. Files may be compressed (.gz, .zst, .bz2, .lz4). In a folder whose README.md begins
+    with `---`, or that otherwise has only tables and .txt files named train, test and so on, the
+    train files are read, and the validation or else the test files are the validation text."""
     text_field: str = "text"
     """Column of tables, or field of JSON lines, that holds the text."""
     separator: str = ""
     """Text between the documents of a file, such as '<|endoftext|>', or '\\n' for a document per
     line."""
     val_source: tuple[PathOrName, ...] = ()
-    """Files, folders and globs of a separate validation text."""
+    """Files, folders and globs of a separate validation text; replaces a validation split."""
     val_share: float | None = None
-    """Largest fraction of the tokens, or of two shards' tokens, for validation; default: 0.1, or
-    the first shard of a hub dataset."""
+    """Largest fraction of the tokens, or of two shards' tokens, for validation; default: the
+    validation split of a folder, the first shard of a hub dataset, or 0.1."""
     name: str | None = None
     """Configuration of the hub dataset; default: `sample-10BT` for fineweb and fineweb-edu."""
     data_dir: Path | None = None
@@ -135,6 +137,7 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     source = open_source(found.source.get("revision") if found else None)
     source = replace(source, separator=separator)
     val_paths = sources.local_files(config.val_source, config.text_field)
+    val_paths = val_paths or ([] if config.val_share else [*source.val_paths])
     val_source = replace(sources.file_source(val_paths, config.text_field), separator=separator)
     val_files = val_source.identity["files"]
     if any(file in source.identity.get("files", ()) for file in val_files):
@@ -200,9 +203,9 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
 def tokenize_documents(
     documents: Iterable[Document], workers: int
 ) -> Iterator[tuple[list[Document], TokenArray]]:
-    """Yield batches of documents, each with its ids, (tokens,) uint16; empty ones have no ids."""
+    """Yield batches of documents, each with its ids, (tokens,) uint16."""
     batches, copy = itertools.tee(_batches(documents))
-    texts = ([document.text for document in batch if document.text] for batch in copy)
+    texts = ([document.text for document in batch] for batch in copy)
     for batch, tokens in zip(batches, encode_documents(texts, workers), strict=True):
         yield batch, tokens if batch[0].starts_document else tokens[1:]
 
@@ -227,10 +230,12 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     is_file_name = Path(first).suffix.lower() in (*sources.READERS, *sources.CODECS)
     has_name = first in sources.SOURCES or first in sources.FINEWEB
     if not has_name and (is_file_name or sources.local_paths(first)):
-        paths = sources.local_files(config.source, config.text_field)
+        files = sources.local_files(config.source, config.text_field)
+        paths, val_paths = sources.choose_splits(config.source, files)
         base = (Path(first) if Path(first).exists() else paths[0].parent).resolve()
         name = sources.decompressed_name(base).stem if base.is_file() else base.name
-        return name, lambda _: sources.file_source(paths, config.text_field)
+        source = replace(sources.file_source(paths, config.text_field), val_paths=val_paths)
+        return name, lambda _: source
     if len(config.source) > 1:
         raise UserError(f"--source {' '.join(config.source)}: pass a single name, or only files")
     if first in sources.SOURCES:

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import runtime.threads  # noqa: F401 - before torch, which reads its settings
 
@@ -38,7 +38,6 @@ from ops import IGNORE_INDEX
 from runtime import distributed
 from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
 from runtime.device import DeviceName, to_device, tune_malloc
-from runtime.distributed import DistInfo
 from runtime.errors import UserError
 from runtime.files import atomic_write
 from runtime.precision import DtypeName, inference, select_dtype
@@ -91,8 +90,7 @@ class Example:
     lengths: list[int]  # ending lengths for `acc_norm`: tokens or, in harness style, characters
 
 
-@dataclass(frozen=True)
-class HellaSwagResult:
+class HellaSwagResult(NamedTuple):
     """Losses of N examples, and the accuracies computed from them."""
 
     examples: Sequence[Example]
@@ -216,7 +214,7 @@ def examples_or_none(path: Path | None) -> list[Example]:
 def evaluate_hellaswag(
     model: GPT,
     examples: Sequence[Example],
-    dist_info: DistInfo | None = None,
+    dist_info: distributed.DistInfo | None = None,
     dtype: torch.dtype = torch.float32,
     *,
     batch_size: int = 16,
@@ -235,7 +233,7 @@ def evaluate_hellaswag(
         batch_size: examples per forward pass, in four rows each.
         before_batch: see `distributed.rank_batches`.
     """
-    dist_info = dist_info or DistInfo(next(model.parameters()).device)
+    dist_info = dist_info or distributed.DistInfo(next(model.parameters()).device)
     rows = [(each.context, ending) for each in examples for ending in each.endings]
     # Sort by length to save padding, longest first, so that a lack of memory shows at the start.
     order = sorted(range(len(rows)), key=lambda i: -sum(map(len, rows[i])))

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from formats import metrics
-from formats.metrics import Records, Series
 from lr_schedule import default_warmup_steps
 from runtime.cli import print_error
 from runtime.files import atomic_write, read_json
@@ -37,10 +36,10 @@ def write_report(run_dirs: Sequence[Path]) -> Path:
     runs = [collect_run(run) | {"name": name} for run, name in zip(run_dirs, names, strict=True)]
     is_fineweb = all("fineweb-edu" in str(run["settings"].get("data_dir")) for run in runs)
     totals = [run["hellaswag_total"] for run in runs if run["hellaswag_total"]]
-    references = {  # published values that are comparable with these runs
-        "val_loss": metrics.FINEWEB_EDU_LOSSES if is_fineweb else {},
-        "hellaswag_acc_norm": metrics.hellaswag_references(min(totals, default=0)),
-    }
+    # Published values that are comparable with these runs.
+    losses = metrics.FINEWEB_EDU_LOSSES if is_fineweb else {}
+    accuracies = metrics.hellaswag_references(min(totals, default=0))
+    references = {"val_loss": losses, "hellaswag_acc_norm": accuracies}
     page = {"written": time.time(), "references": references, "runs": runs}
     data = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")  # no </script> in data
     with atomic_write(path) as file:
@@ -61,10 +60,8 @@ def warn_if_not_comparable(run_dirs: Sequence[Path]) -> None:
     for run_dir in run_dirs:
         for name, value in what_is_measured(run_dir).items():
             if value != first[name] and None not in (value, first[name]):
-                print_error(
-                    f"warning: the losses are not comparable: {run_dir} has {name} {value}, "
-                    f"{run_dirs[0]} has {first[name]}"
-                )
+                found = f"{run_dir} has {name} {value}, {run_dirs[0]} has {first[name]}"
+                print_error(f"warning: the losses are not comparable: {found}")
 
 
 def what_is_measured(run_dir: Path) -> dict[str, Any]:
@@ -109,27 +106,26 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def downsample(records: Records, name: str) -> dict[str, list[float]]:
+def downsample(records: metrics.Records, name: str) -> dict[str, list[float]]:
     """Return a series as the page draws it: tokens, values and, if it is noisy, a running mean.
 
     A long series is split into `MAX_POINTS / 2` chunks, of which the minimum and maximum are kept,
     so that no spike is lost. The first and last points are also kept. Values have six digits.
     """
-    series = Series.of(records, name)
+    series = metrics.Series.of(records, name)
     kept = np.arange(len(series.values))
     if len(kept) > MAX_POINTS:
         chunks = np.array_split(kept[1:-1], MAX_POINTS // 2 - 1)
-        extremes = [
-            chunk[pick(series.values[chunk])] for chunk in chunks for pick in (np.argmin, np.argmax)
-        ]
-        kept = np.unique([0, *extremes, kept[-1]])
+        lowest = [chunk[series.values[chunk].argmin()] for chunk in chunks]
+        highest = [chunk[series.values[chunk].argmax()] for chunk in chunks]
+        kept = np.unique([0, *lowest, *highest, kept[-1]])
     columns = {"tokens": series.tokens, "values": series.values}
     if name in NOISY:
         columns["mean"] = series.smoothed().values
     return {key: [float(f"{x:.6g}") for x in column[kept]] for key, column in columns.items()}
 
 
-def read_samples(path: Path, records: Records) -> list[dict[str, Any]]:
+def read_samples(path: Path, records: metrics.Records) -> list[dict[str, Any]]:
     """Return the texts sampled at each step, in the order of steps; skip incomplete lines.
 
     `records` has the number of samples at each step, which are the last ones in the file. Earlier

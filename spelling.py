@@ -14,13 +14,11 @@ from runtime.errors import UserError
 from tokenizer import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 
 
-def share_by_spelling(
-    embedding: nn.Parameter, strength: float, ranks: Ranks
-) -> Callable[..., None]:
+def share_by_spelling(embedding: nn.Parameter, factor: float, ranks: Ranks) -> Callable[..., None]:
     """Return an optimizer pre-step hook that shares gradients between similarly spelled tokens.
 
     The embedding of a rare token gets few gradients. To each token's gradient, the hook adds
-    `strength` times a weighted sum of the gradients of all tokens that share parts of its spelling.
+    `factor` times a weighted sum of the gradients of all tokens that share parts of its spelling.
     The model stays a GPT-2, and the hook has no state to save. All ranks must call it; each
     computes the same. `embedding` is (V, C), with a row for each of GPT-2's token ids.
     """
@@ -39,7 +37,7 @@ def share_by_spelling(
             shared = ranks.gather(gradient)  # (V, C)
             for items, starts, w in sums:  # faster than with sparse matrices
                 shared = F.embedding_bag(items, shared, starts, mode="sum", per_sample_weights=w)
-            gradient.add_(ranks.shard(shared, gradient), alpha=strength)
+            gradient.add_(ranks.shard(shared, gradient), alpha=factor)
 
     return add_gradients
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import runtime.threads  # noqa: F401 - must be imported before torch
 
@@ -87,8 +87,7 @@ class BenchConfig:
             raise UserError("; ".join(problems))
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """Configuration that all runs of a measurement share."""
 
     config: BenchConfig
@@ -151,11 +150,9 @@ def measure(setup: Setup) -> None:
 
 def ladder(setup: Setup) -> dict[str, Measure]:
     """Return the plain trainer's measurements: each row adds an optimization to the row above."""
-    rows, enabled = {"float32": plain(setup)}, list[str]()
-    for name in available_optimizations(setup.device):
-        enabled.append(name)
-        rows[name] = plain(setup, *enabled)
-    return rows | {PRODUCT: product(setup)}
+    names = available_optimizations(setup.device)
+    rows = {name: plain(setup, *names[: n + 1]) for n, name in enumerate(names)}
+    return {"float32": plain(setup), **rows, PRODUCT: product(setup)}
 
 
 def peers(setup: Setup, peer: str | Path) -> dict[str, Measure]:
@@ -164,10 +161,8 @@ def peers(setup: Setup, peer: str | Path) -> dict[str, Measure]:
         script = partial(measure_script, setup, peer.resolve())
         return {peer.name: script, PRODUCT: product(setup)}
     names = [*available_optimizations(setup.device), HUGGING_FACE]
-    return {
-        "transformers": plain(setup, *names),
-        PRODUCT: product(setup, total_batch_size=setup.micro_batch_tokens),
-    }
+    defaults = product(setup, total_batch_size=setup.micro_batch_tokens)
+    return {"transformers": plain(setup, *names), PRODUCT: defaults}
 
 
 def gpu_check(setup: Setup) -> dict[str, Measure]:
@@ -241,9 +236,8 @@ def measure_speed(
 
     output = run_python(*command, seconds=seconds, is_done=is_done, folder=folder)
     if not (rates := read_rates(output)[1:]):
-        raise UserError(
-            f"printed fewer than 2 speeds such as `tok/sec: 1` (limit: {seconds:.0f} s)"
-        )
+        limit = f"limit: {seconds:.0f} s"
+        raise UserError(f"printed fewer than 2 speeds such as `tok/sec: 1` ({limit})")
     values = {"tokens/s": median(rates)}
     for unit, pattern in OTHER_UNITS.items():
         if printed := re.findall(pattern, output):

@@ -61,8 +61,7 @@ def measure_in_turn(
     left of `seconds`, at most `RUN_SECONDS`. A measurement that raises UserError is not run again.
     After each run, yield the results so far and the reasons of failures, by label.
     """
-    results: Results = {}
-    failures: dict[str, str] = {}
+    results, failures = Results(), dict[str, str]()
     end = monotonic() + seconds
     runs = list(measures) * rounds
     for number, label in enumerate(runs):
@@ -123,13 +122,10 @@ def run_python(
         def output() -> str:
             return Path(file.name).read_text(encoding="utf-8", errors="replace")
 
+        command = [sys.executable, *args]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         child = subprocess.Popen(
-            [sys.executable, *args],
-            cwd=folder or ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-            stdout=file,
-            stderr=file,
-            process_group=0,
+            command, cwd=folder or ROOT, env=env, stdout=file, stderr=file, process_group=0
         )
         try:
             while (code := child.poll()) is None and not is_done(output()) and monotonic() < end:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from time import perf_counter
 
 import runtime.threads  # noqa: F401 - must be imported before torch
@@ -109,11 +108,10 @@ class HuggingFaceGPT2(nn.Module):
         super().__init__()
         from transformers import AutoModelForCausalLM
 
+        options = {"attn_implementation": "sdpa", "use_cache": False}
         with tempfile.TemporaryDirectory() as folder:
-            save_pretrained(source, Path(folder, "gpt2"))
-            self.model = AutoModelForCausalLM.from_pretrained(
-                f"{folder}/gpt2", attn_implementation="sdpa", use_cache=False
-            )
+            save_pretrained(source, folder)
+            self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
         self.to(source.lm_head.weight.device)
 
     def forward(self, idx: Tensor, targets: Tensor) -> ModelOutput:

@@ -94,10 +94,9 @@ def tokenize(config: RecipesConfig, folder: Path) -> None:
     documents = first_merges(n_vocab).encode_ordinary_batch(texts)
     ids = np.array([id for document in documents for id in (n_vocab - 1, *document)], np.uint16)
     if MAX_PASSES * (len(ids) - VAL_SPLIT) < (needed := scale.steps * scale.batch):
-        raise UserError(
-            f"--scale {config.scale} trains on {needed:,} tokens in at most {MAX_PASSES} passes, "
-            f"but --source has only {len(ids):,}, {VAL_SPLIT:,} of them for validation: add texts"
-        )
+        uses = f"--scale {config.scale} trains on {needed:,} tokens in at most {MAX_PASSES} passes"
+        found = f"--source has only {len(ids):,}, {VAL_SPLIT:,} of them for validation"
+        raise UserError(f"{uses}, but {found}: add texts")
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "val_000000.npy", ids[:VAL_SPLIT])
     np.save(folder / "train_000001.npy", ids[VAL_SPLIT:])
@@ -107,11 +106,10 @@ def first_merges(n_vocab: int) -> tiktoken.Encoding:
     """Return GPT-2's tokenizer with only its first merges: an exact, smaller byte-level BPE."""
     gpt2 = gpt2_encoding()
     ranks = {token: gpt2.encode_single_token(token) for token in gpt2.token_byte_values()}
+    first = {token: id for token, id in ranks.items() if id < n_vocab - 1}
+    special = {"<|endoftext|>": n_vocab - 1}
     return tiktoken.Encoding(
-        f"gpt2-{n_vocab}",
-        pat_str=WORD_PATTERN,
-        mergeable_ranks={token: id for token, id in ranks.items() if id < n_vocab - 1},
-        special_tokens={"<|endoftext|>": n_vocab - 1},
+        f"gpt2-{n_vocab}", pat_str=WORD_PATTERN, mergeable_ranks=first, special_tokens=special
     )
 
 
@@ -127,11 +125,10 @@ def scaled(recipe: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     settings["warmup_steps"] = recipe["warmup_steps"] or default_warmup_steps(recipe["max_steps"])
     batch = scale.batch * recipe["total_batch_size"] // 524_288
     steps, rate = scale.steps / PUBLISHED_STEPS, math.sqrt(768 / scale.width)
-    for name, factor in (
-        *((name, steps) for name in ("max_steps", "warmup_steps")),
-        *((name, rate) for name in ("max_lr", "min_lr")),
-        *((name, 1 / steps / rate) for name in ("weight_decay", "embedding_decay")),
-    ):
+    factors = dict.fromkeys(("max_steps", "warmup_steps"), steps)
+    factors |= dict.fromkeys(("max_lr", "min_lr"), rate)
+    factors |= dict.fromkeys(("weight_decay", "embedding_decay"), 1 / steps / rate)
+    for name, factor in factors.items():
         if settings[name]:
             kind = round if name.endswith("steps") else float
             settings[name] = kind(settings[name] * factor)

@@ -204,17 +204,14 @@ def train(
 
     def train_one(name: str, variant: Variant, seed: int) -> None:
         slot = slots.get()
-        gpu: Any = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else {}
+        env: Any = {"OMP_NUM_THREADS": "1"}
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         place = {"seed": seed, "run_name": name, "out_dir": folder.absolute(), "resume": "auto"}
+        flags = (*OFF, *variant.flags, *as_flags(place))
+        script = variant.code / "train_gpt2.py"
         try:
-            run_python(
-                variant.code / "train_gpt2.py",
-                *(*OFF, *variant.flags, *as_flags(place)),
-                folder=Path.cwd(),
-                is_done=lambda _: stopped.is_set(),
-                OMP_NUM_THREADS="1",
-                **gpu,
-            )
+            run_python(script, *flags, folder=Path.cwd(), is_done=lambda _: stopped.is_set(), **env)
         finally:
             slots.put(slot)
 
@@ -287,15 +284,14 @@ def format_pairs(name: str, pairs: Mapping[int, Pair]) -> str:
 def draw(name: str, metric: str, pairs: Sequence[Pair], path: Path) -> Path:
     """Plot the curves of all runs and, below, the mean paired difference with its interval."""
     curves, below = new_axes(f"{name} and {BASE}: {len(pairs)} seeds", metric, "difference")
+    tokens = min((outcome.series.tokens for pair in pairs for outcome in pair), key=max)
+    columns = []
     for base, edit in pairs:
         curves.plot(*base.series, color=GRAY, linewidth=1.2)
         curves.plot(*edit.series, color=BLUE, linewidth=1.2)
+        columns.append(np.interp(tokens, *edit.series) - np.interp(tokens, *base.series))
     curves.lines[0].set_label(BASE)
     curves.lines[1].set_label(name)
-    tokens = min((outcome.series.tokens for pair in pairs for outcome in pair), key=max)
-    columns = [
-        np.interp(tokens, *edit.series) - np.interp(tokens, *base.series) for base, edit in pairs
-    ]
     mean = np.mean(columns, axis=0)
     below.axhline(0, color=GRAY, linewidth=1)
     below.plot(tokens, mean, color=BLUE, linewidth=1.8)
@@ -344,14 +340,12 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
         remarks += "; a GPU repeats losses bit for bit only with --deterministic"
     answers = []
     for edit in edits:
-        outcomes = {
-            seed: (
-                read_outcome(folder / base.run_name(seed), config.metric),
-                read_outcome(folder / edit.run_name(seed), config.metric),
-            )
-            for seed in seeds
-            if {base.run_name(seed), edit.run_name(seed)} <= set(trial["finished"])
-        }
+        outcomes = dict[int, Pair]()
+        for seed in seeds:
+            before, after = folder / base.run_name(seed), folder / edit.run_name(seed)
+            if {before.name, after.name} <= set(trial["finished"]):
+                pair = read_outcome(before, config.metric), read_outcome(after, config.metric)
+                outcomes[seed] = pair
         if not outcomes:
             answers.append(f"{edit.name}: no answer: no pair of runs is complete")
             continue

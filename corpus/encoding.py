@@ -1,8 +1,8 @@
 """Encode large amounts of text with gigatoken, which is many times faster than tiktoken.
 
-The ids are tiktoken's: a sample of each batch is encoded with both, and a batch whose samples
-differ is encoded with tiktoken. Letters that are new in Unicode 17, which only gigatoken knows, and
-U+FDD0, which is not a character, may get other ids elsewhere.
+The ids are tiktoken's: the start of each batch, and each character that is new in it, are encoded
+with both. If the ids differ, the batch is encoded with tiktoken. They differ for letters that are
+new in Unicode 17, which only gigatoken knows, and for `DOCUMENT_MARK`.
 """
 
 import base64
@@ -20,9 +20,10 @@ import numpy as np
 from corpus.shards import TokenArray
 from tokenizer import END_OF_TEXT, gpt2_encoding
 
-DOCUMENT_MARK = "\ufdd0"  # stands for END_OF_TEXT; Unicode guarantees that it is never a character
+DOCUMENT_MARK = "\ufdd0"  # gigatoken's END_OF_TEXT; Unicode reserves it for such internal use
 RELOAD_TOKENS = 1 << 26  # gigatoken caches every word: up to 1 GB after this many tokens
 BATCHES_AHEAD = 4  # batches to encode in advance while a shard is written
+ASCII = bytes(range(128))
 CHECK_CHARS = 10_000  # characters of each batch that are also encoded with tiktoken
 
 
@@ -56,10 +57,8 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
 
 def encode_with_tiktoken(texts: Sequence[str], workers: int) -> TokenArray:
     """Encode documents, with `END_OF_TEXT` before each."""
-    ids = []
-    for document in gpt2_encoding().encode_ordinary_batch(list(texts), num_threads=workers):
-        ids += [END_OF_TEXT, *document]
-    return np.array(ids, np.uint16)
+    documents = gpt2_encoding().encode_ordinary_batch(list(texts), num_threads=workers)
+    return np.array([id for ids in documents for id in (END_OF_TEXT, *ids)], np.uint16)
 
 
 class GigatokenEncoder:
@@ -72,12 +71,17 @@ class GigatokenEncoder:
         self.workers = workers
         self._from_tiktoken = gigatoken.Tokenizer.from_tiktoken
         self._tokens_since_load = RELOAD_TOKENS
+        self._checked = set[str]()  # characters beyond ASCII
 
     def encode(self, texts: Sequence[str]) -> TokenArray:
         """Encode documents, with `END_OF_TEXT` before each."""
-        tokens = self._encode(texts)
-        sample = ["".join(texts[:1])[:CHECK_CHARS]]
+        tokens, text = self._encode(texts), "".join(texts)
+        others = text.encode(errors="surrogatepass").translate(None, ASCII)
+        new = {*others.decode(errors="surrogatepass")} - self._checked
+        # The ids of `'s` show whether the character before it is a letter.
+        sample = [text[:CHECK_CHARS], "".join(f"{character}'s" for character in new)]
         if np.array_equal(self._encode(sample), encode_with_tiktoken(sample, workers=1)):
+            self._checked |= new
             return tokens
         warnings.warn("gigatoken disagrees with tiktoken, whose ids are used", stacklevel=1)
         return encode_with_tiktoken(texts, self.workers)
@@ -87,7 +91,8 @@ class GigatokenEncoder:
             self._load()
         # Join the texts into one: several would be returned as an awkward array. Unlike
         # `Tokenizer.encode`, `encode_batch_padded` releases the GIL for the thread that reads.
-        data = b"".join([(DOCUMENT_MARK + text).encode() for text in texts])
+        # tiktoken replaces lone surrogates: let them pass here, so that `encode` sees a difference.
+        data = "".join([DOCUMENT_MARK + text for text in texts]).encode(errors="surrogatepass")
         ids, _ = self._tokenizer.encode_batch_padded([data], pad_id=0)
         self._tokens_since_load += ids.size
         return ids.ravel().astype(np.uint16)

@@ -53,10 +53,8 @@ class Part:
     def file_numbers(self, n_files: int) -> range:
         """Return the numbers of the source's files that are in this part."""
         if self.count > n_files:
-            raise UserError(
-                f"--part {self.index}/{self.count}: the source has fewer files: "
-                f"use --part 0/{n_files} to {n_files - 1}/{n_files}"
-            )
+            fix = f"use --part 0/{n_files} to {n_files - 1}/{n_files}"
+            raise UserError(f"--part {self.index}/{self.count}: the source has fewer files: {fix}")
         start, stop = (n_files * i // self.count for i in (self.index, self.index + 1))
         return range(start, stop)
 

@@ -132,10 +132,8 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
         old, new = found.identity.get(name), expected.identity.get(name)
         if old != new:
             change = f"other {name}" if "files" in name else f"{name} {old} instead of {new}"
-            raise UserError(
-                f"{folder} holds another dataset ({change}): use the flags that made it, "
-                f"choose another --data-dir, or delete {folder}"
-            )
+            fix = f"use the flags that made it, choose another --data-dir, or delete {folder}"
+            raise UserError(f"{folder} holds another dataset ({change}): {fix}")
 
 
 class ShardWriter:
@@ -316,10 +314,9 @@ def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
     for info in infos:
         path = folder / info.file
         if not path.is_file() or sha256_of(path) != info.sha256:
-            raise UserError(
-                f"{path} is missing or does not match its hash: if you downloaded it, delete it "
-                f"and rerun hf download; otherwise delete {folder} and rerun python fineweb.py"
-            )
+            fix = "if you downloaded it, delete it and rerun hf download"
+            other_fix = f"otherwise delete {folder} and rerun python fineweb.py"
+            raise UserError(f"{path} is missing or does not match its hash: {fix}; {other_fix}")
 
 
 def _find_shards(folder: Path, splits: Collection[str]) -> list[Path]:
@@ -329,10 +326,9 @@ def _find_shards(folder: Path, splits: Collection[str]) -> list[Path]:
         val = [path for path in files if VAL_WORD.search(path.name)]
         train = [path for path in files if TRAIN_WORD.search(path.name) and path not in val]
         if (train or val) and kind == "bin" and (folder / NANOGPT_VOCABULARY).exists():
-            raise UserError(
-                f"the tokens of the .bin files are not GPT-2's, as {folder / NANOGPT_VOCABULARY} "
-                f"shows: make shards from the text with python fineweb.py --source FILE"
-            )
+            shown = f"as {folder / NANOGPT_VOCABULARY} shows"
+            fix = "make shards from the text with python fineweb.py --source FILE"
+            raise UserError(f"the tokens of the .bin files are not GPT-2's, {shown}: {fix}")
         if train or val:
             return [*(val if "val" in splits else ()), *(train if "train" in splits else ())]
     return []
@@ -343,16 +339,14 @@ def _check_shard(path: Path) -> tuple[int, int]:
     check_downloaded(path)
     try:
         # `open_memmap` is np.load with mmap_mode, for .npy files only. It rejects pickled objects.
-        array = (
-            _map_bin(path) if path.suffix == ".bin" else np.lib.format.open_memmap(path, mode="r")
-        )
+        open_memmap = np.lib.format.open_memmap
+        array = _map_bin(path) if path.suffix == ".bin" else open_memmap(path, mode="r")
         if array.dtype != SHARD_DTYPE or array.ndim != 1 or not len(array):
             found = f"{array.dtype} of shape {array.shape}"
             raise UserError(f"expected a 1-D uint16 array with at least one token, found {found}")
     except Exception as error:  # a damaged header raises many kinds of errors
-        raise UserError(
-            f"{path} cannot be read as a token shard ({error}): make or download the file again"
-        ) from None
+        problem = f"{path} cannot be read as a token shard ({error})"
+        raise UserError(f"{problem}: make or download the file again") from None
     return array.offset, len(array)
 
 

@@ -8,13 +8,17 @@ files.
 import codecs
 import csv
 import glob
+import gzip
 import hashlib
 import io
 import json
+import os
 import platform
 import re
 import sysconfig
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -28,9 +32,14 @@ from runtime.files import check_downloaded
 from tokenizer import CUT, WORD_END
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
-# Compressed files: the end of the name, pyarrow's codec and the first bytes.
+# The last such word in a file's path names its split, as on the hub. If a dataset has several of
+# SPLITS, the first one is for training, and the last one is for validation.
+SPLIT = re.compile(r"(?s).*(?<![a-z])(train|test|eval|val|dev)(ing|uation|id|idation)?(?![a-z])")
+SPLITS = ("train", "other", "eval", "test", "dev", "val")
+# Compressed files: the end of the name, pyarrow's codec, and the first bytes. For gzip, Python's
+# module is used, which allows zeros after the content.
 CODECS = {
-    ".gz": ("gzip", rb"\x1f\x8b"),
+    ".gz": (None, rb"\x1f\x8b"),
     ".bz2": ("bz2", rb"BZh[1-9]1AY&SY"),
     ".zst": ("zstd", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
     ".lz4": ("lz4", rb"\x04\x22\x4d\x18"),
@@ -39,6 +48,7 @@ NOT_UTF8 = (
     "is not UTF-8; to drop such bytes, use iconv -c -f utf-8 -t utf-8 FILE > NEW_FILE; for a text "
     "in cp1252, gbk, cp1251, shift_jis or latin1, use iconv -f ENCODING -t utf-8 FILE > NEW_FILE"
 )
+MAX_REASONS, MAX_REASON_CHARS = 10, 300  # printed for a folder's skipped files
 TABLE_ROWS = 256  # rows read at a time
 HASHED_BYTES = 1 << 20  # hashed at the start of a file, and at its end
 BLOCK_BYTES = 1 << 20  # read at a time; also about the size of the blocks of a plain text
@@ -51,7 +61,10 @@ Cursor = dict[str, int]  # place of a document: number of its `file`, and of its
 
 
 class Document(NamedTuple):
-    """A document, or one block of a plain text, which may be too long to read in one piece."""
+    """A document, or one block of a plain text, which may be too long to read in one piece.
+
+    Neither is empty.
+    """
 
     text: str
     cursor: Cursor
@@ -80,6 +93,8 @@ class Source:
 
     separator: str = ""
     """If any, text that ends a document inside the files' texts."""
+    val_paths: Sequence[Path] = ()
+    """Files of the source that its datasets provide for validation."""
 
     def documents(self, cursor: Cursor | None, part: Part = FULL_DATASET) -> Iterator[Document]:
         """Yield the documents of a part, starting at `cursor`; None = at the start of the part."""
@@ -90,10 +105,11 @@ class Source:
             file = files[number]
             if self.separator:
                 file = SourceFile(partial(split_texts, file, self.separator))
+            starts_document = True
             for i, text in enumerate(file.read()):
-                if (number, i) >= start:
-                    starts_document = i == 0 or not file.is_document
+                if text and (number, i) >= start:
                     yield Document(text, {"file": number, "text": i}, starts_document)
+                starts_document &= not (text and file.is_document)
 
 
 def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
@@ -112,7 +128,7 @@ def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
     yield rest
 
 
-def file_source(paths: list[Path], field: str = "text") -> Source:
+def file_source(paths: Sequence[Path], field: str = "text") -> Source:
     """Return a source of local files, in order; files of unknown type are read as plain text."""
     identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
     return Source(identity, lambda: [local_file(path, field) for path in paths])
@@ -167,11 +183,26 @@ def decompressed_name(path: Path) -> Path:
     return path.with_suffix("") if path.suffix.lower() in CODECS else path
 
 
+def walk_folder(folder: Path) -> Iterator[Path]:
+    """Yield the files and folders below a folder that are not hidden; list each folder once."""
+    folders, seen = [folder], set[str]()
+    for each in folders:  # the list grows
+        if (real := os.path.realpath(each)) not in seen:  # links may lead to a folder above them
+            seen.add(real)
+            paths = sorted(filter(Path.exists, each.glob("[!.]*")))
+            folders += filter(Path.is_dir, paths)
+            yield from paths
+
+
 def local_paths(pattern: str) -> list[Path]:
     """Return the files and folders that match a path or glob, sorted."""
     if Path(pattern).exists():
         return [Path(pattern)]
-    return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+    top, *below = re.split(r"(?<![^/])\*\*(?:/|$)", pattern, maxsplit=1)
+    if not below:
+        return [Path(match) for match in sorted(glob.glob(pattern))]
+    found = chain(*map(walk_folder, local_paths(top or ".")))
+    return sorted(path for path in found if path.match(below[0] or "*"))
 
 
 def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
@@ -183,7 +214,8 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
             raise UserError(f"{pattern}: no such file or folder")
         for path in matches:
             paths += folder_files(path, field) if path.is_dir() else [path]
-    return [*{path.resolve(): path for path in paths}.values()]  # a link may lead to another file
+    # Links may lead to the same file.
+    return [*{os.path.realpath(path): path for path in paths}.values()]
 
 
 def folder_files(folder: Path, field: str) -> list[Path]:
@@ -192,9 +224,8 @@ def folder_files(folder: Path, field: str) -> list[Path]:
     The files are sorted by a hash of their names, so that validation, which comes first, has files
     of all kinds.
     """
-    found = local_paths(f"{glob.escape(str(folder))}/**")  # without hidden files
-    paths = [path for path in found if path.is_file()]
-    texts, reasons = [], []
+    paths = [path for path in walk_folder(folder) if path.is_file()]
+    texts, reasons = [], dict[str, str]()
     for path in sorted(paths, key=lambda path: hash_of_name(path.relative_to(folder).as_posix())):
         try:
             next(read_file(path, field), None)
@@ -202,13 +233,46 @@ def folder_files(folder: Path, field: str) -> list[Path]:
                 check_utf8(path)
             texts.append(path)
         except (UserError, OSError) as error:
-            reasons.append(str(error))
+            # Errors of one kind have the same first words, apart from the path and numbers.
+            words = re.findall(r"\b[A-Za-z]+\b", str(error).replace(str(path), ""))
+            reasons.setdefault(" ".join(words[:4]), str(error)[:MAX_REASON_CHARS])
     if reasons:
-        count = f"{len(reasons):,} of {len(paths):,} files skipped"
-        print(f"--source {folder}: {count}, for example {min(reasons)}")
+        count = f"{len(paths) - len(texts):,} of {len(paths):,} files skipped"
+        examples = " | ".join(sorted(reasons.values())[:MAX_REASONS])
+        print(f"--source {folder}: {count}, for example {examples}")
     if not texts:
         raise UserError(f"--source {folder} and its subfolders have no text files")
     return texts
+
+
+def choose_splits(patterns: tuple[str, ...], paths: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the files of `patterns` to train on, and the validation files of datasets' folders.
+
+    A folder is a dataset if its README.md begins with `---`, as on the hub, or if all files other
+    than README.md are tables and .txt files that are named after splits, including `train`. Print
+    how many files of a dataset are used.
+    """
+    val: list[Path] = []
+    for folder in filter(Path.is_dir, chain(*map(local_paths, patterns))):
+        texts, readme = {path for path in paths if folder in path.parents}, folder / "README.md"
+        splits = dict[str, list[Path]]()
+        for path in (path for path in paths if path in texts and path != readme):
+            is_data = decompressed_name(path).suffix.lower() in READERS
+            named = is_data and SPLIT.match(path.relative_to(folder).as_posix().lower())
+            splits.setdefault(named[1] if named else "other", []).append(path)
+        names = sorted(splits, key=SPLITS.index)
+        is_named = "train" in names and "other" not in names
+        if is_named or (names and readme in texts and readme.read_bytes().startswith(b"---")):
+            train = splits[names[0]]
+            held_out = splits[names[-1]] if names[-1] not in (names[0], "other") else []
+            unused = texts.difference(train)
+            left = sorted(unused.difference(held_out))
+            roles = {"for training": train, "for validation by default": held_out, "skipped": left}
+            counts = [f"{role}: {len(p):,}, such as {p[0]}" for role, p in roles.items() if p]
+            print(f"--source {folder} is a dataset; files {'; '.join(counts)}")
+            paths = [path for path in paths if path not in unused]
+            val += held_out
+    return paths, val
 
 
 def read_file(path: Path, field: str) -> Iterator[str]:
@@ -218,11 +282,6 @@ def read_file(path: Path, field: str) -> Iterator[str]:
     except UnicodeDecodeError as error:
         check_utf8(path)
         raise UserError(f"{path} cannot be read: {error}") from None  # from a new reader
-    except OSError as error:
-        if error.errno:
-            raise
-        remedy = "check that it is complete or, after zstd --long, use zstd -d --long=31 FILE"
-        raise UserError(f"{path} cannot be read ({error}): {remedy}") from None
 
 
 def find_reader(path: Path) -> "Reader":
@@ -237,15 +296,23 @@ def find_reader(path: Path) -> "Reader":
     return kind
 
 
-def open_bytes(path: Path) -> io.BufferedReader:
+@contextmanager
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     """Open a file; its bytes are decompressed if they begin as one of `CODECS`."""
-    file = path.open("rb")
-    for codec, magic in CODECS.values():
-        if re.match(magic, file.peek()):
-            import pyarrow
+    with path.open("rb") as file:
+        content = file
+        for codec, magic in CODECS.values():
+            if re.match(magic, file.peek()):
+                import pyarrow
 
-            return io.BufferedReader(pyarrow.input_stream(file, codec), BLOCK_BYTES)
-    return file
+                stream = pyarrow.input_stream(file, codec) if codec else gzip.GzipFile(fileobj=file)
+                content = io.BufferedReader(stream, BLOCK_BYTES)
+                break
+        try:
+            yield content
+        except (EOFError, OSError, zlib.error) as error:
+            remedy = "check that it is complete or, after zstd --long, use zstd -d --long=31 FILE"
+            raise UserError(f"{path} cannot be read ({error}): {remedy}") from None
 
 
 def decode_file(path: Path, encoding: str) -> Iterator[str]:
@@ -307,7 +374,7 @@ def read_csv(path: Path, field: str = "text") -> Iterator[str]:
     The delimiter is the comma, semicolon or tab, whichever the first line has most often.
     """
     csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is too small for documents
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
+    with open_bytes(path) as content, io.TextIOWrapper(content, "utf-8-sig", newline="") as file:
         first = file.readline()
         delimiter = max(",;\t", key=first.count)
         rows = csv.reader(chain([first], file), delimiter=delimiter, strict=True)

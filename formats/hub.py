@@ -10,10 +10,9 @@ from typing import Any
 from runtime.errors import UserError
 
 TIMEOUT_SECONDS = 10  # for a response
-NO_NETWORK = (
-    "without a network, use --source stdlib (Python's standard library) "
-    "or --source FILES (text, .jsonl, .parquet)"
-)
+FILES = "--source FILES (text, .jsonl, .parquet)"
+NO_NETWORK = f"without a network, use --source stdlib (Python's standard library) or {FILES}"
+RERUN = "fix this and rerun the command to resume"
 REPO_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -43,9 +42,7 @@ def fetch_files(repo: str, needed: str, **kwargs: Any) -> Path:  # noqa: ANN401
 
 
 @contextmanager
-def explain_hub_errors(
-    failure: str, remedy: str = "fix this and rerun the command to resume"
-) -> Iterator[None]:
+def explain_hub_errors(failure: str, remedy: str = RERUN) -> Iterator[None]:
     """Turn any error in the body into a UserError that states what failed and how to fix it.
 
     The hub's libraries raise different errors in different versions. A server may repeat the token
@@ -58,9 +55,7 @@ def explain_hub_errors(
         status = getattr(getattr(error, "response", None), "status_code", None)
         # EntryNotFoundError and RevisionNotFoundError mean that the repository is accessible.
         if status in (401, 403, 404) and not re.search("Entry|Revision", name):
-            remedy = (
-                f"the repository does not exist or is private: check OWNER/NAME, "
-                f"or log in with `hf auth login`; {remedy}"
-            )
+            fix = "check OWNER/NAME, or log in with `hf auth login`"
+            remedy = f"the repository does not exist or is private: {fix}; {remedy}"
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{failure} ({name}: {reason}); {remedy}") from None

@@ -22,6 +22,7 @@ from runtime.errors import UserError
 from runtime.files import check_downloaded, read_json, write_json
 from tokenizer import VOCAB_PATH, VOCAB_SIZE, byte_characters
 
+Tensors = Mapping[str, Tensor]  # by name
 HF_CONFIG_NAME = "config.json"
 HF_WEIGHTS_NAME = "model.safetensors"
 EXPORT_FILES = VOCAB_PATH.with_name("huggingface.json")
@@ -70,10 +71,9 @@ def read_pretrained_config(source: str | Path) -> GPTConfig:
         if value not in accepted:
             problem = f"{name} is {value!r}, not {accepted[0]!r}"
             if name == "vocab_size" and isinstance(value, int) and value > VOCAB_SIZE:
-                problem += (
-                    f"; if the first {VOCAB_SIZE} are GPT-2's, load it with transformers, call "
-                    f"resize_token_embeddings({VOCAB_SIZE}) and save_pretrained('converted')"
-                )
+                methods = f"resize_token_embeddings({VOCAB_SIZE}) and save_pretrained('converted')"
+                fix = f"load it with transformers, call {methods}"
+                problem += f"; if the first {VOCAB_SIZE} are GPT-2's, {fix}"
             raise UserError(f"{path} is not a GPT-2 that can be loaded: {problem}")
     sizes = {name: values.get(name) for name in SIZES}
     try:
@@ -108,7 +108,7 @@ def save_pretrained(model: GPT, folder: str | Path, dtype: torch.dtype = torch.f
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def from_hf(state_dict: Mapping[str, Tensor], config: GPTConfig) -> GPT:
+def from_hf(state_dict: Tensors, config: GPTConfig) -> GPT:
     """Build a model from copies of Hugging Face's tensors, of any floating-point dtype.
 
     Names may start with `transformer.` or not. The rows that pad the vocabulary are zero.
@@ -155,7 +155,7 @@ def _hf_views(model: GPT) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
+def _check_computes_gpt2(model: GPT, tensors: Tensors) -> None:
     """Raise if a model's parameters or logits are not a GPT-2's.
 
     Shapes do not reveal a different activation, or rotary embeddings next to an unused `wpe`.
@@ -171,20 +171,17 @@ def _check_computes_gpt2(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     found = sum(tensor.numel() for tensor in tensors.values())
     expected = config.n_layer * (12 * C**2 + 13 * C) + (VOCAB_SIZE + config.block_size + 2) * C
     if found != expected:
-        raise UserError(
-            f"this model cannot be exported: it has {found:,} parameters, but a GPT-2 of its "
-            f"dimensions has {expected:,}"
-        )
+        problem = f"it has {found:,} parameters, but a GPT-2 of its dimensions has {expected:,}"
+        raise UserError(f"this model cannot be exported: {problem}")
     logits = deepcopy(model).cpu()(idx[None]).logits
     difference = (logits[0] - gpt2).norm() / gpt2.norm()
     if not difference <= MAX_LOGIT_ERROR:  # NaN also is an error
-        raise UserError(
-            f"this model's logits are not GPT-2's (relative difference {difference:.1e}): a model "
-            f"with a changed activation, position embedding or attention cannot be exported"
-        )
+        problem = f"this model's logits are not GPT-2's (relative difference {difference:.1e})"
+        changed = "a changed activation, position embedding or attention"
+        raise UserError(f"{problem}: a model with {changed} cannot be exported")
 
 
-def gpt2_logits(tensors: Mapping[str, Tensor], n_layer: int, n_head: int, idx: Tensor) -> Tensor:
+def gpt2_logits(tensors: Tensors, n_layer: int, n_head: int, idx: Tensor) -> Tensor:
     """Compute GPT-2's logits (T, vocab_size) for a sequence (T,), independently of `model.py`."""
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -207,10 +204,7 @@ def gpt2_logits(tensors: Mapping[str, Tensor], n_layer: int, n_head: int, idx: T
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor],
-    targets: Mapping[str, Tensor],
-    problem: str,
-    buffers: Collection[str] = (),
+    tensors: Tensors, targets: Tensors, problem: str, buffers: Collection[str] = ()
 ) -> None:
     """Raise unless names and shapes match the targets' and all values are finite floats.
 
@@ -250,16 +244,13 @@ def _find_folder(source: str | Path) -> Path:
     folder = Path(source) if is_local(source) else _download(str(source))
     if (folder / HF_WEIGHTS_NAME).is_file():
         return folder
+    problem = f"lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded"
+    library = "the model with transformers"
+    method = "save_pretrained('converted', max_shard_size='99GB')"
     if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{source} is a PEFT adapter: load it with peft's AutoPeftModelForCausalLM, call "
-            f"merge_and_unload().save_pretrained('merged'), and use the new folder"
-        )
-    raise UserError(
-        f"{source} lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded: load the "
-        f"model with transformers, call save_pretrained('converted', max_shard_size='99GB'), "
-        f"and use the new folder"
-    )
+        problem, library = "is a PEFT adapter", "it with peft's AutoPeftModelForCausalLM"
+        method = "merge_and_unload().save_pretrained('merged')"
+    raise UserError(f"{source} {problem}: load {library}, call {method}, and use the new folder")
 
 
 def repo_name(source: str) -> str:

@@ -55,10 +55,8 @@ def parse_flags(
     Raises:
         UserError: a flag is unknown or its value is invalid; the message is one line.
     """
-    dashed = [
-        re.sub(r"^--[\w-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), arg)
-        for arg in (sys.argv[1:] if args is None else args)
-    ]
+    args = sys.argv[1:] if args is None else args
+    dashed = [re.sub(r"^--[\w-]+(?==|$)", lambda m: m[0].replace("_", "-"), arg) for arg in args]
     try:
         given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
         if unknown:
@@ -71,8 +69,7 @@ def parse_flags(
 
 def usable_settings(config_class: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings, saved by another version, without unknown names and invalid values."""
-    names = [field.name for field in fields(config_class)]
-    usable = {name: settings[name] for name in names if name in settings}
+    usable = {f.name: settings[f.name] for f in fields(config_class) if f.name in settings}
 
     def problem(left_out: str = "") -> str:
         try:

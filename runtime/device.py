@@ -38,25 +38,20 @@ def select_device(name: DeviceName, local_rank: int = 0) -> torch.device:
         raise UserError(problem)
     available = [*(kind for kind in found if found[kind]), "cpu"]
     if name not in ("auto", *available):
-        raise UserError(
-            f"--device {name} is not available here: use --device {' or '.join(available)}"
-        )
+        fix = f"use --device {' or '.join(available)}"
+        raise UserError(f"--device {name} is not available here: {fix}")
     kind = available[0] if name == "auto" else name
     if kind != "cuda":
         return torch.device(kind)
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"process {local_rank} on this machine has no GPU: "
-            f"run torchrun with --nproc_per_node={torch.cuda.device_count()}"
-        )
+    if local_rank >= (n_gpus := torch.cuda.device_count()):
+        fix = f"run torchrun with --nproc_per_node={n_gpus}"
+        raise UserError(f"process {local_rank} on this machine has no GPU: {fix}")
     major, minor = torch.cuda.get_device_capability(local_rank)
     built_for = re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))  # empty with ROCm
     if built_for and 10 * major + minor < min(map(int, built_for)):
-        raise UserError(
-            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(local_rank)}"
-            f" (sm_{major}{minor}): install torch for CUDA 12 (docs/troubleshooting.md), or use "
-            f"--device cpu"
-        )
+        gpu = f"{torch.cuda.get_device_name(local_rank)} (sm_{major}{minor})"
+        fix = "install torch for CUDA 12 (docs/troubleshooting.md), or use --device cpu"
+        raise UserError(f"torch {torch.__version__} has no kernels for {gpu}: {fix}")
     return torch.device("cuda", local_rank)
 
 
@@ -70,11 +65,9 @@ def cuda_problem() -> str | None:
         reason = "no GPU found"
     except (AssertionError, RuntimeError) as error:  # AssertionError: built without CUDA
         reason = str(error).partition(". ")[0]
-    return (
-        f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use it ({reason})"
-        f": update the driver, install another torch (docs/troubleshooting.md), or use "
-        f"--device cpu"
-    )
+    problem = f"torch {torch.__version__} cannot use it ({reason})"
+    fix = "update the driver, install another torch (docs/troubleshooting.md), or use --device cpu"
+    return f"this machine has an NVIDIA driver, but {problem}: {fix}"
 
 
 def tune_malloc() -> None:

@@ -54,14 +54,11 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise UserError(f"RANK is set but {name} is not: start with torchrun, or unset RANK")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    return DistInfo(
-        select_device(device_name, local_rank),
-        rank=int(os.environ["RANK"]),
-        local_rank=local_rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    )
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = select_device(device_name, local_rank)
+    return DistInfo(device, rank, local_rank, world_size, local_world_size)
 
 
 def check_launcher() -> None:
@@ -75,10 +72,9 @@ def check_launcher() -> None:
         if os.environ.get(rank, "0") != "0":
             time.sleep(RANK_0_SECONDS)
             raise SystemExit(2)
-        raise UserError(
-            f"{name} is {count}: start one process per machine, and in it torchrun "
-            f"(docs/many_machines.md), or unset {name} to train {count} separate models"
-        )
+        fix = "start one process per machine, and in it torchrun (docs/many_machines.md)"
+        other_fix = f"unset {name} to train {count} separate models"
+        raise UserError(f"{name} is {count}: {fix}, or {other_fix}")
 
 
 @contextmanager
@@ -111,19 +107,17 @@ def setup_distributed(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if device.type == "mps" or (device.type == "cuda" and not dist.is_nccl_available()):
-        raise UserError(  # torch for Windows has no NCCL
-            f"--device {device.type} runs one process: start without torchrun, or use --device cpu"
-        )
+        fix = "start without torchrun, or use --device cpu"  # torch for Windows has no NCCL
+        raise UserError(f"--device {device.type} runs one process: {fix}")
     if device.type == "cpu":  # torchrun sets OMP_NUM_THREADS to 1 if it is not set
         threads = int(os.environ.get("OMP_NUM_THREADS", 1))
         torch.set_num_threads(threads if threads > 1 else usable_cores())
     timeout = timedelta(minutes=timeout_minutes or 60 * 24 * 365)  # a year stands for no limit
     try:
-        if device.type == "cuda" and not cpu_offload:
-            dist.init_process_group("nccl", timeout=timeout, device_id=device)
-        else:
-            backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, timeout=timeout)
+        gpu_backend = "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
+        backend = gpu_backend if device.type == "cuda" else "gloo"
+        device_id = device if backend == "nccl" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         yield dist_info
         # Not after an error: other ranks may be waiting in a collective until torchrun ends them.
         gc.collect()  # frees DDP models, whose gloo threads can abort the process's exit
@@ -132,10 +126,8 @@ def setup_distributed(
     except RuntimeError as error:
         if not is_lost_process(error):
             raise
-        raise RunStopped(
-            "another process has exited or cannot be reached: all ports must be open between the "
-            "machines (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
-        ) from None
+        hint = "all ports must be open between the machines (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
+        raise RunStopped(f"another process has exited or cannot be reached: {hint}") from None
 
 
 def world_size() -> int:

@@ -2,10 +2,14 @@
 
 import re
 import timeit
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from runtime.files import read_json
+
+GPUS_PATH = Path(__file__).parents[1] / "assets/gpus.json"
 MATMUL_SIZE, MATMUL_REPEATS = 1024, 10
 
 
@@ -19,38 +23,9 @@ class Gpu(NamedTuple):
 
 # Keyed by the `--gpu` name; the first matching pattern wins. Peaks are in FLOP/s, for dense
 # bfloat16 (float16 on the T4 and V100, which have no bfloat16) with float32 accumulation. They are
-# from NVIDIA's data sheets; where these quote the sparse peak, it is halved.
-GPUS = {
-    "B200": Gpu(r"\bB200$", 178, 2250e12),
-    "GH200": Gpu(r"\bGH200\b", 94, 989e12),
-    "H200-NVL": Gpu(r"\bH200 NVL$", 139, 835e12),
-    "H200": Gpu(r"\bH200\b", 139, 989e12),
-    "H100-PCIe": Gpu(r"\bH100 PCIe$", 79, 756e12),
-    "H100-NVL": Gpu(r"\bH100 NVL$", 93, 835e12),
-    "H100": Gpu(r"\bH100 .*HBM3$", 79, 989e12),
-    "A100-40GB": Gpu(r"\bA100.*-40GB$", 39, 312e12),
-    "A100": Gpu(r"\bA100\b", 79, 312e12),
-    "A10": Gpu(r"\bA10$", 22, 125e12),
-    "A10G": Gpu(r"\bA10G$", 22, 70e12),
-    "A40": Gpu(r"\bA40$", 44, 150e12),
-    "L4": Gpu(r"\bL4$", 22, 121e12),
-    "L40": Gpu(r"\bL40$", 44, 181e12),
-    "L40S": Gpu(r"\bL40S$", 44, 362e12),
-    "T4": Gpu(r"\bT4$", 14, 65e12),
-    "A6000": Gpu(r"\bRTX A6000$", 47, 155e12),
-    "PRO6000": Gpu(r"\bRTX PRO 6000 Blackwell Workstation Edition$", 94, 504e12),
-    "5090": Gpu(r"\bRTX 5090$", 31, 210e12),
-    "5080": Gpu(r"\bRTX 5080$", 15, 113e12),
-    "5070": Gpu(r"\bRTX 5070$", 11, 62e12),
-    "4090": Gpu(r"\bRTX 4090$", 23, 165e12),
-    "4080": Gpu(r"\bRTX 4080$", 15, 97e12),
-    "4070": Gpu(r"\bRTX 4070$", 11, 58e12),
-    "4060Ti": Gpu(r"\bRTX 4060 Ti$", 7, 44e12),  # a 16 GB version has the same name
-    "3090": Gpu(r"\bRTX 3090$", 23, 71e12),
-    "3080": Gpu(r"\bRTX 3080$", 9, 60e12),
-    "3060": Gpu(r"\bRTX 3060$", 11, 25e12),
-    "V100": Gpu(r"\bV100-SXM2-", 15, 125e12),
-}
+# from NVIDIA's data sheets; where these quote the sparse peak, it is halved. A 4060 Ti with 16 GB
+# has the same name as the one with 8 GB.
+GPUS = {name: Gpu(**gpu) for name, gpu in read_json(GPUS_PATH).items()}
 BEFORE_AMPERE = ("T4", "V100")  # without bfloat16 and TF32
 
 

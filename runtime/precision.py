@@ -34,9 +34,7 @@ def select_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
     """Run matmuls of float32 parameters in `dtype`; for float32, do nothing."""
-    if dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 @contextlib.contextmanager

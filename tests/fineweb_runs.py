@@ -52,6 +52,7 @@ def texts_of(count, seed=0):
 
 def write_texts(path, texts, field="text"):
     """A source of the kind that its name says; compressed, it has two members, cut anywhere."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"id": range(len(texts)), field: texts}), path)
         return path
@@ -62,7 +63,6 @@ def write_texts(path, texts, field="text"):
     if codec := {".gz": "gzip", ".zst": "zstd"}.get(path.suffix):
         halves = content[: len(content) // 2], content[len(content) // 2 :]
         content = b"".join(pa.compress(half, codec, asbytes=True) for half in halves)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
 

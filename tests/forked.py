@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.errors import UserError
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_gpt2", "sample", "export", "fineweb", "plot", "hellaswag", "read_step")
 NO_COMPILER = {"PATH": "/nonexistent", "CXX": ""}  # compiling takes a minute
@@ -199,7 +201,7 @@ def fork_trainers(monkeypatch, commands, module):
             script = module.replace(".", "/") + ".py"
         done = commands.run(ROOT / script, *args, **environment | NO_COMPILER)
         if done.code:
-            raise ValueError(done.stderr)
+            raise UserError(done.stderr)
         return done.stdout
 
     monkeypatch.setattr(module, "run_python", run_python)

@@ -24,6 +24,7 @@ from bench.plain import HUGGING_FACE, OPTIMIZATIONS, HuggingFaceGPT2
 from formats.metrics import read_metrics
 from model import GPT, GPTConfig
 from runtime.cli import parse_flags
+from runtime.errors import UserError
 from training.config import TrainConfig
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def test_measure_in_turn_takes_each_once_per_round_and_goes_on_after_a_failure(c
         calls.append(label)
         assert seconds == RUN_SECONDS
         if label == "broken":
-            raise ValueError("no folder /home/me/data")
+            raise UserError("no folder /home/me/data")
         return {"s": float(len(calls))}
 
     measures = {label: partial(measure, label) for label in ("a", "broken", "b")}

@@ -198,7 +198,7 @@ def test_parse_flags_expands_the_home_folder_in_paths_only(tmp_path, monkeypatch
     assert config.init_from == str(tmp_path / "a")
     assert config.sample_prompt == "~/c"
     for flag in ("--config", "--resume", "--init-from"):  # read before the other flags
-        with pytest.raises(OSError, match=re.escape(str(tmp_path / "d"))):
+        with pytest.raises(UserError, match=re.escape(str(tmp_path / "d"))):
             parse_config([f"{flag}=~/d"])
 
 

@@ -15,6 +15,7 @@ from corpus.shards import Manifest, open_shards, verify_shards
 from fineweb import FineWebConfig
 from runtime.errors import UserError
 from runtime.files import lock_folder, read_json, write_json
+from tokenizer import gpt2_encoding
 
 make, drive, hub = fineweb_runs.make, fineweb_runs.drive, fineweb_runs.hub
 TEXTS = texts_of(200)
@@ -83,12 +84,15 @@ def test_main_reads_each_text_file_of_a_folder_once(make, tmp_path):
     others = {"a/a.png": b"\x89PNG", "a/.d": b"d", ".e/f.txt": b"f", "latin.txt": b"caf\xe9"}
     others["late.txt"] = b"text\n" * 500 + b"\xff"  # beyond the first block
     others |= {"package.json": b'{\n  "name": "x"\n}\n', "t.csv": b"id,body\n1,x\n"}
+    others["p.pdf"] = others["a/c.pdf"] = b"%PDF-1.4"
     for name, content in others.items():
         (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_bytes(content)
     printed = make("--source", "mine")
-    example = "mine/a/a.png, line 1: byte 0x89 is not UTF-8"
-    assert printed.startswith(f"--source mine: 5 of 9 files skipped, for example {example}")
+    skipped, *_ = printed.splitlines()
+    assert skipped.startswith("--source mine: 7 of 11 files skipped, for example mine/a/")
+    for one_of_its_kind in ("is not UTF-8", "a PDF; use", "line 1: not JSON", "found id, body"):
+        assert skipped.count(one_of_its_kind) == 1
     by_hash = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert by_hash != sorted(texts)
     assert tokens_of(Path("data/mine")) == reference([texts[name] for name in by_hash])
@@ -124,6 +128,78 @@ def test_main_touches_no_file_that_it_did_not_make(make, tmp_path):
             make(*flags)
     assert contents(tmp_path).keys() == {"train.npy", "manifest.json", "a.jsonl"}
     assert (tmp_path / ".mine.tmp").exists()
+
+
+# Folders of datasets
+
+
+def write_folder(names):
+    """Write a folder `ds` of files that contain their names."""
+    for name in names:
+        write_texts(Path("ds", name), [f"This is {name}."])
+    return {name: f"This is {name}." for name in names}
+
+
+def split_texts(folder):
+    """Return the documents of both splits."""
+    for split in ("train", "val"):
+        shards = open_shards(folder, split)
+        text = gpt2_encoding().decode(shards.read(0, shards.total_tokens).tolist())
+        yield {*text.split("<|endoftext|>")} - {""}
+
+
+@pytest.mark.parametrize("has_card", [True, False])
+@pytest.mark.parametrize(
+    ("train", "val", "left"),
+    [
+        (["data/train-0.parquet"], ["data/validation-0.parquet"], ["data/test-0.parquet"]),
+        (["en/train.jsonl.gz", "training_2.json"], ["en/test.jsonl.gz"], []),
+        (["train/0.jsonl", "test_of_time/train.jsonl"], ["train/dev/0.jsonl"], ["eval/0.jsonl"]),
+        (["my-train.txt"], ["my-valid.txt"], ["my_evaluation.txt"]),
+    ],
+)
+def test_dataset_folder_has_its_splits(make, train, val, left, has_card):
+    texts = write_folder([*train, *val, *left])
+    Path("ds/README.md").write_text("---\nlicense: mit\n---\n" if has_card else "# My texts\n")
+    if has_card:
+        left = [*left, *write_folder(["LICENSE", "test_loading.py", "constrained.jsonl"])]
+    left = ["README.md", *left]
+    printed = make("--source", "ds").splitlines()[0]
+    training = f"files for training: {len(train)}, such as ds/"
+    assert printed.startswith(f"--source ds is a dataset; {training}")
+    assert f"; for validation by default: {len(val)}, such as ds/{val[0]}; skipped: " in printed
+    assert f"; skipped: {len(left)}, such as ds/{min(left)}" in printed
+    assert [*split_texts("data/ds")] == [{texts[n] for n in names} for names in (train, val)]
+
+
+def test_validation_flags_replace_the_split_of_a_dataset_folder(make):
+    texts = write_folder(["train.jsonl", "test.jsonl"])
+    Path("other.txt").write_text("mine")
+    make("--source", "ds", "--val-source=other.txt", "--data-dir=other")
+    assert [*split_texts("other")] == [{texts["train.jsonl"]}, {"mine"}]
+    make("--source", "ds", "--val-share=0.5", "--data-dir=share")
+    assert sorted(tokens_of(Path("share"))) == sorted(reference([texts["train.jsonl"]]))
+
+
+@pytest.mark.parametrize(
+    ("names", "readme", "left_out"),
+    [
+        (["test.py", "train_notes.txt", "a.txt", "val/b.py"], "# Mine", []),
+        (["train.py", "test.py"], "", []),
+        (["test_1.txt", "test_2.txt"], "# Mine", []),
+        (["posts/1.md", "posts/test.md"], "---\ntitle: A blog\n---", ["README.md"]),
+        (["1.jsonl", "2.jsonl"], "---\nlicense: mit\n---", ["README.md"]),
+        (["data/test-0.parquet"], "---\nlicense: mit\n---", ["README.md"]),
+    ],
+)
+def test_folder_without_splits_is_read_completely(make, names, readme, left_out):
+    texts = {*write_folder(names).values()}
+    Path("ds/README.md").write_text(readme)
+    printed = make("--source", "ds")
+    assert ("such as ds/README.md" in printed) == ("README.md" in left_out)
+    expected = texts if left_out else texts.union({readme} - {""})
+    text = gpt2_encoding().decode(tokens_of(Path("data/ds")))
+    assert {*text.split("<|endoftext|>")} - {""} == expected
 
 
 # Interrupted runs

@@ -60,5 +60,5 @@ def test_fineweb_of_a_private_repository_says_how_to_log_in(commands, server, tm
 
 def test_explain_hub_errors_does_not_blame_the_hub_for_a_full_disk():
     problem = r"x was not downloaded \(OSError: \[Errno 28\] .*\); fix this and rerun the command "
-    with pytest.raises(OSError, match=problem), explain_hub_errors("x was not downloaded"):
+    with pytest.raises(UserError, match=problem), explain_hub_errors("x was not downloaded"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

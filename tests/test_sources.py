@@ -4,6 +4,9 @@ import bz2
 import csv
 import gzip
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,9 +15,13 @@ from fineweb_runs import texts_of, write_texts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import fineweb
 from corpus import sources
 from corpus.sources import file_source, read_file, read_plain
+from runtime.errors import UserError
 from tokenizer import gpt2_encoding
+
+LONG_ZSTD = b"\x28\xb5\x2f\xfd\0\xa8\x19\0\0abc"  # its window is larger than 128 MiB
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ def test_read_file_names_the_tool_for_other_files(tmp_path):
             "an Arrow file; for its FOLDER from save_to_disk",
         ),
         ("a.tar", b"a".ljust(257, b"\0") + b"ustar", "an archive; unpack it"),
-        ("z.zst", b"\x28\xb5\x2f\xfd\0\xa8\x19\0\0abc", "cannot be read .*use zstd -d --long=31"),
+        ("z.zst", LONG_ZSTD, "cannot be read .*use zstd -d --long=31"),
     ]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"/{name}[:, ]+{message}"):
@@ -90,9 +97,32 @@ def test_read_file_recognizes_json_lines_and_compression_by_content(tmp_path):
         **{"a.JSONL": line, "b.ndjson": line, "c": line, "d.txt": b"\xef\xbb\xbf" + line},
         **{"e.jsonl.gz": line, "f": gzip.compress(line), "g.TSV": b"id\ttext\n1\tonce\n"},
         "h.csv.bz2": bz2.compress(b"text\nonce\n"),
+        "two members and padding": gzip.compress(line[:9]) + gzip.compress(line[9:]) + bytes(9999),
     }.items():
         (tmp_path / name).write_bytes(content)
         assert [*read_file(tmp_path / name, "text")] == ["once"], name
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+@pytest.mark.parametrize("codec", ["gzip", "bz2", "zstd", "lz4", "zstd --long"])
+@pytest.mark.parametrize("block_bytes", [10, 1 << 20])
+def test_damaged_compressed_file_is_an_error_with_a_fix(
+    tmp_path, monkeypatch, capsys, name, codec, block_bytes
+):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)  # the damage is in the first, or later
+    path = tmp_path / f"{name}.compressed"
+    with pa.output_stream(path, compression=codec.split()[0]) as file:
+        file.write(b"text\n" + b"once\n" * 99 if ".csv" in name else b'{"text": "once"}\n' * 99)
+    path.write_bytes(LONG_ZSTD if "--long" in codec else path.read_bytes()[:-5])
+    fix = "check that it is complete or, after zstd --long, use zstd -d --long=31 FILE"
+    with pytest.raises(UserError, match=rf"^{path} cannot be read \(.*\): {fix}$"):
+        list(file_source([path]).documents(None))
+    (tmp_path / "good.txt").write_text("good")
+    assert sources.local_files((str(tmp_path),)) == [tmp_path / "good.txt"]
+    assert f"1 of 2 files skipped, for example {path} cannot be read (" in (
+        out := capsys.readouterr().out
+    )
+    assert out.endswith(f"{fix}\n")
 
 
 def test_reader_that_decodes_compressed_bytes_is_an_error_that_names_the_file(
@@ -102,6 +132,25 @@ def test_reader_that_decodes_compressed_bytes_is_an_error_that_names_the_file(
     (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"once"))
     with pytest.raises(ValueError, match=r"a\.md\.gz cannot be read: 'utf-8' codec can't decode"):
         list(read_file(tmp_path / "a.md.gz", "text"))
+
+
+@pytest.mark.parametrize("pattern", ["mine", "mine/**/*.txt", "mine/**", "m*/**/*.txt", "**/*.txt"])
+def test_local_files_lists_a_folder_once_however_many_links_lead_to_it(
+    tmp_path, monkeypatch, pattern
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine/a/b/1.txt", "mine/2.txt", "mine/c/3.txt", "mine/.git/4.txt", "other/5.txt"):
+        write_texts(Path(name), [f"text {name}"])
+    for folder in ("mine", "mine/a", "mine/a/b"):  # without a limit, 3^40 paths
+        for link in ("up", "back", "root"):
+            Path(folder, link).symlink_to(tmp_path / "mine")
+    for link, target in {
+        **{"mine/c/a": "../a", "mine/a/c": "../c", "mine/self": "self", "mine/none": "nothing"},
+        **{"mine/linked.txt": "a/b/1.txt", "mine/z.txt": "a/b/1.txt", "mine/other": "../other"},
+    }.items():
+        Path(link).symlink_to(target)
+    files = [path.resolve().name for path in sources.local_files((pattern,))]
+    assert sorted(files) == ["1.txt", "2.txt", "3.txt", "5.txt"]
 
 
 def test_local_paths_takes_an_existing_name_as_it_is(tmp_path):
@@ -155,11 +204,47 @@ def test_stdlib_source_is_the_librarys_own_files_in_a_fixed_order():
     assert files == [file.read.args[0] for file in sources.stdlib_source().open_files()]
 
 
+@pytest.mark.filterwarnings("ignore:gigatoken is not installed")
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.sampled_from("ab ,\ufeff|").flatmap(lambda c: st.integers(0, 30).map(c.__mul__))
+        | st.text("ab ,|", max_size=30),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from(["", "|", ","]),
+    st.sampled_from([1, 9, 1000]),
+)
+@example(["a" * 8, "b"], "", 1000)
+@example(["\ufeff", "", "a|", "|b"], "|", 1000)
+def test_source_has_one_end_of_text_per_document_that_is_not_empty(
+    tmp_path_factory, texts, separator, batch_chars
+):
+    paths = [tmp_path_factory.getbasetemp() / f"{i}.txt" for i in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sources, "BLOCK_BYTES", 4)
+        monkeypatch.setattr(sources, "MAX_BLOCK_CHARS", 8)
+        monkeypatch.setattr(fineweb, "BATCH_CHARS", batch_chars)
+        monkeypatch.setitem(sys.modules, "gigatoken", None)  # tiktoken starts faster
+        source = replace(file_source(paths), separator=separator)
+        documents = list(source.documents(None))
+        batches = fineweb.tokenize_documents(documents, workers=1)
+        ids = [int(id) for _, tokens in batches for id in tokens]
+        for n in (0, len(documents) // 2, -1) if documents else ():
+            assert list(source.documents(documents[n].cursor)) == documents[n:]
+    texts = [text.removeprefix("\ufeff") for text in texts]
+    texts = [part for text in texts for part in (text.split(separator) if separator else [text])]
+    assert gpt2_encoding().decode(ids).split("<|endoftext|>") == ["", *filter(None, texts)]
+
+
 def test_source_resumes_from_any_document(tmp_path):
     files = {"a.jsonl": ["a", "", "b"], "b.jsonl": [], "c.parquet": ["c"]}
     source = file_source([write_texts(tmp_path / name, texts) for name, texts in files.items()])
     documents = list(source.documents(None))
-    assert [document.text for document in documents] == ["a", "", "b", "c"]
+    assert [document.text for document in documents] == ["a", "b", "c"]
     for n, document in enumerate(documents):
         assert list(source.documents(json.loads(json.dumps(document.cursor)))) == documents[n:]
 

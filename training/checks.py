@@ -43,17 +43,15 @@ def check_ranks_agree(
         train = open_shards(config.data_dir, "train")
         val = open_shards(config.data_dir, "val", is_optional=True)
         if config.val_every and not count_windows(val.total_tokens, config.block_size):
-            raise UserError(
-                f"the validation split in {config.data_dir} has {val.total_tokens} tokens, fewer "
-                f"than --block-size {config.block_size} + 1: add more data, or use --val-every 0"
-            )
+            found = f"the validation split in {config.data_dir} has {val.total_tokens} tokens"
+            needed = f"fewer than --block-size {config.block_size} + 1"
+            raise UserError(f"{found}, {needed}: add more data, or use --val-every 0")
         windows = max(windows_at(config, step) for step in range(config.max_steps))
-        if (found := count_windows(train.total_tokens, config.block_size)) < windows:
-            raise UserError(
-                f"the training split in {config.data_dir} has {train.total_tokens:,} tokens, but "
-                f"one step needs {windows * config.block_size + 1:,}: use a --total-batch-size of "
-                f"at most {found * config.block_size}, or add data"
-            )
+        if (usable := count_windows(train.total_tokens, config.block_size)) < windows:
+            found = f"the training split in {config.data_dir} has {train.total_tokens:,} tokens"
+            needed = f"one step needs {windows * config.block_size + 1:,}"
+            fix = f"use a --total-batch-size of at most {usable * config.block_size}, or add data"
+            raise UserError(f"{found}, but {needed}: {fix}")
         if resumed is not None:
             check_resume_compatible(resumed, config, train.fingerprint, val.fingerprint)
     checkpoint = "no checkpoint"
@@ -83,15 +81,12 @@ def check_parallel_mode(config: TrainConfig, device: Device) -> None:
     if config.parallel != "fsdp":
         return
     if device.dtype == torch.float16:
-        raise UserError(
-            "--parallel fsdp does not support float16: use --dtype bfloat16 or, if the GPU does "
-            "not have it, --dtype float32"
-        )
+        fix = "use --dtype bfloat16 or, if the GPU does not have it, --dtype float32"
+        raise UserError(f"--parallel fsdp does not support float16: {fix}")
     if not dist.is_initialized():
-        raise UserError(
-            "--parallel fsdp requires torchrun: use torchrun --standalone --nproc_per_node=2 "
-            "train_gpt2.py or, for one process, --parallel ddp"
-        )
+        command = "torchrun --standalone --nproc_per_node=2 train_gpt2.py"
+        fix = f"use {command} or, for one process, --parallel ddp"
+        raise UserError(f"--parallel fsdp requires torchrun: {fix}")
 
 
 # --- --preflight ------------------------------------------------------------------------------
@@ -131,10 +126,8 @@ def check_disk(config: TrainConfig, resumed: Checkpoint | None) -> str:
         name = Path(gather_text(name)[0]).name
         with raise_on_all_ranks():
             if not (out_dir / name).is_file():
-                raise UserError(
-                    f"rank 0 wrote a file to {out_dir} that this rank does not see: use an "
-                    f"--out-dir that all machines share"
-                )
+                problem = f"rank 0 wrote a file to {out_dir} that this rank does not see"
+                raise UserError(f"{problem}: use an --out-dir that all machines share")
             free = shutil.disk_usage(out_dir).free / 2**30
             found = f"{out_dir} has {free:.2f} GiB free, a checkpoint needs {needed:.2f} GiB"
             if free < needed:

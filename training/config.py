@@ -180,12 +180,7 @@ class TrainConfig:
     """With --gpus: GPU model, such as A100, H200, B200, L4, T4 or 4090."""
 
     def __post_init__(self) -> None:
-        problems = [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]
-        try:
-            self.model_config()
-        except ValueError as error:
-            problems.append(str(error))
-        if problems:
+        if problems := [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]:
             raise UserError("; ".join(problems))
 
     def _conflicts(self) -> Iterator[str]:
@@ -198,10 +193,8 @@ class TrainConfig:
             if (value := getattr(self, flag)) is not None and value >= 1:
                 yield f"--{flag} {value} is not below 1"
         if self.warmup >= self.max_steps > 0 and self.max_minutes is None:
-            yield (
-                f"--warmup-steps {self.warmup} is not shorter than --max-steps {self.max_steps}: "
-                f"use --warmup-steps {self.max_steps // 10}"
-            )
+            steps = f"--warmup-steps {self.warmup} is not shorter than --max-steps {self.max_steps}"
+            yield f"{steps}: use --warmup-steps {self.max_steps // 10}"
         if self.val_every and 0 < self.val_tokens < self.block_size:
             yield f"--val-tokens {self.val_tokens} is below --block-size {self.block_size}"
         if (name := self.run_name) is not None:
@@ -213,10 +206,12 @@ class TrainConfig:
         if self.gpu not in GPUS:
             yield f"--gpu {self.gpu} is not {', '.join(GPUS)}"
         if self.gpus and not self.plan:
-            yield (
-                f"--gpus requires --plan; to train on {self.gpus} GPUs: "
-                f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
-            )
+            command = f"torchrun --standalone --nproc_per_node={self.gpus} train_gpt2.py"
+            yield f"--gpus requires --plan; to train on {self.gpus} GPUs: {command}"
+        try:
+            self.model_config()
+        except ValueError as error:
+            yield str(error)
 
     @property
     def warmup(self) -> int:
@@ -236,9 +231,8 @@ class TrainConfig:
         For batches below 524,288 tokens, it averages over as many tokens as 0.95 does at 524,288
         (Marek et al. 2025).
         """
-        if self.beta2 is not None:
-            return self.beta2
-        return 0.95 ** min(1.0, self.total_batch_size / 524_288)
+        default = 0.95 ** min(1.0, self.total_batch_size / 524_288)
+        return default if self.beta2 is None else self.beta2
 
     def model_config(self) -> GPTConfig:
         """Return the size with its overrides, and every other field that both classes have."""
@@ -251,12 +245,9 @@ class TrainConfig:
 
         A default that depends on other settings is stored as None, so that it follows them.
         """
-        settings = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(self).items()
-            if name not in NOT_SAVED
-        }
-        return settings | {"logger": list(self.logger)}
+        settings = {name: value for name, value in asdict(self).items() if name not in NOT_SAVED}
+        paths = {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
+        return settings | paths | {"logger": list(self.logger)}
 
 
 def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
@@ -273,9 +264,8 @@ def read_recipe(path: Path) -> TrainConfig:
     A recipe's `about` describes the recipe and is not a setting.
     """
     if not path.is_file():
-        raise UserError(
-            f"--config {path} is not a file: use a recipe from recipes/ or a run's config.json"
-        )
+        fix = "use a recipe from recipes/ or a run's config.json"
+        raise UserError(f"--config {path} is not a file: {fix}")
     settings = read_json(path)
     if not isinstance(settings, dict):
         raise UserError(f"--config {path} is neither a recipe nor a run's config.json")

@@ -43,11 +43,10 @@ class GroupSettings:
         """Multiply the built numbers of the same names; raise UserError if no group has a name."""
         groups = self._groups()
         if unknown := factors.keys() - {name for group in groups for name in group}:
-            raise UserError(
-                f"no parameter group has a {' or '.join(sorted(unknown))}, which "
-                f"lr_schedule.settings_at returns: name numbers of the groups that "
-                f"train_gpt2.build_optimizers builds"
-            )
+            names = " or ".join(sorted(unknown))
+            fix = "name numbers of the groups that train_gpt2.build_optimizers builds"
+            problem = f"no parameter group has a {names}, which lr_schedule.settings_at returns"
+            raise UserError(f"{problem}: {fix}")
         self._scaled |= factors.keys()
         for group, built in zip(groups, self._built, strict=False):
             for name in factors.keys() & built.keys():
@@ -62,22 +61,20 @@ class GroupSettings:
             {n: v for n, v in now.items() if n not in self._scaled and not _equal(v, built.get(n))}
             for now, built in zip(self._settings(), self._built, strict=True)
         ]
-        names = {n: v for each in changed for n, v in each.items()}
-        if lost := [n for n, v in names.items() if "." in n or not isinstance(v, int | float)]:
-            raise UserError(
-                f"a checkpoint cannot hold {', '.join(lost)}, which the optimizer changed: keep "
-                f"numbers in its parameter groups, and tensors in its state, under a parameter"
-            )
+        found = [(name, value) for each in changed for name, value in each.items()]
+        if lost := [n for n, v in found if "." in n or not isinstance(v, int | float)]:
+            problem = f"a checkpoint cannot hold {', '.join(lost)}, which the optimizer changed"
+            fix = "keep numbers in parameter groups, and tensors in the state of a parameter"
+            raise UserError(f"{problem}: {fix}")
         return changed[: len(self._groups())]
 
     def load_state(self, values: Sequence[Mapping[str, float]]) -> None:
         """Set what `state` returned; raise UserError if the groups are others."""
         groups = self._groups()
         if any(values) and len(values) != len(groups):
-            raise UserError(
-                f"the checkpoint has the state of {len(values)} parameter groups, but "
-                f"train_gpt2.build_optimizers builds {len(groups)}: restore its groups"
-            )
+            saved = f"the checkpoint has the state of {len(values)} parameter groups"
+            built = f"train_gpt2.build_optimizers builds {len(groups)}"
+            raise UserError(f"{saved}, but {built}: restore its groups")
         for group, numbers in zip(groups, values, strict=False):
             group.update(numbers)
 

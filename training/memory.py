@@ -72,14 +72,11 @@ def plan_memory(config: TrainConfig, device: Device, loss_chunks: int) -> Memory
     sharded = 16.0 * n_params
     if config.optimizer == "muon":  # keeps one moment of the blocks' matrices, not two
         sharded -= 4 * 12 * model_config.n_layer * width**2
-    if config.parallel == "fsdp":
-        sharded /= dist_info.world_size
-    if config.cpu_offload:
-        sharded = 0
     # Every process also holds copies of the weights in the matmul dtype and, once these are freed,
     # the gradients of a micro-batch until they are added to the accumulated gradients.
     unsharded = 4 * n_params + HEAD_BYTES * vocab_size * width
     if config.parallel == "fsdp":
+        sharded = 0 if config.cpu_offload else sharded / dist_info.world_size
         unsharded += HEAD_REDUCE_BYTES * vocab_size * width
     elif dist_info.world_size > 1:  # DDP's buckets and pending gradients
         unsharded += 8 * n_params
@@ -127,25 +124,22 @@ def split_batch(config: TrainConfig, device: Device) -> BatchSplit:
     usable = -all_reduce_max(-int(min(usable, 2**62)))  # the minimum over all processes
 
     fixed = None if config.micro_batch_size == "auto" else config.micro_batch_size
-    total, unit = config.total_batch_size, block_size * dist_info.world_size * (fixed or 1)
+    divisor = dist_info.world_size * (fixed or 1)  # must divide the sequences of each step
+    total, unit = config.total_batch_size, block_size * divisor
     if total % unit:
         nearest = [count * unit for count in (total // unit, total // unit + 1) if count]
         fix = f"--total-batch-size {' or '.join(map(str, nearest))}"
         counts = [n for n in range(1, 2 * dist_info.world_size) if total % (n * block_size) == 0]
         if config.resume is not None and counts:  # a resumed run keeps its batch
             fix = f"{' or '.join(map(str, counts))} processes with --micro-batch-size auto"
-        raise UserError(
-            f"--total-batch-size {total} is not a multiple of {unit} tokens (one micro-batch per "
-            f"process): use {fix}"
-        )
+        problem = f"--total-batch-size {total} is not a multiple of {unit} tokens"
+        raise UserError(f"{problem} (one micro-batch per process): use {fix}")
     step_sizes = {windows_at(config, step) for step in range(config.max_steps)}
     for size in sorted(step_sizes):
-        if size * block_size % unit:
-            raise UserError(
-                f"lr_schedule.windows_at returns {size}, which is not a multiple of "
-                f"{unit // block_size} (one micro-batch per process): change its return value, or "
-                f"--micro-batch-size"
-            )
+        if size % divisor:
+            problem = f"{size}, which is not a multiple of {divisor} (one micro-batch per process)"
+            fix = "change its return value, or --micro-batch-size"
+            raise UserError(f"lr_schedule.windows_at returns {problem}: {fix}")
     sequences = math.gcd(*step_sizes) // dist_info.world_size  # in each step on each process
     chunks = config.loss_chunks or (4 if kind == "cpu" else MAX_CHUNKS)
     limit = max(1, MAX_MICRO_BATCH_TOKENS[kind] // block_size)

@@ -92,12 +92,9 @@ def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -
     """Report to Trackio; a resumed run continues under its name, which ends with its id."""
     import trackio
 
-    run: Any = trackio.init(
-        project=PROJECT,
-        name=f"{run_dir.name}-{tracker_id(run_dir, 'trackio')}",
-        config=dict(settings),
-        resume="allow" if start_step else "never",
-    )
+    name = f"{run_dir.name}-{tracker_id(run_dir, 'trackio')}"
+    resume = "allow" if start_step else "never"
+    run: Any = trackio.init(project=PROJECT, name=name, config=dict(settings), resume=resume)
     return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
@@ -114,10 +111,9 @@ def check_installed(names: Iterable[str]) -> None:
     """Raise if the package of a tracker is not installed."""
     for name in names:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"--logger {name} needs the package {name}, which is not installed: "
-                f"pip install -r requirements-extras.txt, or use --logger without a name"
-            )
+            problem = f"--logger {name} needs the package {name}, which is not installed"
+            fix = "pip install -r requirements-extras.txt, or use --logger without a name"
+            raise UserError(f"{problem}: {fix}")
 
 
 class Trackers:
