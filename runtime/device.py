@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -146,8 +147,9 @@ class LateNumbers:
             self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._is_copied.record()
 
-    def read(self) -> dict[str, float]:
-        """Return the numbers by name; wait for the device if it has not computed them yet."""
+    @functools.cached_property
+    def by_name(self) -> dict[str, float]:
+        """The numbers by name; waits for the device if it has not computed them yet."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
         return dict(zip(self._names, self._values.tolist(), strict=True))

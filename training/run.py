@@ -147,7 +147,7 @@ class Run:
         """
         while len(trainer.unread) > keep:
             numbers = trainer.unread.popleft()
-            metrics = numbers.late.read()
+            metrics = dict(numbers.late.by_name)
             if metrics.pop("stop"):
                 self.stop.is_agreed = True
             if metrics.pop("masked"):
@@ -165,7 +165,7 @@ class Run:
         Raise FloatingPointError for any other loss or gradient that is not finite. The loss scale
         never goes below 1.
         """
-        metrics = numbers.late.read()
+        metrics = numbers.late.by_name
         loss, norm = metrics["train_loss"], metrics["grad_norm"]
         if math.isfinite(loss) and math.isfinite(norm):
             return True
