@@ -6,7 +6,7 @@ hidden layers; AdamW updates embeddings, biases and LayerNorms.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,37 +62,43 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; all ranks must call this."""
-        together = defaultdict(list)  # parameters of the same shape and settings
+        by_settings, by_shape = defaultdict(list), defaultdict(list)
         for group in self.param_groups:
             settings = (group["lr"], group["weight_decay"], group["momentum"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     rows = tuple(group["rows"]) or parameter.shape[:1]  # one matrix
-                    together[parameter.shape, rows, *settings].append(parameter)
-        updates, matrices = [], []
-        for (_, rows, *_, momentum), parameters in together.items():
-            updates.append(self._next_updates(parameters, momentum))
-            full = self.ranks.gather(updates[-1].to(self.ranks.device))  # also with CPU offload
-            matrices.append(torch.split(full, list(rows), dim=1))
-        results = iter(self._orthogonalize([each for stack in matrices for each in stack]))
-        stacks = zip(together.items(), updates, matrices, strict=True)
-        for ((_, _, lr, weight_decay, _), parameters), update, stack in stacks:
-            # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
-            rms = [max(each.shape[1:]) ** -0.5 for each in stack]
-            parts = [next(results) * (rms[0] / each) for each in rms]
-            shard = self.ranks.shard(torch.cat(parts, dim=1), update).to(parameters[0].dtype)
+                    by_settings[settings].append(parameter)
+                    by_shape[parameter.shape, rows, group["lr"]].append(parameter)
+        updates = dict[Tensor, Tensor]()
+        for (lr, weight_decay, momentum), parameters in by_settings.items():
+            updates |= zip(parameters, self._next_updates(parameters, momentum), strict=True)
             torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+        stacks, matrices = [], []  # (n, rows, columns) each
+        for (_, rows, _), parameters in by_shape.items():
+            stacks.append(torch.stack([updates[p] for p in parameters]).to(self.dtype))
+            full = self.ranks.gather(stacks[-1].to(self.ranks.device))  # also with CPU offload
+            matrices.append(torch.split(full, list(rows), dim=1))
+        results = iter(self._orthogonalize([each for parts in matrices for each in parts]))
+        for ((_, rows, lr), parameters), stack in zip(by_shape.items(), stacks, strict=True):
+            # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
+            rms = [max(n_rows, stack.size(2)) ** -0.5 for n_rows in rows]
+            parts = [next(results) for _ in rows]
+            parts = [
+                p * (rms[0] / m) if m != rms[0] else p for p, m in zip(parts, rms, strict=True)
+            ]
+            shard = self.ranks.shard(torch.cat(parts, dim=1), stack).to(parameters[0].dtype)
             torch._foreach_add_(parameters, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
 
-    def _next_updates(self, parameters: list[Tensor], momentum: float) -> Tensor:
-        """Return Nesterov's updates before orthogonalization: (n, rows, columns), or its shard."""
+    def _next_updates(self, parameters: list[Tensor], momentum: float) -> Sequence[Tensor]:
+        """Return Nesterov's updates before orthogonalization, like the parameters."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         averages = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
-        return torch.stack(gradients).lerp_(torch.stack(averages), momentum).to(self.dtype)
+        return torch._foreach_lerp(gradients, averages, momentum)
 
     def _orthogonalize(self, stacks: list[Tensor]) -> list[Tensor]:
         """Orthogonalize stacks of matrices, (n, rows, columns) each; those of one shape together.

@@ -191,9 +191,10 @@ def train_step(run: Run, trainer: Trainer, step: int) -> StepNumbers:
             with run.autocast():
                 loss = trainer.model(inputs, targets).loss
             scaler.scale(loss / micro_steps).backward()
-        scalars = Numbers(train_loss=loss, masked=(targets == IGNORE_INDEX).sum())
+        scalars = Numbers(train_loss=loss, masked=(targets == IGNORE_INDEX).any())
         for name, scalar in scalars.items():
-            sums[name] = sums.get(name, 0.0) + scalar.detach() / micro_steps
+            mean = scalar.detach() / micro_steps
+            sums[name] = sums[name] + mean if name in sums else mean
     for optimizer in trainer.optimizers:
         scaler.unscale_(optimizer)
     totals = Numbers(sums)
