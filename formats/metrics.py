@@ -94,11 +94,6 @@ def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {r["step"]: r for r in records if r.get("val_loss") is not None}
 
 
-def last_saved_step(path: Path) -> int:
-    """Return the last step that a run saved or resumed from; 0 if there is none, or no file."""
-    return max(logged_values(path, "saved_step") + logged_values(path, "resumed_from"), default=0)
-
-
 def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a metrics file, if it exists; skip incomplete lines."""
     for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():

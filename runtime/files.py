@@ -57,9 +57,13 @@ def write_folder(path: Path) -> Iterator[Path]:
     The temporary folder is next to `path`. A folder that already has this name is moved aside,
     replaced by a rename and then deleted. If the body raises or the process dies, `path` is
     unchanged or, between the two renames, missing. A missing parent folder is created.
+
+    An existing folder that is empty, except for hidden files, may be a mount point, which cannot be
+    renamed. It stays: the temporary folder is in it, and the files move up in the order of writing.
     """
     path = path.resolve()  # a link stays, and the folder that it leads to is replaced
-    temporary = path.with_name(f".{path.name}.tmp")
+    stays = path.is_dir() and not any(path.glob("[!.]*"))
+    temporary = path / ".tmp" if stays else path.with_name(f".{path.name}.tmp")
     replaced = path.with_name(f".{path.name}.deleted")
     for leftover in (temporary, replaced):  # if a process was killed
         shutil.rmtree(leftover, ignore_errors=True)
@@ -69,6 +73,11 @@ def write_folder(path: Path) -> Iterator[Path]:
         for name in temporary.iterdir():
             with name.open("r+b") as file:
                 os.fsync(file.fileno())
+        if stays:
+            for name in sorted(temporary.iterdir(), key=os.path.getmtime):
+                name.rename(path / name.name)
+            sync_folder(path)
+            return
         if path.exists():
             path.rename(replaced)
         temporary.rename(path)
