@@ -270,7 +270,7 @@ def run_command(main: Callable[[], None]) -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as a daemon's
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
-        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+        if mode == "w" and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal's encoding may lack characters
     try:
         main()

@@ -228,7 +228,7 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
     os.makedirs("runs/large/checkpoints")
     os.rename("run", "runs/small")
     for source, message in {
-        "runs/large": "runs/large has no checkpoint yet: wait for .*, start over with the same",
+        "runs/large": "runs/large has no checkpoint yet: wait for .* the command that started it and",
         "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
         "runs": "runs is not a run, .*: the runs in runs are large, small",
         "runs/small/checkpoints/step_7": "step_7 does not exist",

@@ -67,8 +67,8 @@ def test_run_that_continues_another_and_was_killed_in_its_first_save_starts_agai
     other, run_dir = fake_checkpoint(tmp_path / "other", 3), tmp_path / "a"
     (run_dir / "checkpoints/.step_00000004.tmp").mkdir(parents=True)
     (run_dir / "config.json").write_text("{}")
-    append_records(run_dir, {"resumed_from": 2}, {"step": 3})  # the other run has saved step 3 since
-    said = "a continued another run's step 2, but .*: use --resume with the other run, or start over"
+    append_records(run_dir, {"resumed_from": 2}, {"step": 3})  # the other run is at step 3 now
+    said = "a continued another run's step 2, but .*: use --resume with the other run, or start"
     assert_refused(said, run_dir, resume="auto")
     assert_refused("another --run-name; no checkpoint yet: start over with the same", run_dir)
     with open_named(run_dir, other, resume=str(other.path)):

@@ -56,7 +56,7 @@ def check_ranks_agree(
 
 def check_lengths(config: TrainConfig, train_tokens: int, val_tokens: int) -> None:
     """Raise if a split is too short for one validation or one step."""
-    block_size, fix = config.block_size, ""
+    block_size = config.block_size
     if config.val_every and not count_windows(val_tokens, block_size):
         raise UserError(
             f"the validation split in {config.data_dir} has {val_tokens} tokens, fewer than "
@@ -64,8 +64,7 @@ def check_lengths(config: TrainConfig, train_tokens: int, val_tokens: int) -> No
         )
     windows = max(windows_at(config, step) for step in range(config.max_steps))
     if (found := count_windows(train_tokens, block_size)) < windows:
-        if found:
-            fix = f"use a --total-batch-size of at most {found * block_size}, or "
+        fix = f"use a --total-batch-size of at most {found * block_size}, or " if found else ""
         raise UserError(
             f"the training split in {config.data_dir} has {train_tokens:,} tokens, but one step "
             f"needs {windows * block_size + 1:,}: {fix}add data"

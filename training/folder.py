@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
-from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, START_OVER, latest_checkpoint
+from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, latest_checkpoint
 from formats.metrics import METRICS_NAME, logged_values
 from runtime.cli import shell_line
 from runtime.compiler import compile_error
@@ -72,9 +72,8 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
                 f"from the older one as a new run with another --run-name"
             )
     if resumed is None and (step := max(saved or started, default=0)):
-        what, fix = "saved", f"restore {checkpoints}"
-        if not saved:
-            what, fix = "continued another run's", "use --resume with the other run"
+        what = "saved" if saved else "continued another run's"
+        fix = f"restore {checkpoints}" if saved else "use --resume with the other run"
         raise UserError(
             f"{run_dir} {what} step {step}, but its checkpoints are missing or damaged: {fix}, or "
             f"start over with another --run-name"
@@ -93,7 +92,7 @@ def resume_hint(run_dir: Path) -> str:
     """Describe the last checkpoint, and how to resume from it or to start over without one."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
-        return f"no checkpoint yet: {START_OVER}"
+        return "no checkpoint yet: start over with the same command and another --run-name"
     return f"last checkpoint {checkpoint.name}, resume with {shell_line('--resume', run_dir)}"
 
 

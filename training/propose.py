@@ -9,7 +9,7 @@ from corpus.shards import Manifest
 from runtime.cli import shell_line
 from runtime.errors import UserError
 from training.checks import check_lengths
-from training.config import ROOT, read_recipe
+from training.config import ROOT, TrainConfig, read_recipe
 from training.resume import parse_config
 
 LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
@@ -29,12 +29,11 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     shards = manifest.shards
     train, val = (sum(s.tokens for s in shards if s.split == name) for name in ("train", "val"))
     max_tokens = MAX_PASSES * train
-    recipes = dict[int, Path]()  # keyed by the number of tokens of a run
+    recipes = dict[int, tuple[Path, TrainConfig]]()  # keyed by the number of tokens of a run
     for path in sorted(ROOT.glob("recipes/gpt2-[0-9]*.json"), reverse=True):  # -fast wins
         recipe = read_recipe(path)
-        recipes[recipe.max_steps * recipe.total_batch_size] = path
-    path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
-    recipe = read_recipe(path)
+        recipes[recipe.max_steps * recipe.total_batch_size] = path, recipe
+    path, recipe = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
     batch, overrides = recipe.total_batch_size, list[str]()
     if val <= recipe.block_size:  # too short for one window
         overrides = ["--val-every", "0"]
@@ -45,9 +44,8 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
         overrides += ["--embedding-decay", f"{LR_DECAY_STEPS / (recipe.max_lr * steps):.2g}"]
         overrides += ["--spelling-share", "0.3"]  # rare tokens get few gradients in a small text
         if (every := max(1, steps // 5)) < recipe.val_every:
-            names = ("--val-every", "--sample-every", "--checkpoint-every")
-            for name in (name for name in names if name not in overrides):
-                overrides += [name, str(every)]
+            for name in ("--val-every", "--sample-every", "--checkpoint-every"):
+                overrides += [name, str(every)] if name not in overrides else []
 
     launcher, n_gpus = ["python"], torch.cuda.device_count()
     if n_gpus > 1 and batch % (n_gpus * MIN_MICRO_BATCH_TOKENS) == 0:
