@@ -3,6 +3,7 @@
     python plot.py runs/my-run                        # write runs/my-run/figures/*.png
     python plot.py runs/a runs/b --compare ab.png     # also plot both losses in one figure
     python plot.py runs/a runs/b --report             # write a page instead: runs/a/report.html
+    python plot.py read-only/a --out figures          # write figures/a/figures/*.png
 
 A run can be plotted while it is training.
 """

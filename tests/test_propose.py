@@ -62,14 +62,14 @@ def test_propose_training_uses_the_gpus_that_a_batch_fills(
     assert proposed(tokens).startswith(start)
 
 
-@pytest.mark.parametrize("val_share", [None, 1e-5, 0.5])
+@pytest.mark.parametrize("val_share", [None, 0.5])
 def test_proposed_command_for_a_short_text_passes_the_checks_of_training_or_is_left_out(
     tmp_path, monkeypatch, val_share
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/2600").mkdir(parents=True)  # the folder of an earlier run
     source = {"val share": val_share} if val_share else {}
-    for n_tokens in (2, 9, 200, 257, 284, 285, 286, 287, 513, 514, 900, 2569, 2570, 2600, 6000):
+    for n_tokens in (2, 257, 285, 287, 514, 2569, 2600):
         folder = Path(f"data/{n_tokens}")
         writer = ShardWriter(folder, Manifest(source, VOCAB_SHA256, 10**6))
         writer.add(np.arange(n_tokens, dtype=np.uint16))
