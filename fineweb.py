@@ -108,9 +108,8 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
-    part = Part.parse(config.part)
+    found = Manifest.load(folder, part := Part.parse(config.part))
     lock = lock_folder(folder, f".{part.manifest_name}.lock", "use another --data-dir")
-    found = Manifest.load(folder, part)
     # A finished dataset on a read-only disk is only verified.
     needs_lock = not (found and found.complete) or os.access(folder, os.W_OK)
     with lock if needs_lock else nullcontext():

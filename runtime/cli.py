@@ -289,7 +289,8 @@ def run_command(main: Callable[[], None]) -> None:
             fix = "stop other programs, or use a smaller model, --batch-size or --num-samples"
             print_error(f"error: the device is out of memory: {fix} ({str(error)[:300]})")
         else:
-            traceback.print_exc()
+            with suppress(OSError):  # the disk of the log is full
+                traceback.print_exc()
             _exit(1)
         _exit(2)
     except KeyboardInterrupt as interrupt:

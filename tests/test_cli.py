@@ -340,11 +340,16 @@ def test_run_command_shows_a_programming_error_in_full(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(unbuffered, tmp_path):
+@pytest.mark.parametrize(
+    ("body", "code"), [("print('x'); raise cli.UserError('bad')", 2), ("raise ValueError('bad')", 1)]
+)
+def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(
+    unbuffered, body, code, tmp_path
+):
     with open("/dev/full", "w") as full:
         outputs = {"stdout": full, "stderr": full, "PYTHONUNBUFFERED": unbuffered}
-        script = run_script(tmp_path, "print('x'); raise ValueError('bad')", **outputs)
-        assert end(script)[0] == 2
+        script = run_script(tmp_path, f"from runtime import cli; {body}", **outputs)
+        assert end(script)[0] == code
 
 
 # --- before torch -----------------------------------------------------------------------------

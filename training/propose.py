@@ -26,8 +26,7 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
 
     The command passes the checks of `train_gpt2.py`. If none does, return the reason.
     """
-    shards = manifest.shards
-    train, val = (sum(s.tokens for s in shards if s.split == name) for name in ("train", "val"))
+    train, val = (sum(s.tokens for s in manifest.shards if s.split == k) for k in ("train", "val"))
     max_tokens = MAX_PASSES * train
     recipes = dict[int, tuple[Path, TrainConfig]]()  # keyed by the number of tokens of a run
     for path in sorted(ROOT.glob("recipes/gpt2-[0-9]*.json"), reverse=True):  # -fast wins
