@@ -341,7 +341,8 @@ def test_run_command_shows_a_programming_error_in_full(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    ("body", "code"), [("print('x'); raise cli.UserError('bad')", 2), ("raise ValueError('bad')", 1)]
+    ("body", "code"),
+    [("print('x'); raise cli.UserError('bad')", 2), ("raise ValueError('bad')", 1)],
 )
 def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(
     unbuffered, body, code, tmp_path
