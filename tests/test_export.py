@@ -54,6 +54,25 @@ def test_main_exports_a_run_that_loads_with_the_same_logits(tmp_path, monkeypatc
         assert torch.equal(load_model(out)(idx).logits, model(idx).logits)
 
 
+def test_export_into_an_existing_folder_leaves_the_folder_in_place(tmp_path, monkeypatch):
+    """A mount point can be neither renamed nor deleted."""
+    model, out = save_run(tmp_path / "run"), tmp_path / "mounted"
+    (out / ".tmp").mkdir(parents=True)  # of an export that was killed
+    (out / ".tmp" / "model.safetensors").touch()
+    (out / ".mine").touch()
+    before = out.stat().st_ino
+    run_export(monkeypatch, tmp_path / "run", out)
+    assert out.stat().st_ino == before
+    assert {path.name for path in out.glob(".*")} == {".mine"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "mounted"}
+    idx = torch.randint(0, 50257, (1, 8))
+    with torch.no_grad():
+        for name in ("model.safetensors", "config.json"):  # a file stands for its folder
+            assert torch.equal(load_model(out / name)(idx).logits, model(idx).logits)
+    with pytest.raises(UserError, match="mounted is not empty"):
+        run_export(monkeypatch, tmp_path / "run", out)
+
+
 def test_card_has_the_settings_and_the_results_of_the_checkpoints_step(tmp_path, monkeypatch):
     records = [
         {"step": 20, "val_loss": 3.25, "val_bpb": None, "hellaswag_total": 20},
@@ -152,10 +171,15 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(
         load_model(first)
 
 
-def test_a_runs_checkpoints_folder_is_the_run(tmp_path):
+def test_a_runs_checkpoints_folder_is_the_run_and_a_file_is_its_checkpoint(tmp_path):
     model = save_run(tmp_path / "run")
-    loaded = load_model(tmp_path / "run/checkpoints")
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    for path in ("checkpoints", "checkpoints/step_00000001/model.safetensors", "metrics.jsonl"):
+        (tmp_path / "run/metrics.jsonl").touch()
+        loaded = load_model(tmp_path / "run" / path)
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    shutil.move(tmp_path / "run/checkpoints", tmp_path / "moved")
+    with pytest.raises(UserError, match=r"holds models: use one .*/moved/step_00000001$"):
+        load_model(tmp_path / "moved")
 
 
 @pytest.mark.parametrize("file", ["config.json", "adapter_config.json"])

@@ -234,6 +234,26 @@ def hours_of(time):
     return sum(int(count) * units[unit] for count, unit in re.findall(r"(\d+)(\w)", duration))
 
 
+@pytest.mark.parametrize(
+    ("environment", "n_cores", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, 3, "note: one for 3 cores, by OMP_NUM_THREADS=1: use 3 instead"),
+        ({"OMP_NUM_THREADS": "1"}, 1, None),
+        ({"OMP_NUM_THREADS": "2"}, 3, None),
+        ({"OMP_NUM_THREADS": ""}, 3, None),
+        ({"OMP_NUM_THREADS": "1", "RANK": "0"}, 3, None),  # set by torchrun; then we set more
+    ],
+)
+def test_plan_notes_that_one_thread_leaves_cores_idle(monkeypatch, environment, n_cores, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(n_cores), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: n_cores)
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert plan_rows(DistInfo(CPU), dtype="float32").get("threads") == threads
+    assert "threads" not in plan_rows(size="gpt2-xl", gpus=8)
+
+
 @pytest.mark.gpt2
 def test_plan_of_the_reproduction_on_a_cpu():
     rows = plan_rows(DistInfo(CPU, world_size=8), dtype="float32")

@@ -37,6 +37,15 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
     assert capsys.readouterr().out == ""
 
 
+def test_names_of_runs_are_looked_up_in_out_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, _ = (fake_checkpoint(Path(folder) / "mine", 4, max_lr=0.1) for folder in ("exp", "runs"))
+    (tmp_path / "mine").mkdir()
+    assert parse_config(["--out-dir=exp", "--resume=mine"])[1] == mine
+    config, resumed = parse_config(["--out-dir=exp", "--init-from=mine"])
+    assert (config.init_from, resumed) == ("exp/mine", None)
+
+
 def test_resume_of_a_damaged_checkpoint_is_an_error_or_goes_back_to_the_one_before(tmp_path):
     old, new = (fake_checkpoint(tmp_path / "a", step) for step in (4, 8))
     (new.path / "model.safetensors").write_text("damaged")

@@ -3,7 +3,10 @@
 The estimates follow from shapes and data sheets; for a CPU, from the measured speed of a matmul.
 """
 
+import os
 from contextlib import suppress
+
+from runtime.threads import usable_cores
 
 import torch
 
@@ -58,6 +61,9 @@ def describe_plan(
         f"gradients, moments + {activations:.1f} activations, without Python and libraries",
         "checkpoint": f"{memory.CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB each",
     }
+    cores = usable_cores() if device.dist_info.device.type == "cpu" else 1
+    if os.environ.get("OMP_NUM_THREADS") == "1" and "RANK" not in os.environ and cores > 1:
+        rows["threads"] = f"note: one for {cores} cores, by OMP_NUM_THREADS=1: use {cores} instead"
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; the device has {device.memory_gib:.0f}"
     if config.max_minutes is None:  # otherwise, the number of steps is not known yet
