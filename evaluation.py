@@ -53,13 +53,19 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
     due = [(number, measure) for number, (every, measure) in numbered if run.is_due(every, step)]
     if not due:
         return
-    raw_model = trainer.raw_model
-    with run.log.evaluation(step) as record, eval_mode(raw_model), suppress(EvaluationStopped):
+    with run.log.evaluation(step) as record, suppress(EvaluationStopped):
         for number, measure in due:
-            metrics = measure(run, trainer)
-            run.ranks.reshard(raw_model)  # its forward passes left parameters gathered
+            metrics = run_evaluation(measure, run, trainer)
             run.log.claim_names(f"evaluation {number}", metrics)
             record |= metrics
+
+
+def run_evaluation(measure: Evaluation, run: Run, trainer: Trainer) -> dict[str, float]:
+    """Run an evaluation in eval mode; return its metrics."""
+    with eval_mode(trainer.raw_model):
+        metrics = measure(run, trainer)
+    run.ranks.reshard(trainer.raw_model)  # the forward passes left parameters gathered
+    return metrics
 
 
 @torch.no_grad()
@@ -162,7 +168,8 @@ def fit_max_minutes(
         (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
     ):
         if every > 0:
-            part_seconds = time_call(partial(measure, part, trainer), timed_seconds, run)
+            work = partial(run_evaluation, measure, part, trainer)
+            part_seconds = time_call(work, timed_seconds, run)
             seconds = max(1.0, n_parts) * part_seconds
             seconds_per_step += seconds / every
             fixed_seconds += 1.5 * seconds  # they also run at the start and at the end
