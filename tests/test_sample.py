@@ -1,6 +1,7 @@
 import io
 import math
 import sys
+import weakref
 from functools import partial
 
 import pytest
@@ -70,13 +71,56 @@ def test_generate_greedy_with_shifted_tokens_is_without_the_cache_and_warns_once
             shifted = F.pad(x, (0, 0, 1, -1))  # each token gets the one before
             return super().forward(torch.cat([x[..., :8], shifted[..., 8:]], dim=-1), cache)
 
-    sample.warn_without_cache.cache_clear()
+    sample.print_once.cache_clear()
     monkeypatch.setattr(model_module, "Block", ShiftedBlock)
     model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 3, 5)
     for _ in range(2):
         rows = greedy(model, idx, 25, dtype=dtype)
         assert rows == greedy(model, idx, 25, dtype=dtype, use_cache=False)
     assert capsys.readouterr().err.count("warning: sampling without the cache") == 1
+
+
+def in_training_only(bias):
+    """causal_attention with a bias that depends on the distance, left out for a single query."""
+
+    def attention(q, k, v):
+        n = k.size(2)
+        if q.size(2) != n:
+            return F.scaled_dot_product_attention(q, k, v)
+        keys = torch.arange(n)
+        distance = (keys[:, None] - keys).float()
+        return F.scaled_dot_product_attention(
+            q, k, v, bias(distance).masked_fill(distance < 0, -1e9)
+        )
+
+    return attention
+
+
+BIASES = {
+    "none": lambda distance: 0 * distance,
+    "window": lambda distance: -1e9 * (distance >= 32),
+    "alibi": lambda distance: -0.1 * distance,
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_generate_is_without_the_cache_if_attention_depends_on_the_distance_in_training_only(
+    monkeypatch, bias
+):
+    """With new weights, whose attention is weak; the same lengths are compared once per model."""
+    monkeypatch.setattr(model_module, "causal_attention", in_training_only(BIASES[bias]))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(128, vocab_size=100, n_layer=2, n_head=2, n_embd=64))
+    idx, calls = prompts(model.config, 1, 3), []
+    model.transformer.ln_f.register_forward_hook(lambda *args: calls.append(len(calls)))
+    for max_new_tokens in (40, 60):
+        calls.clear()
+        rows = greedy(model, idx, max_new_tokens)
+        n_calls = len(calls)
+        assert rows == greedy(model, idx, max_new_tokens, use_cache=False)
+    assert n_calls == 60
+    used = sample.cache_agrees(weakref.ref(model), 6, idx.device, torch.float32)
+    assert used == (bias == "none")
 
 
 def test_generate_stops_each_row_at_its_own_stop_token_and_not_at_one_in_the_prompt():
