@@ -113,7 +113,7 @@ def describe_plan(
         decay = config.embedding_weight_decay
         rows["AdamW"] = f"beta2 {config.adam_beta2:.6g}, embedding decay {decay:g}"
         left = tokens - position_at(config, start_step) * block_size
-        rows["time left" if start_step else "time"] = describe_time(config, device, left, seconds_per_token)
+        rows["time"] = describe_time(config, device, left, seconds_per_token)
     if config.config is not None and (about := read_json(config.config).get("about")):
         rows["recipe"] = about
     width = max(map(len, rows))
@@ -133,4 +133,4 @@ def describe_time(
             return "unknown for this model on this device; see the eta after the first steps"
         seconds_per_token = flops_per_token(model_config) / (MFU * peak)
     duration = format_duration(seconds_per_token * tokens / dist_info.world_size)
-    return f"about {duration}, {how}; without evaluations"
+    return f"about {duration} to step {config.max_steps:,}, {how}; without evaluations"
