@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from checkpoints import save_run
 from conftest import randomize_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +14,13 @@ from torch.nn import functional as F
 
 import model as model_module
 import sample
+from corpus.shards import Manifest
+from corpus.sources import file_source
 from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from model import GPT, Block, GPTConfig
 from runtime.cli import run_command
 from sample import generate, generate_tokens, sample_token
-from tokenizer import gpt2_encoding
+from tokenizer import VOCAB_SHA256, gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
 SMALL_VOCAB = GPTConfig(block_size=8, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -269,16 +272,26 @@ def test_converse_never_tears_a_character_even_if_each_turn_is_interrupted(monke
     assert prompts == [gpt2_encoding().encode_ordinary("Once") + ids[:n] for n in range(len(ids))]
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.mark.gpt2
-def test_text_loss_is_the_mean_over_windows_of_the_context():
-    model = random_model(TINY)
+def test_text_loss_is_the_mean_over_windows_of_the_context(monkeypatch):
+    model, shapes = random_model(TINY), []
     ids = gpt2_encoding().encode_ordinary("Once upon a time, there was a café. " * 5)[:38]
     losses = []
     for start in (0, 16, 32):
         window = torch.tensor(ids[start : start + 17])
         logits = model(window[None, :-1]).logits[0]
         losses += F.cross_entropy(logits, window[1:], reduction="none").tolist()
+    monkeypatch.setattr(sample, "SCORED_TOKENS", 2 * 16 + 1)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    model.transformer.wte.register_forward_hook(lambda _, args, out: shapes.append(args[0].shape))
     loss = sample.text_loss(model, gpt2_encoding().decode(ids))
+    assert shapes == [(2, 16), (1, 5)]  # bounded memory
+    assert "scoring:   0%|          | 0/2" in sys.stderr.getvalue()
     assert loss == pytest.approx(sum(losses) / 37, rel=1e-5)
     with pytest.raises(ValueError, match="2 tokens or more, but 'Once' has 1"):
         sample.text_loss(model, "Once")
@@ -358,3 +371,21 @@ def test_main_scores_a_text(run_main, folder, tmp_path, capsys):
     (tmp_path / "separated").write_text("a<|endoftext|>b")
     sample.describe_loss(load_pretrained(folder), tmp_path / "separated", torch.float32)
     assert capsys.readouterr().err.startswith("note: <|endoftext|> in the text is scored as text")
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_main_says_that_a_model_was_trained_on_the_text_that_it_scores(
+    run_main, tmp_path, monkeypatch, is_seen
+):
+    text = tmp_path / "text"
+    text.write_text("Once upon a time")
+    source = file_source([text]).identity
+    Manifest(source, VOCAB_SHA256, 100, complete=True).save(tmp_path)
+    save_run(tmp_path / "run", {"data_dir": str(tmp_path)})
+    if not is_seen:
+        text.write_text("another text")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert run_main(f"--model={tmp_path}/run", f"--score={text}").startswith(f"{text}: ")
+    note = f"note: the model was trained on {text}: new texts may score worse\n"
+    assert sys.stderr.getvalue() == (note if is_seen else "")
