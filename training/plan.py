@@ -25,7 +25,7 @@ from training.config import TrainConfig
 
 MFU = 0.4  # fraction of its peak FLOP/s that a GPU is assumed to reach
 MIN_PARAMETERS = 1e8  # fewest that keep a GPU busy; the MFU of smaller models is unknown
-TIMED_FLOPS = {"cpu": 3e11, "mps": 3e12, "cuda": 3e13}  # of a timed step: at most a few seconds
+TIMED_FLOPS = {"cpu": 6e11, "mps": 3e12, "cuda": 3e13}  # of a timed step: at most a few seconds
 
 
 def print_plan(config: TrainConfig, start_step: int = 0) -> None:
