@@ -7,7 +7,7 @@ from formats.huggingface import is_from_hub, repo_name
 from formats.metrics import HELLASWAG_EXAMPLES, LOG_METRICS, validations
 from model import GPTConfig
 
-# Numbers are listed, except for those of the machine; other settings may be paths on it.
+# The card lists all numbers, except for settings of the machine. Other values may be paths on it.
 LISTED = {"optimizer", "lr_schedule", "shuffle"}
 UNLISTED = {"micro_batch_size", "loss_chunks", "step_timeout", "keep_checkpoints", "samples"}
 NOTES = {

@@ -25,11 +25,11 @@ from training.config import TrainConfig
 
 MFU = 0.4  # fraction of its peak FLOP/s that a GPU is assumed to reach
 MIN_PARAMETERS = 1e8  # fewest that keep a GPU busy; the MFU of smaller models is unknown
-TIMED_FLOPS = {"cpu": 6e11, "mps": 3e12, "cuda": 3e13}  # of a timed step: at most a few seconds
+TIMED_FLOPS = {"cpu": 6e11, "mps": 3e12, "cuda": 3e13}  # per timed step, for a few seconds
 
 
 def print_plan(config: TrainConfig, start_step: int = 0) -> None:
-    """Print the plan of the steps from `start_step` on, for this machine or for `--gpus`."""
+    """Print a run's plan, for this machine or for `--gpus`; `start_step` updates are done."""
     planned = DistInfo(torch.device("cuda"), world_size=config.gpus or 1)
     device = memory.find_device(config, planned if config.gpus else read_dist_env(config.device))
     split, folder, train_shards = memory.split_batch(config, device), config.data_dir, None
@@ -82,7 +82,7 @@ def describe_plan(
     start_step: int = 0,
     seconds_per_token: float | None = None,
 ) -> str:
-    """Return a run's plan as a table; its time is that of the steps from `start_step` on."""
+    """Return a run's plan as a table; the time is for the steps after `start_step`."""
     model_config = config.model_config()
     n_params, block_size = model_config.n_params, config.block_size
     world_size = device.dist_info.world_size
