@@ -1,6 +1,7 @@
 """An exported model computes the run's logits; its card says what the run's files say, no more."""
 
 import os
+import re
 import shutil
 import sys
 
@@ -29,6 +30,10 @@ CONFIG = {
     "max_steps": 40,
     "warmup_steps": None,
     "optimizer": "muon",
+    "momentum": 0.9,
+    "embedding_decay": 0.0,
+    "my_setting": 7,  # of an edit
+    "checkpoint_every": 3,
 }
 
 
@@ -73,6 +78,19 @@ def test_export_into_an_existing_folder_leaves_the_folder_in_place(tmp_path, mon
         run_export(monkeypatch, tmp_path / "run", out)
 
 
+def test_card_explains_the_results_that_it_has_and_is_right_for_a_count_of_1(tmp_path, monkeypatch):
+    save_pretrained(GPT(GPTConfig(1, n_layer=1, n_head=1, n_embd=2)), tmp_path / "model")
+    card = run_export(monkeypatch, tmp_path / "model", tmp_path / "small")
+    assert not re.search(r"\b1 \w+s\b", card)
+    result = {"step": 1, "val_loss": 3.0, "val_bpb": 1.0, "hellaswag_acc_norm": 0.3}
+    save_run(tmp_path / "run", {"optimizer": "adamw", "momentum": 0.9})
+    append_records(tmp_path / "run", result)
+    card = run_export(monkeypatch, tmp_path / "run", tmp_path / "scored")
+    for said in ("val_loss is in nats", "val_bpb is in bits", "HellaSwag is scored zero-shot"):
+        assert said in card
+    assert not re.search(r"\b1 \w+s\b|momentum", card)
+
+
 def test_card_has_the_settings_and_the_results_of_the_checkpoints_step(tmp_path, monkeypatch):
     records = [
         {"step": 20, "val_loss": 3.25, "val_bpb": None, "hellaswag_total": 20},
@@ -86,15 +104,20 @@ def test_card_has_the_settings_and_the_results_of_the_checkpoints_step(tmp_path,
     assert data.base_model == "openai-community/gpt2"
     for line in (
         "# tales",
-        "1,280 tokens of `my-stories` in 20 steps.",
+        "1,280 tokens of `my-stories`, until step 20.",
         "| max_lr | 0.003 |",
+        "| embedding_decay | 0.0 |",
+        "| momentum | 0.9 |",
+        "| my_setting | 7 |",
         "| optimizer | muon |",
         "| val_loss | 3.25 |",
         "| hellaswag_total | 20 |",
     ):
         assert line in card.splitlines()
-    assert "| hellaswag_acc_norm |" not in card
-    assert "| val_bpb |" not in card
+    for name in ("hellaswag_acc_norm", "val_bpb", "checkpoint_every", "step"):
+        assert f"| {name} |" not in card
+    assert "zero-shot" not in card
+    assert "val_loss is in nats per token" in card
     assert "SECRET" not in card
     assert str(tmp_path) not in card
 

@@ -214,7 +214,7 @@ def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
 
 
 @pytest.mark.gpt2
-def test_default_that_follows_from_other_settings_is_saved_as_a_default(tmp_path):
+def test_default_that_follows_from_other_settings_is_saved_as_a_default(tmp_path, capsys):
     """A new run has that of its own settings; a resumed run keeps its warm-up."""
     settings = replace(TrainConfig(), max_steps=40, weight_decay=0.5).saved()
     derived = ("warmup_steps", "embedding_decay", "beta2")
@@ -229,8 +229,13 @@ def test_default_that_follows_from_other_settings_is_saved_as_a_default(tmp_path
     resumed, _ = parse_config([resume, "--max-steps=80"])
     assert (resumed.warmup, resumed.saved()["warmup_steps"]) == (4, 4)
     assert parse_config([resume, "--max-steps=80", "--warmup-steps=7"])[0].warmup == 7
+    assert capsys.readouterr().out == ""
     timed, _ = parse_config([resume, "--max-minutes=3", "--max-steps=80"])
     assert timed.saved() == settings
+    said = "note: ignoring --max-steps 80: leave out --max-minutes\n"
+    assert capsys.readouterr().out == said
+    parse_config([resume, "--max-minutes=3"])
+    assert capsys.readouterr().out == ""
 
 
 def test_saved_settings_have_flags_laid_over_them(tmp_path):

@@ -58,7 +58,8 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     if source is not None:
         _check_size(config, source)
     if checkpoint is not None:
-        if config.max_minutes is not None:
+        if config.max_minutes is not None and config.max_steps != defaults.max_steps:
+            print0(f"note: ignoring --max-steps {config.max_steps}: leave out --max-minutes")
             config = replace(config, max_steps=defaults.max_steps)  # set by an earlier start
         if config.warmup_steps is None and config.warmup != defaults.warmup < config.max_steps:
             config = replace(config, warmup_steps=defaults.warmup)
