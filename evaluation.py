@@ -21,7 +21,7 @@ from runtime.device import synchronize
 from runtime.distributed import all_reduce_max, all_reduce_sum, print0
 from runtime.errors import UserError
 from runtime.precision import eval_mode
-from sample import generate_tokens
+from sample import cache_agrees, generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
 from training.run import Run, Trainer
@@ -53,14 +53,20 @@ def evaluate(run: Run, trainer: Trainer, step: int) -> None:
     due = [(number, measure) for number, (every, measure) in numbered if run.is_due(every, step)]
     if not due:
         return
-    raw_model = trainer.raw_model
     run.read_numbers(trainer)
-    with run.log.evaluation(step) as record, eval_mode(raw_model), suppress(EvaluationStopped):
+    with run.log.evaluation(step) as record, suppress(EvaluationStopped):
         for number, measure in due:
-            metrics = measure(run, trainer)
-            run.ranks.reshard(raw_model)  # its forward passes left parameters gathered
+            metrics = run_evaluation(measure, run, trainer)
             run.log.claim_names(f"evaluation {number}", metrics)
             record |= metrics
+
+
+def run_evaluation(measure: Evaluation, run: Run, trainer: Trainer) -> dict[str, float]:
+    """Run an evaluation in eval mode; return its metrics."""
+    with eval_mode(trainer.raw_model):
+        metrics = measure(run, trainer)
+    run.ranks.reshard(trainer.raw_model)  # the forward passes left parameters gathered
+    return metrics
 
 
 @torch.no_grad()
@@ -123,6 +129,7 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
     text = run.config.sample_prompt
     start = run.val_shards.read(0, PROMPT_TOKENS).tolist()
     prompt = start if start and text is None else prompt_ids(text or "")
+    cache_agrees.cache_clear()  # the weights have changed
     sequences = generate_tokens(
         trainer.raw_model,
         torch.tensor([prompt] * SAMPLE_COUNT, device=device),
@@ -163,8 +170,8 @@ def fit_max_minutes(
         (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
     ):
         if every > 0:
-            part_seconds = time_call(partial(measure, part, trainer), timed_seconds, run)
-            seconds = max(1.0, n_parts) * part_seconds
+            seconds = time_call(partial(run_evaluation, measure, part, trainer), timed_seconds, run)
+            seconds *= max(1.0, n_parts)
             seconds_per_step += seconds / every
             fixed_seconds += 1.5 * seconds  # they also run at the start and at the end
     left = budget - (perf_counter() - begun) - fixed_seconds

@@ -20,7 +20,7 @@ class ExportConfig:
     model: PathOrName
     """Model: a run folder, a checkpoint, a folder in Hugging Face format, or a GPT-2 on the hub."""
     out: Path
-    """Folder to write, which must be new or empty."""
+    """Folder to write, which must be new or empty, except for hidden files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights in the file."""
     license: str | None = None
@@ -30,7 +30,7 @@ class ExportConfig:
 def main() -> None:
     """Export the model with a model card, and print how to load it."""
     config = parse_flags(ExportConfig)
-    if config.out.exists() and any(config.out.iterdir()):
+    if config.out.exists() and not all(path.name.startswith(".") for path in config.out.iterdir()):
         raise UserError(f"{config.out} is not empty: delete it, or choose another with --out")
     model, checkpoint = load_with_state(config.model)
     with write_folder(config.out) as folder:

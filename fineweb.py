@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -109,8 +110,11 @@ def main() -> None:
     config = parse_flags(FineWebConfig)
     name, open_source = find_source(config)
     folder = config.data_dir or Path("data") / name
-    lock_name = f".{Part.parse(config.part).manifest_name}.lock"
-    with lock_folder(folder, lock_name, "use another --data-dir"):
+    found = Manifest.load(folder, part := Part.parse(config.part))
+    lock = lock_folder(folder, f".{part.manifest_name}.lock", "use another --data-dir")
+    # A finished dataset on a read-only disk is only verified.
+    needs_lock = not (found and found.complete) or os.access(folder, os.W_OK)
+    with lock if needs_lock else nullcontext():
         print(make_shards(config, open_source, folder))
     manifest = Manifest.load(folder)
     if manifest and manifest.complete:

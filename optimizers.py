@@ -7,6 +7,7 @@ hidden layers; AdamW updates embeddings, biases and LayerNorms.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -83,10 +84,9 @@ class Muon(torch.optim.Optimizer):
         for ((_, rows, lr), parameters), stack in zip(by_shape.items(), stacks, strict=True):
             # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
             rms = [max(n_rows, stack.size(2)) ** -0.5 for n_rows in rows]
-            parts = [next(results) for _ in rows]
-            parts = [
-                p * (rms[0] / m) if m != rms[0] else p for p, m in zip(parts, rms, strict=True)
-            ]
+            parts = [*islice(results, len(rows))]
+            for i, each in enumerate(rms):
+                parts[i] = parts[i] if each == rms[0] else parts[i] * (rms[0] / each)
             shard = self.ranks.shard(torch.cat(parts, dim=1), stack).to(parameters[0].dtype)
             torch._foreach_add_(parameters, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
 
@@ -142,8 +142,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     norms = matrices.float().norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     x = (matrices / norms).to(matrices.dtype)  # singular values are at most 1 now
+    identity = torch.eye(x.size(1), dtype=x.dtype, device=x.device)
     for _ in range(5):
-        gram = x @ x.mT  # (n, rows, rows)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b A + c A^2
-        x = torch.baddbmm(x, polynomial, x, beta=a)  # a X + (b A + c A^2) X
+        gram = x @ x.mT  # A: (n, rows, rows)
+        x = (a * identity + b * gram + c * (gram @ gram)) @ x  # (a I + b A + c A^2) X
     return x

@@ -3,10 +3,12 @@
     python plot.py runs/my-run                        # write runs/my-run/figures/*.png
     python plot.py runs/a runs/b --compare ab.png     # also plot both losses in one figure
     python plot.py runs/a runs/b --report             # write a page instead: runs/a/report.html
+    python plot.py read-only/a --out figures          # write figures/a/figures/*.png
 
 A run can be plotted while it is training.
 """
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,9 +18,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from formats.metrics import Records, Series, hellaswag_references, read_run, user_metrics
+from formats.metrics import Records, Series, find_run, hellaswag_references, read_run, user_metrics
 from report import unique_names, warn_if_not_comparable, write_report
-from runtime.cli import POSITIONAL, format_count, parse_flags, print_error, run_command
+from runtime.cli import POSITIONAL, PathOrName, format_count, parse_flags, print_error, run_command
 from runtime.errors import UserError
 from runtime.files import atomic_write
 
@@ -32,8 +34,10 @@ BLUE, RED, INK, GRAY, PALE = "#33658a", "#d1495b", "#222222", "#767676", "#e4e4e
 class PlotConfig:
     """Plot one or more runs, each into the `figures` folder of the run."""
 
-    runs: tuple[Path, ...] = field(metadata=POSITIONAL)
-    """Run folders, such as runs/my-run."""
+    runs: tuple[PathOrName, ...] = field(metadata=POSITIONAL)
+    """Run folders, such as runs/my-run, or names of runs in runs/."""
+    out: Path | None = None
+    """Folder for the figures or the report, with a folder per run; default: each run's folder."""
     compare: Path | None = None
     """Also plot the validation losses of all runs in this one file: .png, .pdf or .svg."""
     report: bool = False
@@ -44,26 +48,32 @@ class PlotConfig:
 def main() -> None:
     """Write the figures or the report, and print their paths."""
     config = parse_flags(PlotConfig)
-    runs = [run for run in config.runs if not run.is_file()] or config.runs
-    for file in set(config.runs) - set(runs):  # as with runs/*
+    paths = [*map(find_run, config.runs)]
+    runs = [run for run in paths if not run.is_file()] or paths
+    for file in set(paths) - set(runs):  # as with runs/*
         print_error(f"note: {file} is a file, not a run folder")
     if config.report or config.compare:
         warn_if_not_comparable(runs)
+    folders = [config.out / name.lstrip("/") for name in unique_names(runs)] if config.out else runs
+    if locked := [path for path in folders if path.is_dir() and not os.access(path, os.W_OK)]:
+        raise UserError(f"{locked[0]} cannot be written: use --out FOLDER to write elsewhere")
     if config.report:
-        print(write_report(runs))
+        print(write_report(runs, folders[0]))
     else:
-        print(*(path for run_dir in runs for path in plot_run(run_dir)), sep="\n")
+        print(*(path for each in map(plot_run, runs, folders) for path in each), sep="\n")
     if config.compare is not None:
         print(plot_comparison(runs, config.compare))
 
 
-def plot_run(run_dir: Path) -> list[Path]:
+def plot_run(run_dir: Path, folder: Path | None = None) -> list[Path]:
     """Plot a run's metrics so far: `figures/loss.png` and, if it was scored, `hellaswag.png`.
+
+    The figures are in the run's folder, or in `folder`.
 
     Each additional number that a modified trainer logs gets a separate figure: `spread` is drawn in
     `own_spread.png`.
     """
-    records, figures = read_run(run_dir), run_dir / "figures"
+    records, figures = read_run(run_dir), (folder or run_dir) / "figures"
     step, tokens = records[-1]["step"], format_count(records[-1]["tokens_seen"])
     title = f"{run_dir.resolve().name} · step {step:,} · {tokens} tokens"
     drawn = [_draw_loss(records, title, figures / "loss.png")]

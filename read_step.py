@@ -16,7 +16,7 @@ import torch
 from corpus.shards import TokenArray, open_shards
 from dataloader import ShardedDataLoader, to_batch
 from formats.load import RUN_CONFIG_NAME, load_model
-from formats.metrics import METRICS_NAME, logged_values
+from formats.metrics import METRICS_NAME, find_run, logged_values
 from lr_schedule import position_at, windows_at
 from runtime.cli import POSITIONAL, PathOrName, bad_numbers, parse_flags, run_command
 from runtime.device import select_device
@@ -30,8 +30,8 @@ from training.config import read_recipe
 class ReadStepConfig:
     """Print the texts of one training step, each with its shard and its first token's position."""
 
-    runs: tuple[Path, ...] = field(metadata=POSITIONAL)
-    """Run folders, such as runs/my-run."""
+    runs: tuple[PathOrName, ...] = field(metadata=POSITIONAL)
+    """Run folders, such as runs/my-run, or names of runs in runs/."""
     step: int
     """Number of the step, as in the log: the first is 1."""
     model: PathOrName | None = None
@@ -49,11 +49,14 @@ def main() -> None:
     """Print each run's texts of the step in training order or, with a model, highest loss first."""
     config, device = parse_flags(ReadStepConfig), select_device("auto")
     model = load_model(config.model, device) if config.model else None
-    for run_dir in config.runs:
+    for run_dir in map(find_run, config.runs):
         texts = list[tuple[float, str]]()
         for shard, offset, tokens in read_step(run_dir, config.step, config.data_dir):
             loss, title = 0.0, f"--- {shard}, token {offset:,}"
             if model is not None:
+                if (length := len(tokens) - 1) > (size := model.config.block_size):
+                    problem = f"{config.model} has a context of {size} tokens, not {length}"
+                    raise UserError(f"{problem}: use a --model with a longer context")
                 loss = float(model(*to_batch(tokens[None], device)).loss)
                 title += f", loss {loss:.4f}"
             texts.append((loss, f"{title}\n{gpt2_encoding().decode(tokens.tolist())}\n"))

@@ -30,9 +30,9 @@ SERIES = (*NOISY, "val_loss", "val_bpb", "hellaswag_acc_norm", "lr", "peak_memor
 SAMPLE_LINE = re.compile(r"^step (\d+) \| sample: (['\"].*)$", re.MULTILINE)
 
 
-def write_report(run_dirs: Sequence[Path]) -> Path:
-    """Write a page about one or more runs, finished or not, to the first run's folder."""
-    path, names = run_dirs[0] / "report.html", unique_names(run_dirs)
+def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
+    """Write a page about runs, finished or not, to `folder` or the first run's folder."""
+    path, names = (folder or run_dirs[0]) / "report.html", unique_names(run_dirs)
     runs = [collect_run(run) | {"name": name} for run, name in zip(run_dirs, names, strict=True)]
     is_fineweb = all("fineweb-edu" in str(run["settings"].get("data_dir")) for run in runs)
     totals = [run["hellaswag_total"] for run in runs if run["hellaswag_total"]]

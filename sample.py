@@ -11,6 +11,7 @@ import codecs
 import functools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,11 +22,15 @@ import runtime.threads  # noqa: F401 - before torch, which reads its settings
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from formats.load import load_model
+from corpus.shards import Manifest
+from corpus.sources import describe_file
+from formats.load import load_with_state
+from hellaswag import score_rows
 from model import GPT, KVCache
 from runtime.cli import PathOrName, bad_numbers, parse_flags, print_error, run_command
-from runtime.device import DeviceName, select_device
+from runtime.device import DeviceName, select_device, tune_malloc
 from runtime.distributed import is_main
 from runtime.errors import UserError
 from runtime.precision import DtypeName, inference, select_dtype
@@ -34,8 +39,10 @@ from tokenizer import END_OF_TEXT, gpt2_encoding, prompt_ids
 GREETING = """Type some text; the model continues all of the text so far.
 Empty line: keep going. /new: start over. Ctrl-C: stop generating. Ctrl-D: quit."""
 
+SCORED_TOKENS = 2048  # per forward pass; with more, a CPU is not faster
 # Largest relative difference between hidden states with and without the cache.
 CACHE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 7e-2}
+print_once = functools.cache(print_error)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class SampleConfig:
 def main() -> None:
     """Print samples from a model, or continue typed text interactively."""
     config = parse_flags(SampleConfig)
+    tune_malloc()
     device = select_device(config.device)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "stop")
     options: dict[str, Any] = {name: getattr(config, name) for name in names}
@@ -93,9 +101,13 @@ def main() -> None:
     prompt = config.prompt
     if prompt == "-":
         prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    model = load_model(config.model, device)
+    model, checkpoint = load_with_state(config.model, device)
     if config.score is not None:
         print(describe_loss(model, config.score, options["dtype"]))
+        settings = checkpoint.state.train_config if checkpoint else {}
+        dataset = Manifest.load(Path(settings.get("data_dir", "")))
+        if dataset and describe_file(config.score) in dataset.source.get("files", ()):
+            print_error(f"note: the model was trained on {config.score}: new texts may score worse")
         return
     if config.interactive:
         generator = torch.Generator(device).manual_seed(config.seed)
@@ -192,10 +204,12 @@ def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> floa
     if len(ids) < 2:
         raise UserError(f"a loss needs a text of 2 tokens or more, but {text!r} has {len(ids)}")
     device, loss_sum = next(model.parameters()).device, 0.0
+    windows = [ids[i : i + block_size + 1] for i in range(0, len(ids) - 1, block_size)]
+    starts = range(0, len(windows), n_rows := max(1, SCORED_TOKENS // block_size))
     with inference(model, device, dtype):
-        for start in range(0, len(ids) - 1, block_size):
-            window = torch.tensor([ids[start : start + block_size + 1]], device=device)
-            loss_sum += float(model(window[:, :-1], window[:, 1:]).loss) * (window.size(1) - 1)
+        for start in tqdm(starts, "scoring", leave=False, unit="batch", disable=None):
+            rows = [(window[:1], window[1:]) for window in windows[start : start + n_rows]]
+            loss_sum += float(score_rows(model, rows, device).sum())
     return loss_sum / (len(ids) - 1)
 
 
@@ -234,8 +248,9 @@ def generate_tokens(
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     # With a single autocast for all tokens, the weights are cast only once.
     with inference(model, device, dtype):
-        if use_cache and cache_agrees(model, device, dtype):
-            cache = KVCache(model.config, B, min(T + max_new_tokens, block_size), device, dtype)
+        n_tokens = min(T + max_new_tokens, block_size)
+        if use_cache and cache_agrees(weakref.ref(model), n_tokens.bit_length(), device, dtype):
+            cache = KVCache(model.config, B, n_tokens, device, dtype)
         for _ in range(max_new_tokens):
             while tokens.size(1) - start > block_size:
                 start += max(1, block_size // 2)
@@ -259,34 +274,47 @@ def generate_tokens(
     return [row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in rows]
 
 
-def cache_agrees(model: GPT, device: torch.device, dtype: torch.dtype) -> bool:
+@functools.lru_cache
+def cache_agrees(
+    model_ref: "weakref.ref[GPT]", n_bits: int, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Return whether a token's hidden state is the same with and without the cache.
 
     It is not if the model mixes neighboring tokens outside attention, because the cache has only
-    keys and values of earlier tokens. Every rank must call this, under `inference`.
+    keys and values of earlier tokens, or if attention depends on the distance of tokens in training
+    only. Every rank must call this, under `inference`.
+
+    The results are cached, because they depend on the model's code. After training, call
+    `cache_agrees.cache_clear`: a part whose weights were 0 may make a difference.
+
+    Args:
+        model_ref: reference that does not keep the model in memory.
+        n_bits: the comparison is for samples of less than 2**n_bits tokens, prompt included.
+        device: the model's device.
+        dtype: the autocast dtype, else float32.
     """
-    n_tokens = min(8, model.config.block_size)
-    if n_tokens == 1:  # the cache is empty whenever such a model runs
-        return True
-    idx = torch.arange(n_tokens, device=device)[None] % model.config.vocab_size
-    cache = KVCache(model.config, 1, n_tokens, device, dtype)
-    model.hidden_states(idx[:, :-1], cache)
-    cached = model.hidden_states(idx[:, -1:], cache)[0, -1].float()  # (C,)
-    expected = model.hidden_states(idx)[0, -1].float()
-    differs = bool((cached - expected).norm() > CACHE_TOLERANCE[dtype] * expected.norm())
-    if differs:  # NaN does not differ
-        warn_without_cache()
-    return not differs
-
-
-@functools.cache
-def warn_without_cache() -> None:
-    """Print a warning on rank 0, once per process."""
-    if is_main():
-        print_error(
-            "warning: sampling without the cache of keys and values, which is slower: the model "
-            "computes different hidden states with it"
-        )
+    model = model_ref()
+    assert model is not None
+    n_tokens = min(2**n_bits, model.config.block_size)
+    # A mean over many different tokens is the same at any distance, so half of a text repeats one
+    # token, and the other half another.
+    halves = [0] * (n_tokens // 2) + [1] * ((n_tokens - 1) // 2) + [2]
+    # With a single token, the cache is always empty.
+    for ids in ([*range(min(8, n_tokens))], halves) if n_tokens > 1 else ():
+        idx = torch.tensor([ids], device=device) % model.config.vocab_size
+        cache = KVCache(model.config, 1, len(ids), device, dtype)
+        model.hidden_states(idx[:, :-1], cache)
+        cached = model.hidden_states(idx[:, -1:], cache)[0, -1].float()  # (C,)
+        expected = model.hidden_states(idx)[0, -1].float()
+        # NaN does not differ.
+        if (cached - expected).norm() > CACHE_TOLERANCE[dtype] * expected.norm():
+            if is_main():
+                print_once(
+                    "warning: sampling without the cache of keys and values, which is slower: the "
+                    "model computes different hidden states with it"
+                )
+            return False
+    return True
 
 
 def sample_token(

@@ -242,6 +242,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _find_folder(source: str | Path) -> Path:
     """Return a model's folder, downloaded if needed; raise if it has no safetensors weights."""
     folder = Path(source) if is_local(source) else _download(str(source))
+    folder = folder.parent if folder.is_file() else folder  # a file of the model
     if (folder / HF_WEIGHTS_NAME).is_file():
         return folder
     problem = f"lacks {HF_WEIGHTS_NAME}, and neither pickle nor shards are loaded"

@@ -10,7 +10,7 @@ import torch
 
 from formats import checkpoint, huggingface
 from formats.code_hashes import MODEL_FILES
-from formats.metrics import METRICS_NAME, validations
+from formats.metrics import BEST_SUFFIX, RUNS, find_run, is_run, validations
 from model import GPT, GPTConfig
 from runtime.cli import shell_line
 from runtime.distributed import print0
@@ -18,10 +18,7 @@ from runtime.errors import UserError
 
 RUN_CONFIG_NAME = "config.json"  # a run's settings
 RUN_LOCK_NAME = ".lock"
-RUNS = Path("runs")  # default of --out-dir
-BEST_SUFFIX = "@best"  # after a run's name: its checkpoint with the lowest validation loss
 VAL_LOSS_NOISE = 0.05  # nats per token: smaller differences may be chance
-START_OVER = "start over with the same command and another --run-name"
 
 # --- finding ----------------------------------------------------------------------------------
 
@@ -45,16 +42,15 @@ def latest_valid_checkpoint(run_dir: Path) -> Path | None:
     return None
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(source: str | Path, runs: Path = RUNS) -> Path:
     """Resolve a path to a checkpoint: the path itself, or the latest one of a run.
 
-    A run is given by its folder or name. With the suffix `@best`, this is the run's checkpoint with
-    the lowest validation loss.
+    A run is given by its folder or by its name in `runs`. With the suffix `@best`, this is the
+    run's checkpoint with the lowest validation loss.
     """
-    find = checkpoint.best_checkpoint if str(path).endswith(BEST_SUFFIX) else latest_checkpoint
-    path = Path(str(path).removesuffix(BEST_SUFFIX))
-    if not path.exists() and (RUNS / path).is_dir():
-        path = RUNS / path
+    find = checkpoint.best_checkpoint if str(source).endswith(BEST_SUFFIX) else latest_checkpoint
+    path = find_run(str(source).removesuffix(BEST_SUFFIX), runs)
+    path = path.parent if path.is_file() else path  # a file of the model
     if path.name == "checkpoints" and is_run(path.parent):
         path = path.parent
     found = path if (path / checkpoint.STATE_NAME).is_file() else find(path)
@@ -65,16 +61,15 @@ def find_checkpoint(path: Path) -> Path:
     if is_run(path) or (path / RUN_LOCK_NAME).exists():
         raise UserError(
             f"the run {path} has no checkpoint yet: wait for its first one or, if the run has "
-            f"ended, {START_OVER}"
+            f"ended, start over with the command that started it and another --run-name"
         )
-    kinds = ("config.json", "adapter_config.json")
+    kinds = ("config.json", "adapter_config.json", checkpoint.STATE_NAME)
     if models := [file.parent for kind in kinds for file in path.glob(f"*/{kind}")]:
         newest = max(models, key=os.path.getmtime)
         raise UserError(f"{path} holds models: use one of them, such as {newest}")
     problem = "is not a run, checkpoint or model folder" if path.exists() else "does not exist"
-    places = (path, *path.parents[:-1], RUNS, Path())
-    folder = next(folder for folder in places if folder.is_dir())
-    raise UserError(f"{path} {problem}: {list_runs(folder)}")
+    places = [p for p in (path, *path.parents[:-1], runs, Path()) if p.is_dir()]
+    raise UserError(f"{path} {problem}: {list_runs(next(filter(run_names, places), places[0]))}")
 
 
 def describe_best(run_dir: Path) -> str:
@@ -110,12 +105,6 @@ def run_names(out_dir: Path) -> list[str]:
     return [run.name for run in sorted(out_dir.glob("[!.]*")) if is_run(run)]
 
 
-def is_run(path: Path) -> bool:
-    """Return whether a folder is a run's folder."""
-    # Path.is_dir would raise an error in another user's folder.
-    return os.path.isdir(path / "checkpoints") or os.path.isfile(path / METRICS_NAME)
-
-
 # --- loading ----------------------------------------------------------------------------------
 
 
@@ -139,7 +128,7 @@ def load_with_state(
     """
     if is_hugging_face(source):
         return huggingface.load_pretrained(source, device), None
-    path = find_checkpoint(Path(source))
+    path = find_checkpoint(source)
     try:
         checkpoint.verify_checkpoint(path, (checkpoint.MODEL_NAME, checkpoint.STATE_NAME))
         state = checkpoint.read_state(path)
@@ -159,12 +148,13 @@ def model_config_of(source: str | Path) -> GPTConfig:
     """Return the dimensions of the model that `load_model` loads, without reading its weights."""
     if is_hugging_face(source):
         return huggingface.read_pretrained_config(source)
-    return GPTConfig(**checkpoint.read_state(find_checkpoint(Path(source))).model_config)
+    return GPTConfig(**checkpoint.read_state(find_checkpoint(source)).model_config)
 
 
 def is_hugging_face(source: str | Path) -> bool:
     """Return whether a model is in Hugging Face format, unlike a run, which has a `config.json`."""
-    path = Path(source)
+    path = find_run(source)
     # config.json, or a related file such as adapter_config.json; `[!.]` excludes hidden files.
+    path = path.parent if path.is_file() else path
     is_folder = any(path.glob("[!.]*onfig.json")) and not is_run(path)
     return is_folder or not huggingface.is_local(source)

@@ -1,10 +1,11 @@
-"""Read a run's metrics from `metrics.jsonl`.
+"""Find a run's folder, and read its metrics from `metrics.jsonl`.
 
 `training.run_log` writes the file: one JSON object per line, one line per event. Figures are drawn
 from this file alone.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ HELLASWAG_REFERENCES = {
     "GPT-2 1558M": 0.4889,
 }
 METRICS_NAME = "metrics.jsonl"
+RUNS = Path("runs")  # default of --out-dir
+BEST_SUFFIX = "@best"  # after a run's name: its checkpoint with the lowest validation loss
 LOG_METRICS = {  # which the run's log itself sets
     *("step", "tokens_seen", "lr", "evaluation_seconds", "overall_tokens_per_second"),
     *("step_time_ms", "tokens_per_second", "mfu", "peak_memory_gib"),
@@ -38,6 +41,23 @@ STANDARD_METRICS = LOG_METRICS | {  # logged by an unmodified trainer
     *("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_total", "hellaswag_left_out"),
 }
 SMOOTHING = 0.02  # window of the running mean, as a fraction of the records
+
+
+def find_run(source: str | Path, runs: Path = RUNS) -> Path:
+    """Return the folder of the run that `source` names in the folder `runs`, or the path itself.
+
+    If `runs` has a run of the name, the name does not mean a path in the working directory, unlike
+    `./NAME`.
+    """
+    path = Path(source)
+    is_name = path.name == str(source) and is_run(runs / path)
+    return runs / path if is_name or (not path.exists() and (runs / path).is_dir()) else path
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run's folder."""
+    # Path.is_dir would raise an error in another user's folder.
+    return os.path.isdir(path / "checkpoints") or os.path.isfile(path / METRICS_NAME)
 
 
 def read_metrics(path: str | Path) -> Records:
@@ -92,11 +112,6 @@ def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return a run's records that have a `val_loss`, by step."""
     records = read_metrics(run_dir / METRICS_NAME)
     return {r["step"]: r for r in records if r.get("val_loss") is not None}
-
-
-def last_saved_step(path: Path) -> int:
-    """Return the last step that a run saved or resumed from; 0 if there is none, or no file."""
-    return max(logged_values(path, "saved_step") + logged_values(path, "resumed_from"), default=0)
 
 
 def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:

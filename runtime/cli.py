@@ -264,12 +264,11 @@ def run_command(main: Callable[[], None]) -> None:
     A run that had to stop (RunStopped, or FloatingPointError: the loss or gradient is not finite)
     exits with code 1, Ctrl-C with 130, and output to a closed pipe (`| head`) with 141.
     """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed, as a daemon's
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
-        elif isinstance(stream, io.TextIOWrapper):  # a terminal's encoding may lack characters
-            stream.reconfigure(errors="replace")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as a daemon's
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
+        if mode == "w" and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal's encoding may lack characters
     try:
         main()
         sys.stdout.flush()
@@ -287,7 +286,8 @@ def run_command(main: Callable[[], None]) -> None:
             fix = "stop other programs, or use a smaller model, --batch-size or --num-samples"
             print_error(f"error: the device is out of memory: {fix} ({str(error)[:300]})")
         else:
-            traceback.print_exc()
+            with suppress(OSError):  # the disk of the log is full
+                traceback.print_exc()
             _exit(1)
         _exit(2)
     except KeyboardInterrupt as interrupt:

@@ -92,7 +92,8 @@ def setup_distributed(
 
     Raises:
         RunStopped: another process has exited or cannot be reached.
-        UserError: the device is not available, or does not support several processes.
+        UserError: the device is not available or does not support several processes, or the
+            environment lacks an address, or its port is in use.
     """
     dist_info = read_dist_env(device_name)
     device = dist_info.device
@@ -123,7 +124,11 @@ def setup_distributed(
         gc.collect()  # frees DDP models, whose gloo threads can abort the process's exit
         dist.barrier()
         dist.destroy_process_group()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        is_of_address = isinstance(error, ValueError) or "server socket" in str(error)
+        if is_of_address and not dist.is_initialized():
+            fix = "start with torchrun, or set MASTER_ADDR, and MASTER_PORT to a free port"
+            raise UserError(f"the processes cannot connect ({error}): {fix}") from None
         if not is_lost_process(error):
             raise
         hint = "all ports must be open between the machines (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"

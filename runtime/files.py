@@ -54,26 +54,31 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 def write_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder for files; it becomes `path` when they are complete and on disk.
 
-    The temporary folder is next to `path`. A folder that already has this name is moved aside,
-    replaced by a rename and then deleted. If the body raises or the process dies, `path` is
-    unchanged or, between the two renames, missing. A missing parent folder is created.
+    The temporary folder is next to `path`. A folder that already has this name is deleted right
+    before the temporary folder is renamed. If the body raises or the process dies earlier, `path`
+    is unchanged. A missing parent folder is created.
+
+    An existing folder that is empty, except for hidden files, may be a mount point, which cannot be
+    renamed. It stays: the temporary folder is in it, and the files move up in the order of writing.
     """
     path = path.resolve()  # a link stays, and the folder that it leads to is replaced
-    temporary = path.with_name(f".{path.name}.tmp")
-    replaced = path.with_name(f".{path.name}.deleted")
-    for leftover in (temporary, replaced):  # if a process was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+    stays = path.is_dir() and not any(path.glob("[!.]*"))
+    temporary = path / ".tmp" if stays else path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # exists if a process was killed
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for name in temporary.iterdir():
+        names = sorted(temporary.iterdir(), key=os.path.getmtime)
+        for name in names:
             with name.open("r+b") as file:
                 os.fsync(file.fileno())
-        if path.exists():
-            path.rename(replaced)
-        temporary.rename(path)
-        sync_folder(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if stays:
+            for name in names:
+                name.rename(path / name.name)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            temporary.rename(path)
+        sync_folder(path if stays else path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after an error
 

@@ -1,16 +1,12 @@
-"""FLOPs and MFU: FLOPs per token, peak speed and memory of GPU models, speed of this CPU."""
+"""FLOPs and MFU: FLOPs per token, peak speed and memory of GPU models."""
 
 import re
-import timeit
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from runtime.files import read_json
 
 GPUS_PATH = Path(__file__).parents[1] / "assets/gpus.json"
-MATMUL_SIZE, MATMUL_REPEATS = 1024, 10
 
 
 class Gpu(NamedTuple):
@@ -54,13 +50,6 @@ def peak_flops(device_name: str, *, float32: bool = False) -> float | None:
             tf32 = None if name in BEFORE_AMPERE else gpu.peak_flops / 2
             return tf32 if float32 else gpu.peak_flops
     return None
-
-
-def cpu_flops(dtype: torch.dtype) -> float:
-    """Measure the FLOP/s that this CPU reaches: the fastest of several square matmuls."""
-    matrix = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype)
-    seconds = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=MATMUL_REPEATS))
-    return 2 * MATMUL_SIZE**3 / seconds
 
 
 def mfu(

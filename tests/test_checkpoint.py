@@ -1,5 +1,6 @@
 import math
 import os
+import shutil
 import threading
 from pathlib import Path
 from unittest.mock import Mock
@@ -229,15 +230,37 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     os.makedirs("runs/large/checkpoints")
     os.rename("run", "runs/small")
+    os.mkdir("docs")
+    Path("docs/a.md").touch()
     for source, message in {
-        "runs/large": "runs/large has no checkpoint yet: wait for .*, start over with the same",
+        "runs/large": "runs/large has no checkpoint yet: wait for .* that started it and",
         "runs/smal": "runs/smal does not exist: the runs in runs are large, small",
         "runs": "runs is not a run, .*: the runs in runs are large, small",
-        "runs/small/checkpoints/step_7": "step_7 does not exist",
+        "runs/small/checkpoints/step_7": "step_7 does not exist: the runs in runs are large, small",
+        "docs": "docs is not a run, .*: the runs in runs are large, small",
+        "docs/a.md": "docs is not a run, .*: the runs in runs are large, small",
     }.items():
         with pytest.raises(UserError, match=message):
             load_model(source)
     assert find_checkpoint(Path("small")) == find_checkpoint(Path("runs/small"))
+
+
+def test_name_of_a_run_means_the_run_in_runs_and_not_a_folder_here(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree("run", "runs/docs")
+    os.mkdir("docs")
+    Path("docs/tsconfig.json").touch()  # is not the configuration of a model
+    expected = find_checkpoint("runs/docs")
+    assert find_checkpoint("docs") == expected
+    assert_same_parameters(load_model("docs"), saved[1].raw_model)
+    shutil.copytree("run", "docs", dirs_exist_ok=True)  # now both are runs
+    assert find_checkpoint("docs") == expected
+    for path in ("./docs", "docs/", tmp_path / "docs"):
+        assert find_checkpoint(path).resolve() == (
+            tmp_path / "docs" / expected.relative_to("runs/docs")
+        )
+    shutil.move("run", "exp/docs")
+    assert find_checkpoint("docs", Path("exp")) == "exp" / expected.relative_to("runs")
 
 
 def test_the_best_checkpoint_is_kept_and_named_and_found(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields
@@ -168,7 +169,12 @@ def test_parse_flags_says_what_a_flag_of_another_trainer_is_called_here():
         ("--epochs", "--max-steps", "--total-batch-size"),
         ("--batch-size", "--micro-batch-size", "--total-batch-size"),
         ("--local_rank", "--nproc-per-node"),
-        ("--vocab_size",),  # there is none
+        ("--save-every", "--checkpoint-every"),  # nanochat's, close to --sample-every
+        ("--sample-interval", "--sample-every"),
+        ("--warmdown-ratio", "--lr-schedule"),
+        ("--max-tokens", "--max-steps", "--total-batch-size"),
+        ("--embedding-lr",),  # there is none
+        ("--vocab_size",),
     ):
         with pytest.raises(ValueError, match="unknown flag") as error:
             parse_flags(TrainConfig, [f"{flag}=3"])
@@ -300,6 +306,26 @@ def test_run_command_is_quiet_where_its_output_is_not_read(size, tmp_path):
     assert end(process) == (141, None, "")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the streams")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_run_command_works_where_streams_are_closed(closed, tmp_path):
+    script, written = tmp_path / "script.py", tmp_path / "written"
+    script.write_text(
+        "import sys\nfrom runtime.cli import run_command\nfrom runtime.distributed import print0\n"
+        "def main():\n    print('a')\n    print0('b')\n    print('c', file=sys.stderr)\n"
+        f"    text = sys.stdin.read()\n    open({str(written)!r}, 'w').write(f'read {{text!r}}')\n"
+        "    raise FloatingPointError('stopped here')\nrun_command(main)\n"
+    )
+    command = f"exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} {closed}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["sh", "-c", command], env=environment, stdin=subprocess.DEVNULL, capture_output=True
+    )
+    assert (done.returncode, written.read_text()) == (1, "read ''")
+    assert done.stdout == (b"" if " >&-" in f" {closed}" else b"a\nb\n")
+    assert done.stderr == (b"" if "2>&-" in closed else b"c\nstopped: stopped here\n")
+
+
 def test_run_command_does_not_wait_for_a_process_group_to_end_in_order(tmp_path):
     join = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
     lines = "import atexit; import torch.distributed as dist; atexit.register(print, 'in order')"
@@ -316,11 +342,17 @@ def test_run_command_shows_a_programming_error_in_full(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(unbuffered, tmp_path):
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [("print('x'); raise cli.UserError('bad')", 2), ("raise ValueError('bad')", 1)],
+)
+def test_run_command_keeps_its_exit_code_where_nothing_can_be_written(
+    unbuffered, body, code, tmp_path
+):
     with open("/dev/full", "w") as full:
         outputs = {"stdout": full, "stderr": full, "PYTHONUNBUFFERED": unbuffered}
-        script = run_script(tmp_path, "print('x'); raise UserError('bad')", **outputs)
-        assert end(script)[0] == 2
+        script = run_script(tmp_path, f"from runtime import cli; {body}", **outputs)
+        assert end(script)[0] == code
 
 
 # --- before torch -----------------------------------------------------------------------------

@@ -1,3 +1,5 @@
+import socket
+
 from runtime.threads import usable_cores
 
 import pytest
@@ -75,6 +77,30 @@ def test_world_size_without_a_rank_is_one_process(monkeypatch):
     assert read_dist_env("cpu") == DistInfo()
     with setup_distributed("cpu") as dist_info:
         assert dist_info == DistInfo()
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"MASTER_PORT": "{port}"}, r"EADDRINUSE.*: start with torchrun, or .* a free port$"),
+        ({"MASTER_PORT": None}, r"MASTER_PORT expected, but not set\): start with torchrun, or"),
+        ({"MASTER_ADDR": None}, r"MASTER_ADDR expected, but not set\): start with torchrun, or"),
+        ({"MASTER_PORT": "http"}, r"'http'\): start with torchrun, or set"),
+    ],
+)
+def test_address_that_a_process_cannot_use_is_an_error_of_the_environment(
+    changed, problem, monkeypatch
+):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | changed
+        for name, value in environment.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value.format(port=port))
+        with pytest.raises(UserError, match=problem), setup_distributed("cpu"):
+            pass
 
 
 @pytest.mark.parametrize("size", distributed.LAUNCHERS)

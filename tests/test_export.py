@@ -1,6 +1,7 @@
 """An exported model computes the run's logits; its card says what the run's files say, no more."""
 
 import os
+import re
 import shutil
 import sys
 
@@ -29,6 +30,10 @@ CONFIG = {
     "max_steps": 40,
     "warmup_steps": None,
     "optimizer": "muon",
+    "momentum": 0.9,
+    "embedding_decay": 0.0,
+    "my_setting": 7,  # of an edit
+    "checkpoint_every": 3,
 }
 
 
@@ -54,6 +59,38 @@ def test_main_exports_a_run_that_loads_with_the_same_logits(tmp_path, monkeypatc
         assert torch.equal(load_model(out)(idx).logits, model(idx).logits)
 
 
+def test_export_into_an_existing_folder_leaves_the_folder_in_place(tmp_path, monkeypatch):
+    """A mount point can be neither renamed nor deleted."""
+    model, out = save_run(tmp_path / "run"), tmp_path / "mounted"
+    (out / ".tmp").mkdir(parents=True)  # of an export that was killed
+    (out / ".tmp" / "model.safetensors").touch()
+    (out / ".mine").touch()
+    before = out.stat().st_ino
+    run_export(monkeypatch, tmp_path / "run", out)
+    assert out.stat().st_ino == before
+    assert {path.name for path in out.glob(".*")} == {".mine"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "mounted"}
+    idx = torch.randint(0, 50257, (1, 8))
+    with torch.no_grad():
+        for name in ("model.safetensors", "config.json"):  # a file stands for its folder
+            assert torch.equal(load_model(out / name)(idx).logits, model(idx).logits)
+    with pytest.raises(UserError, match="mounted is not empty"):
+        run_export(monkeypatch, tmp_path / "run", out)
+
+
+def test_card_explains_the_results_that_it_has_and_is_right_for_a_count_of_1(tmp_path, monkeypatch):
+    save_pretrained(GPT(GPTConfig(1, n_layer=1, n_head=1, n_embd=2)), tmp_path / "model")
+    card = run_export(monkeypatch, tmp_path / "model", tmp_path / "small")
+    assert not re.search(r"\b1 \w+s\b", card)
+    result = {"step": 1, "val_loss": 3.0, "val_bpb": 1.0, "hellaswag_acc_norm": 0.3}
+    save_run(tmp_path / "run", {"optimizer": "adamw", "momentum": 0.9})
+    append_records(tmp_path / "run", result)
+    card = run_export(monkeypatch, tmp_path / "run", tmp_path / "scored")
+    for said in ("val_loss is in nats", "val_bpb is in bits", "HellaSwag is scored zero-shot"):
+        assert said in card
+    assert not re.search(r"\b1 \w+s\b|momentum", card)
+
+
 def test_card_has_the_settings_and_the_results_of_the_checkpoints_step(tmp_path, monkeypatch):
     records = [
         {"step": 20, "val_loss": 3.25, "val_bpb": None, "hellaswag_total": 20},
@@ -67,15 +104,20 @@ def test_card_has_the_settings_and_the_results_of_the_checkpoints_step(tmp_path,
     assert data.base_model == "openai-community/gpt2"
     for line in (
         "# tales",
-        "1,280 tokens of `my-stories` in 20 steps.",
+        "1,280 tokens of `my-stories`, until step 20.",
         "| max_lr | 0.003 |",
+        "| embedding_decay | 0.0 |",
+        "| momentum | 0.9 |",
+        "| my_setting | 7 |",
         "| optimizer | muon |",
         "| val_loss | 3.25 |",
         "| hellaswag_total | 20 |",
     ):
         assert line in card.splitlines()
-    assert "| hellaswag_acc_norm |" not in card
-    assert "| val_bpb |" not in card
+    for name in ("hellaswag_acc_norm", "val_bpb", "checkpoint_every", "step"):
+        assert f"| {name} |" not in card
+    assert "zero-shot" not in card
+    assert "val_loss is in nats per token" in card
     assert "SECRET" not in card
     assert str(tmp_path) not in card
 
@@ -152,10 +194,15 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(
         load_model(first)
 
 
-def test_a_runs_checkpoints_folder_is_the_run(tmp_path):
+def test_a_runs_checkpoints_folder_is_the_run_and_a_file_is_its_checkpoint(tmp_path):
     model = save_run(tmp_path / "run")
-    loaded = load_model(tmp_path / "run/checkpoints")
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    for path in ("checkpoints", "checkpoints/step_00000001/model.safetensors", "metrics.jsonl"):
+        (tmp_path / "run/metrics.jsonl").touch()
+        loaded = load_model(tmp_path / "run" / path)
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    shutil.move(tmp_path / "run/checkpoints", tmp_path / "moved")
+    with pytest.raises(UserError, match=r"holds models: use one .*/moved/step_00000001$"):
+        load_model(tmp_path / "moved")
 
 
 @pytest.mark.parametrize("file", ["config.json", "adapter_config.json"])

@@ -290,6 +290,22 @@ def test_main_refuses_a_second_writer(made, make):
 # The first tokens of a source
 
 
+def test_finished_dataset_on_a_read_only_disk_is_verified(make, tmp_path, monkeypatch):
+    write_texts(tmp_path / "a.txt", TEXTS[:20])
+    flags = ["--source", "a.txt", SIZE, "--data-dir", "d"]
+    make(*flags)
+    (tmp_path / "d/.manifest.json.lock").unlink(missing_ok=True)
+    (tmp_path / "d/.manifest.json.lock").mkdir()  # so that no file of this name can be created
+    with pytest.raises(UserError, match="cannot be written and locked"):
+        make(*flags)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "; finished earlier, and unchanged\n" in make(*flags)
+    manifest = tmp_path / "d/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
+    with pytest.raises(UserError, match="cannot be written and locked"):
+        make(*flags)
+
+
 @pytest.mark.parametrize(("kind", "limit"), [("jsonl", 200), ("txt", 2000), ("txt", 2100)])
 def test_max_tokens_are_the_first_of_a_full_run_and_more_can_be_added(made, make, kind, limit):
     """Of less than two shards, of exactly two, of a few more; then of many. Validation stays."""

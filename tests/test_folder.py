@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import fake_checkpoint
+from run_files import append_records
 from torch._inductor.runtime.triton_compat import OutOfResources
 from torch.distributed import DistBackendError
 
@@ -60,6 +61,21 @@ def test_lock_run_folder_refuses_a_folder_that_has_anything_of_another_run(tmp_p
     for checkpoint, resume in ((None, None), (other, str(other.path))):
         message = "a already holds a run: use another --run-name; no checkpoint yet: start over"
         assert_refused(message, tmp_path / "a", checkpoint, resume=resume)
+
+
+def test_run_that_continues_another_and_was_killed_in_its_first_save_starts_again(tmp_path):
+    other, run_dir = fake_checkpoint(tmp_path / "other", 3), tmp_path / "a"
+    (run_dir / "checkpoints/.step_00000004.tmp").mkdir(parents=True)
+    (run_dir / "config.json").write_text("{}")
+    append_records(run_dir, {"resumed_from": 2}, {"step": 3})  # the other run is at step 3 now
+    said = "a continued another run's step 2, but .*: use --resume with the other run, or start"
+    assert_refused(said, run_dir, resume="auto")
+    assert_refused("another --run-name; no checkpoint yet: start over with the same", run_dir)
+    with open_named(run_dir, other, resume=str(other.path)):
+        assert not any((run_dir / "checkpoints").iterdir())
+    append_records(run_dir, {"saved_step": 4})  # its checkpoints were lost, so they may be restored
+    assert_refused("a saved step 4, but its checkpoints are missing", run_dir, resume="auto")
+    assert_refused("already holds a run", run_dir, other, resume=str(other.path))
 
 
 def test_lock_run_folder_cleans_up_after_a_killed_save(tmp_path):

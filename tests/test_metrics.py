@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from formats.metrics import Series, last_saved_step, logged_values, read_metrics
+from formats.metrics import Series, logged_values, read_metrics
 from model import GPTConfig
 from runtime.cli import format_count, format_duration
 from runtime.flops import flops_per_token, mfu, peak_flops
@@ -40,14 +40,6 @@ def test_read_metrics_has_the_last_record_of_what_a_resumed_run_did_again(path):
     write(path, *before, *dropped, {"resumed_from": 2}, *again, {"resumed_from": 2}, last)
     assert read_metrics(path) == [*before, again[0] | {"samples": 4}, last]
     assert logged_values(path, "resumed_from") == [2, 2]
-
-
-def test_last_saved_step_is_the_largest_saved_or_resumed_from(path):
-    assert last_saved_step(path) == 0
-    write(path, {"resumed_from": 4}, {"step": 9})
-    assert last_saved_step(path) == 4
-    write(path, {"saved_step": 6}, {"resumed_from": 4}, {"step": 9})
-    assert last_saved_step(path) == 6
 
 
 def test_flops_per_token_of_gpt2_is_the_published_860_million():

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import matplotlib.font_manager  # noqa: F401 - warns here of a HOME without its list of fonts
@@ -10,6 +11,7 @@ from run_files import BATCH, append_records, write_run
 import plot
 from plot import plot_run
 from report import warn_if_not_comparable
+from runtime.errors import UserError
 
 
 def check_figure(path):
@@ -64,6 +66,32 @@ def test_plot_command_draws_several_runs_or_one_report_and_prints_where(commands
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [str(path) for path in figures]
     assert all(path.is_file() for path in figures)
+
+
+def test_plot_writes_elsewhere_if_a_runs_folder_is_read_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs/a", steps=10)
+    write_run(tmp_path / "b/a", steps=10)
+    (tmp_path / "a").mkdir()  # the name means runs/a
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, _: "figures" in str(path) and access(path, 0))
+
+    def run(*flags):
+        monkeypatch.setattr("sys.argv", ["plot.py", *flags])
+        plot.main()
+        return capsys.readouterr().out.splitlines()
+
+    for flags in (["a"], ["a", "--report"]):
+        with pytest.raises(
+            UserError, match=r"^runs/a cannot be written: use --out FOLDER to write"
+        ):
+            run(*flags)
+    assert run("a", "--out=figures") == ["figures/a/figures/loss.png"]
+    assert run("a", "--out=figures", "--report") == ["figures/a/report.html"]
+    names = [f"figures/{run}/figures/loss.png" for run in ("runs/a", "b/a")]
+    assert run("a", "b/a", "--out=figures") == names
+    assert {path.name for path in tmp_path.glob("*/a/*")} >= {"metrics.jsonl"}
+    assert not [*tmp_path.glob("runs/a/*.html"), *tmp_path.glob("runs/a/figures")]
 
 
 def test_plot_command_refuses_a_folder_without_losses_in_one_line(commands, tmp_path):

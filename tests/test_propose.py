@@ -1,13 +1,20 @@
 """The training command that fineweb.py proposes for a text."""
 
+import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
-from corpus.shards import Manifest, ShardInfo
+from corpus.shards import Manifest, ShardInfo, ShardWriter
+from runtime.distributed import DistInfo
+from tokenizer import VOCAB_SHA256
+from training.checks import check_ranks_agree
+from training.memory import find_device, split_batch
 from training.propose import propose_training
+from training.resume import parse_config
 
 SMALL = "--total-batch-size {} --max-steps {} --embedding-decay {} --spelling-share 0.3"
 EVERY = " --val-every {0} --sample-every {0} --checkpoint-every {0}"
@@ -21,7 +28,6 @@ def proposed(tokens):
 @pytest.mark.parametrize(
     ("tokens", "recipe", "flags"),
     [
-        (9, "4m", SMALL.format(256, 1, "7.5e+02") + EVERY.format(1)),
         (1_000, "4m", SMALL.format(256, 19, 39) + EVERY.format(3)),
         (25_600, "4m", SMALL.format(256, 500, 1.5)),
         (3_000_000, "4m", SMALL.format(4096, 3662, 0.2)),
@@ -54,3 +60,29 @@ def test_propose_training_uses_the_gpus_that_a_batch_fills(
     monkeypatch.chdir(tmp_path)
     start = f"next: {launcher} {ROOT}/train_gpt2.py --config {ROOT}/recipes/gpt2-"
     assert proposed(tokens).startswith(start)
+
+
+@pytest.mark.parametrize("val_share", [None, 0.5])
+def test_proposed_command_for_a_short_text_passes_the_checks_of_training_or_is_left_out(
+    tmp_path, monkeypatch, val_share
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/2600").mkdir(parents=True)  # the folder of an earlier run
+    source = {"val share": val_share} if val_share else {}
+    for n_tokens in (2, 257, 285, 287, 514, 2569, 2600):
+        folder = Path(f"data/{n_tokens}")
+        writer = ShardWriter(folder, Manifest(source, VOCAB_SHA256, 10**6))
+        writer.add(np.arange(n_tokens, dtype=np.uint16))
+        proposal = propose_training(folder, manifest := writer.close())
+        n_train = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
+        if n_train <= 256:  # fewer than one window of the smallest recipe
+            reason = f"no training is proposed: the training split in {folder} has {n_train} tokens"
+            assert proposal == f"{reason}, but one step needs 257: add data"
+            continue
+        config, _ = parse_config(shlex.split(proposal.removeprefix("next: "))[2:])
+        device = find_device(config, DistInfo())
+        train, val = check_ranks_agree(config, None, device)
+        assert split_batch(config, device).micro_batch_size >= 1
+        assert bool(config.val_every) == (val.total_tokens >= 257)
+        assert train.total_tokens == n_train
+        assert (config.run_name is None) == (n_tokens == 2600)

@@ -9,6 +9,7 @@ from conftest import change_function, tiny_run
 import read_step
 from formats.load import load_model
 from lr_schedule import windows_at
+from runtime.cli import as_flags
 from runtime.errors import UserError
 from tokenizer import gpt2_encoding
 from train_gpt2 import build, main
@@ -56,6 +57,15 @@ def test_read_step_prints_the_windows_that_the_step_trained_on(
     assert [text for _, text in scored] == [text.strip("\n") for _, text in expected]
     printed_losses = [float(title.split(", loss ")[1]) for title, _ in scored]
     assert printed_losses == pytest.approx([loss for loss, _ in expected], abs=1e-4)
+
+    tiny = {**settings, "block_size": 16, "max_steps": 1, "run_name": "short"}
+    main([*tiny_flags, *as_flags(tiny)])
+    monkeypatch.chdir(tmp_path)
+    assert read("a", "--step=3", "--model=a") == scored  # names of runs in runs/
+    with pytest.raises(
+        UserError, match=r"^short has a context of 16 tokens, not 32: use a --model"
+    ):
+        read("a", "--step=3", "--model=short")
 
     for step in (5, 1_000_000):
         with pytest.raises(ValueError, match=rf"--step {step} is above the 4 steps of .*runs/a$"):

@@ -37,6 +37,15 @@ def test_resume_finds_a_checkpoint_by_path_or_by_the_runs_name(tmp_path, capsys)
     assert capsys.readouterr().out == ""
 
 
+def test_names_of_runs_are_looked_up_in_out_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, _ = (fake_checkpoint(Path(folder) / "mine", 4, max_lr=0.1) for folder in ("exp", "runs"))
+    (tmp_path / "mine").mkdir()
+    assert parse_config(["--out-dir=exp", "--resume=mine"])[1] == mine
+    config, resumed = parse_config(["--out-dir=exp", "--init-from=mine"])
+    assert (config.init_from, resumed) == ("exp/mine", None)
+
+
 def test_resume_of_a_damaged_checkpoint_is_an_error_or_goes_back_to_the_one_before(tmp_path):
     old, new = (fake_checkpoint(tmp_path / "a", step) for step in (4, 8))
     (new.path / "model.safetensors").write_text("damaged")
@@ -205,7 +214,7 @@ def test_warmup_of_saved_settings_stays_whatever_the_length_becomes(tmp_path):
 
 
 @pytest.mark.gpt2
-def test_default_that_follows_from_other_settings_is_saved_as_a_default(tmp_path):
+def test_default_that_follows_from_other_settings_is_saved_as_a_default(tmp_path, capsys):
     """A new run has that of its own settings; a resumed run keeps its warm-up."""
     settings = replace(TrainConfig(), max_steps=40, weight_decay=0.5).saved()
     derived = ("warmup_steps", "embedding_decay", "beta2")
@@ -220,8 +229,13 @@ def test_default_that_follows_from_other_settings_is_saved_as_a_default(tmp_path
     resumed, _ = parse_config([resume, "--max-steps=80"])
     assert (resumed.warmup, resumed.saved()["warmup_steps"]) == (4, 4)
     assert parse_config([resume, "--max-steps=80", "--warmup-steps=7"])[0].warmup == 7
+    assert capsys.readouterr().out == ""
     timed, _ = parse_config([resume, "--max-minutes=3", "--max-steps=80"])
     assert timed.saved() == settings
+    said = "note: ignoring --max-steps 80: leave out --max-minutes\n"
+    assert capsys.readouterr().out == said
+    parse_config([resume, "--max-minutes=3"])
+    assert capsys.readouterr().out == ""
 
 
 def test_saved_settings_have_flags_laid_over_them(tmp_path):

@@ -1,10 +1,12 @@
 import io
 import math
 import sys
+import weakref
 from functools import partial
 
 import pytest
 import torch
+from checkpoints import save_run
 from conftest import randomize_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +14,13 @@ from torch.nn import functional as F
 
 import model as model_module
 import sample
+from corpus.shards import Manifest
+from corpus.sources import file_source
 from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from model import GPT, Block, GPTConfig
 from runtime.cli import run_command
 from sample import generate, generate_tokens, sample_token
-from tokenizer import gpt2_encoding
+from tokenizer import VOCAB_SHA256, gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
 SMALL_VOCAB = GPTConfig(block_size=8, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -70,13 +74,56 @@ def test_generate_greedy_with_shifted_tokens_is_without_the_cache_and_warns_once
             shifted = F.pad(x, (0, 0, 1, -1))  # each token gets the one before
             return super().forward(torch.cat([x[..., :8], shifted[..., 8:]], dim=-1), cache)
 
-    sample.warn_without_cache.cache_clear()
+    sample.print_once.cache_clear()
     monkeypatch.setattr(model_module, "Block", ShiftedBlock)
     model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 3, 5)
     for _ in range(2):
         rows = greedy(model, idx, 25, dtype=dtype)
         assert rows == greedy(model, idx, 25, dtype=dtype, use_cache=False)
     assert capsys.readouterr().err.count("warning: sampling without the cache") == 1
+
+
+def in_training_only(bias):
+    """causal_attention with a bias that depends on the distance, left out for a single query."""
+
+    def attention(q, k, v):
+        n = k.size(2)
+        if q.size(2) != n:
+            return F.scaled_dot_product_attention(q, k, v)
+        keys = torch.arange(n)
+        distance = (keys[:, None] - keys).float()
+        return F.scaled_dot_product_attention(
+            q, k, v, bias(distance).masked_fill(distance < 0, -1e9)
+        )
+
+    return attention
+
+
+BIASES = {
+    "none": lambda distance: 0 * distance,
+    "window": lambda distance: -1e9 * (distance >= 32),
+    "alibi": lambda distance: -0.1 * distance,
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_generate_is_without_the_cache_if_attention_depends_on_the_distance_in_training_only(
+    monkeypatch, bias
+):
+    """With new weights, whose attention is weak; the same lengths are compared once per model."""
+    monkeypatch.setattr(model_module, "causal_attention", in_training_only(BIASES[bias]))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(128, vocab_size=100, n_layer=2, n_head=2, n_embd=64))
+    idx, calls = prompts(model.config, 1, 3), []
+    model.transformer.ln_f.register_forward_hook(lambda *args: calls.append(len(calls)))
+    for max_new_tokens in (40, 60):
+        calls.clear()
+        rows = greedy(model, idx, max_new_tokens)
+        n_calls = len(calls)
+        assert rows == greedy(model, idx, max_new_tokens, use_cache=False)
+    assert n_calls == 60
+    used = sample.cache_agrees(weakref.ref(model), 6, idx.device, torch.float32)
+    assert used == (bias == "none")
 
 
 def test_generate_stops_each_row_at_its_own_stop_token_and_not_at_one_in_the_prompt():
@@ -225,16 +272,26 @@ def test_converse_never_tears_a_character_even_if_each_turn_is_interrupted(monke
     assert prompts == [gpt2_encoding().encode_ordinary("Once") + ids[:n] for n in range(len(ids))]
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.mark.gpt2
-def test_text_loss_is_the_mean_over_windows_of_the_context():
-    model = random_model(TINY)
+def test_text_loss_is_the_mean_over_windows_of_the_context(monkeypatch):
+    model, shapes = random_model(TINY), []
     ids = gpt2_encoding().encode_ordinary("Once upon a time, there was a café. " * 5)[:38]
     losses = []
     for start in (0, 16, 32):
         window = torch.tensor(ids[start : start + 17])
         logits = model(window[None, :-1]).logits[0]
         losses += F.cross_entropy(logits, window[1:], reduction="none").tolist()
+    monkeypatch.setattr(sample, "SCORED_TOKENS", 2 * 16 + 1)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    model.transformer.wte.register_forward_hook(lambda _, args, out: shapes.append(args[0].shape))
     loss = sample.text_loss(model, gpt2_encoding().decode(ids))
+    assert shapes == [(2, 16), (1, 5)]  # bounded memory
+    assert "scoring:   0%|          | 0/2" in sys.stderr.getvalue()
     assert loss == pytest.approx(sum(losses) / 37, rel=1e-5)
     with pytest.raises(ValueError, match="2 tokens or more, but 'Once' has 1"):
         sample.text_loss(model, "Once")
@@ -314,3 +371,21 @@ def test_main_scores_a_text(run_main, folder, tmp_path, capsys):
     (tmp_path / "separated").write_text("a<|endoftext|>b")
     sample.describe_loss(load_pretrained(folder), tmp_path / "separated", torch.float32)
     assert capsys.readouterr().err.startswith("note: <|endoftext|> in the text is scored as text")
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_main_says_that_a_model_was_trained_on_the_text_that_it_scores(
+    run_main, tmp_path, monkeypatch, is_seen
+):
+    text = tmp_path / "text"
+    text.write_text("Once upon a time")
+    source = file_source([text]).identity
+    Manifest(source, VOCAB_SHA256, 100, complete=True).save(tmp_path)
+    save_run(tmp_path / "run", {"data_dir": str(tmp_path)})
+    if not is_seen:
+        text.write_text("another text")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert run_main(f"--model={tmp_path}/run", f"--score={text}").startswith(f"{text}: ")
+    note = f"note: the model was trained on {text}: new texts may score worse\n"
+    assert sys.stderr.getvalue() == (note if is_seen else "")

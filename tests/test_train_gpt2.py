@@ -30,6 +30,7 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evaluation
+import sample
 import train_gpt2
 from corpus.shards import open_shards
 from dataloader import Batch
@@ -160,6 +161,26 @@ def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flag
     # What is due at the step that a run resumes from is evaluated again.
     assert [line.split(" | ")[0][5:] for line in samples[::4]] == ["0", "4", "8", "4", "8"]
     assert samples[4:12] == samples[12:]
+
+
+def test_write_samples_compares_the_cache_again_after_training(tiny_data, tmp_path, capsys):
+    """Tokens are mixed by weights that begin as 0."""
+    sample.print_once.cache_clear()
+
+    def mix(block, args):
+        x, *rest = args
+        return x + block.mixed * F.pad(x, (0, 0, 1, -1)), *rest
+
+    with tiny_run(tiny_data, tmp_path) as run, run.log:
+        trainer = build(run)
+        block = trainer.raw_model.transformer.h[0]
+        block.mixed = torch.zeros(())
+        block.register_forward_pre_hook(mix)
+        for mixed, warnings in ((0, 0), (1, 1)):
+            block.mixed += mixed
+            with run.log.evaluation(mixed) as record:
+                record |= evaluation.write_samples(run, trainer)
+            assert capsys.readouterr().err.count("warning: sampling without the cache") == warnings
 
 
 @pytest.mark.parametrize(("prompt", "begins"), [("état 1", "état 1"), ("", "<|endoftext|>")])
@@ -320,6 +341,23 @@ def test_time_call_is_the_median_after_the_first_call(monkeypatch, durations, ex
     idle = SimpleNamespace(stop=StopRequest(), ranks=SINGLE_PROCESS)
     seconds = evaluation.time_call(lambda: now.append(now.pop() + next(left)), 5.0, idle)
     assert seconds == expected
+
+
+def test_fit_max_minutes_times_evaluations_in_eval_mode(tiny_data, tmp_path):
+    modes = set()
+    flags = {
+        "max_minutes": 0.001,
+        "warmup_steps": 0,
+        "hellaswag_every": 1,
+        "hellaswag_data": HELLASWAG,
+    }
+    with tiny_run(tiny_data, tmp_path, **flags) as run:
+        trainer = build(run)
+        part = trainer.raw_model.transformer.ln_f
+        part.register_forward_hook(lambda m, *_: modes.add((torch.is_grad_enabled(), m.training)))
+        evaluation.fit_max_minutes(run, trainer, train_step)
+        assert trainer.raw_model.training
+    assert modes == {(True, True), (False, False)}
 
 
 @pytest.mark.gpt2

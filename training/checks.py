@@ -42,16 +42,7 @@ def check_ranks_agree(
             raise UserError(f"{rows} does not exist: use --hellaswag-data FILE")
         train = open_shards(config.data_dir, "train")
         val = open_shards(config.data_dir, "val", is_optional=True)
-        if config.val_every and not count_windows(val.total_tokens, config.block_size):
-            found = f"the validation split in {config.data_dir} has {val.total_tokens} tokens"
-            needed = f"fewer than --block-size {config.block_size} + 1"
-            raise UserError(f"{found}, {needed}: add more data, or use --val-every 0")
-        windows = max(windows_at(config, step) for step in range(config.max_steps))
-        if (usable := count_windows(train.total_tokens, config.block_size)) < windows:
-            found = f"the training split in {config.data_dir} has {train.total_tokens:,} tokens"
-            needed = f"one step needs {windows * config.block_size + 1:,}"
-            fix = f"use a --total-batch-size of at most {usable * config.block_size}, or add data"
-            raise UserError(f"{found}, but {needed}: {fix}")
+        check_lengths(config, train.total_tokens, val.total_tokens)
         if resumed is not None:
             check_resume_compatible(resumed, config, train.fingerprint, val.fingerprint)
     checkpoint = "no checkpoint"
@@ -61,6 +52,21 @@ def check_ranks_agree(
     lines += [f"train tokens {train.fingerprint}", f"val tokens {val.fingerprint}"]
     distributed.check_same_on_all_ranks("the ranks", lines)
     return train, val
+
+
+def check_lengths(config: TrainConfig, train_tokens: int, val_tokens: int) -> None:
+    """Raise if a split is too short for one validation or one step."""
+    block_size = config.block_size
+    if config.val_every and not count_windows(val_tokens, block_size):
+        found = f"the validation split in {config.data_dir} has {val_tokens} tokens"
+        needed = f"fewer than --block-size {block_size} + 1"
+        raise UserError(f"{found}, {needed}: add more data, or use --val-every 0")
+    windows = max(windows_at(config, step) for step in range(config.max_steps))
+    if (usable := count_windows(train_tokens, block_size)) < windows:
+        found = f"the training split in {config.data_dir} has {train_tokens:,} tokens"
+        needed = f"one step needs {windows * block_size + 1:,}"
+        fix = f"use a --total-batch-size of at most {usable * block_size}, or " if usable else ""
+        raise UserError(f"{found}, but {needed}: {fix}add data")
 
 
 def describe_software(config: TrainConfig, dtype: torch.dtype) -> list[str]:

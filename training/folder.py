@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
-from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, START_OVER, latest_checkpoint
-from formats.metrics import METRICS_NAME, last_saved_step
+from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, latest_checkpoint
+from formats.metrics import METRICS_NAME, logged_values
 from runtime.cli import shell_line
 from runtime.compiler import compile_error
 from runtime.distributed import barrier, gather_text, is_lost_process, is_main, raise_on_all_ranks
@@ -51,11 +51,15 @@ def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
 
 def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None) -> None:
     """Raise if the run can be neither started nor resumed in this folder."""
-    checkpoints = run_dir / "checkpoints"
-    files = (run_dir / RUN_CONFIG_NAME, run_dir / METRICS_NAME, *checkpoints.glob("step_*"))
+    checkpoints, metrics = run_dir / "checkpoints", run_dir / METRICS_NAME
+    saved, started = (logged_values(metrics, name) for name in ("saved_step", "resumed_from"))
+    # It continued another run and was killed before its first save, so the same command works.
+    is_repeated = any(started) and not saved and not any(checkpoints.glob("step_*"))
     # Links may lead to the run's folder.
     is_own = resumed is None or resumed.path.parent.resolve() == checkpoints.resolve()
-    if any(file.exists() for file in files) and not (config.resume is not None and is_own):
+    files = (run_dir / RUN_CONFIG_NAME, metrics, *checkpoints.glob("step_*"))
+    is_resumed = config.resume is not None and (is_own or is_repeated)
+    if any(file.exists() for file in files) and not is_resumed:
         raise UserError(
             f"{run_dir} already holds a run: use another --run-name; {resume_hint(run_dir)}"
         )
@@ -67,10 +71,12 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
                 f"{run_dir} has a newer checkpoint, {other.name}: resume from it, or continue "
                 f"from the older one as a new run with another --run-name"
             )
-    if resumed is None and (step := last_saved_step(run_dir / METRICS_NAME)):
+    if resumed is None and (step := max(saved or started, default=0)):
+        what = "saved" if saved else "continued another run's"
+        fix = f"restore {checkpoints}" if saved else "use --resume with the other run"
         raise UserError(
-            f"{run_dir} saved step {step}, but its checkpoints are missing or damaged: restore "
-            f"{checkpoints}, or start over with another --run-name"
+            f"{run_dir} {what} step {step}, but its checkpoints are missing or damaged: {fix}, or "
+            f"start over with another --run-name"
         )
 
 
@@ -86,7 +92,7 @@ def resume_hint(run_dir: Path) -> str:
     """Describe the last checkpoint, and how to resume from it or to start over without one."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None:
-        return f"no checkpoint yet: {START_OVER}"
+        return "no checkpoint yet: start over with the same command and another --run-name"
     return f"last checkpoint {checkpoint.name}, resume with {shell_line('--resume', run_dir)}"
 
 

@@ -7,7 +7,10 @@ import torch
 
 from corpus.shards import Manifest
 from runtime.cli import shell_line
-from training.config import ROOT, read_recipe
+from runtime.errors import UserError
+from training.checks import check_lengths
+from training.config import ROOT, TrainConfig, read_recipe
+from training.resume import parse_config
 
 LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit
 MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU busy
@@ -20,29 +23,38 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     The command uses the largest recipe that makes at most `MAX_PASSES` passes over the text. For a
     small text, it shortens the smallest recipe and sets a batch of 0.29 D^0.571 tokens for a run of
     D tokens: half the batch that suits a single pass (Li et al. 2025).
+
+    The command passes the checks of `train_gpt2.py`. If none does, return the reason.
     """
-    max_tokens = MAX_PASSES * sum(s.tokens for s in manifest.shards if s.split == "train")
-    recipes = dict[int, Path]()  # keyed by the number of tokens of a run
+    train, val = (sum(s.tokens for s in manifest.shards if s.split == k) for k in ("train", "val"))
+    max_tokens = MAX_PASSES * train
+    recipes = dict[int, tuple[Path, TrainConfig]]()  # keyed by the number of tokens of a run
     for path in sorted(ROOT.glob("recipes/gpt2-[0-9]*.json"), reverse=True):  # -fast wins
         recipe = read_recipe(path)
-        recipes[recipe.max_steps * recipe.total_batch_size] = path
-    path = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
-    recipe = read_recipe(path)
+        recipes[recipe.max_steps * recipe.total_batch_size] = path, recipe
+    path, recipe = recipes[max((n for n in recipes if n <= max_tokens), default=min(recipes))]
     batch, overrides = recipe.total_batch_size, list[str]()
+    if val <= recipe.block_size:  # too short for one window
+        overrides = ["--val-every", "0"]
     if max_tokens < min(recipes):
         batch = max(256, 2 ** round(math.log2(0.29 * max_tokens**0.571)))  # at least one sequence
         steps = max(1, max_tokens // batch)
-        overrides = ["--total-batch-size", str(batch), "--max-steps", str(steps)]
+        overrides += ["--total-batch-size", str(batch), "--max-steps", str(steps)]
         overrides += ["--embedding-decay", f"{LR_DECAY_STEPS / (recipe.max_lr * steps):.2g}"]
         overrides += ["--spelling-share", "0.3"]  # rare tokens get few gradients in a small text
         if (every := max(1, steps // 5)) < recipe.val_every:
             for name in ("--val-every", "--sample-every", "--checkpoint-every"):
-                overrides += [name, str(every)]
+                overrides += [name, str(every)] if name not in overrides else []
 
     launcher, n_gpus = ["python"], torch.cuda.device_count()
     if n_gpus > 1 and batch % (n_gpus * MIN_MICRO_BATCH_TOKENS) == 0:
         launcher = ["torchrun", "--standalone", f"--nproc_per_node={n_gpus}"]
     root = Path() if ROOT.samefile(Path()) else ROOT
-    command = [*launcher, root / "train_gpt2.py", "--config", root / "recipes" / path.name]
-    command += ["--data-dir", folder, "--run-name", folder.resolve().name, *overrides]
-    return f"next: {shell_line(*command)}"
+    if not (recipe.out_dir / (name := folder.resolve().name)).exists():
+        overrides = ["--run-name", name, *overrides]
+    flags = ["--config", root / "recipes" / path.name, "--data-dir", folder, *overrides]
+    try:
+        check_lengths(parse_config([*map(str, flags)])[0], train, val)
+    except UserError as error:
+        return f"no training is proposed: {error}"
+    return f"next: {shell_line(*launcher, root / 'train_gpt2.py', *flags)}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from formats import load
 from formats.checkpoint import STATE_NAME, Checkpoint, read_state, verify_checkpoint
+from formats.metrics import RUNS, is_run
 from model import GPTConfig
 from runtime.cli import parse_flags, usable_settings
 from runtime.distributed import print0
@@ -36,12 +37,15 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     given, _ = locate.parse_known_args(args)
     checkpoint, source = None, None
     defaults = read_recipe(Path(given.config)) if given.config else TrainConfig()
+    out_dir = Path(given.out_dir or defaults.out_dir)
     if given.resume:
-        out_dir = Path(given.out_dir or defaults.out_dir)
         path = _find_resume_checkpoint(given.resume, out_dir, given.run_name)
         if path is not None:
             checkpoint = Checkpoint(path, read_state(path))
             defaults = _saved_config(checkpoint)
+    if given.init_from and out_dir != RUNS and is_run(out_dir / given.init_from):
+        given.init_from = str(out_dir / given.init_from)
+        args = [*args, "--init-from", given.init_from]
     init_from = given.init_from or defaults.init_from
     if init_from in ("scratch", "resume"):  # nanoGPT's values
         fix = "leave it out for new weights, or use --resume auto to continue a run"
@@ -54,7 +58,8 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     if source is not None:
         _check_size(config, source)
     if checkpoint is not None:
-        if config.max_minutes is not None:
+        if config.max_minutes is not None and config.max_steps != defaults.max_steps:
+            print0(f"note: ignoring --max-steps {config.max_steps}: leave out --max-minutes")
             config = replace(config, max_steps=defaults.max_steps)  # set by an earlier start
         if config.warmup_steps is None and config.warmup != defaults.warmup < config.max_steps:
             config = replace(config, warmup_steps=defaults.warmup)
@@ -115,7 +120,7 @@ def _check_size(config: TrainConfig, source: GPTConfig) -> None:
 def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
     """Return the checkpoint that `--resume` names; None if it is auto and the run is new."""
     if resume != "auto":
-        path = load.find_checkpoint(Path(resume))
+        path = load.find_checkpoint(resume, out_dir)
         try:
             verify_checkpoint(path)
         except UserError as error:
