@@ -142,8 +142,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     norms = matrices.float().norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     x = (matrices / norms).to(matrices.dtype)  # singular values are at most 1 now
-    identity = torch.eye(x.size(1), dtype=x.dtype, device=x.device)
     for _ in range(5):
-        gram = x @ x.mT  # A: (n, rows, rows)
-        x = (a * identity + b * gram + c * (gram @ gram)) @ x  # (a I + b A + c A^2) X
+        gram = x @ x.mT  # (n, rows, rows)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b A + c A^2
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a X + (b A + c A^2) X
     return x
