@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +48,13 @@ PREEMPTED_NAME = "PREEMPTED"
 STEPS_WITHOUT_GRADIENT = 20  # a parameter that has none after as many steps is a mistake
 
 
-@dataclass
-class StepNumbers:
+class StepNumbers(NamedTuple):
     """Numbers of a step that the host has not read yet."""
 
     step: int
     """Number of updates done, this one included."""
     tokens_seen: int
-    late: LateNumbers
+    numbers: LateNumbers
     """`train_loss`, `grad_norm`, …, averaged over the ranks."""
 
 
@@ -146,34 +145,33 @@ class Run:
             UserError: on every rank, if a target is masked.
         """
         while len(trainer.unread) > keep:
-            numbers = trainer.unread.popleft()
-            metrics = dict(numbers.late.by_name)
+            step, tokens_seen, numbers = trainer.unread.popleft()
+            metrics = dict(numbers.by_name)
             if metrics.pop("stop"):
                 self.stop.is_agreed = True
             if metrics.pop("masked"):
                 raise UserError(
-                    f"a target of step {numbers.step} is masked: apply tests/patches/masks.patch, "
+                    f"a target of step {step} is masked: apply tests/patches/masks.patch, "
                     f"with which each counted target has the same weight"
                 )
             if not trainer.scaler.is_enabled():  # with float16, `train_step` has checked them
-                self.is_finite(trainer, numbers)
-            self.log.step(numbers.step, numbers.tokens_seen, metrics)
+                self.is_finite(trainer, step, numbers)
+            self.log.step(step, tokens_seen, metrics)
 
-    def is_finite(self, trainer: "Trainer", numbers: StepNumbers) -> bool:
+    def is_finite(self, trainer: "Trainer", step: int, numbers: LateNumbers) -> bool:
         """Return False for a float16 gradient that overflowed: it only halves the loss scale.
 
         Raise FloatingPointError for any other loss or gradient that is not finite. The loss scale
         never goes below 1.
         """
-        metrics = numbers.late.by_name
-        loss, norm = metrics["train_loss"], metrics["grad_norm"]
+        loss, norm = (numbers.by_name[name] for name in ("train_loss", "grad_norm"))
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         if not math.isfinite(loss) or trainer.scaler.get_scale() <= 1:  # 1 without float16
-            words = ("python", "read_step.py", self.folder, "--step", numbers.step)
+            words = ("python", "read_step.py", self.folder, "--step", step)
             raise FloatingPointError(
-                f"loss {loss:.4f}, gradient norm {norm} in step {numbers.step}, which is not "
-                f"saved; to see its text, run {shell_line(*words)}"
+                f"loss {loss:.4f}, gradient norm {norm} in step {step}, which is not saved; "
+                f"to see its text, run {shell_line(*words)}"
             )
         print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
         return False
