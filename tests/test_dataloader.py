@@ -143,7 +143,8 @@ def test_loader_steps_have_the_same_windows_at_every_world_size(
 def test_loader_continues_at_the_position_of_what_was_taken(data_dir, taken):
     with loader(data_dir) as batches:
         list(itertools.islice(batches, taken))
-        batches._upcoming.result()  # the next one is already read
+        for batch in batches._upcoming:  # the next ones are already read
+            batch.result()
         assert (batches.position, batches.tokens_seen) == (4 * taken, 4 * taken * T)
         with loader(data_dir, position=batches.position) as resumed:
             for _ in range(2):

@@ -34,17 +34,18 @@ import sample
 import train_gpt2
 from corpus.shards import open_shards
 from dataloader import Batch
-from formats.checkpoint import verify_checkpoint
+from formats.checkpoint import CheckpointWriter, verify_checkpoint
 from formats.load import latest_checkpoint, load_model
 from formats.metrics import STANDARD_METRICS, read_metrics
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
 from parallel import SINGLE_PROCESS
+from runtime.device import LateNumbers
 from runtime.errors import UserError
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
-from training.run import Trainer
+from training.run import Run, Trainer
 from training.stopping import StopRequest
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -67,15 +68,16 @@ def one_step(tiny_data, tmp_path):
                 optimizers=optimizers,
                 batches=iter(batches),
             )
-            return train_step(run, trainer, 0)
+            numbers = train_step(run, trainer, 0)
+            run.is_finite(trainer, 1, numbers)
+            return numbers.by_name
 
     return step
 
 
-def random_batch(rows, seed=0, ignored_rows=0):
+def random_batch(rows, seed=0):
     tokens = torch.randint(0, 100, (rows, 17), generator=torch.Generator().manual_seed(seed))
-    is_ignored = torch.arange(rows)[:, None] < ignored_rows
-    return Batch(tokens[:, :-1], tokens[:, 1:].masked_fill(is_ignored, IGNORE_INDEX))
+    return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def assert_same_run(run_dir, other, tolerance=0.0):
@@ -420,7 +422,7 @@ run_command(train_gpt2.main)
     )
     done = commands.run_ranks(2, script, *tiny_flags, "--run-name=a", "--checkpoint-every=5")
     assert done.codes == [1, 1]
-    stopped = [line for line in done.stderr.splitlines() if "no update was made" in line]
+    stopped = [line for line in done.stderr.splitlines() if "which is not saved" in line]
     assert len(stopped) == 2
     # The save of the step before was still under way: both processes waited for it.
     assert all("step_00000005" in line for line in stopped)
@@ -435,18 +437,15 @@ run_command(train_gpt2.main)
 
 
 @pytest.mark.gpt2
-@pytest.mark.parametrize("ignored_rows", [0, 3, 8])
-def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step, ignored_rows):
-    """Also if the first micro-batch, half of the second one, or all have only ignored targets."""
+def test_train_step_of_micro_batches_equals_one_of_the_whole(one_step):
     torch.manual_seed(0)
     whole, parts = GPT(TINY), GPT(TINY)
     parts.load_state_dict(whole.state_dict())
-    batch = random_batch(8, ignored_rows=ignored_rows)
+    batch = random_batch(8)
     pieces = [Batch(*pair) for pair in zip(*(part.split(2) for part in batch), strict=True)]
     result_whole, result_parts = one_step(whole, [batch]), one_step(parts, pieces)
     assert result_parts == pytest.approx(result_whole, rel=1e-5)
-    if ignored_rows < 8:
-        assert result_whole["train_loss"] == pytest.approx(math.log(100), abs=0.2)
+    assert result_whole["train_loss"] == pytest.approx(math.log(100), abs=0.2)
 
 
 @pytest.mark.slow
@@ -471,8 +470,7 @@ def test_compiled_gradients_are_the_same_each_time_with_two_threads():
 
 
 @pytest.mark.gpt2
-@pytest.mark.parametrize("ignored_rows", [0, 3])
-def test_train_step_clips_to_the_norm(one_step, ignored_rows):
+def test_train_step_clips_to_the_norm(one_step):
     torch.manual_seed(0)
     model = GPT(TINY)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -481,7 +479,7 @@ def test_train_step_clips_to_the_norm(one_step, ignored_rows):
         parameter.register_post_accumulate_grad_hook(
             lambda p, name=name: grads.update({name: p.grad})
         )
-    norm = one_step(model, [random_batch(4, 0, ignored_rows)], grad_clip=0.25)["grad_norm"]
+    norm = one_step(model, [random_batch(4)], grad_clip=0.25)["grad_norm"]
     clipped = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
     assert norm > 0.25
     assert clipped == pytest.approx(0.25, rel=1e-4)
@@ -501,16 +499,12 @@ def test_train_step_without_a_limit_of_the_norm_is_as_with_a_large_one(one_step)
 
 
 @pytest.mark.gpt2
-def test_train_step_stops_before_an_update_that_is_not_finite(one_step):
-    torch.manual_seed(0)
+def test_numbers_that_are_not_finite_are_an_error(one_step):
     model = GPT(TINY)
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = float("nan")
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(FloatingPointError, match="no update was made"):
+    with pytest.raises(FloatingPointError, match="loss nan, .* in step 1, which is not saved"):
         one_step(model, [random_batch(4)])
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.nan_to_num(7.0), before[name].nan_to_num(7.0))
 
 
 @pytest.mark.gpt2
@@ -524,13 +518,13 @@ def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data
             scale = trainer.scaler.get_scale()
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             model.transformer.ln_f.bias.register_hook(lambda grad: grad * math.inf)
-            metrics = train_step(run, trainer, 0)  # AdamW's overflows, none of Muon's does
+            numbers = train_step(run, trainer, 0)  # AdamW's overflows, none of Muon's does
             halved = trainer.scaler.get_scale()
             trainer.scaler.update(1.0)
             error = rf"norm inf: .* read_step\.py {run.folder} --step 4$"
             with pytest.raises(FloatingPointError, match=error):
                 train_step(run, trainer, 3)
-    assert not math.isfinite(metrics["grad_norm"])
+    assert not math.isfinite(numbers.by_name["grad_norm"])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     assert halved == scale / 2
@@ -558,6 +552,94 @@ def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
     with CountReads() as counted:
         float(torch.ones(()))
     assert counted.reads == 1
+
+
+class WatchedNumbers(LateNumbers):
+    """Numbers of a device: note when they are queued, and when the host reads them."""
+
+    events = ()
+
+    def __init__(self, names, values):
+        super().__init__(names, values)
+        self.step = sum(kind == "queue" for kind, _ in self.events) + 1
+        self.events.append(("queue", self.step))
+
+    @property
+    def by_name(self):
+        if ("read", self.step) not in self.events:
+            self.events.append(("read", self.step))
+        return dict(zip(self._names, self._values.tolist(), strict=True))
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("late", [0, 1])
+def test_main_on_a_gpu_reads_the_numbers_of_a_step_once_the_next_one_is_queued(
+    tiny_flags, monkeypatch, late
+):
+    """All numbers are read before anything is saved or evaluated; a CPU reads them at once."""
+    events = []
+
+    def note(kind, function):
+        def noted(*args, **kwargs):
+            events.append((kind, None))
+            return function(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(WatchedNumbers, "events", events)
+    monkeypatch.setattr("parallel.LateNumbers", WatchedNumbers)
+    monkeypatch.setattr(Run, "reads_late", late)
+    monkeypatch.setattr(evaluation, "validate", note("validate", evaluation.validate))
+    monkeypatch.setattr(CheckpointWriter, "save", note("save", CheckpointWriter.save))
+    main([*tiny_flags, "--run-name=a", "--max-steps=6", "--checkpoint-every=3", "--val-every=4"])
+    early = [("queue", 1), ("queue", 2), ("read", 1), ("queue", 3), ("read", 2)]
+    at_once = [(kind, step) for step in (1, 2, 3) for kind in ("queue", "read")]
+    expected = [("validate", None), *(early if late else at_once[:-1]), ("read", 3), ("save", None)]
+    assert events[: len(expected)] == expected
+    queued = set()
+    for kind, step in events:
+        if kind == "queue":
+            queued.add(step)
+        elif kind == "read":
+            queued.remove(step)
+        else:  # nothing that was not looked at is saved or evaluated
+            assert not queued
+    assert [kind for kind, _ in events].count("save") == 2
+
+
+@pytest.mark.gpt2
+def test_main_saves_nothing_that_follows_from_numbers_that_are_not_finite(
+    tiny_flags, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Run, "reads_late", 1)
+    steps, forward = [], GPT.forward
+
+    def poisoned(self, idx, targets=None, cache=None):
+        output = forward(self, idx, targets, cache)
+        if not (self.training and targets is not None):
+            return output
+        steps.append(1)
+        return output._replace(loss=output.loss * (math.nan if len(steps) > 4 else 1))
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+    with pytest.raises(FloatingPointError, match="in step 3, which is not saved"):
+        main([*tiny_flags, "--run-name=a", "--checkpoint-every=2", "--val-every=0"])
+    assert len(steps) == 2 * 4  # the work of step 4 was queued before step 3 was read
+    assert latest_checkpoint(tmp_path / "runs/a").name == "step_00000002"
+
+
+@pytest.mark.gpt2
+def test_main_names_the_patch_for_masked_targets(tiny_flags, monkeypatch):
+    to_batch = dataloader.to_batch
+
+    def masked(*args):
+        batch = to_batch(*args)
+        batch.targets[0, 3] = IGNORE_INDEX
+        return batch
+
+    monkeypatch.setattr(dataloader, "to_batch", masked)
+    with pytest.raises(UserError, match=r"of step 1 is masked: apply tests/patches/masks\.patch"):
+        main([*tiny_flags, "--run-name=a", "--val-every=0"])
 
 
 @pytest.mark.gpt2
@@ -609,11 +691,14 @@ def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_
         trainer = build(run)
         head = trainer.raw_model.lm_head
         head.bias = torch.nn.Parameter(torch.zeros(head.out_features))  # no product uses it
-        with trainer.batches, pytest.raises(ValueError, match=r"reaches lm_head\.bias:"):
-            train_step(run, trainer, 0)
-        head.bias.requires_grad_(False)
         with trainer.batches:
             train_step(run, trainer, 0)
+            assert [*trainer.unused] == ["lm_head.bias"]
+            with pytest.raises(UserError, match=r"reaches lm_head\.bias in 20 steps:"):
+                train_step(run, trainer, 20)
+            head.bias.requires_grad_(False)
+            train_step(run, trainer, 0)
+            train_step(run, trainer, 20)
 
 
 @pytest.mark.gpt2
