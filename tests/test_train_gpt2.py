@@ -609,11 +609,14 @@ def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_
         trainer = build(run)
         head = trainer.raw_model.lm_head
         head.bias = torch.nn.Parameter(torch.zeros(head.out_features))  # no product uses it
-        with trainer.batches, pytest.raises(ValueError, match=r"reaches lm_head\.bias:"):
-            train_step(run, trainer, 0)
-        head.bias.requires_grad_(False)
         with trainer.batches:
             train_step(run, trainer, 0)
+            assert [*trainer.unused] == ["lm_head.bias"]
+            with pytest.raises(UserError, match=r"reaches lm_head\.bias in 20 steps:"):
+                train_step(run, trainer, 20)
+            head.bias.requires_grad_(False)
+            train_step(run, trainer, 0)
+            train_step(run, trainer, 20)
 
 
 @pytest.mark.gpt2
