@@ -51,9 +51,8 @@ def read_dist_env(device_name: DeviceName) -> DistInfo:
     if "RANK" not in os.environ:  # a cluster may set WORLD_SIZE on its own
         check_launcher()
         return DistInfo(select_device(device_name))
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise UserError(f"RANK is set but {name} is not: start with torchrun, or unset RANK")
+    if "WORLD_SIZE" not in os.environ:
+        raise UserError("RANK is set but WORLD_SIZE is not: start with torchrun, or unset RANK")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -118,10 +118,6 @@ def test_processes_that_torchrun_did_not_start_are_an_error_of_the_first(size, m
         read_dist_env("cpu")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(UserError, match="RANK is set but MASTER_ADDR is not: start with torchrun"):
-        read_dist_env("cpu")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1234")
     assert read_dist_env("cpu").world_size == 8
 
 
