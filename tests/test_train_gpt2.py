@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dataloader
 import evaluation
 import sample
 import train_gpt2
@@ -521,7 +522,7 @@ def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data
             numbers = train_step(run, trainer, 0)  # AdamW's overflows, none of Muon's does
             halved = trainer.scaler.get_scale()
             trainer.scaler.update(1.0)
-            error = rf"norm inf: .* read_step\.py {run.folder} --step 4$"
+            error = rf"norm inf in step 4, .* read_step\.py {run.folder} --step 4$"
             with pytest.raises(FloatingPointError, match=error):
                 train_step(run, trainer, 3)
     assert not math.isfinite(numbers.by_name["grad_norm"])
