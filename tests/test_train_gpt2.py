@@ -504,7 +504,7 @@ def test_numbers_that_are_not_finite_are_an_error(one_step):
     model = GPT(TINY)
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = float("nan")
-    with pytest.raises(FloatingPointError, match="loss nan, .* in step 1, which is not saved"):
+    with pytest.raises(FloatingPointError, match=r"loss nan, .* in step 1, which is not saved"):
         one_step(model, [random_batch(4)])
 
 
