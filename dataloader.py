@@ -31,7 +31,7 @@ from runtime.distributed import DistInfo, rank_batches
 from runtime.errors import UserError
 
 FEISTEL_ROUNDS = 6
-BATCHES_AHEAD = 4  # micro-batches of this process that are read in advance, a thread for each
+BATCHES_AHEAD = 8  # micro-batches of this process that are read in advance, a thread for each
 IndexArray = npt.NDArray[np.int64]
 
 
