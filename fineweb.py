@@ -13,6 +13,7 @@ same command: it continues after the last finished shard. To add a source, see `
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -147,9 +148,8 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     if any(file in source.identity.get("files", ()) for file in val_files):
         raise UserError("--source and --val-source have a file in common: move one of them")
     options: dict[str, Any] = {"separator": config.separator, "val share": config.val_share}
-    if config.text_field != "text":
-        options["text field"] = config.text_field
-    options["val files"] = val_files
+    text_field = config.text_field if config.text_field != "text" else None
+    options |= {"text field": text_field, "val files": val_files}
     identity = source.identity | part.identity | {k: v for k, v in options.items() if v}
     expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
     manifest = Manifest.load(folder, part) or expected
@@ -180,7 +180,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     writer = ShardWriter(folder, manifest)
     limit = (manifest.max_tokens or math.inf) / manifest.part.count
     is_cut = False
-    notes = dict.fromkeys(NOTES, 0)
+    notes = Counter[str]()
     documents = source.documents(progress["cursor"], manifest.part)
     # disable=None draws the bar only on a terminal.
     with tqdm(initial=n_tokens, total=limit, unit="tok", unit_scale=True, disable=None) as bar:
@@ -190,16 +190,14 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
                 tokens = tokens[: max(0, int(limit) - n_tokens)]
             progress = {"cursor": batch[0].cursor, "tokens": n_tokens, "documents": n_documents}
             writer.add(tokens, progress)
-            for text in notes:
-                notes[text] += sum(document.text.count(text) for document in batch)
+            notes += Counter({text: sum(d.text.count(text) for d in batch) for text in NOTES})
             bar.update(len(tokens))
             n_tokens += len(tokens)
             n_documents += int(np.count_nonzero(tokens == END_OF_TEXT))
             if is_cut:
                 break
     for text, count in notes.items():
-        if count:
-            print(f"note: {count:,} times {NOTES[text]}")
+        print(f"note: {count:,} times {NOTES[text]}")
     is_cut |= manifest.part != FULL_DATASET  # parts that differ in it are not one dataset
     return writer.close(n_documents, manifest.max_tokens if is_cut else None)
 
@@ -246,10 +244,9 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         return first, lambda _: sources.SOURCES[first]()
     dataset = sources.FINEWEB.get(first, first)
     if not REPO_NAME.fullmatch(dataset):
-        raise UserError(
-            f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
-            f"a hub dataset (OWNER/NAME), or an existing file or folder"
-        )
+        names = ", ".join(["fineweb-edu", "fineweb", *sources.SOURCES])
+        kinds = "a hub dataset (OWNER/NAME), or an existing file or folder"
+        raise UserError(f"--source {first} is not {names}, {kinds}")
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
     return name, partial(sources.hub_source, dataset, subset, config.revision, config.text_field)
