@@ -110,10 +110,8 @@ def _check_size(config: TrainConfig, source: GPTConfig) -> None:
     found = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "block_size")}
     found["block_size"] = max(found["block_size"], source.block_size)  # a longer one is cropped
     if changes := differences(asdict(source), found):
-        raise UserError(
-            f"--init-from {config.init_from} has another size ({', '.join(changes)}): leave out "
-            f"--n-layer, --n-head, --n-embd and --block-size"
-        )
+        problem = f"--init-from {config.init_from} has another size ({', '.join(changes)})"
+        raise UserError(f"{problem}: leave out --n-layer, --n-head, --n-embd and --block-size")
 
 
 def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
@@ -147,18 +145,14 @@ def check_resume_compatible(
     fixed |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
     fixed |= {name: getattr(config, name) for name in FIXED_SETTINGS}
     if changes := differences(saved, fixed):
-        raise UserError(
-            f"{path} belongs to another run ({', '.join(changes)}): restore these settings, or "
-            f"start a new run with another --run-name and without --resume"
-        )
+        problem = f"{path} belongs to another run ({', '.join(changes)})"
+        other_fix = "start a new run with another --run-name and without --resume"
+        raise UserError(f"{problem}: restore these settings, or {other_fix}")
     if changes := differences(saved, model):
         print0(f"note: {', '.join(changes)}")
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Return the values that differ from the expected ones, as `name expected -> found`."""
-    return [
-        f"{name} {expected.get(name)} -> {value}"
-        for name, value in found.items()
-        if expected.get(name) != value
-    ]
+    changed = {name: value for name, value in found.items() if expected.get(name) != value}
+    return [f"{name} {expected.get(name)} -> {value}" for name, value in changed.items()]
