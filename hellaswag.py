@@ -273,14 +273,10 @@ def write_predictions(path: str | Path, result: HellaSwagResult) -> None:
     """Write one line of JSON per scored example, in order, atomically."""
     with atomic_write(Path(path)) as file:
         for example, summed, mean in zip(result.examples, result.summed, result.mean, strict=True):
-            line = {
-                "ind": example.ind,
-                "label": example.label,
-                "mean_losses": [round(loss, 6) for loss in mean.tolist()],
-                "summed_losses": [round(loss, 6) for loss in summed.tolist()],
-                "prediction": int(summed.argmin()),
-                "prediction_norm": int(mean.argmin()),
-            }
+            line: dict[str, Any] = {"ind": example.ind, "label": example.label}
+            for name, losses in (("mean_losses", mean), ("summed_losses", summed)):
+                line[name] = [round(loss, 6) for loss in losses.tolist()]
+            line |= {"prediction": int(summed.argmin()), "prediction_norm": int(mean.argmin())}
             file.write((json.dumps(line) + "\n").encode())
 
 
