@@ -140,9 +140,8 @@ def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
     others, problems = getattr(config_class, "OTHER_NAMES", {}), []
     names = {flag_of(field.name): flag_of(field.name) for field in fields(config_class)} | others
     for flag in (arg.split("=")[0] for arg in unknown if arg.startswith("-")):
-        similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-        suggested = names[similar[0]] if similar else ""
-        hint = f": did you mean {suggested}?" if suggested else ""
+        similar = [names[n] for n in difflib.get_close_matches(flag, names, 1, cutoff=0.75)]
+        hint = f": did you mean {similar[0]}?" if any(similar) else ""
         problems.append(f"unknown flag {flag}{hint}")
     hint = ": use --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
     if suggested := others.get("FILE"):
