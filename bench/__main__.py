@@ -37,7 +37,7 @@ from bench.measurement import (
 )
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from corpus.shards import open_shards
-from runtime.cli import as_flags, bad_numbers, parse_flags, run_command
+from runtime.cli import as_flags, bad_numbers, parse_flags, raise_problems, run_command
 from runtime.compiler import prepare_compiler
 from runtime.device import select_device
 from runtime.errors import UserError
@@ -83,8 +83,7 @@ class BenchConfig:
             raise UserError(f"--peer {self.peer} is neither transformers nor a .py file")
         if self.gpu and self.peer:
             raise UserError("--gpu and --peer are separate measurements: use one of them")
-        if problems := bad_numbers(self, ("steps", "rounds")):
-            raise UserError("; ".join(problems))
+        raise_problems(bad_numbers(self, ("steps", "rounds")))
 
 
 class Setup(NamedTuple):

@@ -128,6 +128,12 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     return problems
 
 
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise a UserError that lists all problems, if there are any."""
+    if problems:
+        raise UserError("; ".join(problems))
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError, where argparse would print the usage of every flag and exit."""
