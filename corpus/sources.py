@@ -155,13 +155,10 @@ def stdlib_source() -> Source:
     The files are sorted by a hash of their names, so that validation is a fair sample.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = [
-        path.relative_to(root).as_posix()
-        for path in root.rglob("[!.]*.py")
-        if not STDLIB_EXCLUDED.intersection(path.relative_to(root).parts)
-        and not path.name.startswith("_sysconfigdata")  # contains paths of this machine
-    ]
-    names.sort(key=hash_of_name)
+    paths = (path.relative_to(root) for path in root.rglob("[!.]*.py"))
+    names = [path.as_posix() for path in paths if not STDLIB_EXCLUDED.intersection(path.parts)]
+    # _sysconfigdata contains paths of this machine.
+    names = sorted((n for n in names if "_sysconfigdata" not in n), key=hash_of_name)
     sizes = "".join(f"{name}\0{(root / name).stat().st_size}\0" for name in names)
     digest = hashlib.sha256(sizes.encode()).hexdigest()
     version = {"kind": "stdlib", "python": platform.python_version()}
