@@ -33,7 +33,7 @@ from corpus.shards import Manifest, ShardWriter, TokenArray
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
+from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
 from runtime.errors import UserError
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
@@ -45,6 +45,7 @@ NOTES = {
     "--separator '<|endoftext|>' and another --data-dir",
     "\r\n": "a line ends with CRLF; for fewer tokens, use tr -d '\\r' < FILE > NEW_FILE",
 }
+Batch = tuple[list[Document], TokenArray]  # documents and their ids
 OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
 
 
@@ -101,8 +102,7 @@ class FineWebConfig:
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
         if "RANK" in os.environ:
             problems.append("torchrun is not supported: use python, and --part on many machines")
-        if problems:
-            raise UserError("; ".join(problems))
+        raise_problems(problems)
         Part.parse(self.part)
 
 
@@ -125,8 +125,8 @@ def main() -> None:
         loss, bits = unigram_baseline(train, val)
         baseline = f"loss {loss:.2f} nats per token, {bits:.2f} bits per byte"
         print(f"unigram baseline (token frequencies only): {baseline}")
-        has_recipes = (Path(__file__).parent / "recipes").is_dir()  # not in an installed package
-        if config.propose and has_recipes:
+        # An installed package has no recipes.
+        if config.propose and (Path(__file__).parent / "recipes").is_dir():
             print(propose_training(folder, manifest))
     else:
         print("other parts are not finished yet")
@@ -202,9 +202,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     return writer.close(n_documents, manifest.max_tokens if is_cut else None)
 
 
-def tokenize_documents(
-    documents: Iterable[Document], workers: int
-) -> Iterator[tuple[list[Document], TokenArray]]:
+def tokenize_documents(documents: Iterable[Document], workers: int) -> Iterator[Batch]:
     """Yield batches of documents, each with its ids, (tokens,) uint16."""
     batches, copy = itertools.tee(_batches(documents))
     texts = ([document.text for document in batch] for batch in copy)
