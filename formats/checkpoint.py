@@ -47,7 +47,6 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-CHECKPOINT_PATTERN = "step_" + 8 * "[0-9]"
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
 
 
@@ -197,14 +196,12 @@ class CheckpointWriter:
             self.wait()
         self._thread.shutdown()
 
-    def _write(
-        self, path: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
-    ) -> None:
+    def _write(self, path: Path, state: RunState, copies: dict[str, dict[str, Tensor]]) -> None:
         """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
             with write_folder(path) as folder:
-                for name, tensors in tensors_by_file.items():
+                for name, tensors in copies.items():
                     save_file(tensors, folder / name)
                 write_json(folder / STATE_NAME, asdict(state))
                 files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
@@ -213,14 +210,13 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
             self.error = UserError(f"{path} was not saved: {error}")
             print0(f"warning: {self.error}")
-            return
         except Exception as error:  # the next checkpoint would fail, too
             self.error = error
             self.on_failed()
-            return
-        self.on_saved(state.step, path)
-        if self.keep:
-            self._delete_old(path)
+        else:
+            self.on_saved(state.step, path)
+            if self.keep:
+                self._delete_old(path)
 
     def _delete_old(self, newest: Path) -> None:
         try:
@@ -344,7 +340,7 @@ def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
 
     Their names are `step_` and eight digits; a user's copy with any other name is ignored.
     """
-    folders = sorted(checkpoints_dir.glob(CHECKPOINT_PATTERN), reverse=True)
+    folders = sorted(checkpoints_dir.glob("step_" + 8 * "[0-9]"), reverse=True)
     return [folder for folder in folders if (folder / CHECKPOINT_MANIFEST).is_file()]
 
 
@@ -416,7 +412,7 @@ def load_checkpoint(
         warn_if_code_changed(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
         own = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
-        _load_own(trainer.state, own | state.own, path, ranks)
+        _load_own(trainer, own | state.own, path, ranks)
     _load_optimizers(values, trainer, ranks)
     if state.grad_scaler:
         trainer.scaler.load_state_dict(state.grad_scaler)
@@ -424,10 +420,9 @@ def load_checkpoint(
 
 
 @torch.no_grad()
-def _load_own(
-    own: dict[str, Tensor | float], saved: Mapping[str, Any], path: Path, ranks: Ranks
-) -> None:
+def _load_own(trainer: TrainerState, saved: Mapping[str, Any], path: Path, ranks: Ranks) -> None:
     """Set the values of `Trainer.state` that were saved; print a line about all others."""
+    own = trainer.state
     for name in own.keys() & saved.keys():
         built, value = own[name], saved[name]
         if isinstance(built, Tensor):

@@ -130,19 +130,18 @@ def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) ->
     return load.latest_valid_checkpoint(out_dir / run_name)
 
 
-def check_resume_compatible(
-    resumed: Checkpoint, config: TrainConfig, data_fingerprint: str, val_fingerprint: str
-) -> None:
+def check_resume_compatible(resumed: Checkpoint, config: TrainConfig, data: str, val: str) -> None:
     """Raise if the dimensions, batch, data order or dataset differ from the checkpoint's.
 
-    Print the other settings of the model that differ.
+    Print the other settings of the model that differ. `data` and `val` are the fingerprints of the
+    splits.
     """
     path, state = resumed
     saved_model = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
     saved = state.train_config | vars(state) | saved_model
     model = asdict(config.model_config())
     fixed = {name: model.pop(name) for name in FIXED_MODEL_SETTINGS}
-    fixed |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
+    fixed |= {"data_fingerprint": data, "val_fingerprint": val}
     fixed |= {name: getattr(config, name) for name in FIXED_SETTINGS}
     if changes := differences(saved, fixed):
         problem = f"{path} belongs to another run ({', '.join(changes)})"
