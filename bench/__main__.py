@@ -179,11 +179,9 @@ def gpu_check(setup: Setup) -> dict[str, Measure]:
 
 def available_optimizations(device: torch.device) -> list[str]:
     """Return the optimizations that this device has."""
-    missing = {
-        "TF32": device.type != "cuda",
-        "bfloat16": select_dtype("auto", device) == torch.float32,
-        "compile": prepare_compiler(device),
-    }
+    is_float32 = select_dtype("auto", device) == torch.float32
+    problem = prepare_compiler(device)
+    missing = {"TF32": device.type != "cuda", "bfloat16": is_float32, "compile": problem}
     return [name for name in OPTIMIZATIONS if not missing.get(name)]
 
 

@@ -297,13 +297,12 @@ def _kind_of(name: str, value: object) -> str:
     if isinstance(value, int | float | str | None):
         return "a number or text"
     kind = type(value).__name__
-    if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+    is_plain = type(value) in (Tensor, nn.Parameter) or hasattr(value, "full_tensor")
+    if isinstance(value, Tensor) and is_plain and not name.endswith("_extra_state"):
         kind = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-        is_plain = type(value) in (Tensor, nn.Parameter) or hasattr(value, "full_tensor")
         with suppress(Exception):  # safetensors raises several classes
             save({"x": torch.empty(0, dtype=value.dtype, layout=value.layout)})
-            if is_plain:
-                return kind
+            return kind
     fix = "keep plain tensors, numbers and texts in the state, each under its own name"
     raise UserError(f"a checkpoint cannot hold {name}, a {kind}: {fix}")
 
