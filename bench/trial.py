@@ -354,12 +354,10 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
         ratio = fmean(after.step_ms / before.step_ms for before, after in pairs)
         answer = f"{describe(config, pairs)}; {ratio:.2f} × the time{remarks}"  # noqa: RUF001
         answers.append(f"{edit.name}: {answer}")
-        trial["edits"][edit.name] = {
-            "answer": answer,
-            "patch": git("diff", base.tree, edit.tree),
-            "flags": edit.flags[len(flags) :],
-            config.metric: {seed: [o.value for o in pair] for seed, pair in outcomes.items()},
-        }
+        values = {seed: [o.value for o in pair] for seed, pair in outcomes.items()}
+        patch, own_flags = git("diff", base.tree, edit.tree), edit.flags[len(flags) :]
+        described = {"answer": answer, "patch": patch, "flags": own_flags}
+        trial["edits"][edit.name] = described | {config.metric: values}
     write_json(path, trial)
     print(*answers, sep="\n")
 
