@@ -185,8 +185,7 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     # disable=None draws the bar only on a terminal.
     with tqdm(initial=n_tokens, total=limit, unit="tok", unit_scale=True, disable=None) as bar:
         for batch, tokens in tokenize_documents(documents, workers):
-            is_cut = n_tokens + len(tokens) > limit
-            if is_cut:
+            if is_cut := n_tokens + len(tokens) > limit:
                 tokens = tokens[: max(0, int(limit) - n_tokens)]
             progress = {"cursor": batch[0].cursor, "tokens": n_tokens, "documents": n_documents}
             writer.add(tokens, progress)

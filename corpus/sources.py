@@ -202,8 +202,7 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
     """Return the files of paths, folders and globs, each once; a glob's matches are sorted."""
     paths = []
     for pattern in patterns:
-        matches = local_paths(pattern)
-        if not matches:
+        if not (matches := local_paths(pattern)):
             raise UserError(f"{pattern}: no such file or folder")
         for path in matches:
             paths += folder_files(path, field) if path.is_dir() else [path]

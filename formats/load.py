@@ -76,8 +76,7 @@ def describe_best(run_dir: Path) -> str:
 
     Each line ends with a newline. The text is empty if the run was never validated.
     """
-    by_step = validations(run_dir)
-    if not by_step:
+    if not (by_step := validations(run_dir)):
         return ""
     best = min(by_step.values(), key=lambda record: record["val_loss"])
     loss, last_loss = best["val_loss"], by_step[max(by_step)]["val_loss"]

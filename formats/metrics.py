@@ -77,8 +77,7 @@ def read_metrics(path: str | Path) -> Records:
 
 def read_run(run_dir: Path) -> Records:
     """Return a run's records with `tokens_seen`; raise if none of them has a loss."""
-    path = run_dir / METRICS_NAME
-    if not path.is_file():
+    if not (path := run_dir / METRICS_NAME).is_file():
         raise UserError(f"{path} does not exist: pass a run folder, such as runs/NAME")
     records = [record for record in read_metrics(path) if "tokens_seen" in record]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):

@@ -110,8 +110,7 @@ def run_preflight(config: TrainConfig, resumed: Checkpoint | None, dist_info: Di
 
 def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
     """Check every shard's hash, if there is a manifest; return a line for the report."""
-    manifest = Manifest.load(config.data_dir)
-    if manifest is None:
+    if (manifest := Manifest.load(config.data_dir)) is None:
         return "no manifest, so hashes were not checked"
     with raise_on_all_ranks():  # the ranks of a machine share the work
         rank_shards = manifest.shards[dist_info.local_rank :: dist_info.local_world_size]

@@ -265,8 +265,7 @@ def read_recipe(path: Path) -> TrainConfig:
     if not path.is_file():
         fix = "use a recipe from recipes/ or a run's config.json"
         raise UserError(f"--config {path} is not a file: {fix}")
-    settings = read_json(path)
-    if not isinstance(settings, dict):
+    if not isinstance(settings := read_json(path), dict):
         raise UserError(f"--config {path} is neither a recipe nor a run's config.json")
     settings.pop("about", None)
     return config_from_settings(settings, path)

@@ -86,8 +86,7 @@ def is_valid(checkpoint: Path) -> bool:
 
 def resume_hint(run_dir: Path) -> str:
     """Describe the last checkpoint, and how to resume from it or to start over without one."""
-    checkpoint = latest_checkpoint(run_dir)
-    if checkpoint is None:
+    if (checkpoint := latest_checkpoint(run_dir)) is None:
         return "no checkpoint yet: start over with the same command and another --run-name"
     return f"last checkpoint {checkpoint.name}, resume with {shell_line('--resume', run_dir)}"
 

@@ -38,11 +38,9 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     checkpoint, source = None, None
     defaults = read_recipe(Path(given.config)) if given.config else TrainConfig()
     out_dir = Path(given.out_dir or defaults.out_dir)
-    if given.resume:
-        path = _find_resume_checkpoint(given.resume, out_dir, given.run_name)
-        if path is not None:
-            checkpoint = Checkpoint(path, read_state(path))
-            defaults = _saved_config(checkpoint)
+    if given.resume and (path := _find_resume_checkpoint(given.resume, out_dir, given.run_name)):
+        checkpoint = Checkpoint(path, read_state(path))
+        defaults = _saved_config(checkpoint)
     if given.init_from and out_dir != RUNS and is_run(out_dir / given.init_from):
         given.init_from = str(out_dir / given.init_from)
         args = [*args, "--init-from", given.init_from]
