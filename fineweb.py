@@ -13,6 +13,7 @@ same command: it continues after the last finished shard. To add a source, see `
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from corpus.shards import Manifest, ShardWriter, TokenArray
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
+from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
 from runtime.errors import UserError
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
@@ -44,6 +45,7 @@ NOTES = {
     "--separator '<|endoftext|>' and another --data-dir",
     "\r\n": "a line ends with CRLF; for fewer tokens, use tr -d '\\r' < FILE > NEW_FILE",
 }
+Batch = tuple[list[Document], TokenArray]  # documents and their ids
 OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
 
 
@@ -100,8 +102,7 @@ class FineWebConfig:
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
         if "RANK" in os.environ:
             problems.append("torchrun is not supported: use python, and --part on many machines")
-        if problems:
-            raise UserError("; ".join(problems))
+        raise_problems(problems)
         Part.parse(self.part)
 
 
@@ -124,8 +125,8 @@ def main() -> None:
         loss, bits = unigram_baseline(train, val)
         baseline = f"loss {loss:.2f} nats per token, {bits:.2f} bits per byte"
         print(f"unigram baseline (token frequencies only): {baseline}")
-        has_recipes = (Path(__file__).parent / "recipes").is_dir()  # not in an installed package
-        if config.propose and has_recipes:
+        # An installed package has no recipes.
+        if config.propose and (Path(__file__).parent / "recipes").is_dir():
             print(propose_training(folder, manifest))
     else:
         print("other parts are not finished yet")
@@ -147,9 +148,8 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     if any(file in source.identity.get("files", ()) for file in val_files):
         raise UserError("--source and --val-source have a file in common: move one of them")
     options: dict[str, Any] = {"separator": config.separator, "val share": config.val_share}
-    if config.text_field != "text":
-        options["text field"] = config.text_field
-    options["val files"] = val_files
+    text_field = config.text_field if config.text_field != "text" else None
+    options |= {"text field": text_field, "val files": val_files}
     identity = source.identity | part.identity | {k: v for k, v in options.items() if v}
     expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
     manifest = Manifest.load(folder, part) or expected
@@ -180,33 +180,28 @@ def write_shards(source: Source, manifest: Manifest, folder: Path, workers: int)
     writer = ShardWriter(folder, manifest)
     limit = (manifest.max_tokens or math.inf) / manifest.part.count
     is_cut = False
-    notes = dict.fromkeys(NOTES, 0)
+    notes = Counter[str]()
     documents = source.documents(progress["cursor"], manifest.part)
     # disable=None draws the bar only on a terminal.
     with tqdm(initial=n_tokens, total=limit, unit="tok", unit_scale=True, disable=None) as bar:
         for batch, tokens in tokenize_documents(documents, workers):
-            is_cut = n_tokens + len(tokens) > limit
-            if is_cut:
+            if is_cut := n_tokens + len(tokens) > limit:
                 tokens = tokens[: max(0, int(limit) - n_tokens)]
             progress = {"cursor": batch[0].cursor, "tokens": n_tokens, "documents": n_documents}
             writer.add(tokens, progress)
-            for text in notes:
-                notes[text] += sum(document.text.count(text) for document in batch)
+            notes += Counter({text: sum(d.text.count(text) for d in batch) for text in NOTES})
             bar.update(len(tokens))
             n_tokens += len(tokens)
             n_documents += int(np.count_nonzero(tokens == END_OF_TEXT))
             if is_cut:
                 break
     for text, count in notes.items():
-        if count:
-            print(f"note: {count:,} times {NOTES[text]}")
+        print(f"note: {count:,} times {NOTES[text]}")
     is_cut |= manifest.part != FULL_DATASET  # parts that differ in it are not one dataset
     return writer.close(n_documents, manifest.max_tokens if is_cut else None)
 
 
-def tokenize_documents(
-    documents: Iterable[Document], workers: int
-) -> Iterator[tuple[list[Document], TokenArray]]:
+def tokenize_documents(documents: Iterable[Document], workers: int) -> Iterator[Batch]:
     """Yield batches of documents, each with its ids, (tokens,) uint16."""
     batches, copy = itertools.tee(_batches(documents))
     texts = ([document.text for document in batch] for batch in copy)
@@ -246,10 +241,9 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
         return first, lambda _: sources.SOURCES[first]()
     dataset = sources.FINEWEB.get(first, first)
     if not REPO_NAME.fullmatch(dataset):
-        raise UserError(
-            f"--source {first} is not fineweb-edu, fineweb, {', '.join(sources.SOURCES)}, "
-            f"a hub dataset (OWNER/NAME), or an existing file or folder"
-        )
+        names = ", ".join(["fineweb-edu", "fineweb", *sources.SOURCES])
+        kinds = "a hub dataset (OWNER/NAME), or an existing file or folder"
+        raise UserError(f"--source {first} is not {names}, {kinds}")
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
     return name, partial(sources.hub_source, dataset, subset, config.revision, config.text_field)

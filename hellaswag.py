@@ -6,7 +6,7 @@
 In completion style, the loss of an ending is the loss of its tokens after the context. `acc` picks
 the ending with the lowest summed loss, `acc_norm` the one with the lowest mean loss. `--style
 harness` scores as lm-evaluation-harness does: with its prompt, and a mean over characters
-(docs/evaluation.md). Published scores are in formats/metrics.py, where figures read them.
+(docs/evaluation.md). Published scores are in assets/published.json, where figures read them.
 
 Each ending is scored in a separate row, of which the model sees the context, the ending except for
 its last token, and padding:
@@ -36,7 +36,7 @@ from formats.load import load_model
 from model import GPT
 from ops import IGNORE_INDEX
 from runtime import distributed
-from runtime.cli import PathOrName, bad_numbers, parse_flags, run_command
+from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
 from runtime.device import DeviceName, to_device, tune_malloc
 from runtime.errors import UserError
 from runtime.files import atomic_write
@@ -75,8 +75,7 @@ class HellaSwagConfig:
     float32."""
 
     def __post_init__(self) -> None:
-        if problems := bad_numbers(self, ("batch_size",)):
-            raise UserError("; ".join(problems))
+        raise_problems(bad_numbers(self, ("batch_size",)))
 
 
 @dataclass(frozen=True)
@@ -205,10 +204,9 @@ def examples_or_none(path: Path | None) -> list[Example]:
     except (OSError, UserError) as error:
         problem = str(error)
     # All ranks score together, so if one of them has a problem, none may start.
-    problems = [text for text in distributed.gather_text(problem) if text]
-    if problems:
-        distributed.print0(f"warning: HellaSwag will not be scored: {problems[0]}")
-    return [] if problems else examples
+    if problem := next(filter(None, distributed.gather_text(problem)), ""):
+        distributed.print0(f"warning: HellaSwag will not be scored: {problem}")
+    return [] if problem else examples
 
 
 def evaluate_hellaswag(
@@ -273,14 +271,10 @@ def write_predictions(path: str | Path, result: HellaSwagResult) -> None:
     """Write one line of JSON per scored example, in order, atomically."""
     with atomic_write(Path(path)) as file:
         for example, summed, mean in zip(result.examples, result.summed, result.mean, strict=True):
-            line = {
-                "ind": example.ind,
-                "label": example.label,
-                "mean_losses": [round(loss, 6) for loss in mean.tolist()],
-                "summed_losses": [round(loss, 6) for loss in summed.tolist()],
-                "prediction": int(summed.argmin()),
-                "prediction_norm": int(mean.argmin()),
-            }
+            line: dict[str, Any] = {"ind": example.ind, "label": example.label}
+            for name, losses in (("mean_losses", mean), ("summed_losses", summed)):
+                line[name] = [round(loss, 6) for loss in losses.tolist()]
+            line |= {"prediction": int(summed.argmin()), "prediction_norm": int(mean.argmin())}
             file.write((json.dumps(line) + "\n").encode())
 
 

@@ -85,10 +85,8 @@ def collect_run(run_dir: Path) -> dict[str, Any]:
         settings["warmup_steps"] = default_warmup_steps(settings["max_steps"])
     step, tokens = records[-1]["step"], records[-1]["tokens_seen"]
     names = (*SERIES, *metrics.user_metrics(records))
-    environment = {
-        "folder": str(run_dir.resolve()),
-        "resumed from step": ", ".join(f"{step:,}" for step in resumed) or "never",
-    }
+    resumed_from = ", ".join(f"{step:,}" for step in resumed) or "never"
+    environment = {"folder": str(run_dir.resolve()), "resumed from step": resumed_from}
     for name in ("environment", "data_fingerprint", "val_fingerprint"):
         sessions = dict.fromkeys(map(str, metrics.logged_values(path, name)))
         environment[name.replace("_", " ")] = "; then ".join(sessions) or "unknown"

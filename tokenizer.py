@@ -25,9 +25,8 @@ WORD_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 CUT = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 # In texts without whitespace, a word ends between a letter or digit and these characters.
-WORD_END = re.compile(
-    r"(?<=[^\W_])(?=[!-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])|\Z"
-)
+PUNCTUATION = r"!-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
+WORD_END = re.compile(rf"(?<=[^\W_])(?=[{PUNCTUATION}])|\Z")
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from bench.measurement import (
 )
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from corpus.shards import open_shards
-from runtime.cli import as_flags, bad_numbers, parse_flags, run_command
+from runtime.cli import as_flags, bad_numbers, parse_flags, raise_problems, run_command
 from runtime.compiler import prepare_compiler
 from runtime.device import select_device
 from runtime.errors import UserError
@@ -83,8 +83,7 @@ class BenchConfig:
             raise UserError(f"--peer {self.peer} is neither transformers nor a .py file")
         if self.gpu and self.peer:
             raise UserError("--gpu and --peer are separate measurements: use one of them")
-        if problems := bad_numbers(self, ("steps", "rounds")):
-            raise UserError("; ".join(problems))
+        raise_problems(bad_numbers(self, ("steps", "rounds")))
 
 
 class Setup(NamedTuple):
@@ -180,11 +179,9 @@ def gpu_check(setup: Setup) -> dict[str, Measure]:
 
 def available_optimizations(device: torch.device) -> list[str]:
     """Return the optimizations that this device has."""
-    missing = {
-        "TF32": device.type != "cuda",
-        "bfloat16": select_dtype("auto", device) == torch.float32,
-        "compile": prepare_compiler(device),
-    }
+    is_float32 = select_dtype("auto", device) == torch.float32
+    problem = prepare_compiler(device)
+    missing = {"TF32": device.type != "cuda", "bfloat16": is_float32, "compile": problem}
     return [name for name in OPTIMIZATIONS if not missing.get(name)]
 
 

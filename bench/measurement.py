@@ -166,12 +166,9 @@ def store_results(out_dir: Path, device: str, name: str, measured: Mapping[str, 
 
 def provenance() -> dict[str, Any]:
     """Return the date, the commit and the versions of a measurement."""
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": subprocess.getoutput("git describe --always --exclude=* --dirty"),  # noqa: S605, S607 - a fixed command
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),  # with its build, as in 2.13.0+cu130
-            "cudnn": cudnn.version() or 0,  # type: ignore[no-untyped-call]  # 0 on a CPU
-        },
-    }
+    date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    commit = subprocess.getoutput("git describe --always --exclude=* --dirty")  # noqa: S605, S607 - a fixed command
+    # torch's version has its build, as in 2.13.0+cu130.
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    cudnn_version = cudnn.version() or 0  # type: ignore[no-untyped-call]  # 0 on a CPU
+    return {"date": date, "commit": commit, "versions": versions | {"cudnn": cudnn_version}}

@@ -36,7 +36,7 @@ import torch
 from bench.measurement import ROOT, device_label, provenance, run_python, split_flags
 from formats.metrics import METRICS_NAME, Series, read_run
 from plot import BLUE, GRAY, new_axes, save_figure
-from runtime.cli import PathOrName, as_flags, bad_numbers, flag_of, run_command
+from runtime.cli import PathOrName, as_flags, bad_numbers, flag_of, raise_problems, run_command
 from runtime.device import select_device
 from runtime.errors import UserError
 from runtime.files import read_json, write_json
@@ -83,8 +83,7 @@ class TrialConfig:
             problems.append(f"--seeds must be at most {MAX_PAIRS}, not {self.seeds}")
         if not self.edit:
             problems.append(f"--edit is missing: use a .patch, a .json, a folder or {WORKTREE}")
-        if problems:
-            raise UserError("; ".join(problems))
+        raise_problems(problems)
 
 
 class Variant(NamedTuple):
@@ -355,12 +354,10 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
         ratio = fmean(after.step_ms / before.step_ms for before, after in pairs)
         answer = f"{describe(config, pairs)}; {ratio:.2f} × the time{remarks}"  # noqa: RUF001
         answers.append(f"{edit.name}: {answer}")
-        trial["edits"][edit.name] = {
-            "answer": answer,
-            "patch": git("diff", base.tree, edit.tree),
-            "flags": edit.flags[len(flags) :],
-            config.metric: {seed: [o.value for o in pair] for seed, pair in outcomes.items()},
-        }
+        values = {seed: [o.value for o in pair] for seed, pair in outcomes.items()}
+        patch, own_flags = git("diff", base.tree, edit.tree), edit.flags[len(flags) :]
+        described = {"answer": answer, "patch": patch, "flags": own_flags}
+        trial["edits"][edit.name] = described | {config.metric: values}
     write_json(path, trial)
     print(*answers, sep="\n")
 

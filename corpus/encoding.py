@@ -39,20 +39,18 @@ def encode_documents(batches: Iterable[Sequence[str]], workers: int = 1) -> Iter
     Yields:
         The ids of each batch, in order: (tokens,) uint16. A few batches are in memory at a time.
     """
-    encode: Callable[[Sequence[str]], TokenArray]
+    encode: Callable[[Sequence[str]], TokenArray] = partial(encode_with_tiktoken, workers=workers)
     try:
         encode = GigatokenEncoder(workers).encode
     except ImportError:
         warnings.warn("gigatoken is not installed: encoding with tiktoken, slowly", stacklevel=1)
-        encode = partial(encode_with_tiktoken, workers=workers)
     in_flight: deque[Future[TokenArray]] = deque()
     with ThreadPoolExecutor(1) as pool:  # the encoders start threads themselves
         for texts in batches:
             in_flight.append(pool.submit(encode, texts))
             if len(in_flight) > BATCHES_AHEAD:
                 yield in_flight.popleft().result()
-        while in_flight:
-            yield in_flight.popleft().result()
+        yield from (future.result() for future in in_flight)
 
 
 def encode_with_tiktoken(texts: Sequence[str], workers: int) -> TokenArray:
@@ -66,11 +64,8 @@ class GigatokenEncoder:
 
     def __init__(self, workers: int) -> None:
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when gigatoken's thread pool starts
-        import gigatoken
-
+        self._load()
         self.workers = workers
-        self._from_tiktoken = gigatoken.Tokenizer.from_tiktoken
-        self._tokens_since_load = RELOAD_TOKENS
         self._checked = set[str]()  # characters beyond ASCII
 
     def encode(self, texts: Sequence[str]) -> TokenArray:
@@ -99,10 +94,13 @@ class GigatokenEncoder:
 
     def _load(self) -> None:
         """Create a tokenizer with an empty cache; gigatoken can only read the ranks from a file."""
+        import gigatoken
+
         tokens = map(gpt2_encoding().decode_single_token_bytes, range(END_OF_TEXT))
         lines = [b"%s %d\n" % (base64.b64encode(token), id) for id, token in enumerate(tokens)]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "gpt2.tiktoken"
             path.write_bytes(b"".join(lines))
-            self._tokenizer = self._from_tiktoken(path, "gpt2", {DOCUMENT_MARK: END_OF_TEXT})
+            mark = {DOCUMENT_MARK: END_OF_TEXT}
+            self._tokenizer = gigatoken.Tokenizer.from_tiktoken(path, "gpt2", mark)
         self._tokens_since_load = 0

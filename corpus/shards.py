@@ -113,8 +113,7 @@ class Manifest:
     @classmethod
     def load(cls, folder: Path, part: Part | None = None) -> "Manifest | None":
         """Read the manifest of a dataset, or of one part of it; return None if there is none."""
-        path = folder / (part or FULL_DATASET).manifest_name
-        if path.is_file():
+        if (path := folder / (part or FULL_DATASET).manifest_name).is_file():
             values = read_json(path)
         elif part or not (values := read_parts(folder)):
             return None
@@ -312,8 +311,7 @@ def open_shards(
 def verify_shards(folder: Path, infos: Iterable[ShardInfo]) -> None:
     """Raise if a shard's file is missing or does not have the hash in its manifest entry."""
     for info in infos:
-        path = folder / info.file
-        if not path.is_file() or sha256_of(path) != info.sha256:
+        if not (path := folder / info.file).is_file() or sha256_of(path) != info.sha256:
             fix = "if you downloaded it, delete it and rerun hf download"
             other_fix = f"otherwise delete {folder} and rerun python fineweb.py"
             raise UserError(f"{path} is missing or does not match its hash: {fix}; {other_fix}")

@@ -122,9 +122,8 @@ def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
             yield rest
             rest = ""
         if len(rest) > MAX_DOCUMENT_CHARS:
-            raise UserError(
-                f"--separator {separator!r} does not occur in {len(rest):,} characters: correct it"
-            )
+            count = f"{len(rest):,} characters"
+            raise UserError(f"--separator {separator!r} does not occur in {count}: correct it")
     yield rest
 
 
@@ -156,20 +155,14 @@ def stdlib_source() -> Source:
     The files are sorted by a hash of their names, so that validation is a fair sample.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = [
-        path.relative_to(root).as_posix()
-        for path in root.rglob("[!.]*.py")
-        if not STDLIB_EXCLUDED.intersection(path.relative_to(root).parts)
-        and not path.name.startswith("_sysconfigdata")  # contains paths of this machine
-    ]
-    names.sort(key=hash_of_name)
+    paths = (path.relative_to(root) for path in root.rglob("[!.]*.py"))
+    names = [path.as_posix() for path in paths if not STDLIB_EXCLUDED.intersection(path.parts)]
+    # _sysconfigdata contains paths of this machine.
+    names = sorted((n for n in names if "_sysconfigdata" not in n), key=hash_of_name)
     sizes = "".join(f"{name}\0{(root / name).stat().st_size}\0" for name in names)
-    identity = {
-        "kind": "stdlib",
-        "python": platform.python_version(),
-        "modules": len(names),
-        "sha256 of names and sizes": hashlib.sha256(sizes.encode()).hexdigest(),
-    }
+    digest = hashlib.sha256(sizes.encode()).hexdigest()
+    version = {"kind": "stdlib", "python": platform.python_version()}
+    identity = version | {"modules": len(names), "sha256 of names and sizes": digest}
     return Source(identity, lambda: [local_file(root / name) for name in names])
 
 
@@ -209,8 +202,7 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
     """Return the files of paths, folders and globs, each once; a glob's matches are sorted."""
     paths = []
     for pattern in patterns:
-        matches = local_paths(pattern)
-        if not matches:
+        if not (matches := local_paths(pattern)):
             raise UserError(f"{pattern}: no such file or folder")
         for path in matches:
             paths += folder_files(path, field) if path.is_dir() else [path]
@@ -301,13 +293,12 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     """Open a file; its bytes are decompressed if they begin as one of `CODECS`."""
     with path.open("rb") as file:
         content = file
-        for codec, magic in CODECS.values():
-            if re.match(magic, file.peek()):
-                import pyarrow
+        if found := [codec for codec, magic in CODECS.values() if re.match(magic, file.peek())]:
+            import pyarrow
 
-                stream = pyarrow.input_stream(file, codec) if codec else gzip.GzipFile(fileobj=file)
-                content = io.BufferedReader(stream, BLOCK_BYTES)
-                break
+            [codec] = found
+            stream = pyarrow.input_stream(file, codec) if codec else gzip.GzipFile(fileobj=file)
+            content = io.BufferedReader(stream, BLOCK_BYTES)
         try:
             yield content
         except (EOFError, OSError, zlib.error) as error:
@@ -359,10 +350,9 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{where}: not JSON ({getattr(error, 'msg', error)}): correct or delete the line; "
-            "if objects have several lines, use jq -c . FILE > NEW_FILE.jsonl"
-        ) from None
+        problem = f"{where}: not JSON ({getattr(error, 'msg', error)})"
+        other_fix = "if objects have several lines, use jq -c . FILE > NEW_FILE.jsonl"
+        raise UserError(f"{problem}: correct or delete the line; {other_fix}") from None
     _check_text_field(value if isinstance(value, dict) else (), field, where)
     text = _string(value[field], field, where)
     return text.encode(errors="replace").decode()  # JSON can have half of a surrogate pair
@@ -390,10 +380,9 @@ def read_csv(path: Path, field: str = "text") -> Iterator[str]:
                 yield row[column] if row else ""
                 line = rows.line_num + 1
         except csv.Error as error:
-            raise UserError(
-                f"{path}, line {line}: {error}: put quotes around texts with {delimiter!r}, quotes "
-                "or line breaks, and double the quotes in them"
-            ) from None
+            texts = f"texts with {delimiter!r}, quotes or line breaks"
+            fix = f"put quotes around {texts}, and double the quotes in them"
+            raise UserError(f"{path}, line {line}: {error}: {fix}") from None
 
 
 def read_plain(path: Path, _: str = "") -> Iterator[str]:
@@ -480,9 +469,8 @@ def hub_source(
 
         with explain_hub_errors(f"reading {dataset} failed"):
             try:
-                stream = datasets.load_dataset(
-                    dataset, name, split="train", streaming=True, revision=commit
-                )
+                options: dict[str, Any] = {"split": "train", "revision": commit}
+                stream = datasets.load_dataset(dataset, name, streaming=True, **options)
             except ValueError as error:
                 if "onfig" not in str(error):
                     raise

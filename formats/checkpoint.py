@@ -47,7 +47,6 @@ STATE_NAME = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 FILE_NAMES = (MODEL_NAME, OPTIMIZER_NAME, STATE_NAME)
 CHECKPOINT_FORMAT = 1
-CHECKPOINT_PATTERN = "step_" + 8 * "[0-9]"
 OWN = "trainer."  # prefix of the tensors of `Trainer.state`
 
 
@@ -153,10 +152,9 @@ class CheckpointWriter:
         for name in sorted(kinds.keys() | self._built.keys()):
             now, built = kinds.get(name, "missing"), self._built.get(name, "missing")
             if now != built:
-                raise UserError(
-                    f"a resume could not restore {name}, which was {built} before the first step "
-                    f"and is {now} now: give it this shape and dtype in train_gpt2.build"
-                )
+                problem = f"a resume could not restore {name}, which was {built} before the first"
+                fix = "give it this shape and dtype in train_gpt2.build"
+                raise UserError(f"{problem} step and is {now} now: {fix}")
 
     @torch.no_grad()
     def save(self, state: RunState, trainer: TrainerState) -> None:
@@ -166,11 +164,9 @@ class CheckpointWriter:
         """
         self.wait()
         self.check(trainer)
-        saved = {
-            MODEL_NAME: model_state(trainer.raw_model),
-            OPTIMIZER_NAME: tensors_of(optimizer_state(trainer) | own_state(trainer)),
-        }
-        copies: dict[str, dict[str, Tensor]] = {MODEL_NAME: {}, OPTIMIZER_NAME: {}}
+        others = tensors_of(optimizer_state(trainer) | own_state(trainer))
+        saved = {MODEL_NAME: model_state(trainer.raw_model), OPTIMIZER_NAME: others}
+        copies: dict[str, dict[str, Tensor]] = {file: {} for file in saved}
         for file, tensors in saved.items():
             for name, tensor in tensors.items():
                 full = self.ranks.gather(tensor)
@@ -200,14 +196,12 @@ class CheckpointWriter:
             self.wait()
         self._thread.shutdown()
 
-    def _write(
-        self, path: Path, state: RunState, tensors_by_file: dict[str, dict[str, Tensor]]
-    ) -> None:
+    def _write(self, path: Path, state: RunState, copies: dict[str, dict[str, Tensor]]) -> None:
         """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
             with write_folder(path) as folder:
-                for name, tensors in tensors_by_file.items():
+                for name, tensors in copies.items():
                     save_file(tensors, folder / name)
                 write_json(folder / STATE_NAME, asdict(state))
                 files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
@@ -216,27 +210,25 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
             self.error = UserError(f"{path} was not saved: {error}")
             print0(f"warning: {self.error}")
-            return
         except Exception as error:  # the next checkpoint would fail, too
             self.error = error
             self.on_failed()
-            return
-        self.on_saved(state.step, path)
-        if self.keep:
-            self._delete_old(path)
+        else:
+            self.on_saved(state.step, path)
+            if self.keep:
+                self._delete_old(path)
 
     def _delete_old(self, newest: Path) -> None:
         try:
             best = best_checkpoint(newest.parent.parent)
             # Checkpoints of later steps are damaged, or the run would have resumed from them.
             older = [c for c in complete_checkpoints(newest.parent) if c.name < newest.name]
-            for checkpoint in older[self.keep - 1 :]:
-                if checkpoint != best:
-                    # Renamed first, so that a partially deleted folder is never taken for a
-                    # checkpoint. Files that cannot be deleted now, for example on NFS while
-                    # another process reads them, are left to `clean_up`.
-                    hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
-                    shutil.rmtree(checkpoint.rename(hidden), ignore_errors=True)
+            for checkpoint in {*older[self.keep - 1 :]} - {best}:
+                # Renamed first, so that a partially deleted folder is never taken for a checkpoint.
+                # Files that cannot be deleted now, for example on NFS while another process reads
+                # them, are left to `clean_up`.
+                hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
+                shutil.rmtree(checkpoint.rename(hidden), ignore_errors=True)
         except OSError as error:  # only costs disk space
             print0(f"warning: {error}")
 
@@ -270,11 +262,10 @@ def optimizer_state(trainer: TrainerState) -> dict[str, Any]:
     for optimizer in trainer.optimizers:
         for owner, state in optimizer.state.items():
             if owner not in names or not all(isinstance(key, str) for key in state):
-                raise UserError(
-                    f"a checkpoint cannot hold {type(optimizer).__name__}.state of "
-                    f"{names.get(owner, repr(owner)):.60}: its keys must be a parameter of the "
-                    f"model, then a text; keep other values in Trainer.state"
-                )
+                where = f"{type(optimizer).__name__}.state of {names.get(owner, repr(owner)):.60}"
+                keys = "its keys must be a parameter of the model, then a text"
+                problem = f"a checkpoint cannot hold {where}: {keys}"
+                raise UserError(f"{problem}; keep other values in Trainer.state")
             for key, value in state.items():
                 values[f"{quote(key).replace('.', '%2E')}.{names[owner]}"] = value
     return values
@@ -306,17 +297,14 @@ def _kind_of(name: str, value: object) -> str:
     if isinstance(value, int | float | str | None):
         return "a number or text"
     kind = type(value).__name__
-    if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+    is_plain = type(value) in (Tensor, nn.Parameter) or hasattr(value, "full_tensor")
+    if isinstance(value, Tensor) and is_plain and not name.endswith("_extra_state"):
         kind = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-        is_plain = type(value) in (Tensor, nn.Parameter) or hasattr(value, "full_tensor")
         with suppress(Exception):  # safetensors raises several classes
             save({"x": torch.empty(0, dtype=value.dtype, layout=value.layout)})
-            if is_plain:
-                return kind
-    raise UserError(
-        f"a checkpoint cannot hold {name}, a {kind}: keep plain tensors, numbers and texts in the "
-        f"state, each under its own name"
-    )
+            return kind
+    fix = "keep plain tensors, numbers and texts in the state, each under its own name"
+    raise UserError(f"a checkpoint cannot hold {name}, a {kind}: {fix}")
 
 
 def find_nonfinite(trainer: TrainerState, ranks: Ranks = SINGLE_PROCESS) -> str | None:
@@ -351,7 +339,7 @@ def complete_checkpoints(checkpoints_dir: Path) -> list[Path]:
 
     Their names are `step_` and eight digits; a user's copy with any other name is ignored.
     """
-    folders = sorted(checkpoints_dir.glob(CHECKPOINT_PATTERN), reverse=True)
+    folders = sorted(checkpoints_dir.glob("step_" + 8 * "[0-9]"), reverse=True)
     return [folder for folder in folders if (folder / CHECKPOINT_MANIFEST).is_file()]
 
 
@@ -368,10 +356,8 @@ def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> No
     for name in names:
         is_same = manifest.get("files", {}).get(name) == _manifest_entry(checkpoint / name)
         if not is_same or manifest.get("format") != CHECKPOINT_FORMAT:
-            raise UserError(
-                f"{checkpoint / name} is damaged: its size, SHA-256 or format differs from the "
-                f"manifest"
-            )
+            problem = "its size, SHA-256 or format differs from the manifest"
+            raise UserError(f"{checkpoint / name} is damaged: {problem}")
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -417,16 +403,15 @@ def load_checkpoint(
     with raise_on_all_ranks():
         built = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         if built != state.optimizers:
-            raise UserError(
-                f"{path} was trained with {' and '.join(state.optimizers)}, but this run builds "
-                f"{' and '.join(built)}: use the same --optimizer, or start a new run with "
-                f"{shell_line('--init-from', path)}"
-            )
+            saved, builds = (" and ".join(names) for names in (state.optimizers, built))
+            problem = f"{path} was trained with {saved}, but this run builds {builds}"
+            new_run = f"start a new run with {shell_line('--init-from', path)}"
+            raise UserError(f"{problem}: use the same --optimizer, or {new_run}")
         copy_state(read_tensors(path / MODEL_NAME), trainer.raw_model, path, ranks)
         warn_if_code_changed(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
-        saved = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
-        _load_own(trainer.state, saved | state.own, path, ranks)
+        own = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
+        _load_own(trainer, own | state.own, path, ranks)
     _load_optimizers(values, trainer, ranks)
     if state.grad_scaler:
         trainer.scaler.load_state_dict(state.grad_scaler)
@@ -434,10 +419,9 @@ def load_checkpoint(
 
 
 @torch.no_grad()
-def _load_own(
-    own: dict[str, Tensor | float], saved: Mapping[str, Any], path: Path, ranks: Ranks
-) -> None:
+def _load_own(trainer: TrainerState, saved: Mapping[str, Any], path: Path, ranks: Ranks) -> None:
     """Set the values of `Trainer.state` that were saved; print a line about all others."""
+    own = trainer.state
     for name in own.keys() & saved.keys():
         built, value = own[name], saved[name]
         if isinstance(built, Tensor):
@@ -494,10 +478,8 @@ def copy_weights(source: GPT, target: GPT, ranks: Ranks) -> None:
 
     Position embeddings beyond the target's `block_size` are dropped.
     """
-    tensors = {
-        name: tensor[: target.config.block_size] if ".wpe." in name else tensor
-        for name, tensor in model_state(source).items()
-    }
+    tensors, size = model_state(source), target.config.block_size
+    tensors = {name: x[:size] if ".wpe." in name else x for name, x in tensors.items()}
     copy_state(tensors, target, "the --init-from model", ranks)
 
 

@@ -59,10 +59,9 @@ def find_checkpoint(source: str | Path, runs: Path = RUNS) -> Path:
     if latest := latest_checkpoint(path):
         raise UserError(f"{path} has no checkpoint with a validation loss: use {latest}")
     if is_run(path) or (path / RUN_LOCK_NAME).exists():
-        raise UserError(
-            f"the run {path} has no checkpoint yet: wait for its first one or, if the run has "
-            f"ended, start over with the command that started it and another --run-name"
-        )
+        fix = "start over with the command that started it and another --run-name"
+        wait = f"wait for its first one or, if the run has ended, {fix}"
+        raise UserError(f"the run {path} has no checkpoint yet: {wait}")
     kinds = ("config.json", "adapter_config.json", checkpoint.STATE_NAME)
     if models := [file.parent for kind in kinds for file in path.glob(f"*/{kind}")]:
         newest = max(models, key=os.path.getmtime)
@@ -77,8 +76,7 @@ def describe_best(run_dir: Path) -> str:
 
     Each line ends with a newline. The text is empty if the run was never validated.
     """
-    by_step = validations(run_dir)
-    if not by_step:
+    if not (by_step := validations(run_dir)):
         return ""
     best = min(by_step.values(), key=lambda record: record["val_loss"])
     loss, last_loss = best["val_loss"], by_step[max(by_step)]["val_loss"]
@@ -86,11 +84,9 @@ def describe_best(run_dir: Path) -> str:
     if bits := best.get("val_bpb"):
         text += f", {bits:.4f} bits per byte"
     if last_loss - loss >= VAL_LOSS_NOISE:
-        text += (
-            f"\nwarning: the last val_loss, {last_loss:.4f}, is clearly higher: use the best saved "
-            f"checkpoint ({shell_line('--model', f'{run_dir}{BEST_SUFFIX}')}), a smaller "
-            f"--max-steps, or more data"
-        )
+        model = shell_line("--model", f"{run_dir}{BEST_SUFFIX}")
+        fix = f"use the best saved checkpoint ({model}), a smaller --max-steps, or more data"
+        text += f"\nwarning: the last val_loss, {last_loss:.4f}, is clearly higher: {fix}"
     return f"{text}\n"
 
 

@@ -15,20 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import UserError
+from runtime.files import read_json
 
 Records = list[dict[str, Any]]
 Values = npt.NDArray[np.float64]
-# Published values, which figures show next to a run's. Validation losses on FineWeb-Edu:
-FINEWEB_EDU_LOSSES = {"OpenAI's GPT-2 124M": 3.29, "124M after 10B tokens": 3.07}
+# Published values, which figures show next to a run's: see assets/README.md.
+PUBLISHED_PATH = Path(__file__).parents[1] / "assets/published.json"
+FINEWEB_EDU_LOSSES, HELLASWAG_REFERENCES = read_json(PUBLISHED_PATH).values()
 HELLASWAG_EXAMPLES = 10042  # the full validation set, on which the reference models were scored
-# Completion style. GPT-2: OpenAI's weights, scored by this code's method. GPT-3: paper, table H.1.
-HELLASWAG_REFERENCES = {
-    "GPT-2 124M": 0.2945,
-    "GPT-3 124M": 0.337,
-    "GPT-2 350M": 0.3752,
-    "GPT-2 774M": 0.4320,
-    "GPT-2 1558M": 0.4889,
-}
 METRICS_NAME = "metrics.jsonl"
 RUNS = Path("runs")  # default of --out-dir
 BEST_SUFFIX = "@best"  # after a run's name: its checkpoint with the lowest validation loss
@@ -83,8 +77,7 @@ def read_metrics(path: str | Path) -> Records:
 
 def read_run(run_dir: Path) -> Records:
     """Return a run's records with `tokens_seen`; raise if none of them has a loss."""
-    path = run_dir / METRICS_NAME
-    if not path.is_file():
+    if not (path := run_dir / METRICS_NAME).is_file():
         raise UserError(f"{path} does not exist: pass a run folder, such as runs/NAME")
     records = [record for record in read_metrics(path) if "tokens_seen" in record]
     if not any(len(Series.of(records, name).values) for name in ("train_loss", "val_loss")):

@@ -128,6 +128,12 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
     return problems
 
 
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise a UserError that lists all problems, if there are any."""
+    if problems:
+        raise UserError("; ".join(problems))
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError, where argparse would print the usage of every flag and exit."""
@@ -140,9 +146,8 @@ def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
     others, problems = getattr(config_class, "OTHER_NAMES", {}), []
     names = {flag_of(field.name): flag_of(field.name) for field in fields(config_class)} | others
     for flag in (arg.split("=")[0] for arg in unknown if arg.startswith("-")):
-        similar = difflib.get_close_matches(flag, names, 1, cutoff=0.75)
-        suggested = names[similar[0]] if similar else ""
-        hint = f": did you mean {suggested}?" if suggested else ""
+        similar = [names[n] for n in difflib.get_close_matches(flag, names, 1, cutoff=0.75)]
+        hint = f": did you mean {similar[0]}?" if any(similar) else ""
         problems.append(f"unknown flag {flag}{hint}")
     hint = ": use --NAME or --no-NAME" if unknown[0].lower() in ("true", "false") else ""
     if suggested := others.get("FILE"):

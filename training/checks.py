@@ -72,11 +72,9 @@ def check_lengths(config: TrainConfig, train_tokens: int, val_tokens: int) -> No
 def describe_software(config: TrainConfig, dtype: torch.dtype) -> list[str]:
     """Return this rank's versions, dtype, hashes of the core and flags, one per line."""
     settings = {"resume": config.resume} | config.saved()
-    return [
-        f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}",
-        *(f"{file} with code {digest}" for file, digest in code_hashes().items()),
-        *(f"{flag_of(name)} {value}" for name, value in settings.items()),
-    ]
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}"
+    code = [f"{file} with code {digest}" for file, digest in code_hashes().items()]
+    return [versions, *code, *(f"{flag_of(name)} {value}" for name, value in settings.items())]
 
 
 def check_parallel_mode(config: TrainConfig, device: Device) -> None:
@@ -112,8 +110,7 @@ def run_preflight(config: TrainConfig, resumed: Checkpoint | None, dist_info: Di
 
 def check_hashes(config: TrainConfig, dist_info: DistInfo) -> str:
     """Check every shard's hash, if there is a manifest; return a line for the report."""
-    manifest = Manifest.load(config.data_dir)
-    if manifest is None:
+    if (manifest := Manifest.load(config.data_dir)) is None:
         return "no manifest, so hashes were not checked"
     with raise_on_all_ranks():  # the ranks of a machine share the work
         rank_shards = manifest.shards[dist_info.local_rank :: dist_info.local_world_size]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from lr_schedule import SCHEDULES, default_warmup_steps
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
-from runtime.cli import PathOrName, as_flags, bad_numbers, parse_flags
+from runtime.cli import PathOrName, as_flags, bad_numbers, parse_flags, raise_problems
 from runtime.device import DeviceName
 from runtime.errors import UserError
 from runtime.files import read_json
@@ -180,8 +180,7 @@ class TrainConfig:
     """With --gpus: GPU model, such as A100, H200, B200, L4, T4 or 4090."""
 
     def __post_init__(self) -> None:
-        if problems := [*bad_numbers(self, ABOVE_ZERO), *self._conflicts()]:
-            raise UserError("; ".join(problems))
+        raise_problems([*bad_numbers(self, ABOVE_ZERO), *self._conflicts()])
 
     def _conflicts(self) -> Iterator[str]:
         """Describe values that are out of range and flags that conflict."""
@@ -266,8 +265,7 @@ def read_recipe(path: Path) -> TrainConfig:
     if not path.is_file():
         fix = "use a recipe from recipes/ or a run's config.json"
         raise UserError(f"--config {path} is not a file: {fix}")
-    settings = read_json(path)
-    if not isinstance(settings, dict):
+    if not isinstance(settings := read_json(path), dict):
         raise UserError(f"--config {path} is neither a recipe nor a run's config.json")
     settings.pop("about", None)
     return config_from_settings(settings, path)

@@ -60,24 +60,20 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
     files = (run_dir / RUN_CONFIG_NAME, metrics, *checkpoints.glob("step_*"))
     is_resumed = config.resume is not None and (is_own or is_repeated)
     if any(file.exists() for file in files) and not is_resumed:
-        raise UserError(
-            f"{run_dir} already holds a run: use another --run-name; {resume_hint(run_dir)}"
-        )
+        hint = resume_hint(run_dir)
+        raise UserError(f"{run_dir} already holds a run: use another --run-name; {hint}")
     # Compare by step, because a copy of a checkpoint may have any name.
     resumed_name = f"step_{resumed.state.step:08d}" if resumed else ""
     for other in complete_checkpoints(checkpoints):
         if other.name > resumed_name and is_valid(other):
-            raise UserError(
-                f"{run_dir} has a newer checkpoint, {other.name}: resume from it, or continue "
-                f"from the older one as a new run with another --run-name"
-            )
+            problem = f"{run_dir} has a newer checkpoint, {other.name}"
+            other_fix = "continue from the older one as a new run with another --run-name"
+            raise UserError(f"{problem}: resume from it, or {other_fix}")
     if resumed is None and (step := max(saved or started, default=0)):
         what = "saved" if saved else "continued another run's"
         fix = f"restore {checkpoints}" if saved else "use --resume with the other run"
-        raise UserError(
-            f"{run_dir} {what} step {step}, but its checkpoints are missing or damaged: {fix}, or "
-            f"start over with another --run-name"
-        )
+        problem = f"{run_dir} {what} step {step}, but its checkpoints are missing or damaged"
+        raise UserError(f"{problem}: {fix}, or start over with another --run-name")
 
 
 def is_valid(checkpoint: Path) -> bool:
@@ -90,8 +86,7 @@ def is_valid(checkpoint: Path) -> bool:
 
 def resume_hint(run_dir: Path) -> str:
     """Describe the last checkpoint, and how to resume from it or to start over without one."""
-    checkpoint = latest_checkpoint(run_dir)
-    if checkpoint is None:
+    if (checkpoint := latest_checkpoint(run_dir)) is None:
         return "no checkpoint yet: start over with the same command and another --run-name"
     return f"last checkpoint {checkpoint.name}, resume with {shell_line('--resume', run_dir)}"
 

@@ -29,15 +29,12 @@ class GroupSettings:
 
     def _settings(self) -> list[dict[str, Any]]:
         """Return each group without its parameters, then each optimizer's numbers and tensors."""
-        groups = [{n: v for n, v in group.items() if n != "params"} for group in self._groups()]
-        return groups + [
-            {
-                f"{type(optimizer).__name__}.{name}": value
-                for name, value in vars(optimizer).items()
-                if isinstance(value, int | float | Tensor) and not name.startswith("_")
-            }
-            for optimizer in self._optimizers
-        ]
+        settings = [{n: v for n, v in group.items() if n != "params"} for group in self._groups()]
+        for optimizer in self._optimizers:
+            public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
+            values = {n: v for n, v in public.items() if isinstance(v, int | float | Tensor)}
+            settings.append({f"{type(optimizer).__name__}.{n}": v for n, v in values.items()})
+        return settings
 
     def multiply(self, factors: Mapping[str, float]) -> None:
         """Multiply the built numbers of the same names; raise UserError if no group has a name."""
@@ -93,7 +90,6 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     if wrong := [f"{name} ({counts[p]} times)" for name, p in trained.items() if counts[p] != 1]:
         raise UserError(f"the optimizers must hold each parameter once: {', '.join(wrong)}")
     if other := [tuple(p.shape) for p in counts.keys() - set(model.parameters())]:
-        raise UserError(
-            f"the optimizers hold parameters of shape {other} that the model does not have, so "
-            f"that they would not be saved: assign them to a module of the model"
-        )
+        problem = f"the optimizers hold parameters of shape {other} that the model does not have"
+        fix = "assign them to a module of the model"
+        raise UserError(f"{problem}, so that they would not be saved: {fix}")

@@ -38,11 +38,9 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     checkpoint, source = None, None
     defaults = read_recipe(Path(given.config)) if given.config else TrainConfig()
     out_dir = Path(given.out_dir or defaults.out_dir)
-    if given.resume:
-        path = _find_resume_checkpoint(given.resume, out_dir, given.run_name)
-        if path is not None:
-            checkpoint = Checkpoint(path, read_state(path))
-            defaults = _saved_config(checkpoint)
+    if given.resume and (path := _find_resume_checkpoint(given.resume, out_dir, given.run_name)):
+        checkpoint = Checkpoint(path, read_state(path))
+        defaults = _saved_config(checkpoint)
     if given.init_from and out_dir != RUNS and is_run(out_dir / given.init_from):
         given.init_from = str(out_dir / given.init_from)
         args = [*args, "--init-from", given.init_from]
@@ -111,10 +109,8 @@ def _check_size(config: TrainConfig, source: GPTConfig) -> None:
     found = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "block_size")}
     found["block_size"] = max(found["block_size"], source.block_size)  # a longer one is cropped
     if changes := differences(asdict(source), found):
-        raise UserError(
-            f"--init-from {config.init_from} has another size ({', '.join(changes)}): leave out "
-            f"--n-layer, --n-head, --n-embd and --block-size"
-        )
+        problem = f"--init-from {config.init_from} has another size ({', '.join(changes)})"
+        raise UserError(f"{problem}: leave out --n-layer, --n-head, --n-embd and --block-size")
 
 
 def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) -> Path | None:
@@ -133,33 +129,28 @@ def _find_resume_checkpoint(resume: str, out_dir: Path, run_name: str | None) ->
     return load.latest_valid_checkpoint(out_dir / run_name)
 
 
-def check_resume_compatible(
-    resumed: Checkpoint, config: TrainConfig, data_fingerprint: str, val_fingerprint: str
-) -> None:
+def check_resume_compatible(resumed: Checkpoint, config: TrainConfig, data: str, val: str) -> None:
     """Raise if the dimensions, batch, data order or dataset differ from the checkpoint's.
 
-    Print the other settings of the model that differ.
+    Print the other settings of the model that differ. `data` and `val` are the fingerprints of the
+    splits.
     """
     path, state = resumed
     saved_model = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
     saved = state.train_config | vars(state) | saved_model
     model = asdict(config.model_config())
     fixed = {name: model.pop(name) for name in FIXED_MODEL_SETTINGS}
-    fixed |= {"data_fingerprint": data_fingerprint, "val_fingerprint": val_fingerprint}
+    fixed |= {"data_fingerprint": data, "val_fingerprint": val}
     fixed |= {name: getattr(config, name) for name in FIXED_SETTINGS}
     if changes := differences(saved, fixed):
-        raise UserError(
-            f"{path} belongs to another run ({', '.join(changes)}): restore these settings, or "
-            f"start a new run with another --run-name and without --resume"
-        )
+        problem = f"{path} belongs to another run ({', '.join(changes)})"
+        other_fix = "start a new run with another --run-name and without --resume"
+        raise UserError(f"{problem}: restore these settings, or {other_fix}")
     if changes := differences(saved, model):
         print0(f"note: {', '.join(changes)}")
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Return the values that differ from the expected ones, as `name expected -> found`."""
-    return [
-        f"{name} {expected.get(name)} -> {value}"
-        for name, value in found.items()
-        if expected.get(name) != value
-    ]
+    changed = {name: value for name, value in found.items() if expected.get(name) != value}
+    return [f"{name} {expected.get(name)} -> {value}" for name, value in changed.items()]

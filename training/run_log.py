@@ -58,10 +58,8 @@ class RunLog:
         self._trackers = Trackers(names, self.run_dir, settings, self.start_step)
         flops = flops_per_token(self.config.model_config())
         peak = peak_flops(self.device.name, float32=self.device.dtype == torch.float32)
-        n_devices = self.device.dist_info.world_size
-        self._mfu = partial(
-            mfu, flops_per_token=flops, device_peak_flops=peak, world_size=n_devices
-        )
+        world = self.device.dist_info.world_size
+        self._mfu = partial(mfu, flops_per_token=flops, device_peak_flops=peak, world_size=world)
         self._step_begun = self._first_step_end = perf_counter()
         return self
 
@@ -106,16 +104,11 @@ class RunLog:
         tokens_per_second = (tokens_seen - self.tokens_seen) / seconds
         self.tokens_seen = tokens_seen
         self.claim_names("train_step", metrics)
-        record = {
-            "step": step,
-            "tokens_seen": tokens_seen,
-            **metrics,
-            "lr": self.config.max_lr * settings_at(self.config, step - 1).get("lr", 1.0),
-            "step_time_ms": 1000 * seconds,
-            "tokens_per_second": tokens_per_second,
-            "mfu": self._mfu(tokens_per_second),
-            "peak_memory_gib": peak_memory_gib(self.device.dist_info.device),
-        }
+        record: dict[str, Any] = {"step": step, "tokens_seen": tokens_seen, **metrics}
+        record["lr"] = self.config.max_lr * settings_at(self.config, step - 1).get("lr", 1.0)
+        record |= {"step_time_ms": 1000 * seconds, "tokens_per_second": tokens_per_second}
+        memory = peak_memory_gib(self.device.dist_info.device)
+        record |= {"mfu": self._mfu(tokens_per_second), "peak_memory_gib": memory}
         self.record(**record)
         timed_steps = step - self.start_step - 1  # without the first, which compiles
         if not timed_steps:
@@ -175,10 +168,8 @@ class RunLog:
         """
         if self._file is None:
             return
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
+        bad = [n for n, x in values.items() if isinstance(x, float) and not math.isfinite(x)]
+        finite = values | dict.fromkeys(bad)
         line = json.dumps(finite, allow_nan=False) + "\n"
         with warn_on_write_error(), self._lock:
             append_atomically(self._file, line.encode())
