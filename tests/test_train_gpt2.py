@@ -754,3 +754,9 @@ def test_a_mistake_while_a_checkpoint_is_written_ends_the_run_with_its_traceback
     steps = series(tmp_path / "runs/a", "train_loss")
     assert len(steps) in (3, 4, 5)  # the next save waits for the first one
     assert not (tmp_path / "runs/a/PREEMPTED").exists()
+
+
+@pytest.mark.gpt2
+def test_plan_of_a_resumed_run_is_for_the_steps_that_are_left(copied, capsys):
+    main([f"--resume={copied}", "--plan"])
+    assert "about 0s to step 8, measured" in capsys.readouterr().out

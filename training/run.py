@@ -326,7 +326,7 @@ def start_run(args: Sequence[str] | None) -> Iterator[Run | None]:
     """
     config, resumed = parse_config(sys.argv[1:] if args is None else args)
     if config.plan:
-        print_plan(config)
+        print_plan(config, resumed.state.step if resumed else 0)
         yield None
         return
     if config.deterministic:
@@ -375,7 +375,8 @@ def open_run(
     stop = StopRequest()
     with stop, lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
         split = split_batch(config, device)
-        print0(describe_plan(config, device, split, splits[0]))
+        start_step = resumed.state.step if resumed else 0
+        print0(describe_plan(config, device, split, splits[0], start_step))
         log = RunLog(folder, config, resumed, device)
         ranks = choose_ranks(config, dist_info, device.dtype)
         checkpoints = folder / "checkpoints" if is_main() else None
