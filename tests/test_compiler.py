@@ -130,7 +130,7 @@ def test_blocks_that_all_differ_are_all_compiled_for_training_and_validation(mon
     trained(idx, idx)
     with torch.no_grad():
         trained(idx, idx)
-    assert counters["stats"]["unique_graphs"] == 2 * (5 + 1)  # and the loss
+    assert counters["stats"]["unique_graphs"] == 2 * (5 + 2)  # and both ends
 
 
 @pytest.fixture
