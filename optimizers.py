@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         return torch._foreach_lerp(gradients, averages, momentum)
 
     def _orthogonalize(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize stacks of matrices, (n, rows, columns) each; those of one shape together.
+        """Orthogonalize stacks of matrices, (n, rows, columns) each, in a batch per matrix shape.
 
         The matrices of queries, keys, values and `attn.c_proj` of all layers are one batch.
         """

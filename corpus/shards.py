@@ -281,7 +281,7 @@ def open_shards(
 ) -> TokenShards:
     """Open one split of a data folder, or all of it; check each file's dtype and shape.
 
-    If there are no shards, raise an error or, if the split `is_optional`, return an empty one.
+    A split without shards is an error, or empty if it `is_optional`.
     The hashes are checked by `verify_shards`, the token ids by the data loader as it reads them.
     """
     folder = Path(folder)

@@ -210,7 +210,7 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
             self.error = UserError(f"{path} was not saved: {error}")
             print0(f"warning: {self.error}")
-        except Exception as error:  # the next checkpoint would fail, too
+        except Exception as error:  # the next checkpoint would also fail
             self.error = error
             self.on_failed()
         else:

@@ -30,7 +30,7 @@ POSITIONAL = {"positional": True}  # metadata of a field with one or more values
 HELP_NOTE = "The value after a flag is its default. (on), (off): a switch; use --NAME or --no-NAME."
 UNITS = {"k": "e3", "m": "e6", "b": "e9"}  # suffixes of whole numbers
 DURATIONS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
-ROOT = str(Path(__file__).parents[1])  # of the code
+ROOT = str(Path(__file__).parents[1])  # the folder of the code
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 

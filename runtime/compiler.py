@@ -105,7 +105,7 @@ def _is_incomplete(path: Path) -> bool:
         header = file.read(64)  # the linker writes it last
     if len(header) < 64 or header[:4] != b"\x7fELF":
         return True
-    offset, size, count = struct.unpack("<40xQ10xHH2x", header)  # of the table at the end
+    offset, size, count = struct.unpack("<40xQ10xHH2x", header)  # the last table of the file
     return path.stat().st_size < offset + size * count
 
 

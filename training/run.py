@@ -132,7 +132,7 @@ class Run:
 
     @property
     def reads_late(self) -> int:
-        """Number of the newest steps whose numbers are not read yet: a CPU reads at once."""
+        """Number of the newest steps whose numbers are not read yet: on a CPU, none."""
         return int(self.ranks.device.type == "cuda")
 
     def read_numbers(self, trainer: "Trainer", keep: int = 0) -> None:
