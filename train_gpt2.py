@@ -26,7 +26,6 @@ from model import GPT, Block, Linear
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from optimizers import Muon
 from runtime.cli import run_command
-from runtime.device import LateNumbers
 from training.run import Numbers, Run, StepNumbers, Trainer, start_run
 
 
@@ -163,14 +162,13 @@ def train(run: Run, trainer: Trainer) -> None:
                     save(run, trainer, step)
                 run.finish(step)
                 break
-            numbers = train_step(run, trainer, step)
-            trainer.unread.append(StepNumbers(step + 1, trainer.batches.tokens_seen, numbers))
+            trainer.unread.append(train_step(run, trainer, step))
             run.read_numbers(trainer, keep=run.reads_late)  # on a GPU, of the step before
             if step == run.start_step:
                 trainer.after_first_step(run.writer)
 
 
-def train_step(run: Run, trainer: Trainer, step: int) -> LateNumbers:
+def train_step(run: Run, trainer: Trainer, step: int) -> StepNumbers:
     """Make the update after `step` updates: accumulate, average over ranks, clip, update.
 
     To log a number of your own, add a scalar tensor to `scalars`, which are averaged over
@@ -204,9 +202,9 @@ def train_step(run: Run, trainer: Trainer, step: int) -> LateNumbers:
     # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
     totals["stop"] = run.stop.signal
     trainer.check_step(step - run.start_step, totals)
-    numbers = ranks.average(totals)
+    numbers = StepNumbers(step + 1, trainer.batches.tokens_seen, ranks.average(totals))
     # With float16, both optimizers skip an overflow together, so the numbers are read here.
-    is_finite = not scaler.is_enabled() or run.is_finite(trainer, step + 1, numbers)
+    is_finite = not scaler.is_enabled() or run.is_finite(trainer, numbers)
     if run.config.grad_clip:
         nn.utils.clip_grads_with_norm_(raw_model.parameters(), run.config.grad_clip, norm)
     for optimizer in trainer.optimizers:

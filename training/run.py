@@ -54,7 +54,7 @@ class StepNumbers(NamedTuple):
     step: int
     """Number of updates done, this one included."""
     tokens_seen: int
-    numbers: LateNumbers
+    late: LateNumbers
     """`train_loss`, `grad_norm`, …, averaged over the ranks."""
 
 
@@ -145,26 +145,27 @@ class Run:
             UserError: on every rank, if a target is masked.
         """
         while len(trainer.unread) > keep:
-            step, tokens_seen, numbers = trainer.unread.popleft()
-            metrics = dict(numbers.by_name)
+            numbers = trainer.unread.popleft()
+            metrics = dict(numbers.late.by_name)
             if metrics.pop("stop"):
                 self.stop.is_agreed = True
             if metrics.pop("masked"):
                 raise UserError(
-                    f"a target of step {step} is masked: apply tests/patches/masks.patch, "
+                    f"a target of step {numbers.step} is masked: apply tests/patches/masks.patch, "
                     f"with which each counted target has the same weight"
                 )
             if not trainer.scaler.is_enabled():  # with float16, `train_step` has checked them
-                self.is_finite(trainer, step, numbers)
-            self.log.step(step, tokens_seen, metrics)
+                self.is_finite(trainer, numbers)
+            self.log.step(numbers.step, numbers.tokens_seen, metrics)
 
-    def is_finite(self, trainer: "Trainer", step: int, numbers: LateNumbers) -> bool:
+    def is_finite(self, trainer: "Trainer", numbers: StepNumbers) -> bool:
         """Return False for a float16 gradient that overflowed: it only halves the loss scale.
 
         Raise FloatingPointError for any other loss or gradient that is not finite. The loss scale
         never goes below 1.
         """
-        loss, norm = (numbers.by_name[name] for name in ("train_loss", "grad_norm"))
+        step, _, late = numbers
+        loss, norm = (late.by_name[name] for name in ("train_loss", "grad_norm"))
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         if not math.isfinite(loss) or trainer.scaler.get_scale() <= 1:  # 1 without float16
