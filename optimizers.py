@@ -123,7 +123,9 @@ class Muon(torch.optim.Optimizer):
         indices = torch.arange(rank * n_per_rank, (rank + 1) * n_per_rank, device=matrices.device)
         result = self.orthogonalize(matrices[indices.clamp(max=n - 1)])
         results = result.new_empty((world_size * n_per_rank, *result.shape[1:]))
-        dist.all_gather_into_tensor(results, result.contiguous())
+        # torch 2.13 has a new name for all_gather_into_tensor.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(results, result.contiguous())
         return results[:n]
 
 
