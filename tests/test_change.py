@@ -148,8 +148,7 @@ def test_a_number_of_ones_own_cannot_have_a_name_of_the_step(patched, tiny_data,
     mine = f'    totals["{name}"] = torch.tensor(0.25)\n{before}'
     with edited(commands, "train_gpt2.py", before, mine) as changed:
         done = changed.run("train_gpt2", *run_flags(tiny_data))
-    said = "train_step already logs a number named" if name != "lr" else "both log"
-    assert_refused(done, f"{said} '{name}': rename")
+    assert_refused(done, f"train_step already logs a number named '{name}': rename yours")
 
 
 def test_numbers_that_differ_from_rank_to_rank_are_an_error(patched, tiny_data):

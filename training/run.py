@@ -22,7 +22,7 @@ from formats.code_hashes import code_hashes
 from formats.load import RUN_CONFIG_NAME, describe_best, load_model
 from formats.metrics import METRICS_NAME, logged_values
 from hellaswag import Example, examples_or_none
-from lr_schedule import windows_at
+from lr_schedule import settings_at, windows_at
 from model import GPT, GPTConfig
 from parallel import DDP, FSDP, Ranks
 from runtime import distributed
@@ -146,7 +146,9 @@ class Run:
         """
         while len(trainer.unread) > keep:
             numbers = trainer.unread.popleft()
-            metrics = dict(numbers.late.by_name)
+            metrics = Numbers(numbers.late.by_name)
+            factor = settings_at(self.config, numbers.step - 1).get("lr", 1.0)
+            metrics["lr"] = self.config.max_lr * factor
             if metrics.pop("stop"):
                 self.stop.is_agreed = True
             if metrics.pop("masked"):

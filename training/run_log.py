@@ -19,7 +19,6 @@ import torch
 
 from formats.checkpoint import Checkpoint
 from formats.metrics import LOG_METRICS, METRICS_NAME
-from lr_schedule import settings_at
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import peak_memory_gib, synchronize
 from runtime.distributed import is_main, print0
@@ -96,7 +95,7 @@ class RunLog:
         """Log a step that the device has finished, the `step`-th update.
 
         `tokens_seen` are the tokens of all updates so far, and `metrics` the numbers of
-        `train_step`: at least `train_loss` and `grad_norm`. The time of a step is that since the
+        the step: at least `train_loss`, `lr` and `grad_norm`. The time of a step is that since the
         last call: on a GPU, until the next step was queued and this one was finished.
         """
         now = perf_counter()
@@ -105,7 +104,6 @@ class RunLog:
         self.tokens_seen = tokens_seen
         self.claim_names("train_step", metrics)
         record: dict[str, Any] = {"step": step, "tokens_seen": tokens_seen, **metrics}
-        record["lr"] = self.config.max_lr * settings_at(self.config, step - 1).get("lr", 1.0)
         record |= {"step_time_ms": 1000 * seconds, "tokens_per_second": tokens_per_second}
         memory = peak_memory_gib(self.device.dist_info.device)
         record |= {"mfu": self._mfu(tokens_per_second), "peak_memory_gib": memory}
