@@ -207,7 +207,7 @@ def test_remedy_of_a_compiler_that_fails(run, monkeypatch):
             raise Unsupported("x")
 
     def compiled(module, **_):
-        return Failing() if isinstance(module, Module) else lambda _: (None, True)
+        return Failing() if isinstance(module, Module) else lambda *_: (None, True)
 
     monkeypatch.setattr(torch, "compile", compiled)
     prepare_compiler.cache_clear()
