@@ -52,9 +52,9 @@ def prepare_compiler(device: torch.device) -> str | None:
     """Set up torch.compile for training; return why it cannot work here, or None if it can."""
     if device.type == "mps":
         return "torch.compile does not support MPS well yet"
-    with suppress(ImportError, AttributeError):  # torch internals may change
-        remove_incomplete_libraries()
+    with suppress(ImportError, AttributeError, OSError):  # torch internals may change
         show_compiling()
+        remove_incomplete_libraries()  # OSError: the cache cannot be written
     try:  # a compiler may be missing or broken, and torch internals may change
         from torch._dynamo import config as dynamo_config  # takes a second to import
 
