@@ -31,8 +31,7 @@ def test_compiled_blocks_leave_the_model_itself_eager():
     with torch.no_grad():  # an evaluation's shapes compile nothing
         for length in range(1, 16):
             model(idx[:, :length])
-    with pytest.raises(RuntimeError, match="index out of bounds"):
-        trained(idx + 50304, targets)
+    trained(idx, targets=targets)
     assert graphs["unique_graphs"] == 3
     assert [*model.state_dict()] == names
     assert [*model.transformer.h] == blocks
