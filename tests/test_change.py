@@ -32,7 +32,7 @@ def patched(tmp_path):
         own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         own["GIT_CEILING_DIRECTORIES"] = str(tmp_path)
         for name in patches:
-            patch = str(ROOT / "tests/patches" / f"{name}.patch")
+            patch = str(ROOT / "edits" / f"{name}.patch")
             subprocess.run(["git", "apply", patch], cwd=copy, check=True, env=own)
         opened.append(Commands(tmp_path, copy).__enter__())
         return opened[0]

@@ -153,7 +153,7 @@ class Run:
                 self.stop.is_agreed = True
             if metrics.pop("masked"):
                 raise UserError(
-                    f"a target of step {numbers.step} is masked: apply tests/patches/masks.patch, "
+                    f"a target of step {numbers.step} is masked: apply edits/masks.patch, "
                     f"with which each counted target has the same weight"
                 )
             if not trainer.scaler.is_enabled():  # with float16, `train_step` has checked them
