@@ -7,7 +7,6 @@ hidden layers; AdamW updates embeddings, biases and LayerNorms.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -63,32 +62,20 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient; all ranks must call this."""
-        by_settings, by_shape = defaultdict(list), defaultdict(list)
+        rows, updates, by_settings = {}, dict[Tensor, Tensor](), defaultdict(list)
         for group in self.param_groups:
             settings = (group["lr"], group["weight_decay"], group["momentum"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    rows = tuple(group["rows"]) or parameter.shape[:1]  # one matrix
                     by_settings[settings].append(parameter)
-                    by_shape[parameter.shape, rows, group["lr"]].append(parameter)
-        updates = dict[Tensor, Tensor]()
-        for (lr, weight_decay, momentum), parameters in by_settings.items():
+                    rows[parameter] = [*group["rows"]] or [len(parameter)]  # one matrix
+        for (_, _, momentum), parameters in by_settings.items():
             updates |= zip(parameters, self._next_updates(parameters, momentum), strict=True)
+        with self.ranks.gathered(updates, self.dtype) as full:
+            self._orthogonalize([m for p in full for m in torch.split(full[p], rows[p])])
+        for (lr, weight_decay, _), parameters in by_settings.items():
             torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-        stacks, matrices = [], []  # (n, rows, columns) each
-        for (_, rows, _), parameters in by_shape.items():
-            stacks.append(torch.stack([updates[p] for p in parameters]).to(self.dtype))
-            full = self.ranks.gather(stacks[-1].to(self.ranks.device))  # also with CPU offload
-            matrices.append(torch.split(full, list(rows), dim=1))
-        results = iter(self._orthogonalize([each for parts in matrices for each in parts]))
-        for ((_, rows, lr), parameters), stack in zip(by_shape.items(), stacks, strict=True):
-            # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
-            rms = [max(n_rows, stack.size(2)) ** -0.5 for n_rows in rows]
-            parts = [*islice(results, len(rows))]
-            for i, each in enumerate(rms):
-                parts[i] = parts[i] if each == rms[0] else parts[i] * (rms[0] / each)
-            shard = self.ranks.shard(torch.cat(parts, dim=1), stack).to(parameters[0].dtype)
-            torch._foreach_add_(parameters, shard.unbind(), alpha=-lr * UPDATE_RMS / rms[0])
+            torch._foreach_add_(parameters, [updates[p] for p in parameters], alpha=-lr)
 
     def _next_updates(self, parameters: list[Tensor], momentum: float) -> Sequence[Tensor]:
         """Return Nesterov's updates before orthogonalization, like the parameters."""
@@ -100,18 +87,28 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         return torch._foreach_lerp(gradients, averages, momentum)
 
-    def _orthogonalize(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize stacks of matrices, (n, rows, columns) each, in a batch per matrix shape.
+    def _orthogonalize(self, matrices: list[Tensor]) -> None:
+        """Replace each matrix by its update: orthogonal, with an RMS of `UPDATE_RMS`.
 
-        The matrices of queries, keys, values and `attn.c_proj` of all layers are one batch.
+        All matrices of a shape are one batch, such as queries, keys, values and `attn.c_proj` of
+        all layers. Matrices with more rows than columns are transposed for it.
         """
-        wide = [stack.mT if stack.size(1) > stack.size(2) else stack for stack in stacks]
-        results = dict[int, Tensor]()
-        for shape in dict.fromkeys(stack.shape[1:] for stack in wide):
-            same = [i for i, stack in enumerate(wide) if stack.shape[1:] == shape]
-            batch = self._orthogonalize_batch(torch.cat([wide[i] for i in same]))
-            results |= zip(same, torch.split(batch, [len(wide[i]) for i in same]), strict=True)
-        return [results[i] if wide[i] is stack else results[i].mT for i, stack in enumerate(stacks)]
+        by_shape, batches = defaultdict(list), defaultdict(list)
+        for matrix in matrices:
+            by_shape[matrix.shape].append(matrix)
+        for shape in by_shape:
+            batches[min(shape), max(shape)].append(shape)
+        for shapes in batches.values():
+            stacks = [torch.stack(by_shape[shape]) for shape in shapes]
+            wide = torch.cat([each if each.size(1) <= each.size(2) else each.mT for each in stacks])
+            batch = self._orthogonalize_batch(wide.to(self.dtype))
+            parts = torch.split(batch, [len(stack) for stack in stacks])
+            for shape, part in zip(shapes, parts, strict=True):
+                result = part if part.shape[1:] == shape else part.mT.contiguous()
+                torch._foreach_copy_(by_shape[shape], result.unbind())
+        # Rows or columns are orthonormal, so the squares add up to min(rows, columns).
+        scales = [UPDATE_RMS * max(matrix.shape) ** 0.5 for matrix in matrices]
+        torch._foreach_mul_(matrices, scales)
 
     def _orthogonalize_batch(self, matrices: Tensor) -> Tensor:
         """Orthogonalize (n, rows, columns), a slice on each rank; every rank gets all results."""

@@ -4,8 +4,9 @@
 which several processes exchange data. To follow a run on one GPU, you do not need this file.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ from runtime.device import LateNumbers
 from runtime.distributed import DistInfo, all_reduce_sum
 
 Model = TypeVar("Model", bound=nn.Module)
+TensorDict = dict[Tensor, Tensor]  # by parameter
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,14 @@ class Ranks(DistInfo):
     def average(self, scalars: Mapping[str, Tensor | float]) -> LateNumbers:
         """Average scalars over the ranks in one all-reduce, without waiting for the device."""
         # Numbers are written on the device: a copy from the CPU would wait for the GPU.
-        stack = torch.stack(
-            [
-                self.gather(value.detach()).to(self.device, torch.float32)
-                if isinstance(value, Tensor)
-                else torch.full((), float(value), device=self.device)
-                for value in scalars.values()
-            ]
-        )
-        return LateNumbers([*scalars], all_reduce_sum(stack) / self.world_size)
+        values = [
+            self.gather(value.detach()).to(self.device, torch.float32)
+            if isinstance(value, Tensor)
+            else torch.full((), float(value), device=self.device)
+            for value in scalars.values()
+        ]
+        total = all_reduce_sum(torch.stack(values))
+        return LateNumbers([*scalars], total if self.world_size == 1 else total / self.world_size)
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return the global L2 norm of the parameters' gradients, a scalar on the device."""
@@ -63,6 +64,14 @@ class Ranks(DistInfo):
     def shard(self, full: Tensor, like: Tensor) -> Tensor:
         """Return this rank's shard of a tensor that every rank has, placed like `like`."""
         return full
+
+    @contextmanager
+    def gathered(self, shards: TensorDict, dtype: torch.dtype) -> Iterator[TensorDict]:
+        """Yield full tensors on the device; what the body writes to them goes back to `shards`.
+
+        Tensors that are exchanged are cast to `dtype` for it.
+        """
+        yield shards
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return the part of a tensor that this rank holds."""
@@ -167,6 +176,19 @@ class FSDP(Ranks):
 
         mesh, placements = cast(Any, like).device_mesh, cast(Any, like).placements
         return distribute_tensor(full, mesh, placements, src_data_rank=None).to(like.device)
+
+    @contextmanager
+    def gathered(self, shards: TensorDict, dtype: torch.dtype) -> Iterator[TensorDict]:
+        """Gather all shards of a shape together, and replace them by new ones after the body."""
+        by_shape = defaultdict(list)
+        for key, shard in shards.items():
+            by_shape[shard.shape].append(key)
+        stacks = [torch.stack([shards[key] for key in keys]) for keys in by_shape.values()]
+        gathered = [self.gather(each.to(self.device, dtype)).to(each.dtype) for each in stacks]
+        every_key = [key for keys in by_shape.values() for key in keys]
+        yield dict(zip(every_key, [t for full in gathered for t in full], strict=True))
+        for keys, full, stack in zip(by_shape.values(), gathered, stacks, strict=True):
+            shards |= zip(keys, self.shard(full, stack).unbind(), strict=True)
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return the rank's shard as a plain tensor."""
