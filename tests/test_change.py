@@ -127,7 +127,7 @@ MISTAKES = {  # a line of the code, before which the mistake is made
     "loader": ("dataloader.py", "first = position + self.dist_info.rank"),
     "evaluation": ("evaluation.py", "device, vocab_size = run.ranks.device"),
     "schedule": ("lr_schedule.py", 'return {"lr": learning_rate'),
-    "optimizer": ("optimizers.py", "by_settings, by_shape = defaultdict(list)"),
+    "optimizer": ("optimizers.py", "rows, updates, by_settings = {}"),
 }
 
 

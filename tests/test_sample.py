@@ -65,6 +65,7 @@ def test_generate_greedy_is_the_same_without_the_cache(block_size, prompt_length
     assert [len(row) for row in cached] == [prompt_length + 25] * 3
 
 
+@pytest.mark.gpt2  # the arguments of the replaced function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generate_greedy_with_shifted_tokens_is_without_the_cache_and_warns_once(
     monkeypatch, capsys, dtype
@@ -106,6 +107,7 @@ BIASES = {
 }
 
 
+@pytest.mark.gpt2  # the arguments of the replaced function
 @pytest.mark.parametrize("bias", BIASES)
 def test_generate_is_without_the_cache_if_attention_depends_on_the_distance_in_training_only(
     monkeypatch, bias
