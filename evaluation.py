@@ -155,11 +155,8 @@ def fit_max_minutes(
     """
     begun, config = perf_counter(), run.config
     assert config.max_minutes is not None
-    budget = 60 * config.max_minutes
-    timed_seconds = min(5.0, 0.01 * budget)  # for each thing that is timed
     with trainer.batches:  # if the batch grows during training, the last is the largest
-        last_step = partial(train_step, run, trainer, config.max_steps - 1)
-        step_seconds = time_call(last_step, timed_seconds, run)
+        step_seconds = time_call(partial(train_step, run, trainer, config.max_steps - 1), run)
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
@@ -170,11 +167,11 @@ def fit_max_minutes(
         (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
     ):
         if every > 0:
-            seconds = time_call(partial(run_evaluation, measure, part, trainer), timed_seconds, run)
+            seconds = time_call(partial(run_evaluation, measure, part, trainer), run)
             seconds *= max(1.0, n_parts)
             seconds_per_step += seconds / every
             fixed_seconds += 1.5 * seconds  # they also run at the start and at the end
-    left = budget - (perf_counter() - begun) - fixed_seconds
+    left = 60 * config.max_minutes - (perf_counter() - begun) - fixed_seconds
     steps = -all_reduce_max(-max(1, int(left / seconds_per_step)))
     print0(
         f"--max-minutes {config.max_minutes:g}: --max-steps {steps} instead of {config.max_steps}, "
@@ -184,9 +181,9 @@ def fit_max_minutes(
     return replace(run, config=run.log.config)
 
 
-def time_call(work: Callable[[], object], timed_seconds: float, run: Run) -> float:
+def time_call(work: Callable[[], object], run: Run) -> float:
     """Return the median seconds of a compiled call; every process must call this."""
-    seconds = list[float]()
+    timed_seconds, seconds = min(5.0, 0.6 * (run.config.max_minutes or 0.0)), list[float]()
     while all_reduce_max(sum(seconds[1:]) < timed_seconds):  # the same number on each rank
         run.stop.interrupt_evaluation()
         begun = perf_counter()

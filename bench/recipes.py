@@ -27,7 +27,7 @@ from runtime.cli import PathOrName, as_flags, parse_flags, run_command
 from runtime.errors import UserError
 from runtime.files import read_json, write_json
 from tokenizer import WORD_PATTERN, gpt2_encoding
-from training.config import read_recipe
+from training.recipe import read_recipe
 
 RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", ROOT / "bench/small_gpt2.patch"
 VAL_TOKENS, VAL_SPLIT = 524_288, 600_000  # per validation; set aside for it

@@ -12,7 +12,7 @@ from bench.recipes import PUBLISHED_STEPS, RECIPES, SCALES, Scale, first_merges,
 from formats.metrics import read_metrics
 from runtime.files import read_json, write_json
 from tokenizer import VOCAB_SIZE, gpt2_encoding
-from training.config import read_recipe
+from training.recipe import read_recipe
 
 TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 180
 

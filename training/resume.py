@@ -15,7 +15,8 @@ from runtime.cli import parse_flags, usable_settings
 from runtime.distributed import print0
 from runtime.errors import UserError
 from runtime.files import read_json
-from training.config import TrainConfig, config_from_settings, read_recipe
+from training.config import TrainConfig
+from training.recipe import config_from_settings, read_recipe
 
 # A resumed run must keep these settings; docs/reliability.md covers all flags.
 FIXED_SETTINGS = ("size", "init_from", "total_batch_size", "seed", "shuffle", "val_tokens")
