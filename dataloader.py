@@ -126,6 +126,24 @@ class ShardedDataLoader:
         return np.minimum(starts, self.shards.total_tokens - self.block_size - 1)
 
 
+def validation_windows(shards: TokenShards, block_size: int, max_tokens: int) -> IndexArray:
+    """Return the windows of a validation on at most `max_tokens` targets: int64, ascending.
+
+    They are all N of the split or, spread over it, n of them: the i-th is window i * N // n.
+    """
+    total = count_windows(shards.total_tokens, block_size)
+    n_windows = min(total, max_tokens // block_size)
+    return np.arange(n_windows) * total // max(1, n_windows)
+
+
+def validation_fingerprint(shards: TokenShards, block_size: int, max_tokens: int) -> str:
+    """Return the split's fingerprint and, if not all windows are validated, which of them are."""
+    total = count_windows(shards.total_tokens, block_size)
+    n_windows = len(validation_windows(shards, block_size, max_tokens))
+    part = f" ({n_windows} of {total} windows, spread)" if n_windows < total else ""
+    return f"{shards.fingerprint}{part}"
+
+
 def validation_batches(
     shards: TokenShards,
     *,
@@ -136,17 +154,18 @@ def validation_batches(
     dist_info: DistInfo,
     before_batch: Callable[[], object] = lambda: None,
 ) -> Iterator[Batch]:
-    """Yield this process's batches, (B, T) each, of the first `max_tokens` targets of the split.
+    """Yield this process's batches, (B, T) each, of `validation_windows`.
 
     Every process gets the same number of batches, all of the same shape: windows that only fill up
     a batch have `IGNORE_INDEX` as targets. `before_batch` is called before each; see
     `rank_batches`.
     """
-    n_windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
+    windows = validation_windows(shards, block_size, max_tokens)
+    n_windows = len(windows)
     firsts = range(0, n_windows, micro_batch_size)
     for first, is_counted in rank_batches(firsts, dist_info, before_batch, "validating"):
         indices = np.minimum(first + np.arange(micro_batch_size), n_windows - 1)
-        tokens = read_windows(shards, indices * block_size, block_size, vocab_size)
+        tokens = read_windows(shards, windows[indices] * block_size, block_size, vocab_size)
         batch = to_batch(tokens, dist_info.device)
         n_counted = n_windows - first if is_counted else 0
         filler = torch.arange(micro_batch_size, device=dist_info.device) >= n_counted

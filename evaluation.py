@@ -75,10 +75,11 @@ def validate(
 ) -> dict[str, float]:
     """Return the loss on a text, `NAME_loss` in nats per token and `NAME_bpb` in bits per byte.
 
-    The text is the first `--val-tokens` of a split, by default of the validation split; for text of
-    your own, pass `open_shards(folder, "all")`. The windows are the same at any number of ranks.
-    Losses, tokens and bytes are summed over the ranks and then divided once, so that the results
-    do not depend on the number of ranks. Bits per byte are left out if the ids are not GPT-2's.
+    The text is `--val-tokens` of a split, by default of the validation split, in windows that are
+    spread over it; for text of your own, pass `open_shards(folder, "all")`. The windows are the
+    same at any number of ranks. Losses, tokens and bytes are summed over the ranks and then divided
+    once, so that the results do not depend on the number of ranks. Bits per byte are left out if
+    the ids are not GPT-2's.
     """
     device, vocab_size = run.ranks.device, run.model_config.vocab_size
     batches = validation_batches(

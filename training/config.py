@@ -113,7 +113,7 @@ class TrainConfig:
     val_every: int = 250
     """Steps between validations; 0 = never."""
     val_tokens: int = 10_485_760
-    """Tokens per validation; the whole split if it is smaller."""
+    """Tokens per validation, spread over the split; the whole split if it is smaller."""
     hellaswag_every: int = 250
     """Steps between HellaSwag evaluations; 0 = never."""
     hellaswag_data: Path | None = None

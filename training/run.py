@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from corpus.shards import TokenShards
-from dataloader import ShardedDataLoader
+from dataloader import ShardedDataLoader, validation_fingerprint
 from formats import checkpoint
 from formats.checkpoint import Checkpoint, CheckpointWriter
 from formats.code_hashes import code_hashes
@@ -94,6 +94,12 @@ class Run:
     def start_step(self) -> int:
         """Number of updates done before this start or resume."""
         return self.resumed.state.step if self.resumed else 0
+
+    @property
+    def val_fingerprint(self) -> str:
+        """What validation reads: the split's fingerprint, and which windows."""
+        settings = self.config
+        return validation_fingerprint(self.val_shards, settings.block_size, settings.val_tokens)
 
     def micro_steps(self, step: int) -> int:
         """Return the number of micro-batches of each rank in the update after `step` updates."""
@@ -191,7 +197,7 @@ class Run:
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
         with self.log, self.writer:  # the writer exits first, because it logs
             self.writer.check(trainer)
-            self.log.start(self.train_shards.fingerprint, self.val_shards.fingerprint)
+            self.log.start(self.train_shards.fingerprint, self.val_fingerprint)
             try:
                 yield
             finally:
@@ -308,7 +314,7 @@ class Trainer:
             model_config=asdict(self.raw_model.config),
             train_config=run.config.saved(),
             data_fingerprint=run.train_shards.fingerprint,
-            val_fingerprint=run.val_shards.fingerprint,
+            val_fingerprint=run.val_fingerprint,
             rng_states=checkpoint.rng_states(),
             grad_scaler=self.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
