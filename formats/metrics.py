@@ -69,10 +69,10 @@ def read_metrics(path: str | Path) -> Records:
     records: dict[tuple[int, bool], dict[str, Any]] = {}
     validated = None
     for record in _read_lines(path):
-        if (new := record.get("val_fingerprint", validated)) != validated:
+        before, validated = validated, record.get("val_fingerprint", validated)
+        if before not in (None, validated):
             for earlier in records.values():
                 earlier.pop("val_loss", None), earlier.pop("val_bpb", None)
-            validated = new
         if isinstance(start := record.get("resumed_from"), int):
             records = {key: earlier for key, earlier in records.items() if key[0] <= start}
         elif isinstance(step := record.get("step"), int):
