@@ -1,6 +1,8 @@
-"""Hash the core's files, so that a resume can name the files that were edited."""
+"""The code that runs: hashes of the core's files, and its difference from the last commit."""
 
 import ast
+import subprocess
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +20,14 @@ CORE_FILES = (
 def code_hashes() -> dict[str, str]:
     """Return the hash of each core file."""
     return {file: code_hash((ROOT / file).read_bytes()) for file in CORE_FILES}
+
+
+def code_diff() -> bytes:
+    """Return the changes of tracked files since the last commit; empty if git has none to show."""
+    command = ("git", "diff", "--relative", "--no-color", "--no-ext-diff", "HEAD")
+    with suppress(OSError):  # no git
+        return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout
+    return b""
 
 
 def code_hash(source: bytes) -> str:

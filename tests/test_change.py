@@ -1,10 +1,12 @@
 """What people change first, done by a patch to a copy of the code; see docs/walkthrough.md."""
 
+import inspect
 import json
 import math
 import os
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -19,6 +21,22 @@ EVALUATED = ("--block-size=64", "--sample-every=4", "--hellaswag-every=4")
 EVALUATED += (f"--hellaswag-data={HELLASWAG}",)
 UNCHANGED = ("--max-lr=1e-9", "--min-lr=0", "--max-steps=1")  # a run that keeps its first weights
 ON_CPU = ("--device=cpu", "--dtype=float32")
+EDITS = sorted(path.stem for path in (ROOT / "edits").iterdir())
+
+
+def git(folder, *args):
+    """Run git in a folder that is not in a repository, or the root of one."""
+    # In a repository, as that of a TMPDIR or of a hook, git would look for the files elsewhere.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    own["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
+    identity = ("-c", "user.name=A", "-c", "user.email=a@example.com")
+    subprocess.run(["git", *identity, *args], cwd=folder, check=True, env=own)
+
+
+def apply(folder, *patches):
+    """Apply patches of `edits/` to a copy of the code."""
+    for name in patches:
+        git(folder, "apply", str(ROOT / "edits" / f"{name}.patch"))
 
 
 @pytest.fixture
@@ -28,12 +46,7 @@ def patched(tmp_path):
 
     def start(*patches):
         copy = copy_code(tmp_path / "copy")
-        # In a repository, as that of a TMPDIR or of a hook, git would look for the files elsewhere.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        own["GIT_CEILING_DIRECTORIES"] = str(tmp_path)
-        for name in patches:
-            patch = str(ROOT / "tests/patches" / f"{name}.patch")
-            subprocess.run(["git", "apply", patch], cwd=copy, check=True, env=own)
+        apply(copy, *patches)
         opened.append(Commands(tmp_path, copy).__enter__())
         return opened[0]
 
@@ -175,6 +188,68 @@ def test_an_expert_without_tokens_is_a_warning_and_later_an_error(patched, tiny_
         assert done.code == 0, done.stderr
     else:
         assert_refused(done, f"{said} 20 steps: use the parameter")
+
+
+# --- the shelf --------------------------------------------------------------------------------
+
+SMALL_GPT2 = "../bench/small_gpt2"  # the base of bench.recipes
+
+
+@pytest.mark.parametrize("name", [*EDITS, SMALL_GPT2])
+def test_an_edit_begins_with_what_it_does_its_source_what_to_mind_and_whether_it_exports(name):
+    text = (ROOT / "edits" / f"{name}.patch").read_text(encoding="utf-8")
+    header, found, _ = text.partition("\n\ndiff --git ")
+    assert found
+    starts = [line.partition(" ")[0] for line in header.splitlines() if ": " in line]
+    assert [start for start in starts if start in ("Source:", "Mind:", "Export:")] == [
+        *("Source:", "Mind:", "Export:")
+    ]
+    assert all(len(line) <= 100 for line in header.splitlines())
+    assert (
+        header.partition("Source: ")[2].startswith("none; ")
+        or "https://" in header
+        or name == (SMALL_GPT2)
+    )
+
+
+def test_each_edit_is_tested_here():
+    source = inspect.getsource(sys.modules[__name__])
+    assert [name for name in EDITS if f'"{name}"' not in source] == []
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_applies_on_top_of_the_small_models_patch(tmp_path, name):
+    apply(copy_code(tmp_path / "copy"), SMALL_GPT2, name)
+
+
+def test_small_models_keep_the_values_of_parameters_of_ones_own(patched, tiny_data):
+    commands = patched(SMALL_GPT2)
+    line = "        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)\n"
+    own = f"{line}        self.gates = nn.Parameter(torch.ones(2, 4 * config.n_embd))\n"
+    edited(commands, "model.py", "gelu(self.c_fc(x))", "self.gates[0] * gelu(self.c_fc(x))")
+    with edited(commands, "model.py", line, own) as changed:
+        train(changed, *run_flags(tiny_data, "--run-name=a", *UNCHANGED))
+    state = final_state(commands, "a", 1)
+    assert len(state["transformer.wte.weight"]) == 32 * 32
+    assert state["transformer.h.0.mlp.gates"].sub(1).abs().max() < 1e-6
+    for name, std in (("wte", 0.02), ("h.0.mlp.c_fc", 0.02), ("h.1.attn.c_proj", 0.01)):
+        found = state[f"transformer.{name}.weight"].std()
+        assert found == pytest.approx(std * (768 / 32) ** 0.5, rel=0.1)
+
+
+def test_a_run_keeps_the_diff_of_its_code(patched, tiny_data):
+    commands = patched()
+    copy = commands.folder / "copy"
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "base"]):
+        git(copy, *command)
+    train(commands, *run_flags(tiny_data, "--run-name=plain", "--max-steps=1"))
+    assert not (commands.folder / "runs/plain/code.diff").exists()
+    with edited(commands, "model.py", "gelu(self.c_fc(x))", "torch.relu(self.c_fc(x))") as changed:
+        train(changed, *run_flags(tiny_data, "--run-name=relu", "--max-steps=1"))
+    edit = (copy / "model.py").read_bytes()
+    git(copy, "checkout", "-q", ".")
+    git(copy, "apply", str(commands.folder / "runs/relu/code.diff"))
+    assert (copy / "model.py").read_bytes() == edit
 
 
 # --- edits that act together ------------------------------------------------------------------
@@ -399,6 +474,108 @@ def test_fewer_heads_of_keys_and_values_train_with_muon_and_resume(patched, tiny
         assert part.square().mean().sqrt() == pytest.approx(2e-3, rel=0.25)
 
 
+PARAMETERS, LOGITS = "its parameters are not GPT-2's", "this model's logits are not GPT-2's"
+COUNT = "parameters, but a GPT-2 of its dimensions has"
+MODEL_EDITS = {  # why an export stops
+    "rmsnorm": PARAMETERS,
+    "qk_norm": COUNT,
+    "relu2": LOGITS,
+    "swiglu": PARAMETERS,
+    "untied": COUNT,
+    "parallel": PARAMETERS,
+    "value_residual": COUNT,
+    "zero_init": None,
+    "head_gate": COUNT,
+    "documents": None,  # the random ids of the check have no end of a text
+    "moe": PARAMETERS,
+    "multi_token": COUNT,
+}
+MORE_BETWEEN_MODULES = ("value_residual", "documents", "moe", "multi_token")
+
+
+@pytest.mark.parametrize("name", MODEL_EDITS)
+def test_an_edit_of_the_model_trains_with_muon_on_ranks_resumes_samples_and_exports(
+    patched, tiny_data, name
+):
+    commands = patched(name)
+    flags = run_flags(tiny_data, *EVALUATED, "--optimizer=muon")
+    whole = train_twice(commands, flags)
+    assert whole[8] < whole[1] - 0.1
+    for mode in ("ddp", "fsdp")[name not in MORE_BETWEEN_MODULES :]:
+        split = [f"--run-name={mode}", f"--parallel={mode}", "--micro-batch-size=2"]
+        train(commands, *flags, *split, ranks=2)
+        for metric in ("train_loss", "val_loss"):
+            found, expected = (logged(commands, run, metric) for run in (mode, "whole"))
+            assert found == pytest.approx(expected, abs=2e-3)
+    done = succeed(commands, "sample", "--model=runs/whole", "--max-new-tokens=70", *ON_CPU)
+    assert "warning" not in done.stderr  # the cache is used
+    done = commands.run("export", "--model=runs/whole", "--out=exported")
+    if MODEL_EDITS[name]:
+        assert_refused(done, MODEL_EDITS[name])
+    else:
+        assert done.code == 0, done.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MORE_BETWEEN_MODULES)
+def test_an_edit_that_passes_more_between_modules_compiles(patched, tiny_data, name):
+    commands = patched(name)
+    flags = run_flags(tiny_data, "--max-steps=4")
+    train(commands, *flags, "--run-name=eager")
+    more = ["--compile", "--activation-checkpointing=full"]
+    train(commands, *flags, "--run-name=compiled", *more)
+    eager, compiled = (logged(commands, run, "train_loss") for run in ("eager", "compiled"))
+    assert compiled == pytest.approx(eager, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("qk_norm", "temperature"), ("moe", "balance"), ("number", "attention_rms")],
+)
+def test_a_number_of_ones_own_is_on_the_console_line(patched, tiny_data, name, number):
+    commands = patched(name)
+    flags = run_flags(tiny_data, "--run-name=a", "--max-steps=1")
+    done = succeed(commands, "train_gpt2", *flags)
+    value = logged(commands, "a", number)[1]
+    assert f" | {number} {value:.4g} | " in done.stdout
+    if number != "attention_rms":
+        assert value == pytest.approx(1, abs=0.2)
+
+
+CHECK_DOCUMENTS = """
+import torch
+from model import GPT, GPTConfig
+from sample import generate_tokens
+
+torch.manual_seed(0)
+model = GPT(GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=2, n_embd=32)).eval()
+for parameter in model.parameters():
+    parameter.data.normal_(std=0.3)
+first, second = torch.randint(99, (2, 1, 8))
+end = torch.full((1, 1), 99)
+alone = model(torch.cat([end, second], dim=1)).logits
+for before in (first, second, torch.cat([end, first[:, 1:]], dim=1)):
+    after = model(torch.cat([before, end, second], dim=1)).logits[:, 8:]
+    shifted = model(torch.cat([before.flip(1), end, second], dim=1)).logits[:, 8:]
+    assert torch.allclose(after, shifted, atol=1e-5)
+    prompt = torch.cat([before, end, second], dim=1)
+    with_cache, without = (
+        generate_tokens(model, prompt, 8, temperature=0.0, stop_token=None, use_cache=use)
+        for use in (True, False)
+    )
+    assert with_cache == without
+assert not torch.allclose(alone, after, atol=1e-3)  # positions continue
+"""
+
+
+def test_with_document_masking_a_document_does_not_depend_on_those_before(patched, tmp_path):
+    script = tmp_path / "check.py"
+    script.write_text(CHECK_DOCUMENTS, encoding="utf-8")
+    commands = patched("documents")
+    done = commands.run(script)
+    assert done.code == 0, done.stderr
+
+
 # --- edits of the optimizer and of what follows the step --------------------------------------
 
 
@@ -424,6 +601,87 @@ def test_numbers_that_an_optimizer_keeps_in_its_groups_are_resumed(patched, tiny
     commands = patched("counter")
     train_twice(commands, run_flags(tiny_data))
     assert saved_state(commands, "whole")["optimizer_groups"] == [{"k": 8, "lr_max": 1e-2}] * 3
+
+
+OPTIMIZER_EDITS = {
+    "lion": ["--optimizer=lion", "--max-lr=3e-3"],
+    "soap": ["--optimizer=soap"],
+    "schedule_free": ["--optimizer=schedule-free", "--min-lr=1e-2"],
+    "cautious_decay": [],
+    "ema_nesterov": ["--optimizer=ema-nesterov"],
+    "embedding_lr": ["--embedding-lr=2e-2"],
+    "normuon": ["--optimizer=muon"],
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_EDITS)
+def test_an_edit_of_the_optimizer_trains_on_ranks_resumes_and_exports(patched, tiny_data, name):
+    commands = patched(name)
+    flags = run_flags(tiny_data, "--weight-decay=0.5", *OPTIMIZER_EDITS[name])
+    whole = train_twice(commands, flags)
+    assert whole[8] < whole[1] - 0.1
+    mode = "ddp" if name == "soap" else "fsdp"
+    split = ["--run-name=two", f"--parallel={mode}", "--micro-batch-size=2"]
+    train(commands, *flags, *split, ranks=2)
+    # The first gradients do not determine all of SOAP's basis.
+    tolerance = 2e-2 if name == "soap" else 2e-3
+    assert logged(commands, "two", "train_loss") == pytest.approx(whole, abs=tolerance)
+    if name == "soap":
+        done = commands.run("train_gpt2", *flags, "--parallel=fsdp")
+        assert_refused(done, "--optimizer soap requires --parallel ddp")
+    succeed(commands, "export", "--model=runs/whole", "--out=exported")
+
+
+def first_update(commands, flags, more=()):
+    """The change of each parameter in a run's only step, in which the flags `more` act."""
+    train(commands, *flags, *more, "--max-steps=1", "--run-name=one")
+    train(commands, *flags, "--run-name=none", *UNCHANGED)
+    after, before = (final_state(commands, run, 1) for run in ("one", "none"))
+    return {name: after[name] - before[name] for name in after}
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices"), [("lion", 1.0), ("schedule_free", 1.0), ("embedding_lr", 2.0)]
+)
+def test_a_first_update_has_the_size_of_the_learning_rate(patched, tiny_data, name, matrices):
+    commands = patched(name)
+    optimizer = [flag for flag in OPTIMIZER_EDITS[name] if "lr" not in flag]
+    flags = [*optimizer, "--weight-decay=0", "--max-lr=1e-3", "--min-lr=0"]
+    more = ["--embedding-lr=2e-3"] if name == "embedding_lr" else []
+    updates = first_update(commands, run_flags(tiny_data, *flags), more)
+    for parameter, factor in (("ln_f.bias", 1.0), ("wte.weight", matrices)):
+        update = updates[f"transformer.{parameter}"].abs()
+        assert update.max() == pytest.approx(factor * 1e-3, rel=1e-2)
+    if name == "lion":
+        sizes = updates["transformer.h.0.mlp.c_fc.weight"].abs()
+        assert sizes.numpy() == pytest.approx(np.full(sizes.shape, 1e-3), rel=1e-2)
+
+
+def test_cautious_decay_is_adamw_without_decay_and_decays_less(
+    commands, patched, tiny_data, tmp_path
+):
+    flags = run_flags(tiny_data, f"--out-dir={tmp_path}/runs", "--weight-decay=0")
+    train(commands, *flags, "--run-name=plain")
+    changed = patched("cautious_decay")
+    train(changed, *flags, "--run-name=cautious")
+    plain, cautious = (logged(changed, run, "train_loss") for run in ("plain", "cautious"))
+    assert cautious == plain
+    decay = [*flags, "--weight-decay=20"]
+    train(commands, *decay, "--run-name=decayed")
+    train(changed, *decay, "--run-name=less")
+    norms = [
+        final_state(changed, run)["transformer.wte.weight"].norm()
+        for run in ("plain", "less", "decayed")
+    ]
+    assert norms[0] > 1.01 * norms[1] > 1.02 * norms[2]
+
+
+def test_a_power_cool_down_ends_with_the_square_of_the_steps_that_are_left(patched, tiny_data):
+    commands = patched("power_cooldown")
+    flags = run_flags(tiny_data, "--lr-schedule=wsd-power", "--min-lr=0", "--run-name=a")
+    train(commands, *flags)
+    rates = [*logged(commands, "a", "lr").values()]
+    assert rates == pytest.approx([1e-2] * 6 + [1e-2 * (2 / 3) ** 2, 1e-2 / 9])
 
 
 def test_another_schedule_is_one_function_and_one_line(patched, tiny_data):

@@ -1,3 +1,4 @@
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,3 +72,31 @@ def test_warning_names_the_files_that_changed(capsys, monkeypatch):
     assert warning(edited, MODEL_FILES) == said.format("model.py")
     monkeypatch.setenv("RANK", "1")
     assert warning(edited) == ""
+
+
+def test_diff_has_the_edits_since_the_last_commit_in_the_codes_own_folder(tmp_path, monkeypatch):
+    def git(*args):
+        identity = ("-c", "user.name=A", "-c", "user.email=a@example.com")
+        subprocess.run(["git", *identity, *args], cwd=tmp_path, check=True)
+
+    code, other = tmp_path / "code/model.py", tmp_path / "other.py"
+    code.parent.mkdir()
+    monkeypatch.setattr(code_hashes, "ROOT", code.parent)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for file in (code, other):
+        file.write_text("x = 1\n")
+    assert code_hashes.code_diff() == b""  # not a repository
+    git("init", "-q")
+    assert code_hashes.code_diff() == b""  # no commit
+    git("add", "-A")
+    git("commit", "-qm", "base")
+    assert code_hashes.code_diff() == b""  # no edit
+    for file in (code, other):
+        file.write_text("x = 2\n")
+    git("add", "-A")
+    diff = code_hashes.code_diff()
+    assert b"+++ b/model.py\n" in diff
+    assert b"+x = 2\n" in diff
+    assert b"other.py" not in diff
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    assert code_hashes.code_diff() == b""

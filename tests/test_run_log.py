@@ -127,5 +127,7 @@ def test_format_step_shows_every_figure_that_is_known():
         "step   250/19073 | loss 3.2812 | lr 6.0e-4, norm 0.291"
         " | 1.59M tok/s, mfu 52%, 33.2 GiB | eta 1h43m"
     )
+    own = format_step(record | {"mine": 0.123456}, max_steps=250, eta_seconds=None)
+    assert ", norm 0.291 | mine 0.1235 | 1.59M tok/s" in own
     record |= {"mfu": None, "peak_memory_gib": None}
     assert format_step(record, max_steps=250, eta_seconds=None).endswith("| 1.59M tok/s | eta n/a")

@@ -648,7 +648,7 @@ def test_main_names_the_patch_for_masked_targets(tiny_flags, monkeypatch):
         return batch
 
     monkeypatch.setattr(dataloader, "to_batch", masked)
-    with pytest.raises(UserError, match=r"of step 1 is masked: apply tests/patches/masks\.patch"):
+    with pytest.raises(UserError, match=r"of step 1 is masked: apply edits/masks\.patch"):
         main([*tiny_flags, "--run-name=a", "--val-every=0"])
 
 

@@ -18,7 +18,7 @@ from corpus.shards import TokenShards
 from dataloader import ShardedDataLoader, validation_fingerprint
 from formats import checkpoint
 from formats.checkpoint import Checkpoint, CheckpointWriter
-from formats.code_hashes import code_hashes
+from formats.code_hashes import code_diff, code_hashes
 from formats.load import RUN_CONFIG_NAME, describe_best, load_model
 from formats.metrics import METRICS_NAME, logged_values
 from hellaswag import Example, examples_or_none
@@ -45,6 +45,7 @@ from training.run_log import RunLog, warn_on_write_error
 from training.stopping import StopRequest
 
 PREEMPTED_NAME = "PREEMPTED"
+CODE_DIFF_NAME = "code.diff"  # changes since the last commit, if there are any
 STEPS_WITHOUT_GRADIENT = 20  # a parameter that has none after as many steps is a mistake
 
 
@@ -159,7 +160,7 @@ class Run:
                 self.stop.is_agreed = True
             if metrics.pop("masked"):
                 raise UserError(
-                    f"a target of step {numbers.step} is masked: apply tests/patches/masks.patch, "
+                    f"a target of step {numbers.step} is masked: apply edits/masks.patch, "
                     f"with which each counted target has the same weight"
                 )
             if not trainer.scaler.is_enabled():  # with float16, `train_step` has checked them
@@ -187,7 +188,7 @@ class Run:
 
     @contextmanager
     def recording(self, trainer: "Trainer") -> Iterator[None]:
-        """Write `config.json`; log and save while the body runs.
+        """Write `config.json` and `code.diff`; log and save while the body runs.
 
         Before, the folder holds only a lock, and it is removed if the run cannot start.
         """
@@ -195,6 +196,8 @@ class Run:
         with distributed.raise_on_all_ranks():
             if is_main():
                 write_json(self.folder / RUN_CONFIG_NAME, self.config.saved())
+                if diff := code_diff():
+                    (self.folder / CODE_DIFF_NAME).write_bytes(diff)
         with self.log, self.writer:  # the writer exits first, because it logs
             self.writer.check(trainer)
             self.log.start(self.train_shards.fingerprint, self.val_fingerprint)

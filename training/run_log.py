@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from formats.checkpoint import Checkpoint
-from formats.metrics import LOG_METRICS, METRICS_NAME
+from formats.metrics import LOG_METRICS, METRICS_NAME, STANDARD_METRICS
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import peak_memory_gib, synchronize
 from runtime.distributed import is_main, print0
@@ -186,7 +186,10 @@ def warn_on_write_error() -> Iterator[None]:
 
 
 def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | None) -> str:
-    """Return the console line of a training record, without values that are None."""
+    """Return the console line of a training record, without values that are None.
+
+    Numbers that an edit logs follow the standard ones.
+    """
     device = [f"{format_count(record['tokens_per_second'])} tok/s"]
     if record["mfu"] is not None:
         device.append(f"mfu {record['mfu']:.0%}")
@@ -195,4 +198,6 @@ def format_step(record: Mapping[str, Any], max_steps: int, eta_seconds: float | 
     lr = f"{record['lr']:.1e}".replace("e-0", "e-")
     step = f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"
     learning = f"loss {record['train_loss']:.4f} | lr {lr}, norm {record['grad_norm']:.3g}"
-    return f"{step} | {learning} | {', '.join(device)} | eta {format_duration(eta_seconds)}"
+    own = [f"{n} {value:.4g}" for n, value in record.items() if n not in STANDARD_METRICS]
+    eta = f"eta {format_duration(eta_seconds)}"
+    return " | ".join([step, learning, *own, ", ".join(device), eta])
