@@ -3,8 +3,8 @@
     python -m bench.recipes --source wikipedia_en_sample.parquet --scale S29
 
 The recipes in `bench/recipes.json` and the files of `--recipe` are scaled to a small model and
-compared with the published one: a trial (`bench.trial`) in `runs/trials/SCALE`. Each run trains to
-the end of its schedule. `bench/small_gpt2.patch` gives the small model 124M's ratio of embeddings
+compared with the published one: a trial (`bench.trial`). Each run trains to the end of its
+schedule. `bench/small_gpt2.patch` gives the small model 124M's ratio of embeddings
 to other parameters (32 ids per unit of width) and its initial values, scaled to the width.
 """
 
@@ -82,7 +82,7 @@ def main() -> None:
     for label, settings in recipes.items():
         write_json(folder / f"{label}.json", scaled(settings, scale))
     base, *edits = [str(folder / f"{label}.json") for label in recipes]
-    trial = TrialConfig(tuple(edits), SMALL_GPT2, config.seeds, config.jobs, name=config.scale)
+    trial = TrialConfig(tuple(edits), str(SMALL_GPT2), config.seeds, jobs=config.jobs)
     compare(trial, [f"--data-dir={folder}", *as_flags(read_json(Path(base)))])
 
 
