@@ -4,6 +4,7 @@
 confirmations use and the measured speeds are decided once.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,54 +12,11 @@ from typing import Any
 from matplotlib.ticker import ScalarFormatter
 
 from bench.statistics import BETTER_BY_CHANCE
-from bench.variants import Variant
 from plot import BLUE, GRAY, RED, new_axes, plain, save_figure
-from runtime.files import read_json, write_json
+from runtime.files import read_json
 
 TRIALS, LEDGER_NAME = Path("runs/trials"), "ledger.json"
-FIRST_FRESH_SEED = 1001
-
-
-class Ledger:
-    """The ledger in a folder; each method that changes it writes the file."""
-
-    def __init__(self, folder: Path, base: Mapping[str, Any]) -> None:
-        self.folder = folder
-        new: dict[str, Any] = {"edits": {}, "costs": {}, "confirmations": {}}
-        self.values: dict[str, Any] = {**new, **read_ledger(folder), "base": dict(base)}
-
-    def keep(self, kind: str, key: str, value: object) -> None:
-        """Add an entry, or replace it."""
-        self.values[kind][key] = value
-        write_json(self.folder / LEDGER_NAME, self.values)
-
-    def add_edit(self, edit: Variant, patch: str, n_base_flags: int) -> None:
-        """Add an edit, with the answers that it already has."""
-        known = self.values["edits"].get(edit.name, {"answers": {}})
-        flags = edit.flags[n_base_flags:]
-        self.keep("edits", edit.name, known | {"patch": patch, "flags": flags, **edit.conditions})
-
-    def add_answer(self, edit: str, key: str, answer: Mapping[str, Any]) -> None:
-        """Add an answer about an edit, or replace one about the same runs."""
-        entry = self.values["edits"][edit]
-        self.keep("edits", edit, entry | {"answers": entry["answers"] | {key: answer}})
-
-    def fresh_seeds(
-        self, pairs: Mapping[str, tuple[Variant, Variant]], metric: str, n: int
-    ) -> dict[str, list[int]]:
-        """Return the seeds of the confirmation of each pair.
-
-        A new confirmation gets seeds that no other confirmation with this base has used; those that
-        start together share them, and with them the runs of the base.
-        """
-        known: dict[str, list[int]] = self.values["confirmations"]
-        first = 1 + max((max(seeds) for seeds in known.values()), default=FIRST_FRESH_SEED - 1)
-        found = dict[str, list[int]]()
-        for name, (base, edit) in pairs.items():
-            key = f"{base.digest} {edit.digest} {metric} {n}"
-            found[name] = known.get(key) or [*range(first, first + n)]
-            self.keep("confirmations", key, found[name])
-        return found
+SCREENING, CONFIRMATION = "screening", "confirmation"
 
 
 def read_ledger(folder: Path) -> dict[str, Any]:
@@ -67,17 +25,23 @@ def read_ledger(folder: Path) -> dict[str, Any]:
     return dict(read_json(path)) if path.is_file() else {}
 
 
+def gain(answer: Mapping[str, Any]) -> float:
+    """Return by how much the edit is better; minus infinity if there is no number."""
+    mean = answer["mean"]
+    return -math.inf if mean is None else mean if answer["higher"] else -mean
+
+
 def ranked(ledger: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the answers, best first, each with its edit's name; those without a number last.
+    """Return the answers, best first, each with its edit's name.
 
     An edit that was confirmed has only the answers of its confirmations.
     """
     rows = []
-    for name, edit in ledger["edits"].items():
+    for edit in ledger["edits"].values():
         answers = [*edit["answers"].values()]
-        confirmed = [answer for answer in answers if answer["is_confirmed"]]
-        rows += [(name, answer) for answer in confirmed or answers]
-    return sorted(rows, key=lambda row: -row[1]["gain"] if row[1]["gain"] is not None else 1e300)
+        confirmed = [answer for answer in answers if answer["stage"] == CONFIRMATION]
+        rows += [(edit["name"], answer) for answer in confirmed or answers]
+    return sorted(rows, key=lambda row: -gain(row[1]))
 
 
 def list_trials() -> Iterator[str]:
@@ -89,7 +53,7 @@ def list_trials() -> Iterator[str]:
         base, rows = ledger["base"], ranked(ledger)
         yield f"{folder}: commit {base['commit']}, {base['device']}, {' '.join(base['flags'])}"
         yield from (f"  {name}: {answer['text']}" for name, answer in rows)
-        confirmed = [answer for _, answer in rows if answer["is_confirmed"]]
+        confirmed = [answer for _, answer in rows if answer["stage"] == CONFIRMATION]
         better = sum("better by" in answer["text"] for answer in confirmed)
         chance = f"chance alone gives {BETTER_BY_CHANCE * len(confirmed):.2g}"
         count = f"{len(ledger['edits'])} edits tried, {len(confirmed)} confirmations"
@@ -100,17 +64,16 @@ def list_trials() -> Iterator[str]:
 def draw_forest(rows: Sequence[tuple[str, dict[str, Any]]], folder: Path) -> Iterator[Path]:
     """Draw the mean and the interval of each answer, a figure for each metric."""
     for metric in sorted({answer["metric"] for _, answer in rows}):
-        shown = [row for row in rows if row[1]["metric"] == metric and row[1]["gain"] is not None]
+        shown = [row for row in rows if row[1]["metric"] == metric and row[1]["mean"] is not None]
         if not shown:
             continue
         [axes] = new_axes(f"{len(shown)} answers: edit minus base", "")
         axes.figure.set_figheight(1.8 + 0.28 * len(shown))  # type: ignore[union-attr]
-        for is_confirmed, color, label in ((True, BLUE, "confirmed"), (False, GRAY, "screened")):
-            lines = [(n, a) for n, (_, a) in enumerate(shown) if a["is_confirmed"] == is_confirmed]
-            heights, answers = [n for n, _ in lines], [answer for _, answer in lines]
-            means, halves = ([answer[key] for answer in answers] for key in ("mean", "half"))
-            style: Any = {"fmt": "o", "color": color, "markersize": 4, "label": label}
-            axes.errorbar(means, heights, xerr=[half or 0 for half in halves], **style)
+        for stage, color in ((CONFIRMATION, BLUE), (SCREENING, GRAY)):
+            lines = [(n, answer) for n, (_, answer) in enumerate(shown) if answer["stage"] == stage]
+            for n, answer in lines:
+                axes.errorbar(answer["mean"], n, xerr=answer["half"], fmt="o", color=color, ms=4)
+            axes.errorbar([], [], fmt="o", color=color, label=stage)
         axes.axvline(0, color=RED, linewidth=1)
         axes.set_yticks(range(len(shown)), [plain(name) for name, _ in shown])
         axes.invert_yaxis()

@@ -47,7 +47,5 @@ def verdict(differences: Sequence[float], least: float, higher: bool) -> str:
     """
     mean, half = fmean(differences), interval(differences)
     if abs(mean) + half <= least:
-        return f"equivalent within {least:g}: {mean:+.2g} ± {half:.2g}"
-    if half < abs(mean):
-        return f"{'better' if higher == (mean > 0) else 'worse'} by {abs(mean):.2g} ± {half:.2g}"
-    return f"not shown: {mean:+.2g} ± {half:.2g}"
+        return f"equivalent within {least:g}"
+    return "not shown" if half >= abs(mean) else "better" if higher == (mean > 0) else "worse"

@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,13 +41,20 @@ from runtime.threads import usable_cores
 import numpy as np
 import torch
 
-from bench.ledger import TRIALS, Ledger, list_trials
+from bench.ledger import (
+    CONFIRMATION,
+    LEDGER_NAME,
+    SCREENING,
+    TRIALS,
+    gain,
+    list_trials,
+    read_ledger,
+)
 from bench.measurement import measure_in_turn, provenance, run_python, split_flags
-from bench.statistics import MAX_PAIRS, interval, pairs_needed, verdict
+from bench.statistics import interval, pairs_needed, verdict
 from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
-from formats.metrics import METRICS_NAME, Series, logged_values, read_run
+from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
-from plot import BLUE, GRAY, new_axes, save_figure
 from runtime.cli import (
     PathOrName,
     as_flags,
@@ -58,11 +66,11 @@ from runtime.cli import (
 )
 from runtime.device import select_device
 from runtime.errors import UserError
+from runtime.files import write_json
 
 HIGHER_IS_BETTER = re.compile("acc|tokens_per_second|mfu")
 OFF = ("--hellaswag-every=0", "--sample-every=0", "--checkpoint-every=0")
 TIMED_STEPS, ROUNDS = 10, 3  # of the measurement of speed; a run's first step does not count
-SCREENING, CONFIRMATION = "screening", "confirmation"
 FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
 
 
@@ -119,23 +127,20 @@ class TrialConfig:
         return self.higher or bool(HIGHER_IS_BETTER.search(self.metric))
 
 
-class Outcome(NamedTuple):
-    """Results of a finished run."""
+class Result(NamedTuple):
+    """Result of a run."""
 
-    series: Series
-    """The compared metric."""
-    losses: list[tuple[int, float | None, float | None]]
+    problem: str
+    """How the run failed; empty if it finished."""
+    value: float = math.nan
+    """Last value of the metric."""
+    losses: Sequence[tuple[int, float | None, float | None]] = ()
     """Step, training loss and validation loss of each record."""
-    data: list[str]
+    data: Sequence[str] = ()
     """Fingerprints of the data that the run read."""
 
-    @property
-    def value(self) -> float:
-        """Last value of the metric."""
-        return float(self.series.values[-1])
 
-
-Pair = tuple[Outcome, Outcome]  # base and edit, with equal seeds
+Pair = tuple[Variant, Variant]  # base and edit
 
 
 @dataclass
@@ -143,37 +148,29 @@ class Trial:
     """A trial in progress."""
 
     config: TrialConfig
-    ledger: Ledger
+    folder: Path
+    ledger: dict[str, Any]
     gpus: Sequence[str]
     failures: dict[str, str] = field(default_factory=dict)
     """Why each failed run of this trial failed, by its name."""
-    costs: dict[str, tuple[float, float] | None] = field(default_factory=dict)
-    """Measured cost of a step of each edit, by its name: see `cost`."""
-
-    @property
-    def jobs(self) -> int:
-        """Number of runs at the same time."""
-        return self.config.jobs or len(self.gpus) or usable_cores()
 
     # --- training -----------------------------------------------------------------------------
 
-    def train(self, what: str, versions: Iterable[tuple[Variant, int]]) -> None:
-        """Train each version with its seed, unless the run is finished or has diverged."""
-        runs = {variant.run_name(seed): (variant, seed) for variant, seed in versions}
-        missing = {name: runs[name] for name in runs if not self.is_over(*runs[name])}
-        print(
-            f"{what}: {len(missing)} of {len(runs)} runs to do, {self.jobs} at a time", flush=True
-        )
+    def train(self, stage: str, runs: Sequence[tuple[Variant, int]]) -> None:
+        """Train each variant with its seed, unless the run is finished or has diverged."""
+        missing = {v.run_name(seed): (v, seed) for v, seed in runs if not self.is_over(v, seed)}
+        jobs = self.config.jobs or len(self.gpus) or usable_cores()
+        print(f"{stage}: {len(missing)} runs, {jobs} at a time", flush=True)
         start = monotonic()
-        for n, (name, error) in enumerate(self.train_in_parallel(missing), start=1):
-            if error and not self.is_over(*missing[name]):
+        for n, (name, error) in enumerate(self.train_in_parallel(missing, jobs), start=1):
+            if error:
                 self.failures[name] = str(error)
             left = format_duration((monotonic() - start) / n * (len(missing) - n))
             ended = f"failed: {error}" if error else "finished"
             print(f"{name}: {ended}; {n} of {len(missing)}, about {left} left", flush=True)
 
     def train_in_parallel(
-        self, runs: Mapping[str, tuple[Variant, int]]
+        self, runs: Mapping[str, tuple[Variant, int]], jobs: int
     ) -> Iterator[tuple[str, BaseException | None]]:
         """Train each variant with its seed; yield the name of each run that ends, and its error.
 
@@ -181,19 +178,19 @@ class Trial:
         thread. They end with this generator.
         """
         stopped, slots = Event(), SimpleQueue[int]()
-        for slot in range(self.jobs):
+        for slot in range(jobs):
             slots.put(slot)
 
         def train_one(name: str, variant: Variant, seed: int) -> None:
             slot = slots.get()
-            place = {"run_name": name, "out_dir": self.ledger.folder.absolute(), "resume": "auto"}
+            place = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
             flags = as_flags({"seed": seed, **place})
             try:
                 self.run(variant, flags, lambda _: stopped.is_set(), slot)
             finally:
                 slots.put(slot)
 
-        with ThreadPoolExecutor(self.jobs) as pool:
+        with ThreadPoolExecutor(jobs) as pool:
             futures = {pool.submit(train_one, name, *run): name for name, run in runs.items()}
             try:
                 for future in as_completed(futures):
@@ -212,188 +209,155 @@ class Trial:
 
     def is_over(self, variant: Variant, seed: int) -> bool:
         """Return whether a run is finished or has diverged."""
-        path = self.ledger.folder / variant.run_name(seed) / METRICS_NAME
+        path = self.folder / variant.run_name(seed) / METRICS_NAME
         is_finished = variant.settings["max_steps"] in logged_values(path, "finished_step")
         return is_finished or bool(logged_values(path, "diverged_step"))
 
-    def problem(self, variant: Variant, seed: int) -> str:
-        """Return how a run failed, or nothing."""
-        name = variant.run_name(seed)
-        steps = logged_values(self.ledger.folder / name / METRICS_NAME, "diverged_step")
-        if steps:
-            return f"{variant.name} diverged with seed {seed} in step {steps[-1]}"
-        if name in self.failures:
-            return f"{variant.name} failed with seed {seed}: {self.failures[name]}"
-        return ""
-
-    def outcomes(self, variant: Variant, seeds: Iterable[int]) -> dict[int, Outcome]:
-        """Return the results of the finished runs, by seed."""
-        folder, metric = self.ledger.folder, self.config.metric
-        done = [s for s in seeds if not self.problem(variant, s) and self.is_over(variant, s)]
-        return {seed: read_outcome(folder / variant.run_name(seed), metric) for seed in done}
+    def result(self, variant: Variant, seed: int) -> Result:
+        """Read the result of a run."""
+        path, metric = self.folder / variant.run_name(seed) / METRICS_NAME, self.config.metric
+        if steps := logged_values(path, "diverged_step"):
+            return Result(f"{variant.name} diverged with seed {seed} in step {steps[-1]}")
+        if not self.is_over(variant, seed):
+            reason = self.failures.get(path.parent.name, "not run")
+            return Result(f"{variant.name} failed with seed {seed}: {reason}")
+        if not (values := logged_values(path, metric)):
+            raise UserError(f"--metric {metric} is not in {path}: use a name there")
+        losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in read_metrics(path)]
+        names = ("data_fingerprint", "val_fingerprint")
+        return Result("", values[-1], losses, [logged_values(path, name)[-1] for name in names])
 
     # --- the same chance for both -------------------------------------------------------------
 
-    def measure_costs(self, base: Variant, edits: Sequence[Variant]) -> None:
-        """Measure the time of a step of versions that the ledger does not have, in turn and alone.
+    def measure_costs(self, base: Variant, edits: Mapping[str, Variant]) -> None:
+        """Measure the steps of edits that the ledger has no cost of, in turn with the base, alone.
 
-        The ledger gets the times of the base and of the edit, by the edit's hash.
+        A cost is the ratio of the edit's time per step to the base's, and its error.
         """
-        new = [edit for edit in edits if edit.digest not in self.ledger.values["costs"]]
-        if not new:
-            return
-        print(f"speed: {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
-
-        def measure(variant: Variant) -> Any:  # noqa: ANN401
-            return lambda _: {"ms per step": self.step_ms(variant)}
-
-        times = {}
-        for results, _ in measure_in_turn({v.name: measure(v) for v in (base, *new)}, ROUNDS):
+        new = [edit for key, edit in edits.items() if "cost" not in self.ledger["edits"][key]]
+        measures = {v.name: partial(self.step_time, v) for v in (base, *new) if new}
+        times = dict[str, list[float]]()
+        for results, _ in measure_in_turn(measures, ROUNDS):
             times = {name: units["ms per step"] for name, units in results.items()}
-        for edit in new:
-            if len(times.get(edit.name, ())) == len(times.get(BASE, ())) == ROUNDS:
-                self.ledger.keep("costs", edit.digest, [times[BASE], times[edit.name]])
+        for key, edit in edits.items():
+            if len(measured := times.get(edit.name, [])) == ROUNDS:
+                logs = np.log(measured) - np.log(times[BASE])
+                ratio = math.exp(logs.mean())
+                self.ledger["edits"][key]["cost"] = ratio, ratio * interval([*logs])
 
-    def step_ms(self, variant: Variant) -> float:
+    def step_time(self, variant: Variant, _: float) -> dict[str, float]:
         """Return the median time of the first steps of a run, without the very first."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "speed", METRICS_NAME)
 
             def times() -> list[float]:
-                return logged_values(path, "step_time_ms")[1:]
+                return logged_values(path, "step_time_ms")[1 : TIMED_STEPS + 1]
 
             flags = (f"--out-dir={folder}", "--run-name=speed", "--val-every=0")
-            self.run(variant, flags, lambda _: len(times()) >= TIMED_STEPS)
-            if not (timed := times()[:TIMED_STEPS]):
-                raise UserError("no step was timed: use a larger --max-steps")
-            return median(timed)
+            self.run(variant, flags, lambda _: len(times()) == TIMED_STEPS)
+            return {"ms per step": median(times())}
 
-    def cost(self, edit: Variant) -> tuple[float, float] | None:
-        """Return the measured ratio of the edit's time per step to the base's, and its error."""
-        if not (times := self.ledger.values["costs"].get(edit.digest)):
-            return None
-        logs = [math.log(after / before) for before, after in zip(*times, strict=True)]
-        return math.exp(fmean(logs)), math.exp(fmean(logs)) * interval(logs)
-
-    def with_equal_time(self, base: Variant, edit: Variant) -> tuple[Variant, Variant]:
-        """Return base and edit, the slower one with fewer steps, if a difference was measured."""
-        if (cost := self.costs[edit.name]) is None:
-            raise UserError(f"the speed of {edit.name} was not measured: fix it or leave it out")
-        ratio, error = cost
+    def with_equal_time(self, key: str, base: Variant, edit: Variant) -> Pair:
+        """Return base and edit, the slower one with fewer steps if a difference was measured."""
+        if "cost" not in self.ledger["edits"][key]:
+            raise UserError(f"{edit.name} did not run to measure its speed: fix it or leave it out")
+        ratio, error = self.ledger["edits"][key]["cost"]
         if abs(ratio - 1) < error:
             return base, edit
-        slower = edit if ratio > 1 else base
-        fewer = slower.changed(
-            max_steps=round(slower.settings["max_steps"] * min(ratio, 1 / ratio))
-        )
-        return (base, fewer) if slower is edit else (fewer, edit)
+        fewer = {"max_steps": round(base.settings["max_steps"] * min(ratio, 1 / ratio))}
+        return (base, edit.changed(**fewer)) if ratio > 1 else (base.changed(**fewer), edit)
 
-    def tune(self, variants: Iterable[Variant], setting: str) -> dict[str, Variant]:
-        """Return each variant, by its hash, with the best value of a setting.
+    def tune(self, versions: Iterable[Variant], setting: str) -> dict[str, Variant]:
+        """Return each version, by its hash, with the best value of a setting.
 
-        The best has the best mean of the metric with the screening seeds, all of them finished.
+        The best has the best mean of the metric over the screening seeds, without a failed run.
         """
         seeds = range(1, self.config.seeds + 1)
-        tried = {
-            v.digest: {factor: scaled(v, setting, factor) for factor in FACTORS} for v in variants
-        }
+        tried = {v.digest: {f: scaled(v, setting, f) for f in FACTORS} for v in versions}
         best = dict[str, float]()
         for more in range(MORE_FACTORS + 1):
-            versions = [v for scales in tried.values() for v in scales.values()]
-            self.train(f"tuning {setting}", [(v, seed) for seed in seeds for v in versions])
+            due = [v for scales in tried.values() for v in scales.values()]
+            self.train(f"tuning {setting}", [(v, seed) for seed in seeds for v in due])
             for digest, scales in tried.items():
-                losses = {factor: self.mean_loss(v, seeds) for factor, v in scales.items()}
-                best[digest] = found = min(losses, key=lambda factor: losses[factor])
+                best[digest] = found = min(scales, key=lambda f: self.mean_loss(scales[f], seeds))
                 edges = {min(scales): found / 2, max(scales): found * 2}
                 if found in edges and more < MORE_FACTORS:
                     scales[edges[found]] = scaled(scales[1.0], setting, edges[found])
         return {digest: tried[digest][factor] for digest, factor in best.items()}
 
-    def mean_loss(self, variant: Variant, seeds: Sequence[int]) -> float:
+    def mean_loss(self, variant: Variant, seeds: Iterable[int]) -> float:
         """Return the mean of the metric, negative if higher is better; infinity if a run failed."""
-        values = [outcome.value for outcome in self.outcomes(variant, seeds).values()]
-        if len(values) < len(seeds):
-            return math.inf
-        return -fmean(values) if self.config.is_higher_better else fmean(values)
+        mean = fmean(self.result(variant, seed).value for seed in seeds)
+        return math.inf if math.isnan(mean) else -mean if self.config.is_higher_better else mean
 
     # --- comparison ---------------------------------------------------------------------------
 
     def compare(
-        self,
-        stage: str,
-        pairs: Mapping[str, tuple[Variant, Variant]],
-        seeds: Mapping[str, list[int]],
+        self, stage: str, pairs: Mapping[str, Pair], seeds: Mapping[str, Sequence[int]]
     ) -> dict[str, dict[str, Any]]:
-        """Train the pairs of base and edit with their seeds; return the answers, by edit."""
-        everything = sorted({seed for name in pairs for seed in seeds[name]})
-        due = [(seed, pairs[name]) for seed in everything for name in pairs if seed in seeds[name]]
-        self.train(stage, [(version, seed) for seed, pair in due for version in pair])
-        answers = {name: self.answer(stage, *pairs[name], seeds[name]) for name in pairs}
-        for name, answer in answers.items():
-            key = " ".join((stage, *(v.digest for v in pairs[name]), self.config.metric))
-            self.ledger.add_answer(name, key, answer)
+        """Train the pairs with their seeds, base and edits in turn; return and keep the answers."""
+        due = sorted({seed for name in pairs for seed in seeds[name]})
+        in_turn = [(seed, pairs[name]) for seed in due for name in pairs if seed in seeds[name]]
+        self.train(stage, [(version, seed) for seed, pair in in_turn for version in pair])
+        answers = {key: self.answer(stage, key, pair, seeds[key]) for key, pair in pairs.items()}
+        for key, answer in answers.items():
+            known = (stage, *(version.digest for version in pairs[key]), self.config.metric)
+            self.ledger["edits"][key]["answers"][" ".join(known)] = answer
+        self.save()
         return answers
 
-    def pairs_to_confirm(self, base: Variant, seeds: Sequence[int]) -> str:
-        """Return how many pairs show the smallest difference of interest, or nothing yet."""
-        values = [outcome.value for outcome in self.outcomes(base, seeds).values()]
+    def power(self, base: Variant, seeds: Sequence[int]) -> str:
+        """Return how many pairs show the smallest difference of interest."""
+        values = [result.value for seed in seeds if not (result := self.result(base, seed)).problem]
         if len(values) < 2:
-            return ""
-        n = pairs_needed(values, self.config.least)
-        number = f"{n} pairs" if n < MAX_PAIRS else f"{MAX_PAIRS} pairs or more"
-        spread = f"the base's {len(values)} runs have a standard deviation of {stdev(values):.2g}"
-        least = f"a difference of {self.config.least:g}"
-        return f"{spread}: a confirmation with {number} shows {least} in 80 % of trials"
+            return "two finished runs of the base would tell how many pairs to confirm with"
+        n, least = pairs_needed(values, self.config.least), f"a difference of {self.config.least:g}"
+        spread = f"{len(values)} runs of the base have a standard deviation of {stdev(values):.2g}"
+        return f"{spread}: --confirm {n} shows {least} with a probability of 80 %"
 
     def may_be_confirmed(self, answer: Mapping[str, Any]) -> bool:
         """Return whether to confirm a screened edit."""
-        if answer["gain"] is None or answer["mean"] == answer["half"] == 0:
+        if answer["mean"] is None or answer["text"].startswith("the same"):
             return False
-        return self.config.confirm_all or answer["gain"] >= self.config.least
+        return self.config.confirm_all or gain(answer) >= self.config.least
 
-    def answer(
-        self, stage: str, base: Variant, edit: Variant, seeds: Sequence[int]
-    ) -> dict[str, Any]:
+    def fresh_seeds(self, pairs: Mapping[str, Pair]) -> dict[str, list[int]]:
+        """Return the seeds of the confirmation of each pair, and keep them.
+
+        A new confirmation gets seeds that no other confirmation with this base has used; those that
+        start together share them, and with them the runs of the base.
+        """
+        known, n = self.ledger["confirmations"], self.config.confirm
+        first = 1 + max((max(seeds) for seeds in known.values()), default=1000)
+        found = dict[str, list[int]]()
+        for name, (base, edit) in pairs.items():
+            key = f"{base.digest} {edit.digest} {self.config.metric} {n}"
+            found[name] = known.setdefault(key, [*range(first, first + n)])
+        self.save()
+        return found
+
+    def save(self) -> None:
+        """Write the ledger."""
+        write_json(self.folder / LEDGER_NAME, self.ledger)
+
+    def answer(self, stage: str, key: str, pair: Pair, seeds: Sequence[int]) -> dict[str, Any]:
         """Compare two versions with these seeds; return the answer with its numbers."""
-        is_confirmed = stage == CONFIRMATION
-        befores, afters = self.outcomes(base, seeds), self.outcomes(edit, seeds)
-        pairs = {seed: (befores[seed], afters[seed]) for seed in befores if seed in afters}
-        failed = [*filter(None, (self.problem(v, seed) for v in (base, edit) for seed in seeds))]
-        text = describe(self.config, pairs, failed, is_confirmed)
-        for setting in (*self.config.tune, *["max_steps"] * self.config.equal_time):
-            text += f"; {setting} {base.settings[setting]:g} → {edit.settings[setting]:g}"
-        if cost := self.costs.get(edit.name):
+        results = {seed: (self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds}
+        finished = [(a.value, b.value) for a, b in results.values() if not a.problem + b.problem]
+        text = describe(self.config, stage, [*results.values()])
+        for name in (*self.config.tune, *["max_steps"] * self.config.equal_time):
+            text += f"; {name} {pair[0].settings[name]:g} → {pair[1].settings[name]:g}"
+        if cost := self.ledger["edits"][key].get("cost"):
             text += f"; a step takes {cost[0]:.2f} ± {cost[1]:.1g} times as long"
-        if pairs:
-            path = self.ledger.folder / f"{edit.name}{'-confirmed' * is_confirmed}.png"
-            print(format_pairs(edit.name, pairs))
-            print(draw(edit.name, self.config.metric, [*pairs.values()], path), flush=True)
-        differences = [after.value - before.value for before, after in pairs.values()]
-        has_mean = bool(pairs) and not failed and "no verdict" not in text
-        mean = fmean(differences) if has_mean else None
+        has_mean = len(finished) == len(seeds) and "no verdict" not in text
+        differences = [edit - base for base, edit in finished]
         return {
-            "text": text,
-            "is_confirmed": is_confirmed,
-            "metric": self.config.metric,
-            "mean": mean,
-            "half": interval(differences) if has_mean and len(pairs) > 1 else None,
-            "gain": mean if mean is None or self.config.is_higher_better else -mean,
-            "values": {seed: [outcome.value for outcome in pair] for seed, pair in pairs.items()},
-            "base_settings": base.settings,
-            "settings": edit.settings,
-            **provenance(),
+            **{"text": text, "stage": stage, "metric": self.config.metric, "seeds": [*seeds]},
+            **{"values": finished, "settings": [version.settings for version in pair]},
+            "mean": fmean(differences) if has_mean else None,
+            "half": interval(differences) if has_mean and len(seeds) > 1 else None,
+            "higher": self.config.is_higher_better,
         }
-
-
-def read_outcome(run_dir: Path, metric: str) -> Outcome:
-    """Read the metric, the losses and the data's fingerprints of a finished run."""
-    records = read_run(run_dir)
-    series = Series.of(records, metric)
-    if not len(series.values):
-        raise UserError(f"--metric {metric} is not in {run_dir}/{METRICS_NAME}: use a name there")
-    losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in records]
-    names = ("data_fingerprint", "val_fingerprint")
-    return Outcome(series, losses, [logged_values(run_dir / METRICS_NAME, n)[-1] for n in names])
 
 
 def scaled(variant: Variant, setting: str, factor: float) -> Variant:
@@ -410,62 +374,32 @@ def scaled(variant: Variant, setting: str, factor: float) -> Variant:
     return variant.changed(**{name: kind(variant.settings[name] * factor) for name in names})
 
 
-def describe(
-    config: TrialConfig, pairs: Mapping[int, Pair], failed: Sequence[str], is_confirmed: bool
-) -> str:
-    """Return what the pairs of an edit show, in one line without its name."""
-    n_pairs = f"{len(pairs)} {'fresh ' * is_confirmed}pair{'s' * (len(pairs) > 1)}"
-    names = "; ".join(failed)
-    if any(line.startswith(f"{BASE} ") or " failed " in line for line in failed) or not pairs:
-        return f"no verdict: {names or 'no pair of runs is complete'}"
-    if others := [seed for seed, (base, edit) in pairs.items() if base.data != edit.data]:
-        return f"no verdict: the runs of seed {others[0]} read different data"
-    if not failed and all(base.losses == edit.losses for base, edit in pairs.values()):
+def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:
+    """Return what the runs of base and edit show, in one line without the edit's name."""
+    failed = [result.problem for results in zip(*pairs, strict=True) for result in results]
+    names = "; ".join(filter(None, failed))
+    done = [(base, edit) for base, edit in pairs if not base.problem + edit.problem]
+    if any(base.problem for base, _ in pairs) or " failed " in names or not done:
+        return f"no verdict: {names}"
+    if any(base.data != edit.data for base, edit in done):
+        return "no verdict: base and edit read different data"
+    differences = [edit.value - base.value for base, edit in done]
+    fresh = "fresh " * (stage == CONFIRMATION)
+    n_pairs = f"{len(done)} {fresh}pair{'s' * (len(done) > 1)}"
+    if not names and all(base.losses == edit.losses for base, edit in done):
         return f"the same, bit for bit ({n_pairs})"
-    differences = [edit.value - base.value for base, edit in pairs.values()]
-    before = fmean(base.value for base, _ in pairs.values())
-    after = fmean(edit.value for _, edit in pairs.values())
-    shown = f"{fmean(differences):+.2g} ± {interval(differences):.2g}"
-    if len(pairs) == 1:
-        shown, n_pairs = f"{differences[0]:+.2g}", "1 pair: no interval"
-    else:
-        n_pairs = f"95 %, {n_pairs}"
-    if failed:
+    before, after = fmean(base.value for base, _ in done), fmean(edit.value for _, edit in done)
+    shown = f"{fmean(differences):+.2g} ± {interval(differences):.2g} (95 %, {n_pairs})"
+    if len(done) == 1:
+        shown = f"{differences[0]:+.2g} (1 pair: no interval)"
+    if names:
         result = f"not better: {names}; otherwise {shown}"
-    elif is_confirmed:
-        result = verdict(differences, config.least, config.is_higher_better)
+    elif stage == CONFIRMATION:
+        words = verdict(differences, config.least, config.is_higher_better)
+        result = f"{words}: {shown}"
     else:
         result = f"screened: {shown}"
-    return f"{config.metric} {before:.5g} → {after:.5g}, {result} ({n_pairs})"
-
-
-def format_pairs(name: str, pairs: Mapping[int, Pair]) -> str:
-    """Return a table with a line per seed."""
-    lines = [f"seed | {BASE:>10} | {name:>10} | difference"]
-    for seed, (base, edit) in pairs.items():
-        values = f"{base.value:>10.5g} | {edit.value:>{max(10, len(name))}.5g}"
-        lines.append(f"{seed:>4} | {values} | {edit.value - base.value:+.2g}")
-    return "\n".join(lines)
-
-
-def draw(name: str, metric: str, pairs: Sequence[Pair], path: Path) -> Path:
-    """Plot the curves of all runs and, below, the mean paired difference with its interval."""
-    curves, below = new_axes(f"{name} and {BASE}: {len(pairs)} seeds", metric, "difference")
-    tokens = min((outcome.series.tokens for pair in pairs for outcome in pair), key=max)
-    columns = []
-    for base, edit in pairs:
-        curves.plot(*base.series, color=GRAY, linewidth=1.2)
-        curves.plot(*edit.series, color=BLUE, linewidth=1.2)
-        columns.append(np.interp(tokens, *edit.series) - np.interp(tokens, *base.series))
-    curves.lines[0].set_label(BASE)
-    curves.lines[1].set_label(name)
-    mean = np.mean(columns, axis=0)
-    below.axhline(0, color=GRAY, linewidth=1)
-    below.plot(tokens, mean, color=BLUE, linewidth=1.8)
-    if len(pairs) > 1:
-        half = [interval(differences) for differences in zip(*columns, strict=True)]
-        below.fill_between(tokens, mean - half, mean + half, color=BLUE, alpha=0.15, linewidth=0)
-    return save_figure(curves, path)
+    return f"{config.metric} {before:.5g} → {after:.5g}, {result}"
 
 
 # --- command line -----------------------------------------------------------------------------
@@ -488,51 +422,54 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
         "status", "--porcelain"
     ):
         print("note: the base is the last commit, without this checkout's uncommitted changes")
-    seeds = [*range(1, config.seeds + 1)]
     with tempfile.TemporaryDirectory() as scratch:
         base, *edits = build_variants(config.base, config.edit, (*OFF, *flags), Path(scratch))
         for setting in config.tune:
             scaled(base, setting, 1)  # raise before the first run
-        trial = start_trial(config, flags, base)
-        for edit in edits:
-            trial.ledger.add_edit(edit, git("diff", base.tree, edit.tree), len(base.flags))
+        trial = start_trial(config, flags, base, edits)
+        pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
         if config.cost or config.equal_time:
-            trial.measure_costs(base, edits)
-        trial.costs = {edit.name: trial.cost(edit) for edit in edits}
-        pairs = {edit.name: (base, edit) for edit in edits}
+            trial.measure_costs(base, {key: edit for key, (_, edit) in pairs.items()})
+            trial.save()
         if config.equal_time:
-            pairs = {name: trial.with_equal_time(*pair) for name, pair in pairs.items()}
+            pairs = {key: trial.with_equal_time(key, *pair) for key, pair in pairs.items()}
         for setting in config.tune:
             tuned = trial.tune([version for pair in pairs.values() for version in pair], setting)
-            pairs = {name: (tuned[a.digest], tuned[b.digest]) for name, (a, b) in pairs.items()}
+            pairs = {key: (tuned[a.digest], tuned[b.digest]) for key, (a, b) in pairs.items()}
+        seeds = range(1, config.seeds + 1)
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
-        print(trial.pairs_to_confirm(next(iter(pairs.values()))[0], seeds), flush=True)
+        print(trial.power(next(iter(pairs.values()))[0], seeds), flush=True)
         if config.confirm:
-            chosen = {
-                n: pairs[n] for n, answer in answers.items() if trial.may_be_confirmed(answer)
-            }
-            fresh = trial.ledger.fresh_seeds(chosen, config.metric, config.confirm)
-            answers |= trial.compare(CONFIRMATION, chosen, fresh)
-    for name, answer in answers.items():
-        print(f"{name}: {answer['text']}")
+            chosen = {key: pairs[key] for key in pairs if trial.may_be_confirmed(answers[key])}
+            answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))
+    print(*(f"{edit.name}: {answers[key]['text']}" for key, (_, edit) in pairs.items()), sep="\n")
 
 
-def start_trial(config: TrialConfig, flags: Sequence[str], base: Variant) -> Trial:
-    """Open the ledger of the base; print what is unusual about its runs."""
+def start_trial(
+    config: TrialConfig, flags: Sequence[str], base: Variant, edits: Sequence[Variant]
+) -> Trial:
+    """Open the ledger of the base, and add the edits; print what is unusual about the runs."""
     steps, warmup = base.settings["max_steps"], base.settings["warmup_steps"] or 0
     if warmup > steps / 4:
         fix = f"use --warmup-steps {default_warmup_steps(steps)}"
         print(f"note: {warmup} of {steps} steps are warm-up: {fix}")
-    is_gpu = select_device(base.settings["device"]).type == "cuda"
-    n_gpus = torch.cuda.device_count() if is_gpu else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(n_gpus)))
-    if is_gpu and not base.settings["deterministic"]:
-        print("note: a GPU repeats losses bit for bit only with --deterministic")
+    gpus = list[str]()
+    if select_device(base.settings["device"]).type == "cuda":
+        every = map(str, range(torch.cuda.device_count()))
+        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(every)).split(",")
+        if not base.settings["deterministic"]:
+            print("note: a GPU repeats losses bit for bit only with --deterministic")
     if base.settings["compile"]:
         print("note: compiling takes about a minute for each version, without a line of output")
-    about = {"flags": flags, "patch": config.base, "settings": base.settings, **base.conditions}
-    ledger = Ledger(TRIALS / base.digest, about | provenance())
-    return Trial(config, ledger, visible.split(",")[:n_gpus])
+    folder = TRIALS / base.digest
+    ledger: dict[str, Any] = {"edits": {}, "confirmations": {}} | read_ledger(folder)
+    commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD")}
+    ledger["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
+    for edit in edits:
+        known = ledger["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
+        known |= {"name": edit.name, "patch": git("diff", base.tree, edit.tree)}
+        known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
+    return Trial(config, folder, ledger, gpus)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def build_variants(
             kept = {key: settings[key] for key in settings if key not in ("about", *SET_BY_TRIAL)}
             own_flags = (*as_flags(kept), *own_flags)
         elif source != BASE:
-            changes = ([], path, files) if path.is_dir() else ([*patches, source],)
+            changes: Any = ([], path, files) if path.is_dir() else ([*patches, source],)
             code = copy_code(folder / name, *changes)
         try:
             variants[name] = new_variant(name, code, (*flags, *own_flags))
@@ -145,7 +145,7 @@ def data_hashes(settings: Mapping[str, Any]) -> list[str]:
     splits = [open_shards(settings["data_dir"], split) for split in ("train", "val")]
     named = filter(None, (settings["init_from"], settings["hellaswag_data"]))
     paths = [path for name in named for path in (find_run(name), *find_run(name).rglob("*"))]
-    files = sorted(path for path in paths if path.suffix in (".safetensors", ".jsonl"))
+    files = sorted(p for p in paths if p.suffix in (".safetensors", ".jsonl") and p.is_file())
     return [*(split.fingerprint for split in splits), *map(sha256_of, files)]
 
 
