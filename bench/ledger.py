@@ -54,7 +54,7 @@ def list_trials() -> Iterator[str]:
         yield f"{folder}: commit {base['commit']}, {base['device']}, {' '.join(base['flags'])}"
         yield from (f"  {name}: {answer['text']}" for name, answer in rows)
         confirmed = [answer for _, answer in rows if answer["stage"] == CONFIRMATION]
-        better = sum("better by" in answer["text"] for answer in confirmed)
+        better = sum(", better: " in answer["text"] for answer in confirmed)
         chance = f"chance alone gives {BETTER_BY_CHANCE * len(confirmed):.2g}"
         count = f"{len(ledger['edits'])} edits tried, {len(confirmed)} confirmations"
         yield f"  {count}: {better} better; {chance} if no edit has an effect"

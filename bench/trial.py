@@ -26,6 +26,7 @@ import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -51,8 +52,9 @@ from bench.ledger import (
     read_ledger,
 )
 from bench.measurement import measure_in_turn, provenance, run_python, split_flags
-from bench.statistics import interval, pairs_needed, verdict
+from bench.statistics import MAX_PAIRS, interval, pairs_needed, verdict
 from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
+from formats.load import RUN_LOCK_NAME
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
 from runtime.cli import (
@@ -66,7 +68,7 @@ from runtime.cli import (
 )
 from runtime.device import select_device
 from runtime.errors import UserError
-from runtime.files import write_json
+from runtime.files import lock_folder, write_json
 
 HIGHER_IS_BETTER = re.compile("acc|tokens_per_second|mfu")
 OFF = ("--hellaswag-every=0", "--sample-every=0", "--checkpoint-every=0")
@@ -160,7 +162,7 @@ class Trial:
         """Train each variant with its seed, unless the run is finished or has diverged."""
         missing = {v.run_name(seed): (v, seed) for v, seed in runs if not self.is_over(v, seed)}
         jobs = self.config.jobs or len(self.gpus) or usable_cores()
-        print(f"{stage}: {len(missing)} runs, {jobs} at a time", flush=True)
+        print(f"{stage}: runs to do: {len(missing)}, {jobs} at a time", flush=True)
         start = monotonic()
         for n, (name, error) in enumerate(self.train_in_parallel(missing, jobs), start=1):
             if error:
@@ -186,7 +188,9 @@ class Trial:
             place = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
             flags = as_flags({"seed": seed, **place})
             try:
-                self.run(variant, flags, lambda _: stopped.is_set(), slot)
+                wait_for_lock(self.folder / name, stopped)
+                if not self.is_over(variant, seed):
+                    self.run(variant, flags, lambda _: stopped.is_set(), slot)
             finally:
                 slots.put(slot)
 
@@ -307,13 +311,14 @@ class Trial:
         return answers
 
     def power(self, base: Variant, seeds: Sequence[int]) -> str:
-        """Return how many pairs show the smallest difference of interest."""
+        """Return a line on the pairs to confirm with; nothing if the base's spread is unknown."""
         values = [result.value for seed in seeds if not (result := self.result(base, seed)).problem]
         if len(values) < 2:
-            return "two finished runs of the base would tell how many pairs to confirm with"
-        n, least = pairs_needed(values, self.config.least), f"a difference of {self.config.least:g}"
+            return ""
+        n, least = pairs_needed(values, self.config.least), self.config.least
         spread = f"{len(values)} runs of the base have a standard deviation of {stdev(values):.2g}"
-        return f"{spread}: --confirm {n} shows {least} with a probability of 80 %"
+        number = f"--confirm {n}{' or more' * (n == MAX_PAIRS)}"
+        return f"{spread}: {number} shows a difference of {least:g} with a probability of 80 %\n"
 
     def may_be_confirmed(self, answer: Mapping[str, Any]) -> bool:
         """Return whether to confirm a screened edit."""
@@ -358,6 +363,14 @@ class Trial:
             "half": interval(differences) if has_mean and len(seeds) > 1 else None,
             "higher": self.config.is_higher_better,
         }
+
+
+def wait_for_lock(run_dir: Path, stopped: Event) -> None:
+    """Wait while a run is in progress that a killed trial left behind."""
+    while not stopped.is_set():
+        with suppress(UserError), lock_folder(run_dir, RUN_LOCK_NAME):
+            return
+        stopped.wait(1)
 
 
 def scaled(variant: Variant, setting: str, factor: float) -> Variant:
@@ -437,8 +450,10 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
             tuned = trial.tune([version for pair in pairs.values() for version in pair], setting)
             pairs = {key: (tuned[a.digest], tuned[b.digest]) for key, (a, b) in pairs.items()}
         seeds = range(1, config.seeds + 1)
+        before = next(iter(pairs.values()))[0]
+        print(known := trial.power(before, seeds), end="", flush=True)
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
-        print(trial.power(next(iter(pairs.values()))[0], seeds), flush=True)
+        print(known or trial.power(before, seeds), end="", flush=True)
         if config.confirm:
             chosen = {key: pairs[key] for key in pairs if trial.may_be_confirmed(answers[key])}
             answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))
@@ -469,7 +484,9 @@ def start_trial(
         known = ledger["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
         known |= {"name": edit.name, "patch": git("diff", base.tree, edit.tree)}
         known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
-    return Trial(config, folder, ledger, gpus)
+    trial = Trial(config, folder, ledger, gpus)
+    trial.save()
+    return trial
 
 
 if __name__ == "__main__":

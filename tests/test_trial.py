@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from bench.ledger import CONFIRMATION, LEDGER_NAME, SCREENING, list_trials
 from bench.statistics import interval, pairs_needed, verdict
 from bench.trial import OFF, Result, Trial, TrialConfig, describe, scaled, start_trial
 from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
+from formats.load import RUN_LOCK_NAME
+from runtime.files import lock_folder
 
 CONFIG = TrialConfig(edit=("x",))
 
@@ -349,6 +352,20 @@ def call(monkeypatch, capsys, *flags):
     return capsys.readouterr().out
 
 
+def test_a_run_that_a_killed_trial_left_behind_is_waited_for(tmp_path, capsys):
+    base, opened = variant(), Trial(replace(CONFIG, jobs=1), tmp_path, {}, [])
+    run_dir, shown = tmp_path / base.run_name(1), ""
+    with lock_folder(run_dir, RUN_LOCK_NAME):
+        thread = Thread(target=opened.train, args=("screening", [(base, 1)]))
+        thread.start()
+        while "runs to do: 1" not in shown:
+            shown += capsys.readouterr().out
+        (run_dir / "metrics.jsonl").write_text('{"finished_step": 200}\n')
+    thread.join()
+    assert opened.failures == {}  # it was not started: it has no code
+    assert ": finished; 1 of 1" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     flags, checkout, tmp_path, monkeypatch, capsys
@@ -360,7 +377,7 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     flags += ["--jobs=1", "--seeds=1", "--edit"]
     flags += ["comment.patch", "nan.patch", "broken.patch", "base --max-lr=0.01"]
     shown = call(monkeypatch, capsys, *flags)
-    assert "screening: 5 runs, 1 at a time\n" in shown
+    assert "screening: runs to do: 5, 1 at a time\n" in shown
     assert re.search(r"base-\w+-seed1: finished; 1 of 5, about \S+ left\n", shown)
     *_, comment, nan, broken, rate = shown.splitlines()
     assert comment == "comment: the same, bit for bit (1 pair)"
@@ -371,7 +388,7 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     )
     assert re.match(r"max-lr-0-01: val_loss \S+ → \S+, screened: \S+ \(1 pair: no inter", rate)
     shown = call(monkeypatch, capsys, *flags)
-    assert "screening: 1 runs, 1 at a time\nbroken-" in shown
+    assert "screening: runs to do: 1, 1 at a time\nbroken-" in shown
     assert f"\n{nan}\n" in shown
     (path,) = (tmp_path / "runs/trials").glob("*/ledger.json")
     edits = json.loads(path.read_text())["edits"]
@@ -405,7 +422,7 @@ def test_killed_trial_continues_and_gives_the_same_answer(
     assert "ms per step" not in shown  # the speed was measured once
     assert all(path.read_bytes() == content for path, content in done.items())
     again = call(monkeypatch, capsys, *flags)
-    assert "confirmation: 0 runs" in again
+    assert "confirmation: runs to do: 0" in again
     assert again.splitlines()[-1] == shown.splitlines()[-1]
     assert re.search(
         r"; max_lr \S+ → \S+; max_steps \d → \d; a step takes \S+ ± \S+ times as long", again
