@@ -227,6 +227,8 @@ class Trial:
             return Result(f"{variant.name} failed with seed {seed}: {reason}")
         if not (values := logged_values(path, metric)):
             raise UserError(f"--metric {metric} is not in {path}: use a name there")
+        if values[-1] is None:
+            return Result(f"{variant.name} diverged with seed {seed}: {metric} is not finite")
         losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in read_metrics(path)]
         names = ("data_fingerprint", "val_fingerprint")
         return Result("", values[-1], losses, [logged_values(path, name)[-1] for name in names])
@@ -305,8 +307,9 @@ class Trial:
         self.train(stage, [(version, seed) for seed, pair in in_turn for version in pair])
         answers = {key: self.answer(stage, key, pair, seeds[key]) for key, pair in pairs.items()}
         for key, answer in answers.items():
-            known = (stage, *(version.digest for version in pairs[key]), self.config.metric)
-            self.ledger["edits"][key]["answers"][" ".join(known)] = answer
+            versions = [version.digest for version in pairs[key]]
+            about = (stage, *versions, self.config.metric, f"from seed {seeds[key][0]}")
+            self.ledger["edits"][key]["answers"][" ".join(about)] = answer
         self.save()
         return answers
 
