@@ -26,7 +26,7 @@ def read_ledger(folder: Path) -> dict[str, Any]:
 
 
 def gain(answer: Mapping[str, Any]) -> float:
-    """Return by how much the edit is better; minus infinity if there is no number."""
+    """Return the improvement over the base; minus infinity if an answer lacks a number."""
     mean = answer["mean"]
     return -math.inf if mean is None else mean if answer["higher"] else -mean
 
@@ -56,8 +56,8 @@ def list_trials() -> Iterator[str]:
         confirmed = [answer for _, answer in rows if answer["stage"] == CONFIRMATION]
         better = sum(", better: " in answer["text"] for answer in confirmed)
         chance = f"chance alone gives {BETTER_BY_CHANCE * len(confirmed):.2g}"
-        count = f"{len(ledger['edits'])} edits tried, {len(confirmed)} confirmations"
-        yield f"  {count}: {better} better; {chance} if no edit has an effect"
+        count = f"edits tried: {len(ledger['edits'])}; confirmations: {len(confirmed)}"
+        yield f"  {count}; better: {better}, of which {chance} if no edit has an effect"
         yield from (f"  {path}" for path in draw_forest(rows, folder))
 
 

@@ -27,10 +27,10 @@ def interval(differences: Sequence[float]) -> float:
 def pairs_needed(base_values: Sequence[float], least: float) -> int:
     """Return the number of pairs that show a true difference of `least` in 80 % of trials.
 
-    Differences are taken to have twice the variance of the base's values, as if the two runs of a
-    pair had only their seed in common by chance. `MAX_PAIRS` means that many or more. The power of
-    the t test is that of the noncentral t distribution: Cohen 1988, Statistical Power Analysis for
-    the Behavioral Sciences, chapter 2.
+    Differences get twice the variance of the base's values, as if the runs of a pair were
+    independent; equal seeds usually lower it. `MAX_PAIRS` means that number or more. The noncentral
+    t distribution gives the power: Cohen 1988, Statistical Power Analysis for the Behavioral
+    Sciences, chapter 2.
     """
     n = np.arange(2, MAX_PAIRS + 1)
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)

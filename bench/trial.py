@@ -72,7 +72,7 @@ from runtime.files import lock_folder, write_json
 
 HIGHER_IS_BETTER = re.compile("acc|tokens_per_second|mfu")
 OFF = ("--hellaswag-every=0", "--sample-every=0", "--checkpoint-every=0")
-TIMED_STEPS, ROUNDS = 10, 3  # of the measurement of speed; a run's first step does not count
+TIMED_STEPS, ROUNDS = 10, 3  # to measure speed; a run's first step does not count
 FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
 
 
@@ -133,7 +133,7 @@ class Result(NamedTuple):
     """Result of a run."""
 
     problem: str
-    """How the run failed; empty if it finished."""
+    """Description of the failure; empty if the run finished."""
     value: float = math.nan
     """Last value of the metric."""
     losses: Sequence[tuple[int, float | None, float | None]] = ()
@@ -241,6 +241,8 @@ class Trial:
         A cost is the ratio of the edit's time per step to the base's, and its error.
         """
         new = [edit for key, edit in edits.items() if "cost" not in self.ledger["edits"][key]]
+        if new:
+            print(f"timing {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
         measures = {v.name: partial(self.step_time, v) for v in (base, *new) if new}
         times = dict[str, list[float]]()
         for results, _ in measure_in_turn(measures, ROUNDS):
@@ -332,8 +334,8 @@ class Trial:
     def fresh_seeds(self, pairs: Mapping[str, Pair]) -> dict[str, list[int]]:
         """Return the seeds of the confirmation of each pair, and keep them.
 
-        A new confirmation gets seeds that no other confirmation with this base has used; those that
-        start together share them, and with them the runs of the base.
+        A new confirmation gets seeds that no other confirmation with this base has used. Edits that
+        are confirmed together share them, and with them the runs of the base.
         """
         known, n = self.ledger["confirmations"], self.config.confirm
         first = 1 + max((max(seeds) for seeds in known.values()), default=1000)
@@ -438,6 +440,7 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
         "status", "--porcelain"
     ):
         print("note: the base is the last commit, without this checkout's uncommitted changes")
+    print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         base, *edits = build_variants(config.base, config.edit, (*OFF, *flags), Path(scratch))
         for setting in config.tune:

@@ -46,9 +46,9 @@ class Variant(NamedTuple):
     """The copy as a git tree."""
     flags: tuple[str, ...]
     settings: dict[str, Any]
-    """What the flags mean in this code, with all defaults and recipes."""
+    """Meaning of the flags in this code, with all defaults and recipes."""
     conditions: dict[str, Any]
-    """What else determines a run: hashes of code and data, versions, device and threads."""
+    """Everything else that determines a run: hashes of code and data, versions, device, threads."""
 
     @property
     def digest(self) -> str:
@@ -95,7 +95,8 @@ def build_variants(
             settings = read_json(path)
             if not isinstance(settings, dict):
                 raise UserError(f"--edit {edit} is not a JSON object of settings")
-            kept = {key: settings[key] for key in settings if key not in ("about", *SET_BY_TRIAL)}
+            skipped = ("about", "compile", *SET_BY_TRIAL)  # all versions compile, or none
+            kept = {key: value for key, value in settings.items() if key not in skipped}
             own_flags = (*as_flags(kept), *own_flags)
         elif source != BASE:
             changes: Any = ([], path, files) if path.is_dir() else ([*patches, source],)
@@ -120,7 +121,7 @@ def split_edit(text: str) -> tuple[str, list[str], tuple[str, ...]]:
 def new_variant(name: str, code: tuple[Path, str, str], flags: Sequence[str]) -> Variant:
     """Return a variant whose flags its own code has read; raise UserError if one is invalid.
 
-    On a CPU, it does not compile unless the flags say so.
+    On a CPU, it compiles only with `--compile`.
     """
     folder, tree, code_hash = code
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
@@ -157,7 +158,7 @@ def copy_code(
 ) -> tuple[Path, str, str]:
     """Copy the last commit with `patches`, or with the changes in the folder `source`.
 
-    The changes are those of tracked files, the new files that the code imports, and `files`. The
+    Of the changes, it takes tracked files, new files that the code imports, and `files`. The
     checkout and its index are left unchanged.
 
     Returns:

@@ -261,12 +261,15 @@ def test_settings_are_those_of_the_patched_code(flags, checkout, tmp_path):
     patch = write_patch(
         checkout, "cool.patch", "training/config.py", ("    val_every: int = 250\n", setting)
     )
-    (tmp_path / "warm.json").write_text('{"about": "warmer", "cooling": 0.25, "seed": 5}')
+    (tmp_path / "warm.json").write_text(
+        '{"about": "warmer", "cooling": 0.25, "seed": 5, "compile": true}'
+    )
     (tmp_path / "variants").mkdir()
     base, warm, flag = build_variants(
         patch, ("warm.json", "base --cooling=0.75"), (*OFF, *flags), tmp_path / "variants"
     )
     assert [version.settings["cooling"] for version in (base, warm, flag)] == [0.5, 0.25, 0.75]
+    assert not warm.settings["compile"]  # as the base
     assert flag.name == "cooling-0-75"
     (tmp_path / "others").mkdir()
     _, own = build_variants(None, (f"{patch} --cooling=1",), flags, tmp_path / "others")
@@ -338,8 +341,8 @@ def test_list_prints_answers_best_first_and_what_chance_alone_gives(tmp_path, mo
         "  b: val_loss 2 → 1.7, better: b",
         "  a: screened: a",
         "  c: no verdict: c",
-        "  3 edits tried, 1 confirmations: 1 better; chance alone gives 0.025 if no edit has an "
-        "effect",
+        "  edits tried: 3; confirmations: 1; better: 1, of which chance alone gives 0.025 if no "
+        "edit has an effect",
         "  runs/trials/12345678/val_loss.png",
         "runs/trials/earlier: not read, because an earlier version made it",
     ]
