@@ -178,6 +178,7 @@ class Run:
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         if not math.isfinite(loss) or trainer.scaler.get_scale() <= 1:  # 1 without float16
+            self.log.record(diverged_step=step)
             words = ("python", "read_step.py", self.folder, "--step", step)
             raise FloatingPointError(
                 f"loss {loss:.4f}, gradient norm {norm} in step {step}, which is not saved; "
@@ -303,9 +304,10 @@ class Trainer:
         gc.collect()
         gc.freeze()
 
-    def check_finite(self, step: int, ranks: Ranks) -> None:
+    def check_finite(self, step: int, run: Run) -> None:
         """Raise FloatingPointError on every rank if a weight or a moment is not finite."""
-        if name := checkpoint.find_nonfinite(self, ranks):
+        if name := checkpoint.find_nonfinite(self, run.ranks):
+            run.log.record(diverged_step=step)
             raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
 
     def run_state(self, step: int, run: Run) -> checkpoint.RunState:
