@@ -1,7 +1,7 @@
 # make demo:     train, score and export a GPT-2 from text on this machine, in minutes.
 # make test:     run the fast tests, in about two minutes on two cores, then lint and type checks.
 # make test-all: run all tests, also of faults, several processes and machines, benchmarks and extras.
-# make gpu-check: test and measure this machine's GPU, in at most 12 minutes.
+# make gpu-check: test and measure this machine's GPUs, in at most 9 minutes.
 # Each target first installs the packages that it needs into .venv.
 
 PYTHON ?= python3

@@ -12,7 +12,6 @@ Therefore a step sees the same windows on any number of processes, and the posit
 only state.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,10 +27,9 @@ from ops import IGNORE_INDEX
 from runtime.device import to_device
 from runtime.distributed import DistInfo, rank_batches
 from runtime.errors import UserError
+from runtime.permutation import IndexArray, permute
 
-FEISTEL_ROUNDS = 6
 BATCHES_AHEAD = 8  # micro-batches of this process that are read in advance, a thread for each
-IndexArray = npt.NDArray[np.int64]
 
 
 class Batch(NamedTuple):
@@ -45,39 +42,6 @@ class Batch(NamedTuple):
 def count_windows(tokens: int, block_size: int) -> int:
     """Return the number of windows of `block_size` targets in a split of `tokens` tokens."""
     return max(0, tokens - 1) // block_size
-
-
-def permute(positions: IndexArray, size: int, seed: int, epoch: int) -> IndexArray:
-    """Map positions by a pseudorandom permutation of range(size), in O(1) memory.
-
-    Any permutation of range(size) would work, so the details can be skipped on a first reading. A
-    Feistel network permutes the range of the smallest power of four that is at least `size`.
-    Results outside range(size) are permuted again until they fall inside, which keeps the map
-    one-to-one ("cycle walking": Black & Rogaway 2002, Ciphers with Arbitrary Finite Domains,
-    section 4). Seed and epoch select the permutation.
-    """
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
-    keys = np.frombuffer(digest, "<u8")
-    result = _feistel(positions.astype(np.uint64), half_bits, keys)
-    while (outside := result >= size).any():
-        result[outside] = _feistel(result[outside], half_bits, keys)
-    return result.astype(np.int64)
-
-
-def _feistel(
-    values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
-    for key in keys:
-        # Multiplying by odd constants mixes the bits; the products wrap around on purpose.
-        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(32)
-        mixed *= np.uint64(0xD6E8FEB86659FD93)
-        mixed ^= mixed >> np.uint64(32)
-        left, right = right, left ^ (mixed & mask)
-    return (left << shift) | right
 
 
 def epoch_offset(epoch: int, block_size: int, seed: int) -> int:
@@ -162,6 +126,24 @@ class ShardedDataLoader:
         return np.minimum(starts, self.shards.total_tokens - self.block_size - 1)
 
 
+def validation_windows(shards: TokenShards, block_size: int, max_tokens: int) -> IndexArray:
+    """Return the windows of a validation on at most `max_tokens` targets: int64, ascending.
+
+    They are all N of the split or, spread over it, n of them: the i-th is window i * N // n.
+    """
+    total = count_windows(shards.total_tokens, block_size)
+    n_windows = min(total, max_tokens // block_size)
+    return np.arange(n_windows) * total // max(1, n_windows)
+
+
+def validation_fingerprint(shards: TokenShards, block_size: int, max_tokens: int) -> str:
+    """Return the split's fingerprint and, if not all windows are validated, which of them are."""
+    total = count_windows(shards.total_tokens, block_size)
+    n_windows = len(validation_windows(shards, block_size, max_tokens))
+    part = f" ({n_windows} of {total} windows, spread)" if n_windows < total else ""
+    return f"{shards.fingerprint}{part}"
+
+
 def validation_batches(
     shards: TokenShards,
     *,
@@ -172,17 +154,18 @@ def validation_batches(
     dist_info: DistInfo,
     before_batch: Callable[[], object] = lambda: None,
 ) -> Iterator[Batch]:
-    """Yield this process's batches, (B, T) each, of the first `max_tokens` targets of the split.
+    """Yield this process's batches, (B, T) each, of `validation_windows`.
 
     Every process gets the same number of batches, all of the same shape: windows that only fill up
     a batch have `IGNORE_INDEX` as targets. `before_batch` is called before each; see
     `rank_batches`.
     """
-    n_windows = min(count_windows(shards.total_tokens, block_size), max_tokens // block_size)
+    windows = validation_windows(shards, block_size, max_tokens)
+    n_windows = len(windows)
     firsts = range(0, n_windows, micro_batch_size)
     for first, is_counted in rank_batches(firsts, dist_info, before_batch, "validating"):
         indices = np.minimum(first + np.arange(micro_batch_size), n_windows - 1)
-        tokens = read_windows(shards, indices * block_size, block_size, vocab_size)
+        tokens = read_windows(shards, windows[indices] * block_size, block_size, vocab_size)
         batch = to_batch(tokens, dist_info.device)
         n_counted = n_windows - first if is_counted else 0
         filler = torch.arange(micro_batch_size, device=dist_info.device) >= n_counted

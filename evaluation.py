@@ -75,10 +75,11 @@ def validate(
 ) -> dict[str, float]:
     """Return the loss on a text, `NAME_loss` in nats per token and `NAME_bpb` in bits per byte.
 
-    The text is the first `--val-tokens` of a split, by default of the validation split; for text of
-    your own, pass `open_shards(folder, "all")`. The windows are the same at any number of ranks.
-    Losses, tokens and bytes are summed over the ranks and then divided once, so that the results
-    do not depend on the number of ranks. Bits per byte are left out if the ids are not GPT-2's.
+    The text is `--val-tokens` of a split, by default of the validation split, in windows that are
+    spread over it; for text of your own, pass `open_shards(folder, "all")`. The windows are the
+    same at any number of ranks. Losses, tokens and bytes are summed over the ranks and then divided
+    once, so that the results do not depend on the number of ranks. Bits per byte are left out if
+    the ids are not GPT-2's.
     """
     device, vocab_size = run.ranks.device, run.model_config.vocab_size
     batches = validation_batches(
@@ -155,11 +156,8 @@ def fit_max_minutes(
     """
     begun, config = perf_counter(), run.config
     assert config.max_minutes is not None
-    budget = 60 * config.max_minutes
-    timed_seconds = min(5.0, 0.01 * budget)  # for each thing that is timed
     with trainer.batches:  # if the batch grows during training, the last is the largest
-        last_step = partial(train_step, run, trainer, config.max_steps - 1)
-        step_seconds = time_call(last_step, timed_seconds, run)
+        step_seconds = time_call(partial(train_step, run, trainer, config.max_steps - 1), run)
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
@@ -170,11 +168,11 @@ def fit_max_minutes(
         (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
     ):
         if every > 0:
-            seconds = time_call(partial(run_evaluation, measure, part, trainer), timed_seconds, run)
+            seconds = time_call(partial(run_evaluation, measure, part, trainer), run)
             seconds *= max(1.0, n_parts)
             seconds_per_step += seconds / every
             fixed_seconds += 1.5 * seconds  # they also run at the start and at the end
-    left = budget - (perf_counter() - begun) - fixed_seconds
+    left = 60 * config.max_minutes - (perf_counter() - begun) - fixed_seconds
     steps = -all_reduce_max(-max(1, int(left / seconds_per_step)))
     print0(
         f"--max-minutes {config.max_minutes:g}: --max-steps {steps} instead of {config.max_steps}, "
@@ -184,9 +182,9 @@ def fit_max_minutes(
     return replace(run, config=run.log.config)
 
 
-def time_call(work: Callable[[], object], timed_seconds: float, run: Run) -> float:
+def time_call(work: Callable[[], object], run: Run) -> float:
     """Return the median seconds of a compiled call; every process must call this."""
-    seconds = list[float]()
+    timed_seconds, seconds = min(5.0, 0.6 * (run.config.max_minutes or 0.0)), list[float]()
     while all_reduce_max(sum(seconds[1:]) < timed_seconds):  # the same number on each rank
         run.stop.interrupt_evaluation()
         begun = perf_counter()

@@ -23,7 +23,7 @@ from runtime.device import select_device
 from runtime.distributed import DistInfo
 from runtime.errors import UserError
 from tokenizer import gpt2_encoding
-from training.config import read_recipe
+from training.recipe import read_recipe
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def save(run: Run, trainer: Trainer, step: int) -> None:
     """
     run.read_numbers(trainer)
     with run.log.paused():
-        trainer.check_finite(step, run.ranks)
+        trainer.check_finite(step, run)
         # The state has all that is not a tensor: step, position, settings, random generators, …
         run.writer.save(trainer.run_state(step, run), trainer)
 

@@ -3,7 +3,7 @@
     python -m bench                         # the ladder: from float32 to the defaults
     python -m bench --peer transformers     # the defaults against Hugging Face's GPT-2, tuned
     python -m bench --peer FILE.py          # the defaults against another project's script
-    python -m bench --gpu                   # tests and speed on a GPU, in at most 12 minutes
+    python -m bench --gpu                   # tests and speed on GPUs, in at most 9 minutes
 
 The defaults are the settings of `train_gpt2.py`. Each run is a command that trains in a fresh
 process and prints its speed: `train_gpt2.py`, the plain trainer in `bench.plain` with some
@@ -26,7 +26,9 @@ import runtime.threads  # noqa: F401 - must be imported before torch
 
 import torch
 
+from bench.idle import TRACED, UNTRACED
 from bench.measurement import (
+    TORCHRUN,
     Measure,
     device_label,
     format_results,
@@ -44,7 +46,7 @@ from runtime.errors import UserError
 from runtime.precision import select_dtype
 from training.config import TrainConfig
 
-GPU_SECONDS = 680.0  # 12 minutes, less the time to tokenize a text and to find a compiler
+GPU_SECONDS = 460.0  # 9 minutes, less the time to tokenize a text and to find a compiler
 PRODUCT = "product defaults"
 TRAINING = {  # constant learning rate, no evaluation, no checkpoints
     **{"max_lr": 3e-4, "min_lr": 3e-4, "warmup_steps": 0, "checkpoint_every": 0},
@@ -53,8 +55,12 @@ TRAINING = {  # constant learning rate, no evaluation, no checkpoints
 UNIT, NUMBER = r"tok(?:ens?)?[ _]?(?:/|per)[ _]?s(?:ec(?:ond)?s?)?\b", r"(\d(?:[\d.,]*\d)?)([km]?)"
 RATE = re.compile(rf"{UNIT}[^\w\n]*{NUMBER}\b|{NUMBER} ?{UNIT}(?!\s*[:=])", re.IGNORECASE)
 FACTORS = {"": 1, "k": 1e3, "m": 1e6}
-OTHER_UNITS = {"MFU %": r"\bmfu (\d+)%", "peak GiB": r"\btok/s.* ([\d.]+) GiB"}
+OTHER_UNITS = {
+    **{"MFU %": r"\bmfu (\d+)%", "peak GiB": r"\btok/s.* ([\d.]+) GiB"},
+    **{"idle %": r"^idle ([\d.]+) %", "NCCL ms": r"^idle .*NCCL ([\d.]+) ms"},
+}
 SEQUENCES = 128  # per step of XL with --gpu; the long context is one sequence with as many tokens
+BATCH_UNIT = 16  # with several GPUs, the sequences of each in a step are a multiple of this
 TEST_FILE = "tests/test_cuda.py"
 
 
@@ -63,8 +69,8 @@ class BenchConfig:
     """Measure training speed; all other flags are passed to train_gpt2.py."""
 
     gpu: bool = False
-    """Check this machine's GPU in at most 12 minutes: ladder, defaults, Muon, GPT-2 XL, long
-    context, tests."""
+    """Check this machine's GPUs in at most 9 minutes: defaults, tests, idle time and Muon; with one
+    GPU also GPT-2 XL, long context and ladder; with several also FSDP."""
     peer: Literal["transformers"] | Path | None = None
     """Instead of the ladder, compare the defaults of train_gpt2.py with transformers (compiled) or
     with the training script at PATH. The script must print its tokens per second, and finds the
@@ -165,16 +171,22 @@ def peers(setup: Setup, peer: str | Path) -> dict[str, Measure]:
 
 
 def gpu_check(setup: Setup) -> dict[str, Measure]:
-    """Return the measurements of --gpu."""
-    tokens = SEQUENCES * setup.settings.block_size
-    measures = ladder(setup)
-    for settings in (
-        {"optimizer": "muon"},
-        {"size": "gpt2-xl", "total_batch_size": tokens},
-        {"block_size": tokens, "total_batch_size": tokens},
-    ):
-        measures[" ".join(as_flags(settings))] = product(setup, **settings)
-    return measures | {"tests": run_tests}
+    """Return the measurements of --gpu, the most important ones first."""
+    tokens, gpus = SEQUENCES * setup.settings.block_size, max(1, torch.cuda.device_count())
+    muon, xl = {"optimizer": "muon"}, {"size": "gpt2-xl", "total_batch_size": tokens}
+    long = {"block_size": tokens, "total_batch_size": tokens}
+    others = [(gpus, {"parallel": "fsdp"})] if gpus > 1 else [(1, xl), (1, long)]
+    measures = {PRODUCT: product(setup), f"{gpus} GPUs": product(setup, gpus), "tests": run_tests}
+    # One micro-step for each GPU, as with eight GPUs: the host has the least time.
+    short = {"max_steps": UNTRACED + TRACED + 1, "total_batch_size": tokens // 2 * gpus}
+    measures["idle"] = product(setup, gpus, command=("-m", "bench.idle"), **short)
+    for n, settings in ((1, muon), (gpus, muon), *others):
+        label = " ".join([f"{n} GPUs"] * (n > 1) + as_flags(settings))
+        measures[label] = product(setup, n, **settings)
+    if gpus == 1:
+        del measures["1 GPUs"]
+        measures |= {name: row for name, row in ladder(setup).items() if name != PRODUCT}
+    return measures
 
 
 def available_optimizations(device: torch.device) -> list[str]:
@@ -191,15 +203,21 @@ def plain(setup: Setup, *optimizations: str) -> Measure:
     return partial(measure_training, setup, command, {"total_batch_size": setup.micro_batch_tokens})
 
 
-def product(setup: Setup, **settings: object) -> Measure:
+def product(
+    setup: Setup, gpus: int = 1, command: Sequence[str] = ("train_gpt2.py",), **settings: object
+) -> Measure:
     """Return a measurement of `train_gpt2.py` with its defaults, except for `settings`.
 
     Without a GPU, a step is a micro-batch of the plain trainer instead of 524,288 tokens.
     """
     on_gpu = setup.device.type == "cuda"
-    tokens = TrainConfig.total_batch_size if on_gpu else setup.micro_batch_tokens
+    tokens = TrainConfig.total_batch_size if on_gpu else setup.micro_batch_tokens * gpus
+    if gpus > 1:
+        unit = BATCH_UNIT * setup.settings.block_size * gpus
+        tokens = max(1, tokens // unit) * unit
+        command = ("-m", TORCHRUN, "--standalone", f"--nproc_per_node={gpus}", *command)
     settings = {"total_batch_size": tokens} | settings
-    return partial(measure_training, setup, ("train_gpt2.py",), settings)
+    return partial(measure_training, setup, command, settings)
 
 
 def measure_training(
@@ -207,29 +225,29 @@ def measure_training(
 ) -> dict[str, float]:
     """Measure a trainer that has the flags of `train_gpt2.py`."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        run = {"out_dir": folder, "max_steps": setup.timed_steps + 1}
-        flags = (*setup.flags, *as_flags(TRAINING | run | settings))
-        return measure_speed(setup, [*command, *flags], seconds)
+        run: dict[str, Any] = {"out_dir": folder, "max_steps": setup.timed_steps + 1} | settings
+        flags = (*setup.flags, *as_flags(TRAINING | run))
+        return measure_speed([*command, *flags], run["max_steps"], seconds)
 
 
 def measure_script(setup: Setup, script: Path, seconds: float) -> dict[str, float]:
     """Measure another project's script, which finds the shards where build-nanogpt expects them."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         Path(folder, "edu_fineweb10B").symlink_to(str(setup.settings.data_dir.absolute()))
-        return measure_speed(setup, [str(script)], seconds, Path(folder))
+        return measure_speed([str(script)], setup.timed_steps + 1, seconds, Path(folder))
 
 
 def measure_speed(
-    setup: Setup, command: Sequence[str], seconds: float, folder: Path | None = None
+    command: Sequence[str], steps: int, seconds: float, folder: Path | None = None
 ) -> dict[str, float]:
-    """Run a trainer until it has printed the speeds of enough steps; return their median.
+    """Run a trainer until it has printed the speeds of as many steps; return their median.
 
     The first step, which compiles, does not count. The trainer is killed after the last step,
     because its checkpoint is not needed, or at the time limit.
     """
 
     def is_done(output: str) -> bool:
-        return len(read_rates(output)) > setup.timed_steps
+        return len(read_rates(output)) >= steps
 
     output = run_python(*command, seconds=seconds, is_done=is_done, folder=folder)
     if not (rates := read_rates(output)[1:]):
@@ -237,7 +255,7 @@ def measure_speed(
         raise UserError(f"printed fewer than 2 speeds such as `tok/sec: 1` ({limit})")
     values = {"tokens/s": median(rates)}
     for unit, pattern in OTHER_UNITS.items():
-        if printed := re.findall(pattern, output):
+        if printed := re.findall(pattern, output, re.MULTILINE):
             values[unit] = float(printed[-1])
     return values
 

@@ -35,6 +35,10 @@ from runtime.files import read_json, write_json
 ROOT = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.1  # between checks of a child process
 RUN_SECONDS = 600.0  # time limit of a run
+LEAST_SECONDS = 30.0  # a run that has less cannot end
+STOP_SECONDS = 45.0  # that torchrun takes at most to end its processes
+REASON = re.compile(r"^(?:\[rank\d+\]: )?(?:error: )?((?<=error: ).+|\w+Error: .+)$", re.MULTILINE)
+TORCHRUN = "torch.distributed.run"
 Measure = Callable[[float], dict[str, float]]  # makes one run with a time limit; values by unit
 Results = dict[str, dict[str, list[float]]]  # values of all runs, by label and unit
 
@@ -57,9 +61,10 @@ def measure_in_turn(
 ) -> Iterator[tuple[Results, dict[str, str]]]:
     """Run each measurement once per round (A B A B …), and print a line for each run.
 
-    Runs alternate because machine speed drifts. The time limit of a run is an equal part of what is
-    left of `seconds`, at most `RUN_SECONDS`. A measurement that raises UserError is not run again.
-    After each run, yield the results so far and the reasons of failures, by label.
+    Runs alternate because machine speed drifts. A run may take half of `seconds`, at most what is
+    left and at most `RUN_SECONDS`; one for which no time is left is a failure. A measurement that
+    raises UserError is not run again. After each run, yield the results so far and the reasons of
+    failures, by label.
     """
     results, failures = Results(), dict[str, str]()
     end = monotonic() + seconds
@@ -67,9 +72,11 @@ def measure_in_turn(
     for number, label in enumerate(runs):
         if label in failures:
             continue
-        limit = min(RUN_SECONDS, (end - monotonic()) / (len(runs) - number))
+        left = end - monotonic()
         try:
-            values = measures[label](limit)
+            if left < LEAST_SECONDS:
+                raise UserError("not run: no time was left")
+            values = measures[label](min(RUN_SECONDS, seconds / 2, left))
             line = ", ".join(f"{value:,.5g} {unit}" for unit, value in values.items())
         except UserError as error:
             for output in getattr(error, "__notes__", ()):
@@ -114,7 +121,7 @@ def run_python(
         Standard output and standard error, in the order in which they were printed.
 
     Raises:
-        UserError: the child failed; the message is its last line, and the output is a note.
+        UserError: the child failed; the message is its last error, and the output is a note.
     """
     end = monotonic() + seconds
     with tempfile.TemporaryDirectory() as scratch, open(f"{scratch}/output", "wb") as file:
@@ -131,13 +138,17 @@ def run_python(
             while (code := child.poll()) is None and not is_done(output()) and monotonic() < end:
                 sleep(POLL_SECONDS)
         finally:
+            if TORCHRUN in args:  # it starts each process in a group of its own, and ends it
+                child.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(STOP_SECONDS)
             with suppress(ProcessLookupError):  # also kill the processes that the child started
                 os.killpg(child.pid, signal.SIGKILL) if os.name == "posix" else child.kill()
             child.wait()
         if code:
-            last_line = output().strip().rpartition("\n")[2].removeprefix("error: ")
+            reasons = REASON.findall(output()) or output().strip().splitlines() or ["no output"]
             killed = f"killed by signal {-code}: out of memory?"
-            error = UserError(last_line if code > 0 else killed)
+            error = UserError(reasons[-1] if code > 0 else killed)
             error.add_note(output())
             raise error
         return output()

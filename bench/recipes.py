@@ -1,11 +1,12 @@
-"""Compare recipes for GPT-2 124M on small models with its proportions: hours on a CPU.
+"""Scale recipes for GPT-2 124M to small models with its proportions, to compare them in a trial.
 
     python -m bench.recipes --source wikipedia_en_sample.parquet --scale S29
 
-The recipes in `bench/recipes.json` and the files of `--recipe` are scaled to a small model and
-compared with the published one: a trial (`bench.trial`) in `runs/trials/SCALE`. Each run trains to
-the end of its schedule. `bench/small_gpt2.patch` gives the small model 124M's ratio of embeddings
-to other parameters (32 ids per unit of width) and its initial values, scaled to the width.
+The command writes the text's tokens, the recipes in `bench/recipes.json` and the files of
+`--recipe`, scaled to a small model, to `runs/recipes/SCALE`. It prints the trial (`bench.trial`)
+that compares them with the published one, in hours on a CPU. `bench/small_gpt2.patch` gives the
+small model 124M's ratio of embeddings to other parameters (32 ids per unit of width) and its
+initial values, scaled to the width.
 """
 
 import math
@@ -20,16 +21,15 @@ import numpy as np
 import tiktoken
 
 from bench.measurement import ROOT
-from bench.trial import TrialConfig, compare
 from corpus.sources import file_source, local_files
 from lr_schedule import default_warmup_steps
-from runtime.cli import PathOrName, as_flags, parse_flags, run_command
+from runtime.cli import PathOrName, parse_flags, run_command, shell_line
 from runtime.errors import UserError
 from runtime.files import read_json, write_json
 from tokenizer import WORD_PATTERN, gpt2_encoding
-from training.config import read_recipe
+from training.recipe import read_recipe
 
-RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", ROOT / "bench/small_gpt2.patch"
+RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", Path("bench/small_gpt2.patch")
 VAL_TOKENS, VAL_SPLIT = 524_288, 600_000  # per validation; set aside for it
 PUBLISHED_STEPS = 19_073  # for 124M with the published recipe, in batches of 524,288 tokens
 LEFT_OUT = ("data_dir", "out_dir", "seed", "hellaswag_every", "sample_every", "checkpoint_every")
@@ -54,7 +54,7 @@ SCALES = {  # named after the size (small, medium, large) and the tokens per par
 
 @dataclass(frozen=True)
 class RecipesConfig:
-    """Train recipes on the same tokens in the same order, and compare their final losses."""
+    """Prepare a trial of recipes on a small model."""
 
     source: tuple[PathOrName, ...] = ()
     """Training texts, as for fineweb.py --source; they need at least half as many tokens as a run
@@ -63,14 +63,10 @@ class RecipesConfig:
     """Model and tokens per parameter of its blocks: S29, S117 (small), M29 or L29."""
     recipe: tuple[Path, ...] = ()
     """Files of additional recipes for 124M; default: none."""
-    seeds: int = 2
-    """Number of runs per recipe, with the seeds 1, 2, …"""
-    jobs: int | None = None
-    """Number of runs at the same time; default: one per GPU, else one per core."""
 
 
 def main() -> None:
-    """Tokenize the texts, scale the recipes, and compare them with the published one."""
+    """Tokenize the texts, scale the recipes, and print the trial that compares them."""
     config = parse_flags(RecipesConfig)
     folder, scale = Path("runs/recipes", config.scale), SCALES[config.scale]
     tokenize(config, folder)
@@ -81,9 +77,9 @@ def main() -> None:
     recipes |= {file.stem: read_recipe(file).saved() for file in config.recipe}
     for label, settings in recipes.items():
         write_json(folder / f"{label}.json", scaled(settings, scale))
-    base, *edits = [str(folder / f"{label}.json") for label in recipes]
-    trial = TrialConfig(tuple(edits), SMALL_GPT2, config.seeds, config.jobs, name=config.scale)
-    compare(trial, [f"--data-dir={folder}", *as_flags(read_json(Path(base)))])
+    base, *edits = [folder / f"{label}.json" for label in recipes]
+    words = ("--base", SMALL_GPT2, "--data-dir", folder, "--config", base, "--edit", *edits)
+    print("next:", shell_line("python", "-m", "bench.trial", *words))
 
 
 def tokenize(config: RecipesConfig, folder: Path) -> None:

@@ -1,31 +1,40 @@
 r"""Does an edit help? Train with and without it, in pairs with equal seeds, and compare results.
 
     python -m bench.trial --data-dir data/stdlib --config recipes/demo.json --max-steps 200 \
-        --seeds 3 --edit my_loss.patch --edit higher_rate.json
+        --warmup-steps 20 --seeds 3 --confirm 5 --edit my_loss.patch --edit "base --max-lr=0.008"
+    python -m bench.trial --list
 
 The base is the last commit of this checkout with the flags of `train_gpt2.py` that are passed. The
 runs of a pair have the same seed: they start from the same weights and read the same tokens in the
 same order. Each variant runs from a separate copy of its code. HellaSwag, samples and checkpoints
-before the last step are off unless they are passed as flags.
+before the last step are off unless they are passed as flags. So is compiling on a CPU: for the
+demo's model it takes 25 s for each new code and then saves 10 % of a step.
 
-`runs/trials/NAME` has the runs, the answers (`trial.json`) and a figure for each edit. The same
-command continues an interrupted trial, and more `--seeds` or `--edit` only add runs.
+1. Screening: the base and all edits, with the seeds 1, 2, … With `--tune`, several values of a
+   setting for each of them, of which the best counts.
+2. Confirmation, with `--confirm`: the base and the edits that were better by at least `--least`,
+   with seeds from 1001 on that no confirmation has used. Only this gives a verdict.
+
+`runs/trials/HASH` has the runs, a figure for each edit and the ledger of all edits of this base.
+The same command continues an interrupted trial.
 """
 
-import hashlib
 import math
 import os
 import re
 import signal
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, median, stdev
 from threading import Event
+from time import monotonic
 from typing import Any, NamedTuple
 
 from runtime.threads import usable_cores
@@ -33,28 +42,38 @@ from runtime.threads import usable_cores
 import numpy as np
 import torch
 
-from bench.measurement import ROOT, device_label, provenance, run_python, split_flags
-from formats.metrics import METRICS_NAME, Series, read_run
-from plot import BLUE, GRAY, new_axes, save_figure
-from runtime.cli import PathOrName, as_flags, bad_numbers, flag_of, raise_problems, run_command
+from bench.ledger import (
+    CONFIRMATION,
+    LEDGER_NAME,
+    SCREENING,
+    TRIALS,
+    gain,
+    list_trials,
+    read_ledger,
+)
+from bench.measurement import measure_in_turn, provenance, run_python, split_flags
+from bench.statistics import MAX_PAIRS, interval, pairs_needed, verdict
+from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
+from formats.load import RUN_LOCK_NAME
+from formats.metrics import METRICS_NAME, logged_values, read_metrics
+from lr_schedule import default_warmup_steps
+from runtime.cli import (
+    PathOrName,
+    as_flags,
+    bad_numbers,
+    flag_of,
+    format_duration,
+    raise_problems,
+    run_command,
+)
 from runtime.device import select_device
 from runtime.errors import UserError
-from runtime.files import read_json, write_json
-from training.config import TrainConfig
-from training.resume import parse_config
+from runtime.files import lock_folder, write_json
 
-# 97.5 % quantiles of Student's t distribution with 1, 2, … degrees of freedom: pairs minus 1.
-T_QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045),
-)
-MAX_PAIRS = len(T_QUANTILES) + 1
 HIGHER_IS_BETTER = re.compile("acc|tokens_per_second|mfu")
-BASE, WORKTREE = "base", "worktree"
-TRIALS = Path("runs/trials")
 OFF = ("--hellaswag-every=0", "--sample-every=0", "--checkpoint-every=0")
-SET_BY_TRIAL = {"seed", "run_name", "out_dir", "resume", "plan", "preflight"}
+TIMED_STEPS, ROUNDS = 10, 3  # to measure speed; a run's first step does not count
+FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
 
 
 @dataclass(frozen=True)
@@ -63,241 +82,342 @@ class TrialConfig:
 
     edit: tuple[PathOrName, ...] = ()
     """Edits, each compared with the base: a patch, a JSON file of settings, the folder of another
-    checkout, or worktree (the uncommitted changes)."""
-    base: Path | None = None
-    """Patch that the base and the patches and settings of --edit have in common."""
-    seeds: int = 2
-    """Number of pairs, with the seeds 1, 2, …; a single pair has no interval."""
-    jobs: int | None = None
-    """Number of runs at the same time; default: one per GPU, else one per core."""
+    checkout, worktree (the uncommitted changes) or base. Flags may follow in the same text:
+    "lion.patch --max-lr=1e-4". worktree takes changed files and new ones that the code imports or
+    that are named: "worktree table.json"."""
+    base: str | None = None
+    """Patch that the base and the patches and settings of --edit have in common; flags may follow
+    in the same text."""
+    seeds: int = 3
+    """Number of pairs to screen each edit with, with the seeds 1, 2, …"""
+    confirm: int = 0
+    """Number of pairs to confirm edits with that are better by at least --least, with fresh seeds;
+    0 = only screen."""
+    confirm_all: bool = False
+    """Confirm all edits."""
+    least: float = 0.01
+    """Smallest difference of interest, in the unit of --metric."""
+    tune: tuple[str, ...] = ()
+    """Settings to tune, such as max_lr: the base and each edit take the best of 0.5, 1 and 2 times
+    the value, and at most two steps further. Several are tuned one after the other."""
+    equal_time: bool = False
+    """Give the slower version of each pair fewer steps, so that both take the same time."""
+    cost: bool = False
+    """Measure the time of a step with each edit, in turn with the base and alone."""
     metric: str = "val_loss"
     """Number to compare, one that the runs log; its last value counts."""
     higher: bool = False
     """Larger values of --metric are better; always on for accuracies and tokens per second."""
-    name: str | None = None
-    """Name of the folder in runs/trials; default: a hash of the base's code and flags."""
+    jobs: int | None = None
+    """Number of runs at the same time; default: one per GPU, else one per core."""
+    list: bool = False
+    """Print the ledger of all trials, best first, and draw their differences; train nothing."""
 
     def __post_init__(self) -> None:
-        problems = bad_numbers(self, ("seeds", "jobs"))
-        if self.seeds > MAX_PAIRS:
-            problems.append(f"--seeds must be at most {MAX_PAIRS}, not {self.seeds}")
-        if not self.edit:
+        problems = bad_numbers(self, ("seeds", "jobs", "least"))
+        if self.confirm == 1:
+            problems.append("--confirm must be at least 2: a single pair has no interval")
+        if self.confirm_all and not self.confirm:
+            problems.append("--confirm-all requires --confirm")
+        if not self.edit and not self.list:
             problems.append(f"--edit is missing: use a .patch, a .json, a folder or {WORKTREE}")
         raise_problems(problems)
 
-
-class Variant(NamedTuple):
-    """Code and flags to train with."""
-
-    name: str
-    code: Path
-    """Folder with a copy of the code."""
-    tree: str
-    """Hash of the code: a git tree."""
-    flags: tuple[str, ...]
-
     @property
-    def digest(self) -> str:
-        """Hash of the code and the flags."""
-        return hashlib.sha256(repr((self.tree, self.flags)).encode()).hexdigest()[:8]
-
-    def run_name(self, seed: int) -> str:
-        """Return the name of a run's folder."""
-        return f"{self.name}-{self.digest}-seed{seed}"
+    def is_higher_better(self) -> bool:
+        """Whether larger values of the metric are better."""
+        return self.higher or bool(HIGHER_IS_BETTER.search(self.metric))
 
 
-class Outcome(NamedTuple):
-    """Results of a finished run."""
+class Result(NamedTuple):
+    """Result of a run."""
 
-    series: Series
-    """The compared metric."""
-    losses: list[tuple[int, float | None, float | None]]
+    problem: str
+    """Description of the failure; empty if the run finished."""
+    value: float = math.nan
+    """Last value of the metric."""
+    losses: Sequence[tuple[int, float | None, float | None]] = ()
     """Step, training loss and validation loss of each record."""
-    step_ms: float
-    """Median time of a step."""
-
-    @property
-    def value(self) -> float:
-        """Last value of the metric."""
-        return float(self.series.values[-1])
+    data: Sequence[str] = ()
+    """Fingerprints of the data that the run read."""
 
 
-Pair = tuple[Outcome, Outcome]  # base and edit, with equal seeds
+Pair = tuple[Variant, Variant]  # base and edit
 
 
-# --- variants ---------------------------------------------------------------------------------
+@dataclass
+class Trial:
+    """A trial in progress."""
 
+    config: TrialConfig
+    folder: Path
+    ledger: dict[str, Any]
+    gpus: Sequence[str]
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why each failed run of this trial failed, by its name."""
 
-def build_variants(config: TrialConfig, flags: Sequence[str], folder: Path) -> list[Variant]:
-    """Copy the code of the base and of each edit into `folder`."""
-    shared = [config.base] if config.base else []
-    base = Variant(BASE, folder / BASE, copy_code(folder / BASE, shared), tuple(flags))
-    variants = {BASE: base}
-    for edit in config.edit:
-        path = ROOT if edit == WORKTREE else Path(edit).absolute()
-        name = re.sub(r"\W+", "-", Path(edit).absolute().stem)
-        if not path.exists():
-            raise UserError(f"--edit {edit} does not exist")
-        if name in variants:
-            raise UserError(f"--edit {edit} and another variant are both named {name}: rename it")
-        if path.suffix == ".json":
-            settings = read_json(path)
-            if not isinstance(settings, dict):
-                raise UserError(f"--edit {edit} is not a JSON object of settings")
-            kept = {key: settings[key] for key in settings if key not in ("about", *SET_BY_TRIAL)}
-            changed = (*flags, *as_flags(kept))
-            check_flags(changed)
-            variants[name] = base._replace(name=name, flags=changed)
-        else:
-            patches, source = ([], path) if path.is_dir() else ([*shared, path], None)
-            tree = copy_code(folder / name, patches, source)
-            variants[name] = Variant(name, folder / name, tree, base.flags)
-        if variants[name].digest == base.digest:
-            raise UserError(f"--edit {edit} does not change the last commit")
-    return [*variants.values()]
+    # --- training -----------------------------------------------------------------------------
 
+    def train(self, stage: str, runs: Sequence[tuple[Variant, int]]) -> None:
+        """Train each variant with its seed, unless the run is finished or has diverged."""
+        missing = {v.run_name(seed): (v, seed) for v, seed in runs if not self.is_over(v, seed)}
+        jobs = self.config.jobs or len(self.gpus) or usable_cores()
+        print(f"{stage}: runs to do: {len(missing)}, {jobs} at a time", flush=True)
+        start = monotonic()
+        for n, (name, error) in enumerate(self.train_in_parallel(missing, jobs), start=1):
+            if error:
+                self.failures[name] = str(error)
+            left = format_duration((monotonic() - start) / n * (len(missing) - n))
+            ended = f"failed: {error}" if error else "finished"
+            print(f"{name}: {ended}; {n} of {len(missing)}, about {left} left", flush=True)
 
-def copy_code(target: Path, patches: Sequence[Path], source: Path | None = None) -> str:
-    """Copy the last commit with `patches`, or the folder `source` without what git ignores.
+    def train_in_parallel(
+        self, runs: Mapping[str, tuple[Variant, int]], jobs: int
+    ) -> Iterator[tuple[str, BaseException | None]]:
+        """Train each variant with its seed; yield the name of each run that ends, and its error.
 
-    Returns:
-        The hash of the code, a git tree. The checkout and its index are left unchanged.
-    """
-    environment = {"GIT_INDEX_FILE": f"{target}.index"}
-    git("read-tree", "HEAD", **environment)
-    if source is not None:
-        git("add", "--all", **environment, GIT_WORK_TREE=str(source))
-    for patch in patches:
-        try:
-            git("apply", "--cached", patch.absolute(), **environment)
-        except UserError as error:
-            raise UserError(f"{patch} does not apply to the last commit: {error}") from None
-    git("checkout-index", "--all", f"--prefix={target}/", **environment)
-    return git("write-tree", **environment)
-
-
-def git(*args: str | Path, **environment: str) -> str:
-    """Run git in this checkout; return its output, or raise UserError with its first error."""
-    options: Any = {"cwd": ROOT, "encoding": "utf-8", "errors": "replace", "check": False}
-    environment = {**os.environ, **environment}
-    done = subprocess.run(["git", *args], env=environment, capture_output=True, **options)  # noqa: S607 - git is where PATH says
-    if done.returncode:
-        raise UserError(done.stderr.partition("\n")[0].removeprefix("error: "))
-    return str(done.stdout).strip()
-
-
-# --- training ---------------------------------------------------------------------------------
-
-
-def train(
-    runs: Mapping[str, tuple[Variant, int]], jobs: int, gpus: Sequence[str], folder: Path
-) -> Iterator[tuple[str, BaseException | None]]:
-    """Train each variant with its seed; yield the name of each run that ends, and its error.
-
-    Runs start in their order, `jobs` of them at the same time: each on one GPU, or with one CPU
-    thread. They end with this generator.
-    """
-    stopped, slots = Event(), SimpleQueue[int]()
-    for slot in range(jobs):
-        slots.put(slot)
-
-    def train_one(name: str, variant: Variant, seed: int) -> None:
-        slot = slots.get()
-        env: Any = {"OMP_NUM_THREADS": "1"}
-        if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-        place = {"seed": seed, "run_name": name, "out_dir": folder.absolute(), "resume": "auto"}
-        flags = (*OFF, *variant.flags, *as_flags(place))
-        script = variant.code / "train_gpt2.py"
-        try:
-            run_python(script, *flags, folder=Path.cwd(), is_done=lambda _: stopped.is_set(), **env)
-        finally:
+        Runs start in their order, `jobs` of them at the same time: each on one GPU, or with one CPU
+        thread. They end with this generator.
+        """
+        stopped, slots = Event(), SimpleQueue[int]()
+        for slot in range(jobs):
             slots.put(slot)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(train_one, name, *run): name for name, run in runs.items()}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.exception()
-        finally:
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
+        def train_one(name: str, variant: Variant, seed: int) -> None:
+            slot = slots.get()
+            place = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
+            flags = as_flags({"seed": seed, **place})
+            try:
+                wait_for_lock(self.folder / name, stopped)
+                if not self.is_over(variant, seed):
+                    self.run(variant, flags, lambda _: stopped.is_set(), slot)
+            finally:
+                slots.put(slot)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            futures = {pool.submit(train_one, name, *run): name for name, run in runs.items()}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.exception()
+            finally:
+                stopped.set()
+                pool.shutdown(cancel_futures=True)
+
+    def run(self, variant: Variant, flags: Sequence[str], is_done: Any, slot: int = 0) -> None:  # noqa: ANN401
+        """Run a variant's `train_gpt2.py` until it ends or is done."""
+        env: dict[str, Any] = {"OMP_NUM_THREADS": str(THREADS)}
+        if self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+        words: list[Any] = [variant.code / "train_gpt2.py", *variant.flags, *flags]
+        run_python(*words, folder=Path.cwd(), is_done=is_done, **env)
+
+    def is_over(self, variant: Variant, seed: int) -> bool:
+        """Return whether a run is finished or has diverged."""
+        path = self.folder / variant.run_name(seed) / METRICS_NAME
+        is_finished = variant.settings["max_steps"] in logged_values(path, "finished_step")
+        return is_finished or bool(logged_values(path, "diverged_step"))
+
+    def result(self, variant: Variant, seed: int) -> Result:
+        """Read the result of a run."""
+        path, metric = self.folder / variant.run_name(seed) / METRICS_NAME, self.config.metric
+        if steps := logged_values(path, "diverged_step"):
+            return Result(f"{variant.name} diverged with seed {seed} in step {steps[-1]}")
+        if not self.is_over(variant, seed):
+            reason = self.failures.get(path.parent.name, "not run")
+            return Result(f"{variant.name} failed with seed {seed}: {reason}")
+        if not (values := logged_values(path, metric)):
+            raise UserError(f"--metric {metric} is not in {path}: use a name there")
+        if values[-1] is None:
+            return Result(f"{variant.name} diverged with seed {seed}: {metric} is not finite")
+        losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in read_metrics(path)]
+        names = ("data_fingerprint", "val_fingerprint")
+        return Result("", values[-1], losses, [logged_values(path, name)[-1] for name in names])
+
+    # --- the same chance for both -------------------------------------------------------------
+
+    def measure_costs(self, base: Variant, edits: Mapping[str, Variant]) -> None:
+        """Measure the steps of edits that the ledger has no cost of, in turn with the base, alone.
+
+        A cost is the ratio of the edit's time per step to the base's, and its error.
+        """
+        new = [edit for key, edit in edits.items() if "cost" not in self.ledger["edits"][key]]
+        if new:
+            print(f"timing {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
+        measures = {v.name: partial(self.step_time, v) for v in (base, *new) if new}
+        times = dict[str, list[float]]()
+        for results, _ in measure_in_turn(measures, ROUNDS):
+            times = {name: units["ms per step"] for name, units in results.items()}
+        for key, edit in edits.items():
+            if len(measured := times.get(edit.name, [])) == ROUNDS:
+                logs = np.log(measured) - np.log(times[BASE])
+                ratio = math.exp(logs.mean())
+                self.ledger["edits"][key]["cost"] = ratio, ratio * interval([*logs])
+
+    def step_time(self, variant: Variant, _: float) -> dict[str, float]:
+        """Return the median time of the first steps of a run, without the very first."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "speed", METRICS_NAME)
+
+            def times() -> list[float]:
+                return logged_values(path, "step_time_ms")[1 : TIMED_STEPS + 1]
+
+            flags = (f"--out-dir={folder}", "--run-name=speed", "--val-every=0")
+            self.run(variant, flags, lambda _: len(times()) == TIMED_STEPS)
+            return {"ms per step": median(times())}
+
+    def with_equal_time(self, key: str, base: Variant, edit: Variant) -> Pair:
+        """Return base and edit, the slower one with fewer steps if a difference was measured."""
+        if "cost" not in self.ledger["edits"][key]:
+            raise UserError(f"{edit.name} did not run to measure its speed: fix it or leave it out")
+        ratio, error = self.ledger["edits"][key]["cost"]
+        if abs(ratio - 1) < error:
+            return base, edit
+        fewer = {"max_steps": round(base.settings["max_steps"] * min(ratio, 1 / ratio))}
+        return (base, edit.changed(**fewer)) if ratio > 1 else (base.changed(**fewer), edit)
+
+    def tune(self, versions: Iterable[Variant], setting: str) -> dict[str, Variant]:
+        """Return each version, by its hash, with the best value of a setting.
+
+        The best has the best mean of the metric over the screening seeds, without a failed run.
+        """
+        seeds = range(1, self.config.seeds + 1)
+        tried = {v.digest: {f: scaled(v, setting, f) for f in FACTORS} for v in versions}
+        best = dict[str, float]()
+        for more in range(MORE_FACTORS + 1):
+            due = [v for scales in tried.values() for v in scales.values()]
+            self.train(f"tuning {setting}", [(v, seed) for seed in seeds for v in due])
+            for digest, scales in tried.items():
+                best[digest] = found = min(scales, key=lambda f: self.mean_loss(scales[f], seeds))
+                edges = {min(scales): found / 2, max(scales): found * 2}
+                if found in edges and more < MORE_FACTORS:
+                    scales[edges[found]] = scaled(scales[1.0], setting, edges[found])
+        return {digest: tried[digest][factor] for digest, factor in best.items()}
+
+    def mean_loss(self, variant: Variant, seeds: Iterable[int]) -> float:
+        """Return the mean of the metric, negative if higher is better; infinity if a run failed."""
+        mean = fmean(self.result(variant, seed).value for seed in seeds)
+        return math.inf if math.isnan(mean) else -mean if self.config.is_higher_better else mean
+
+    # --- comparison ---------------------------------------------------------------------------
+
+    def compare(
+        self, stage: str, pairs: Mapping[str, Pair], seeds: Mapping[str, Sequence[int]]
+    ) -> dict[str, dict[str, Any]]:
+        """Train the pairs with their seeds, base and edits in turn; return and keep the answers."""
+        due = sorted({seed for name in pairs for seed in seeds[name]})
+        in_turn = [(seed, pairs[name]) for seed in due for name in pairs if seed in seeds[name]]
+        self.train(stage, [(version, seed) for seed, pair in in_turn for version in pair])
+        answers = {key: self.answer(stage, key, pair, seeds[key]) for key, pair in pairs.items()}
+        for key, answer in answers.items():
+            versions = [version.digest for version in pairs[key]]
+            about = (stage, *versions, self.config.metric, f"from seed {seeds[key][0]}")
+            self.ledger["edits"][key]["answers"][" ".join(about)] = answer
+        self.save()
+        return answers
+
+    def power(self, base: Variant, seeds: Sequence[int]) -> str:
+        """Return a line on the pairs to confirm with; nothing if the base's spread is unknown."""
+        values = [result.value for seed in seeds if not (result := self.result(base, seed)).problem]
+        if len(values) < 2:
+            return ""
+        n, least = pairs_needed(values, self.config.least), self.config.least
+        spread = f"{len(values)} runs of the base have a standard deviation of {stdev(values):.2g}"
+        number = f"--confirm {n}{' or more' * (n == MAX_PAIRS)}"
+        return f"{spread}: {number} shows a difference of {least:g} with a probability of 80 %\n"
+
+    def may_be_confirmed(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether to confirm a screened edit."""
+        if answer["mean"] is None or answer["text"].startswith("the same"):
+            return False
+        return self.config.confirm_all or gain(answer) >= self.config.least
+
+    def fresh_seeds(self, pairs: Mapping[str, Pair]) -> dict[str, list[int]]:
+        """Return the seeds of the confirmation of each pair, and keep them.
+
+        A new confirmation gets seeds that no other confirmation with this base has used. Edits that
+        are confirmed together share them, and with them the runs of the base.
+        """
+        known, n = self.ledger["confirmations"], self.config.confirm
+        first = 1 + max((max(seeds) for seeds in known.values()), default=1000)
+        found = dict[str, list[int]]()
+        for name, (base, edit) in pairs.items():
+            key = f"{base.digest} {edit.digest} {self.config.metric} {n}"
+            found[name] = known.setdefault(key, [*range(first, first + n)])
+        self.save()
+        return found
+
+    def save(self) -> None:
+        """Write the ledger."""
+        write_json(self.folder / LEDGER_NAME, self.ledger)
+
+    def answer(self, stage: str, key: str, pair: Pair, seeds: Sequence[int]) -> dict[str, Any]:
+        """Compare two versions with these seeds; return the answer with its numbers."""
+        results = {seed: (self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds}
+        finished = [(a.value, b.value) for a, b in results.values() if not a.problem + b.problem]
+        text = describe(self.config, stage, [*results.values()])
+        for name in (*self.config.tune, *["max_steps"] * self.config.equal_time):
+            text += f"; {name} {pair[0].settings[name]:g} → {pair[1].settings[name]:g}"
+        if cost := self.ledger["edits"][key].get("cost"):
+            text += f"; a step takes {cost[0]:.2f} ± {cost[1]:.1g} times as long"
+        has_mean = len(finished) == len(seeds) and "no verdict" not in text
+        differences = [edit - base for base, edit in finished]
+        return {
+            **{"text": text, "stage": stage, "metric": self.config.metric, "seeds": [*seeds]},
+            **{"values": finished, "settings": [version.settings for version in pair]},
+            "mean": fmean(differences) if has_mean else None,
+            "half": interval(differences) if has_mean and len(seeds) > 1 else None,
+            "higher": self.config.is_higher_better,
+        }
 
 
-# --- comparison -------------------------------------------------------------------------------
+def wait_for_lock(run_dir: Path, stopped: Event) -> None:
+    """Wait while a run is in progress that a killed trial left behind."""
+    while not stopped.is_set():
+        with suppress(UserError), lock_folder(run_dir, RUN_LOCK_NAME):
+            return
+        stopped.wait(1)
 
 
-def read_outcome(run_dir: Path, metric: str) -> Outcome:
-    """Read the metric, the losses and the step time of a finished run."""
-    records = read_run(run_dir)
-    series = Series.of(records, metric)
-    if not len(series.values):
-        raise UserError(f"--metric {metric} is not in {run_dir}/{METRICS_NAME}: use a name there")
-    losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in records]
-    return Outcome(series, losses, median(Series.of(records, "step_time_ms").values))
+def scaled(variant: Variant, setting: str, factor: float) -> Variant:
+    """Return a variant with a setting times a factor; min_lr keeps its ratio to max_lr."""
+    value = variant.settings.get(setting)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise UserError(
+            f"--tune {setting} is {value}, not a number above 0: pass {flag_of(setting)}"
+        )
+    if factor == 1:
+        return variant
+    names = (setting, "min_lr") if setting == "max_lr" else (setting,)
+    kind = round if isinstance(value, int) else float
+    return variant.changed(**{name: kind(variant.settings[name] * factor) for name in names})
 
 
-def interval(differences: Sequence[float], n_pairs: int | None = None) -> float:
-    """Return half the width of the 95 % confidence interval of the mean of paired differences.
-
-    It is t s / sqrt(n), with Student's t for n - 1 degrees of freedom and the standard deviation s;
-    infinity for a single pair. `n_pairs` is another n, with the same standard deviation.
-    """
-    if len(differences) < 2:
-        return math.inf
-    n = n_pairs or len(differences)
-    return T_QUANTILES[n - 2] * stdev(differences) / math.sqrt(n)
-
-
-def describe(config: TrialConfig, pairs: Sequence[Pair]) -> str:
-    """Return the result of an edit in one line, without its name and its speed."""
-    n_pairs = f"{len(pairs)} pair{'s' * (len(pairs) > 1)}"
-    if all(base.losses == edit.losses for base, edit in pairs):
+def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:
+    """Return what the runs of base and edit show, in one line without the edit's name."""
+    failed = [result.problem for results in zip(*pairs, strict=True) for result in results]
+    names = "; ".join(filter(None, failed))
+    done = [(base, edit) for base, edit in pairs if not base.problem + edit.problem]
+    if any(base.problem for base, _ in pairs) or " failed " in names or not done:
+        return f"no verdict: {names}"
+    if any(base.data != edit.data for base, edit in done):
+        return "no verdict: base and edit read different data"
+    differences = [edit.value - base.value for base, edit in done]
+    fresh = "fresh " * (stage == CONFIRMATION)
+    n_pairs = f"{len(done)} {fresh}pair{'s' * (len(done) > 1)}"
+    if not names and all(base.losses == edit.losses for base, edit in done):
         return f"the same, bit for bit ({n_pairs})"
-    differences = [edit.value - base.value for base, edit in pairs]
-    mean, half = fmean(differences), interval(differences)
-    before, after = fmean(base.value for base, _ in pairs), fmean(edit.value for _, edit in pairs)
-    values = f"{config.metric} {before:.5g} → {after:.5g}"
-    higher = config.higher or bool(HIGHER_IS_BETTER.search(config.metric))
-    verdict = f"{'better' if higher == (mean > 0) else 'worse'} by {abs(mean):.2g}"
-    if len(pairs) == 1:
-        return f"{values}, {verdict} (1 pair: no interval)"
-    if half < abs(mean):
-        agreeing = sum(difference * mean > 0 for difference in differences)
-        of_seeds = f"{agreeing} of {len(pairs)} seeds"
-        return f"{values}, {verdict} ± {half:.2g} (95 %, {n_pairs}), {of_seeds}"
-    enough = (n for n in range(2, MAX_PAIRS + 1) if interval(differences, n) < abs(mean))
-    needed = f"{next(enough, f'more than {MAX_PAIRS}')} pairs would show such a difference"
-    return f"{values}, not shown: {mean:+.2g} ± {half:.2g} (95 %, {n_pairs}); {needed}"
-
-
-def format_pairs(name: str, pairs: Mapping[int, Pair]) -> str:
-    """Return a table with a line per seed."""
-    lines = [f"seed | {BASE:>10} | {name:>10} | difference"]
-    for seed, (base, edit) in pairs.items():
-        values = f"{base.value:>10.5g} | {edit.value:>{max(10, len(name))}.5g}"
-        lines.append(f"{seed:>4} | {values} | {edit.value - base.value:+.2g}")
-    return "\n".join(lines)
-
-
-def draw(name: str, metric: str, pairs: Sequence[Pair], path: Path) -> Path:
-    """Plot the curves of all runs and, below, the mean paired difference with its interval."""
-    curves, below = new_axes(f"{name} and {BASE}: {len(pairs)} seeds", metric, "difference")
-    tokens = min((outcome.series.tokens for pair in pairs for outcome in pair), key=max)
-    columns = []
-    for base, edit in pairs:
-        curves.plot(*base.series, color=GRAY, linewidth=1.2)
-        curves.plot(*edit.series, color=BLUE, linewidth=1.2)
-        columns.append(np.interp(tokens, *edit.series) - np.interp(tokens, *base.series))
-    curves.lines[0].set_label(BASE)
-    curves.lines[1].set_label(name)
-    mean = np.mean(columns, axis=0)
-    below.axhline(0, color=GRAY, linewidth=1)
-    below.plot(tokens, mean, color=BLUE, linewidth=1.8)
-    if len(pairs) > 1:
-        half = [interval(differences) for differences in zip(*columns, strict=True)]
-        below.fill_between(tokens, mean - half, mean + half, color=BLUE, alpha=0.15, linewidth=0)
-    return save_figure(curves, path)
+    before, after = fmean(base.value for base, _ in done), fmean(edit.value for _, edit in done)
+    shown = f"{fmean(differences):+.2g} ± {interval(differences):.2g} (95 %, {n_pairs})"
+    if len(done) == 1:
+        shown = f"{differences[0]:+.2g} (1 pair: no interval)"
+    if names:
+        result = f"not better: {names}; otherwise {shown}"
+    elif stage == CONFIRMATION:
+        words = verdict(differences, config.least, config.is_higher_better)
+        result = f"{words}: {shown}"
+    else:
+        result = f"screened: {shown}"
+    return f"{config.metric} {before:.5g} → {after:.5g}, {result}"
 
 
 # --- command line -----------------------------------------------------------------------------
@@ -310,64 +430,69 @@ def main() -> None:
 
 
 def compare(config: TrialConfig, flags: Sequence[str]) -> None:
-    """Train what is missing; then print a table and an answer, and draw a figure, for each edit."""
-    settings = check_flags(flags)
-    device = select_device(settings.device)
-    n_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(n_gpus)))
-    gpus = visible.split(",")[:n_gpus]
-    jobs = config.jobs or len(gpus) or usable_cores()
-    if WORKTREE not in config.edit and git("status", "--porcelain"):
+    """Measure, tune, screen and confirm as the flags say; then print an answer for each edit."""
+    if find_spec("scipy") is None:
+        raise UserError("trials require scipy: install it with python -m pip install scipy")
+    if config.list:
+        print(*list_trials(), sep="\n")
+        return
+    if all(split_edit(edit)[0] != WORKTREE for edit in config.edit) and git(
+        "status", "--porcelain"
+    ):
         print("note: the base is the last commit, without this checkout's uncommitted changes")
+    print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        base, *edits = variants = build_variants(config, flags, Path(scratch))
-        folder = TRIALS / (config.name or base.digest)
-        path = folder / "trial.json"
-        trial = read_json(path) if path.exists() else {"finished": [], "edits": {}}
-        trial |= {"device": device_label(device), **provenance(), "settings": settings.saved()}
+        base, *edits = build_variants(config.base, config.edit, (*OFF, *flags), Path(scratch))
+        for setting in config.tune:
+            scaled(base, setting, 1)  # raise before the first run
+        trial = start_trial(config, flags, base, edits)
+        pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
+        if config.cost or config.equal_time:
+            trial.measure_costs(base, {key: edit for key, (_, edit) in pairs.items()})
+            trial.save()
+        if config.equal_time:
+            pairs = {key: trial.with_equal_time(key, *pair) for key, pair in pairs.items()}
+        for setting in config.tune:
+            tuned = trial.tune([version for pair in pairs.values() for version in pair], setting)
+            pairs = {key: (tuned[a.digest], tuned[b.digest]) for key, (a, b) in pairs.items()}
         seeds = range(1, config.seeds + 1)
-        runs = {v.run_name(seed): (v, seed) for seed in seeds for v in variants}
-        missing = {name: runs[name] for name in runs if name not in trial["finished"]}
-        print(f"{folder}: {len(missing)} runs, {jobs} at a time", flush=True)
-        for name, error in train(missing, jobs, gpus, folder):
-            if error is None:
-                trial["finished"].append(name)
-                write_json(path, trial)
-            print(f"{name}: {f'failed: {error}' if error else 'finished'}", flush=True)
-    remarks = " (unreliable: the runs shared its cores)" if jobs > max(1, len(gpus)) else ""
-    if gpus and not settings.deterministic:
-        remarks += "; a GPU repeats losses bit for bit only with --deterministic"
-    answers = []
+        before = next(iter(pairs.values()))[0]
+        print(known := trial.power(before, seeds), end="", flush=True)
+        answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
+        print(known or trial.power(before, seeds), end="", flush=True)
+        if config.confirm:
+            chosen = {key: pairs[key] for key in pairs if trial.may_be_confirmed(answers[key])}
+            answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))
+    print(*(f"{edit.name}: {answers[key]['text']}" for key, (_, edit) in pairs.items()), sep="\n")
+
+
+def start_trial(
+    config: TrialConfig, flags: Sequence[str], base: Variant, edits: Sequence[Variant]
+) -> Trial:
+    """Open the ledger of the base, and add the edits; print what is unusual about the runs."""
+    steps, warmup = base.settings["max_steps"], base.settings["warmup_steps"] or 0
+    if warmup > steps / 4:
+        fix = f"use --warmup-steps {default_warmup_steps(steps)}"
+        print(f"note: {warmup} of {steps} steps are warm-up: {fix}")
+    gpus = list[str]()
+    if select_device(base.settings["device"]).type == "cuda":
+        every = map(str, range(torch.cuda.device_count()))
+        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(every)).split(",")
+        if not base.settings["deterministic"]:
+            print("note: a GPU repeats losses bit for bit only with --deterministic")
+    if base.settings["compile"]:
+        print("note: compiling takes about a minute for each version, without a line of output")
+    folder = TRIALS / base.digest
+    ledger: dict[str, Any] = {"edits": {}, "confirmations": {}} | read_ledger(folder)
+    commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD")}
+    ledger["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
     for edit in edits:
-        outcomes = dict[int, Pair]()
-        for seed in seeds:
-            before, after = folder / base.run_name(seed), folder / edit.run_name(seed)
-            if {before.name, after.name} <= set(trial["finished"]):
-                pair = read_outcome(before, config.metric), read_outcome(after, config.metric)
-                outcomes[seed] = pair
-        if not outcomes:
-            answers.append(f"{edit.name}: no answer: no pair of runs is complete")
-            continue
-        print(format_pairs(edit.name, outcomes))
-        pairs = [*outcomes.values()]
-        print(draw(edit.name, config.metric, pairs, folder / f"{edit.name}.png"))
-        ratio = fmean(after.step_ms / before.step_ms for before, after in pairs)
-        answer = f"{describe(config, pairs)}; {ratio:.2f} × the time{remarks}"  # noqa: RUF001
-        answers.append(f"{edit.name}: {answer}")
-        values = {seed: [o.value for o in pair] for seed, pair in outcomes.items()}
-        patch, own_flags = git("diff", base.tree, edit.tree), edit.flags[len(flags) :]
-        described = {"answer": answer, "patch": patch, "flags": own_flags}
-        trial["edits"][edit.name] = described | {config.metric: values}
-    write_json(path, trial)
-    print(*answers, sep="\n")
-
-
-def check_flags(flags: Sequence[str]) -> TrainConfig:
-    """Return the settings of `train_gpt2.py`; raise if a flag is invalid or set by the trial."""
-    given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
-    if taken := sorted(given & {flag_of(name) for name in SET_BY_TRIAL}):
-        raise UserError(f"leave out {', '.join(taken)}: set by the trial for each run")
-    return parse_config(flags)[0]
+        known = ledger["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
+        known |= {"name": edit.name, "patch": git("diff", base.tree, edit.tree)}
+        known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
+    trial = Trial(config, folder, ledger, gpus)
+    trial.save()
+    return trial
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 MODEL_FILES = ("model.py", "ops.py", "cpu_attention.py")  # they determine what a model computes
 CORE_FILES = (
     *("train_gpt2.py", "evaluation.py", "parallel.py", *MODEL_FILES),
-    *("dataloader.py", "lr_schedule.py", "optimizers.py", "spelling.py", "training/config.py"),
+    *("dataloader.py", "lr_schedule.py", "optimizers.py", "spelling.py"),
+    *("runtime/permutation.py", "training/config.py"),
 )
 
 

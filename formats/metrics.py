@@ -59,14 +59,20 @@ def read_metrics(path: str | Path) -> Records:
 
     Incomplete lines, left by a killed process, are skipped. Where a run resumed from a step, the
     earlier records of later steps are dropped, because these steps were repeated. If an evaluation
-    was repeated at the step itself, its new values replace the earlier ones.
+    was repeated at the step itself, its new values replace the earlier ones. Where a run went on
+    with other validation windows, the earlier validation losses are left out.
 
     Returns:
         The records in the order they were logged, each with its `step`: at most one training record
         and one evaluation record per step.
     """
     records: dict[tuple[int, bool], dict[str, Any]] = {}
+    validated = None
     for record in _read_lines(path):
+        before, validated = validated, record.get("val_fingerprint", validated)
+        if before not in (None, validated):
+            for earlier in records.values():
+                earlier.pop("val_loss", None), earlier.pop("val_bpb", None)
         if isinstance(start := record.get("resumed_from"), int):
             records = {key: earlier for key, earlier in records.items() if key[0] <= start}
         elif isinstance(step := record.get("step"), int):

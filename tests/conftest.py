@@ -92,7 +92,7 @@ def tiny_flags(tiny_data, tmp_path):
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A repository with one commit, this project's files; the working directory is its parent."""
-    from bench import trial
+    from bench import variants
 
     folder = tmp_path / "checkout"
     folder.mkdir()
@@ -103,7 +103,7 @@ def checkout(tmp_path, monkeypatch):
     identity = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
     for command in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "base"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
-    monkeypatch.setattr(trial, "ROOT", folder)
+    monkeypatch.setattr(variants, "ROOT", folder)
     monkeypatch.chdir(tmp_path)
     return folder
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -196,10 +197,16 @@ def fork_trainers(monkeypatch, commands, module):
     def run_python(script, *args, seconds=None, log=None, is_done=None, folder=None, **environment):
         if folder:
             return run_fresh(script, *args, seconds=600, folder=folder, is_done=is_done)
+        ranks = 1
+        if args[:2] == ("torch.distributed.run", "--standalone"):
+            ranks = int(args[2].removeprefix("--nproc_per_node="))
+            script, *args = args[3:]
         if script == "-m":
             module, *args = args
             script = module.replace(".", "/") + ".py"
-        done = commands.run(ROOT / script, *args, **environment | NO_COMPILER)
+        environment |= NO_COMPILER
+        run = partial(commands.run_ranks, ranks) if ranks > 1 else commands.run
+        done = run(ROOT / script, *args, **environment)
         if done.code:
             raise UserError(done.stderr)
         return done.stdout

@@ -1,4 +1,6 @@
 import json
+import math
+import os
 import socket
 import sys
 from functools import partial
@@ -13,8 +15,10 @@ import model
 from bench import __main__ as bench
 from bench import measurement, plain
 from bench.__main__ import PRODUCT, BenchConfig, Setup, peers, read_rates, run_tests
+from bench.idle import idle_part
 from bench.measurement import (
     RUN_SECONDS,
+    TORCHRUN,
     format_results,
     measure_in_turn,
     run_python,
@@ -66,20 +70,34 @@ def test_measure_in_turn_takes_each_once_per_round_and_goes_on_after_a_failure(c
     assert capsys.readouterr().out.splitlines()[1].endswith("| no folder PATH")
 
 
-def test_measure_in_turn_divides_the_time_that_is_left(monkeypatch):
-    clock, limits = [1000.0], []
+def test_measure_in_turn_names_what_it_has_no_time_for(monkeypatch):
+    clock, limits = [1000.0], {}
     monkeypatch.setattr(measurement, "monotonic", lambda: clock[0])
 
-    def measure(fraction, seconds):
-        limits.append(seconds)
-        clock[0] += fraction * seconds
+    def measure(label, takes, seconds):
+        limits[label] = seconds
+        clock[0] += min(takes, seconds)
         return {}
 
-    fractions = {"slow": 1, "fast": 0.25, "slow too": 1}
-    measures = {label: partial(measure, fraction) for label, fraction in fractions.items()}
-    list(measure_in_turn(measures, 1, seconds=120))
-    assert limits == [40, 40, 70]
+    takes = {"first": 10, "hangs": math.inf, "hangs too": math.inf, "last": 1}
+    measures = {label: partial(measure, label, each) for label, each in takes.items()}
+    *_, (_, failures) = measure_in_turn(measures, 1, seconds=120)
+    assert limits == {"first": 60, "hangs": 60, "hangs too": 50}
+    assert failures == {"last": "not run: no time was left"}
     assert clock[0] == 1120
+
+
+@pytest.mark.parametrize(
+    ("kernels", "idle"),
+    [
+        ([(0, 4)], 0),
+        ([(5, 6), (0, 4)], 1 / 6),
+        ([(0, 10), (1, 2), (3, 4), (12, 20)], 2 / 20),  # a stream beside another
+        ([(0, 2), (2, 3), (2.5, 4), (8, 10)], 4 / 10),
+    ],
+)
+def test_idle_is_the_part_without_any_kernel(kernels, idle):
+    assert idle_part(kernels) == pytest.approx(idle)
 
 
 def test_format_results_compares_medians_with_the_first_label():
@@ -109,6 +127,9 @@ def test_run_python_returns_all_output_and_raises_with_the_last_line():
     assert run_python("-c", text) == "out\nerr\nend\n"
     with pytest.raises(ValueError, match=r"^a reason\n"):
         run_python("-c", "print('out'); raise SystemExit('error: a reason')")
+    failed = "import os, sys; print('[rank1]: UserError: because'); print('===='); sys.exit(1)"
+    with pytest.raises(ValueError, match=r"^UserError: because\n"):
+        run_python("-c", failed)
     with pytest.raises(ValueError, match=r"^killed by signal 9: out of memory"):
         run_python("-c", "import os; os.kill(os.getpid(), 9)")
 
@@ -122,6 +143,17 @@ def test_run_python_ends_a_child_with_its_own_children(ends_by, tmp_path, monkey
     else:
         is_done = lambda output: output.count("x") == 2  # noqa: E731
         assert run_python("-c", hanging.program, seconds=600, is_done=is_done) == "x\nx\n"
+    assert hanging.is_over()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="torchrun's processes are found by their pipe")
+def test_run_python_ends_the_processes_of_torchrun(tmp_path):
+    hanging = HangingProgram(tmp_path)
+    script = tmp_path / "hangs.py"
+    script.write_text(hanging.program)
+    launcher = ("-m", TORCHRUN, "--standalone", "--nproc_per_node=1")
+    output = run_python(*launcher, script, is_done=lambda _: hanging.hangs())
+    assert "x" in output
     assert hanging.is_over()
 
 
@@ -198,9 +230,10 @@ def test_gpu_check_measures_the_ladder_the_defaults_and_larger_models(call, tiny
     assert {"flash attention", "padded vocabulary", "fused AdamW"} <= {*rows}
     assert not {"TF32", "compile"} & {*rows}
     assert [*measured["results"]] == [
-        *("float32", *rows, PRODUCT, "--optimizer=muon"),
+        *(PRODUCT, "idle", "--optimizer=muon"),
         "--size=gpt2-xl --total-batch-size=1024",
         "--block-size=1024 --total-batch-size=1024",
+        *("float32", *rows),
     ]
     for values in measured["results"].values():
         assert [*values] == ["tokens/s", "peak GiB"]
@@ -209,6 +242,15 @@ def test_gpu_check_measures_the_ladder_the_defaults_and_larger_models(call, tiny
     assert measured["model"]["block_size"] == 8
     for private in (str(tiny_data), str(ROOT), "/nonexistent", socket.gethostname()):
         assert private in ("localhost", *file["device"].split()) or private not in str(file)
+
+
+def test_gpu_check_compares_one_gpu_with_all(call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    file, _ = call("--gpu")
+    results = file["gpu"]["results"]
+    rows = ("2 GPUs", "idle", "--optimizer=muon", "2 GPUs --optimizer=muon")
+    assert [*results] == [PRODUCT, *rows, "2 GPUs --parallel=fsdp"]
+    assert all(values["tokens/s"][0] > 0 for values in results.values())
 
 
 def test_peer_is_compared_with_the_defaults(call):

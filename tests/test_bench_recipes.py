@@ -2,17 +2,19 @@ import itertools
 import json
 import math
 import re
+import shlex
+import shutil
 import sys
 
 import pytest
 from conftest import ROOT
 
-from bench import recipes
+from bench import recipes, trial
 from bench.recipes import PUBLISHED_STEPS, RECIPES, SCALES, Scale, first_merges, scaled
 from formats.metrics import read_metrics
 from runtime.files import read_json, write_json
 from tokenizer import VOCAB_SIZE, gpt2_encoding
-from training.config import read_recipe
+from training.recipe import read_recipe
 
 TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 180
 
@@ -29,12 +31,17 @@ def test_command_compares_recipes_on_a_small_model(checkout, tmp_path, monkeypat
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
 
     def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["recipes.py", "--source=text.txt", "--seeds=1", *flags])
+        monkeypatch.setattr(sys, "argv", ["recipes.py", "--source=text.txt", *flags])
         recipes.main()
         return capsys.readouterr().out
 
-    assert "\nmine: val_loss 6." in call("--recipe=mine.json", "--jobs=1")
-    runs = sorted((tmp_path / "runs/trials/S29").glob("*/metrics.jsonl"))
+    next_command = shlex.split(call("--recipe=mine.json"))
+    assert next_command[:4] == ["next:", "python", "-m", "bench.trial"]
+    shutil.copytree(checkout / "bench", "bench")  # the command is one of the project's folder
+    monkeypatch.setattr(sys, "argv", [*next_command[3:], "--seeds=1", "--jobs=1"])
+    trial.main()
+    assert "\nmine: val_loss 6." in capsys.readouterr().out
+    runs = sorted((tmp_path / "runs/trials").glob("*/*/metrics.jsonl"))
     assert [path.parent.name.split("-")[0] for path in runs] == ["base", "mine"]
     first = read_metrics(runs[0])[0]["val_loss"]
     assert first == pytest.approx(math.log(2048), abs=0.5)  # of its vocabulary, well begun

@@ -47,8 +47,8 @@ def test_hash_changes_if_the_code_does(text, replacement, is_same):
 def test_hashes_are_of_the_code_that_runs_and_not_of_later_edits(tmp_path, monkeypatch):
     monkeypatch.setattr(code_hashes, "ROOT", tmp_path)
     code_hashes.code_hashes.cache_clear()
-    (tmp_path / "training").mkdir()
     for file in CORE_FILES:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
     CheckpointWriter(None)
     (tmp_path / "model.py").write_text("x = 1\n")

@@ -159,11 +159,8 @@ def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
 
 
 @needs_two
-@pytest.mark.parametrize(
-    ("optimizer", "more"),
-    [("adamw", []), ("muon", ["--parallel=fsdp", "--cpu-offload"])],
-    ids=["adamw, DDP", "muon, offloaded"],
-)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("more", [[], ["--parallel=fsdp"], ["--parallel=fsdp", "--cpu-offload"]])
 def test_two_gpus_train_as_one(commands, tiny_flags, tmp_path, optimizer, more):
     flags = [*tiny_flags, "--device=cuda", "--micro-batch-size=2", "--no-compile"]
     flags.append(f"--optimizer={optimizer}")
@@ -173,3 +170,20 @@ def test_two_gpus_train_as_one(commands, tiny_flags, tmp_path, optimizer, more):
     first, second = (series(tmp_path / "runs" / run, "train_loss") for run in ("one", "two"))
     assert first.keys() == second.keys()
     assert max(abs(first[step] - second[step]) for step in first) < 1e-3  # TF32
+
+
+@needs_two
+def test_run_moves_between_one_gpu_and_all(commands, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--device=cuda", "--micro-batch-size=1", "--optimizer=muon"]
+    flags += [f"--total-batch-size={32 * 8 * GPUS}"]
+    whole = commands.run("train_gpt2", *flags, "--run-name=whole")
+    assert whole.code == 0, whole.stderr
+    middle = tmp_path / "runs/whole/checkpoints/step_00000004"
+    for more in ([], ["--parallel=fsdp"]):
+        name = f"rest{len(more)}"
+        rest = [*flags, *more, f"--run-name={name}", f"--resume={middle}"]
+        done = commands.run_ranks(GPUS, "train_gpt2", *rest)
+        assert done.code == 0, done.stderr
+        first, second = (series(tmp_path / "runs" / r, "train_loss") for r in ("whole", name))
+        assert second.keys() == {5, 6, 7, 8}
+        assert max(abs(first[step] - second[step]) for step in second) < 1e-3  # TF32

@@ -16,6 +16,7 @@ from dataloader import (
     permute,
     to_batch,
     validation_batches,
+    validation_fingerprint,
 )
 from ops import IGNORE_INDEX
 from runtime.distributed import DistInfo
@@ -193,9 +194,19 @@ def validation_targets(data_dir, max_tokens, rank=0, world_size=1):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_validation_batches_cover_the_same_tokens_at_every_world_size(data_dir, world_size):
+    """25 of the split's 62 windows, from its start to near its end."""
     ranks = [[*validation_targets(data_dir, 200, r, world_size)] for r in range(world_size)]
-    assert sorted(itertools.chain(*itertools.chain(*ranks))) == list(range(1, 201))
+    starts = [i * 62 // 25 * T for i in range(25)]
+    expected = [start + 1 + i for start in starts for i in range(T)]
+    assert sorted(itertools.chain(*itertools.chain(*ranks))) == expected
     assert len({len(batches) for batches in ranks}) == 1
+
+
+def test_validation_fingerprint_names_the_windows_of_a_part(data_dir):
+    shards = open_shards(data_dir, "val")
+    assert validation_fingerprint(shards, T, 496) == shards.fingerprint
+    found = validation_fingerprint(shards, T, 200)
+    assert found == f"{shards.fingerprint} (25 of 62 windows, spread)"
 
 
 def test_validation_batches_take_what_there_is(data_dir):

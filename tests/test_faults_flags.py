@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.cli import parse_flags, usable_settings
-from training.config import ABOVE_ZERO, TrainConfig, config_from_settings
+from training.config import ABOVE_ZERO, TrainConfig
+from training.recipe import config_from_settings
 
 FLAGS = [field.name for field in fields(TrainConfig)]
 NUMBERS = [

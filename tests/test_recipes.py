@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 from conftest import ROOT
 
-from training.config import TrainConfig, read_recipe
+from training.config import TrainConfig
+from training.recipe import read_recipe
 
 RECIPES = sorted((ROOT / "recipes").glob("*.json"))
 LADDER = [path for path in RECIPES if re.fullmatch(r"gpt2-\d\d?m", path.stem)]

@@ -37,7 +37,7 @@ from corpus.shards import open_shards
 from dataloader import Batch
 from formats.checkpoint import CheckpointWriter, verify_checkpoint
 from formats.load import latest_checkpoint, load_model
-from formats.metrics import STANDARD_METRICS, read_metrics
+from formats.metrics import STANDARD_METRICS, logged_values, read_metrics
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
 from parallel import SINGLE_PROCESS
@@ -398,6 +398,7 @@ def test_main_never_saves_weights_that_are_not_finite(tiny_flags, copied):
     stopped = r"\.weight is not finite after step 9, .*last checkpoint step_00000008, resume with"
     with pytest.raises(FloatingPointError, match=stopped):
         main(flags)
+    assert logged_values(copied / "metrics.jsonl", "diverged_step") == [9]
     assert latest_checkpoint(copied) == saved
     verify_checkpoint(saved)
 
@@ -636,6 +637,7 @@ def test_main_saves_nothing_that_follows_from_numbers_that_are_not_finite(
         main([*tiny_flags, "--run-name=a", "--checkpoint-every=2", "--val-every=0"])
     assert len(steps) == 2 * 4  # the work of step 4 was queued before step 3 was read
     assert latest_checkpoint(tmp_path / "runs/a").name == "step_00000002"
+    assert logged_values(tmp_path / "runs/a/metrics.jsonl", "diverged_step") == [3]
 
 
 @pytest.mark.gpt2

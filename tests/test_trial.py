@@ -5,44 +5,33 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from threading import Thread
 
 import numpy as np
 import pytest
 from conftest import TINY_RUN
 
 from bench import trial
-from bench.trial import (
-    MAX_PAIRS,
-    T_QUANTILES,
-    Outcome,
-    TrialConfig,
-    build_variants,
-    describe,
-    interval,
-)
-from formats.metrics import Series
+from bench.ledger import CONFIRMATION, LEDGER_NAME, SCREENING, list_trials
+from bench.statistics import interval, pairs_needed, verdict
+from bench.trial import OFF, Result, Trial, TrialConfig, describe, scaled, start_trial
+from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
+from formats.load import RUN_LOCK_NAME
+from runtime.files import lock_folder
+
+CONFIG = TrialConfig(edit=("x",))
 
 
-def outcome(value, losses=()):
-    """The outcome of a run whose last value is `value`."""
-    return Outcome(Series(np.array([100.0]), np.array([value])), list(losses or [value]), 10.0)
+def result(value, losses=(), data=("a", "b")):
+    return Result("", value, list(losses) or [(1, value, value)], list(data))
 
 
-def pairs_of(*values):
-    return [(outcome(base), outcome(edit)) for base, edit in values]
+def failure(problem):
+    return Result(problem)
 
 
-# --- the interval -----------------------------------------------------------------------------
-
-
-def test_quantiles_are_students():
-    """The distribution function of t with n degrees of freedom is 0.975 at each quantile."""
-    for n, quantile in enumerate(T_QUANTILES, start=1):
-        x = np.linspace(0, quantile, 20_001)
-        density = np.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
-        density = density * (1 + x**2 / n) ** (-(n + 1) / 2)
-        assert np.trapezoid(density, x) == pytest.approx(0.475, abs=5e-5)
-    assert MAX_PAIRS == 30
+# --- statistics -------------------------------------------------------------------------------
 
 
 def test_interval_is_the_paired_one_of_a_textbook():
@@ -50,56 +39,184 @@ def test_interval_is_the_paired_one_of_a_textbook():
     assert np.mean(differences) == pytest.approx(0.75)
     assert interval(differences) == pytest.approx(1.28, abs=0.005)  # -0.53 to 2.03
     assert interval([0.5]) == math.inf
-    assert interval(differences, 30) < interval(differences, 11) < interval(differences)
+
+
+@pytest.mark.parametrize(("effect", "n"), [(0.5, 34), (0.8, 15), (1.0, 10), (2.0, 5)])
+def test_pairs_needed_are_those_of_published_tables(effect, n):
+    """One-sample t tests, two-sided at 5 % with 80 % power: G*Power's numbers."""
+    base = [0.0, 1.0]  # a standard deviation of sqrt(1/2), so 1 for differences
+    assert pairs_needed(base, effect) == n
+    assert pairs_needed(base, 0.01) == 1000  # or more
 
 
 @pytest.mark.parametrize(
-    ("config", "values", "line"),
+    ("differences", "higher", "words"),
+    [
+        ([-0.02, -0.03, -0.025], False, "better"),
+        ([-0.02, -0.03, -0.025], True, "worse"),
+        ([-0.02, 0.03, 0.0], False, "not shown"),
+        ([-0.002, -0.003, -0.0025], False, "equivalent within 0.01"),  # it excludes 0
+        ([0.001, -0.001, 0.002], False, "equivalent within 0.01"),
+        ([-0.5], False, "not shown"),
+    ],
+)
+def test_verdict_is_what_the_interval_shows(differences, higher, words):
+    assert verdict(differences, 0.01, higher) == words
+
+
+BETTER = [(2.60, 2.58), (2.62, 2.61), (2.61, 2.59)]
+
+
+@pytest.mark.parametrize(
+    ("config", "stage", "values", "line"),
     [
         (
             {},
-            [(2.60, 2.58), (2.62, 2.61), (2.61, 2.59)],
-            "val_loss 2.61 → 2.5933, better by 0.017 ± 0.014 (95 %, 3 pairs), 3 of 3 seeds",
+            SCREENING,
+            BETTER,
+            "val_loss 2.61 → 2.5933, screened: -0.017 ± 0.014 (95 %, 3 pairs)",
+        ),
+        (
+            {},
+            CONFIRMATION,
+            BETTER,
+            "val_loss 2.61 → 2.5933, better: -0.017 ± 0.014 (95 %, 3 fresh pairs)",
         ),
         (
             {"metric": "hellaswag_acc"},
+            CONFIRMATION,
             [(0.25, 0.20), (0.25, 0.21)],
-            "hellaswag_acc 0.25 → 0.205, not shown: -0.045 ± 0.064 (95 %, 2 pairs); 3 pairs would "
-            "show such a difference",
+            "hellaswag_acc 0.25 → 0.205, not shown: -0.045 ± 0.064 (95 %, 2 fresh pairs)",
         ),
         (
             {"metric": "score", "higher": True},
+            CONFIRMATION,
             [(1.0, 2.0), (1.0, 2.1)],
-            "score 1 → 2.05, better by 1.1 ± 0.64 (95 %, 2 pairs), 2 of 2 seeds",
+            "score 1 → 2.05, better: +1.1 ± 0.64 (95 %, 2 fresh pairs)",
         ),
-        ({"metric": "score"}, [(1.0, 2.0)], "score 1 → 2, worse by 1 (1 pair: no interval)"),
         (
-            {},
-            [(1.0, 1.5), (1.0, 0.5)],
-            "val_loss 1 → 1, not shown: +0 ± 6.4 (95 %, 2 pairs); more than 30 pairs would show "
-            "such a difference",
+            {"metric": "score"},
+            SCREENING,
+            [(1.0, 2.0)],
+            "score 1 → 2, screened: +1 (1 pair: no interval)",
         ),
     ],
 )
-def test_answer_says_what_was_shown(config, values, line):
-    assert describe(TrialConfig(edit=("x",), **config), pairs_of(*values)) == line
+def test_only_a_confirmation_has_a_verdict(config, stage, values, line):
+    pairs = [(result(base), result(edit)) for base, edit in values]
+    assert describe(replace(CONFIG, **config), stage, pairs) == line
+
+
+def test_answer_names_every_failed_run_and_is_not_better():
+    pairs = [(result(base), result(edit)) for base, edit in BETTER]
+    diverged = failure("x diverged with seed 2 in step 7")
+    text = describe(CONFIG, CONFIRMATION, [pairs[0], (pairs[1][0], diverged), pairs[2]])
+    assert ", not better: x diverged with seed 2 in step 7; otherwise -0.02 ± 0 (" in text
+    of_base = failure("base diverged with seed 3 in step 1")
+    text = describe(CONFIG, CONFIRMATION, [pairs[0], (of_base, diverged), pairs[2]])
+    assert text == f"no verdict: {of_base.problem}; {diverged.problem}"
+    crashed = failure("x failed with seed 1: no memory")
+    assert describe(CONFIG, SCREENING, [(pairs[0][0], crashed), *pairs[1:]]) == (
+        f"no verdict: {crashed.problem}"
+    )
+    other = [(result(2.6), result(2.5, data=("other", "b")))]
+    assert describe(CONFIG, SCREENING, other) == "no verdict: base and edit read different data"
 
 
 def test_only_equal_losses_are_the_same_bit_for_bit():
-    base, same = outcome(2.0, [(1, 3.0, None), (2, None, 2.0)]), outcome(2.0, [(1, 3.0, None)])
-    config = TrialConfig(edit=("x",))
-    assert describe(config, [(base, base)]) == "the same, bit for bit (1 pair)"
-    assert "bit for bit" not in describe(config, [(base, base), (base, same)])
+    base, same = result(2.0, [(1, 3.0, None), (2, None, 2.0)]), result(2.0, [(1, 3.0, None)])
+    assert describe(CONFIG, SCREENING, [(base, base)]) == "the same, bit for bit (1 pair)"
+    assert "bit for bit" not in describe(CONFIG, SCREENING, [(base, base), (base, same)])
 
 
-# --- the command ------------------------------------------------------------------------------
+# --- versions ---------------------------------------------------------------------------------
 
 
-def write_patch(checkout, name, path, old, new):
-    """Write a patch that replaces a text in a file of the checkout."""
-    text = (checkout / path).read_text()
-    assert old in text
-    (checkout / path).write_text(text.replace(old, new, 1))
+def variant(name=BASE, **settings):
+    settings = {"max_lr": 0.004, "min_lr": 0.001, "max_steps": 200, "warmup_steps": None} | settings
+    settings |= {"device": "cpu", "compile": False}
+    return Variant(name, None, "", (), settings, {})
+
+
+def test_tuning_multiplies_a_setting_and_keeps_the_ratio_of_min_lr():
+    half = scaled(variant(), "max_lr", 0.5)
+    assert half.flags == ("--max-lr=0.002", "--min-lr=0.0005")
+    assert half.settings["max_lr"] == 0.002
+    assert half.digest != variant().digest == scaled(variant(), "max_lr", 1.0).digest
+    assert scaled(variant(), "max_steps", 0.5).flags == ("--max-steps=100",)
+    for name in ("warmup_steps", "compile", "nothing"):
+        with pytest.raises(ValueError, match=f"--tune {name} is (None|False), not a number above"):
+            scaled(variant(), name, 2.0)
+
+
+def test_slower_version_gets_fewer_steps_if_a_difference_was_measured(tmp_path):
+    base, edit = variant(), variant("x")
+
+    def steps(*cost):
+        opened = Trial(CONFIG, tmp_path, {"edits": {"x": {"cost": cost}}}, [])
+        pair = opened.with_equal_time("x", base, edit)
+        return [version.settings["max_steps"] for version in pair]
+
+    assert steps(1.25, 0.1) == [200, 160]
+    assert steps(0.5, 0.1) == [100, 200]
+    assert steps(1.25, 0.3) == [200, 200]  # nothing but noise
+    with pytest.raises(ValueError, match="x did not run to measure its speed"):
+        Trial(CONFIG, tmp_path, {"edits": {"x": {}}}, []).with_equal_time("x", base, edit)
+
+
+def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
+    edits = {name: (variant(), variant(name, max_lr=lr)) for name, lr in (("a", 1), ("b", 2))}
+    ledger = {"edits": {}, "confirmations": {}}
+
+    def seeds(*names, confirm=3, **config):
+        opened = Trial(replace(CONFIG, confirm=confirm, **config), tmp_path, ledger, [])
+        return opened.fresh_seeds({name: edits[name] for name in names})
+
+    first = {"a": [1001, 1002, 1003]}
+    assert seeds("a") == seeds("a") == first
+    assert seeds("a", "b") == first | {"b": [1004, 1005, 1006]}
+    assert seeds("a", confirm=2) == {"a": [1007, 1008]}
+    assert seeds("a", metric="other") == {"a": [1009, 1010, 1011]}
+    assert json.loads((tmp_path / LEDGER_NAME).read_text()) == ledger
+
+
+def test_edits_that_are_better_by_the_smallest_effect_are_confirmed(tmp_path):
+    def chosen(mean, text="screened", higher=False, **config):
+        opened = Trial(replace(CONFIG, **config), tmp_path, {}, [])
+        return opened.may_be_confirmed({"mean": mean, "text": text, "higher": higher})
+
+    assert chosen(-0.01)
+    assert chosen(0.01, higher=True)
+    assert not chosen(-0.009)
+    assert chosen(0.5, confirm_all=True, confirm=2)
+    assert not chosen(None, confirm_all=True, confirm=2)  # a run diverged
+    assert not chosen(0.0, "the same, bit for bit", confirm_all=True, confirm=2)
+
+
+def test_warm_up_that_is_half_of_the_run_is_noted(tmp_path, monkeypatch, checkout, capsys):
+    start_trial(CONFIG, [], variant(warmup_steps=100), [])
+    assert "note: 100 of 200 steps are warm-up: use --warmup-steps 20\n" in capsys.readouterr().out
+    start_trial(CONFIG, [], variant(warmup_steps=20), [])
+    assert "warm-up" not in capsys.readouterr().out
+
+
+def test_an_edit_is_a_path_with_files_and_flags():
+    flags = ("--optimizer=lion", "--max-lr=1e-4")
+    assert split_edit("a/lion.patch --optimizer=lion --max-lr=1e-4") == ("a/lion.patch", [], flags)
+    assert split_edit("worktree table.json --n-layer 3") == (
+        "worktree",
+        ["table.json"],
+        ("--n-layer", "3"),
+    )
+
+
+def write_patch(checkout, name, path, *replacements):
+    """Write a patch that replaces texts in a file of the checkout."""
+    text = changed = (checkout / path).read_text()
+    for old, new in replacements:
+        assert old in text
+        changed = changed.replace(old, new, 1)
+    (checkout / path).write_text(changed)
     diff = subprocess.check_output(["git", "diff"], cwd=checkout)
     (checkout / path).write_text(text)
     (checkout.parent / name).write_bytes(diff)
@@ -108,100 +225,248 @@ def write_patch(checkout, name, path, old, new):
 
 @pytest.fixture
 def flags(tiny_data):
-    """Flags of a trial of tiny runs, named t."""
-    return [
-        *(*TINY_RUN, f"--data-dir={tiny_data}", "--max-steps=4", "--val-every=2"),
-        *("--name=t", "--jobs=1"),
-    ]
+    """Flags of tiny runs."""
+    return [*TINY_RUN, f"--data-dir={tiny_data}", "--max-steps=4", "--val-every=2"]
 
 
 @pytest.mark.slow
-def test_interrupted_trial_continues_and_compares_each_edit(
+def test_a_run_is_named_after_what_its_flags_mean(flags, checkout, tmp_path, tiny_data):
+    data = shutil.copytree(tiny_data, tmp_path / "data")
+    (tmp_path / "recipe.json").write_text('{"max_lr": 0.004}')
+    flags = [*flags, f"--data-dir={data}"]
+
+    def digest(*more):
+        return new_variant(BASE, (checkout, "tree", "hash"), [*flags, *more]).digest
+
+    named = digest("--config=recipe.json")
+    assert digest("--max_lr", "4e-3", "--config=recipe.json") == named
+    (tmp_path / "recipe.json").write_text('{"max_lr": 0.0004}')
+    assert digest("--config=recipe.json") != named
+    (tmp_path / "recipe.json").write_text('{"max_lr": 0.004}')
+    tokens = np.load(data / "val_000000.npy")
+    np.save(data / "val_000000.npy", tokens[::-1])
+    assert digest("--config=recipe.json") != named
+    np.save(data / "val_000000.npy", tokens)
+    found = new_variant(BASE, (checkout, "tree", "hash"), [*flags, "--config=recipe.json"])
+    assert found.digest == named
+    assert {"torch", "python"} <= found.conditions["versions"].keys()
+    for name, value in (("device", "H100"), ("threads", 2), ("versions", {}), ("code", "")):
+        assert found._replace(conditions=found.conditions | {name: value}).digest != named
+
+
+@pytest.mark.slow
+def test_settings_are_those_of_the_patched_code(flags, checkout, tmp_path):
+    """A patch may add a setting, for its own flags and for a JSON file on top of it."""
+    setting = '    cooling: float = 0.5\n    """Cooling."""\n\n    val_every: int = 250\n'
+    patch = write_patch(
+        checkout, "cool.patch", "training/config.py", ("    val_every: int = 250\n", setting)
+    )
+    (tmp_path / "warm.json").write_text(
+        '{"about": "warmer", "cooling": 0.25, "seed": 5, "compile": true}'
+    )
+    (tmp_path / "variants").mkdir()
+    base, warm, flag = build_variants(
+        patch, ("warm.json", "base --cooling=0.75"), (*OFF, *flags), tmp_path / "variants"
+    )
+    assert [version.settings["cooling"] for version in (base, warm, flag)] == [0.5, 0.25, 0.75]
+    assert not warm.settings["compile"]  # as the base
+    assert flag.name == "cooling-0-75"
+    (tmp_path / "others").mkdir()
+    _, own = build_variants(None, (f"{patch} --cooling=1",), flags, tmp_path / "others")
+    assert own.settings["cooling"] == 1.0
+    (tmp_path / "third").mkdir()
+    with pytest.raises(ValueError, match=r"--edit warm\.json: unknown flag --cooling"):
+        build_variants(None, ("warm.json",), flags, tmp_path / "third")
+
+
+@pytest.mark.slow
+def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, checkout, tmp_path):
+    """The base has neither; the index stays as it was, and a note starts no run again."""
+    (checkout / "ops.py").write_text(f"import new\n{(checkout / 'ops.py').read_text()}")
+    (checkout / "new.py").write_text("import deeper.still\n")
+    (checkout / "deeper").mkdir()
+    for name in ("deeper/still.py", "unrelated.py", "table.json", "picture.png"):
+        (checkout / name).write_text("")
+    (checkout / "demo.py").unlink()
+    shutil.copytree(checkout, tmp_path / "other", ignore=shutil.ignore_patterns(".git"))
+
+    def built(name, *edits):
+        (tmp_path / name).mkdir()
+        return build_variants(None, edits, flags, tmp_path / name)
+
+    base, worktree, other = built("first", "worktree", "other")
+    names = ("demo.py", "new.py", "deeper/still.py", "unrelated.py", "table.json", "picture.png")
+    assert [(base.code / name).exists() for name in names] == [True] + [False] * 5
+    assert [(worktree.code / name).exists() for name in names] == [False, True, True] + [False] * 3
+    assert worktree.tree == other.tree
+    for note in ("notes.txt", "README.md"):
+        (checkout / note).write_text("a note")
+    _, noted = built("second", "worktree")
+    assert noted.digest == worktree.digest
+    _, named = built("third", "worktree table.json")
+    assert (named.code / "table.json").exists()
+    status = subprocess.check_output(["git", "status", "--porcelain"], cwd=checkout, text=True)
+    assert status.splitlines()[:3] == [" M README.md", " D demo.py", " M ops.py"]
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_list_prints_answers_best_first_and_what_chance_alone_gives(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def answer(stage, mean, text):
+        numbers = {"mean": mean, "half": 0.01, "higher": False, "metric": "val_loss"}
+        return {"stage": stage, "text": text} | numbers
+
+    edits = {
+        "a-1": {"name": "a", "answers": {"1": answer(SCREENING, 0.5, "screened: a")}},
+        "b-2": {
+            "name": "b",
+            "answers": {
+                "1": answer(SCREENING, -0.9, "screened: b"),
+                "2": answer(CONFIRMATION, -0.3, "val_loss 2 → 1.7, better: b"),
+            },
+        },
+        "c-3": {"name": "c", "answers": {"1": answer(SCREENING, None, "no verdict: c")}},
+    }
+    base = {"commit": "abc", "device": "CPU", "flags": ["--max-steps=9"]}
+    for name in ("12345678", "earlier"):
+        (tmp_path / "runs/trials" / name).mkdir(parents=True)
+    ledger = {"base": base, "edits": edits, "confirmations": {}}
+    (tmp_path / "runs/trials/12345678" / LEDGER_NAME).write_text(json.dumps(ledger))
+    (tmp_path / "runs/trials/earlier/trial.json").write_text("{")
+    assert [*list_trials()] == [
+        "runs/trials/12345678: commit abc, CPU, --max-steps=9",
+        "  b: val_loss 2 → 1.7, better: b",
+        "  a: screened: a",
+        "  c: no verdict: c",
+        "  edits tried: 3; confirmations: 1; better: 1, of which chance alone gives 0.025 if no "
+        "edit has an effect",
+        "  runs/trials/12345678/val_loss.png",
+        "runs/trials/earlier: not read, because an earlier version made it",
+    ]
+    assert (tmp_path / "runs/trials/12345678/val_loss.png").stat().st_size > 5_000
+
+
+def call(monkeypatch, capsys, *flags):
+    monkeypatch.setattr(sys, "argv", ["trial", *flags])
+    trial.main()
+    return capsys.readouterr().out
+
+
+def test_a_run_that_a_killed_trial_left_behind_is_waited_for(tmp_path, capsys):
+    base, opened = variant(), Trial(replace(CONFIG, jobs=1), tmp_path, {}, [])
+    run_dir, shown = tmp_path / base.run_name(1), ""
+    with lock_folder(run_dir, RUN_LOCK_NAME):
+        thread = Thread(target=opened.train, args=("screening", [(base, 1)]))
+        thread.start()
+        while "runs to do: 1" not in shown:
+            shown += capsys.readouterr().out
+        (run_dir / "metrics.jsonl").write_text('{"finished_step": 200}\n')
+    thread.join()
+    assert opened.failures == {}  # it was not started: it has no code
+    assert ": finished; 1 of 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     flags, checkout, tmp_path, monkeypatch, capsys
 ):
     loss = "return cross_entropy(logits, targets, config.vocab_size)"
-    edits = [
-        write_patch(checkout, "comment.patch", "model.py", "import math", "import math  # why"),
-        write_patch(checkout, "nan.patch", "ops.py", loss, f"{loss} * math.nan"),
-        write_patch(checkout, "broken.patch", "lr_schedule.py", "import", "import +"),
-        "rate.json",
-    ]
-    (tmp_path / "rate.json").write_text('{"about": "higher", "max_lr": 0.01, "seed": 5}')
-    flags += [f"--edit={edit}" for edit in edits]
-
-    def call(*more):
-        monkeypatch.setattr(sys, "argv", ["trial", *flags, *more])
-        trial.main()
-        return capsys.readouterr().out
-
-    command = [sys.executable, "-m", "bench.trial", *flags, "--seeds=1"]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as first:
-        for line in first.stdout:
-            if line.endswith(": finished\n"):
-                first.terminate()
-    assert first.returncode == 130
-    (done,) = (tmp_path / "runs/trials/t").glob("base-*/metrics.jsonl")
-    before = done.read_bytes()
-    shown = call("--seeds=1")
-    assert "runs/trials/t: 4 runs, 1 at a time\n" in shown
-    assert "failed: stopped: " in shown  # the loss is not finite
-    assert "failed: SyntaxError: invalid syntax" in shown
+    write_patch(checkout, "comment.patch", "model.py", ("import math", "import math  # why"))
+    write_patch(checkout, "nan.patch", "ops.py", (loss, f"{loss} * math.nan"))
+    write_patch(checkout, "broken.patch", "lr_schedule.py", ("return", "return 1 / 0 #"))
+    flags += ["--jobs=1", "--seeds=1", "--edit"]
+    flags += ["comment.patch", "nan.patch", "broken.patch", "base --max-lr=0.01"]
+    shown = call(monkeypatch, capsys, *flags)
+    assert "screening: runs to do: 5, 1 at a time\n" in shown
+    assert re.search(r"base-\w+-seed1: finished; 1 of 5, about \S+ left\n", shown)
     *_, comment, nan, broken, rate = shown.splitlines()
-    assert comment.startswith("comment: the same, bit for bit (1 pair); ")
-    assert nan == "nan: no answer: no pair of runs is complete"
-    assert broken == "broken: no answer: no pair of runs is complete"
-    assert re.match(r"rate: val_loss \S+ → \S+, \w+ by \S+ \(1 pair: no interval\); ", rate)
-    file = json.loads((tmp_path / "runs/trials/t/trial.json").read_text())
-    assert "+import math  # why" in file["edits"]["comment"]["patch"]
-    assert file["edits"]["rate"]["flags"] == ["--max-lr=0.01"]
-    flags[-4:] = ["--edit=rate.json"]
-    assert "t: 2 runs, 1 at a time\n" in call("--seeds=2")
-    assert (tmp_path / "runs/trials/t/rate.png").stat().st_size > 10_000
-    assert done.read_bytes() == before  # no run was done twice
-    assert "t: 0 runs" in call("--seeds=2", "--metric=grad_norm")
+    assert comment == "comment: the same, bit for bit (1 pair)"
+    assert nan == "nan: no verdict: nan diverged with seed 1 in step 1"
+    assert (
+        broken
+        == "broken: no verdict: broken failed with seed 1: ZeroDivisionError: division by zero"
+    )
+    assert re.match(r"max-lr-0-01: val_loss \S+ → \S+, screened: \S+ \(1 pair: no inter", rate)
+    shown = call(monkeypatch, capsys, *flags)
+    assert "screening: runs to do: 1, 1 at a time\nbroken-" in shown
+    assert f"\n{nan}\n" in shown
+    (path,) = (tmp_path / "runs/trials").glob("*/ledger.json")
+    edits = json.loads(path.read_text())["edits"]
+    assert [edit["name"] for edit in edits.values()] == ["comment", "nan", "broken", "max-lr-0-01"]
+    first, *_, last = edits.values()
+    assert "+import math  # why" in first["patch"]
+    assert last["flags"] == ["--max-lr=0.01"]
     with pytest.raises(ValueError, match=r"--metric nothing is not in .*: use a name there"):
-        call("--seeds=2", "--metric=nothing")
+        call(monkeypatch, capsys, *flags[:-3], "--metric=nothing")
 
 
-def test_worktree_and_a_folder_are_edits(flags, checkout, tmp_path, monkeypatch, capsys):
-    """The base has neither changed, new nor deleted files; the index stays as it was."""
-    (checkout / "new.py").write_text("x = 1\n")
-    (checkout / "demo.py").unlink()
-    shutil.copytree(checkout, tmp_path / "other", ignore=shutil.ignore_patterns(".git"))
-    (tmp_path / "variants").mkdir()
-    config = TrialConfig(edit=("worktree", "other"))
-    base, worktree, other = build_variants(config, flags, tmp_path / "variants")
-    assert base.tree != worktree.tree == other.tree
-    assert [(base.code / name).exists() for name in ("demo.py", "new.py")] == [True, False]
-    assert [(other.code / name).exists() for name in ("demo.py", "new.py")] == [False, True]
-    status = subprocess.check_output(["git", "status", "--porcelain"], cwd=checkout, text=True)
-    assert status == " D demo.py\n?? new.py\n"
+@pytest.mark.slow
+def test_killed_trial_continues_and_gives_the_same_answer(
+    flags, checkout, tmp_path, monkeypatch, capsys
+):
+    flags += ["--jobs=2", "--seeds=1", "--edit=base --weight-decay=0.3", "--equal-time"]
+    flags += ["--tune=max_lr", "--confirm=2", "--confirm-all"]
+    command = [sys.executable, "-m", "bench.trial", *flags]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    for stage in ("tuning", "confirmation"):
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as first:
+            reached = False
+            for line in first.stdout:
+                reached = reached or line.startswith(stage)
+                if reached and ": finished" in line:
+                    first.terminate()
+        assert first.returncode == 130
+    done = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl")}
+    done = {p: content for p, content in done.items() if b"finished_step" in content}
+    shown = call(monkeypatch, capsys, *flags)
+    assert "ms per step" not in shown  # the speed was measured once
+    assert all(path.read_bytes() == content for path, content in done.items())
+    again = call(monkeypatch, capsys, *flags)
+    assert "confirmation: runs to do: 0" in again
+    assert again.splitlines()[-1] == shown.splitlines()[-1]
+    assert re.search(
+        r"; max_lr \S+ → \S+; max_steps \d → \d; a step takes \S+ ± \S+ times as long", again
+    )
+    (path,) = (tmp_path / "runs/trials").glob("*/ledger.json")
+    assert [*json.loads(path.read_text())["confirmations"].values()] == [[1001, 1002]]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "--edit is missing: use a .patch, a .json, a folder or worktree"),
-        (["--edit=nothing.patch"], "--edit nothing.patch does not exist"),
-        (["--edit=no.patch"], "no.patch does not apply to the last commit: patch failed: model.py"),
-        (["--edit=worktree"], "--edit worktree does not change the last commit"),
-        (["--edit=one.json", "--edit=./one.json"], "both named one: rename it"),
-        (["--edit=list.json"], "--edit list.json is not a JSON object of settings"),
-        (["--edit=bad.json"], "unknown flag --n-heads: did you mean --n-head?"),
-        (["--edit=worktree", "--seed=3"], "leave out --seed: set by the trial for each run"),
-        (["--edit=worktree", "--max-step=3"], "unknown flag --max-step: did you mean --max-steps"),
-        (["--edit=worktree", "--seeds=31"], "--seeds must be at most 30, not 31"),
+        (["--edit=x", "--confirm=1"], "--confirm must be at least 2"),
+        (["--edit=x", "--confirm-all"], "--confirm-all requires --confirm"),
+        (["--edit=no.patch", "--seed=3"], "leave out --seed: set by the trial for each run"),
+        (["--edit=no.patch", "--max-minutes=3"], "leave out --max-minutes: use --equal-time"),
+        (["--edit=no.patch", "--max-step=3"], "unknown flag --max-step: did you mean --max-steps"),
     ],
 )
-def test_flags_and_edits_that_cannot_be_used_are_one_line(
-    flags, message, checkout, tmp_path, monkeypatch
+def test_flags_that_cannot_be_used_are_one_line(
+    flags, message, checkout, tiny_data, monkeypatch, capsys
 ):
-    write_patch(checkout, "no.patch", "model.py", "import math", "import cmath")
+    with pytest.raises((ValueError, OSError), match=re.escape(message)):
+        call(monkeypatch, capsys, *flags, f"--data-dir={tiny_data}")
+
+
+@pytest.mark.slow
+def test_edits_that_cannot_be_used_are_one_line(flags, checkout, tmp_path):
+    write_patch(checkout, "no.patch", "model.py", ("import math", "import cmath"))
     (tmp_path / "no.patch").write_text((tmp_path / "no.patch").read_text().replace("math", "moth"))
     (tmp_path / "one.json").write_text('{"max_lr": 0.001}')
     (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "bad.json").write_text('{"n_heads": 1}')
-    monkeypatch.setattr(sys, "argv", ["trial", *flags])
-    with pytest.raises((ValueError, OSError), match=re.escape(message)):
-        trial.main()
+    for edit, message in {
+        "nothing.patch": "--edit nothing.patch: nothing.patch does not exist",
+        "no.patch": "no.patch does not apply to the last commit: patch failed: model.py",
+        "worktree": "--edit worktree changes neither the code nor the settings of the base",
+        "list.json": "--edit list.json is not a JSON object of settings",
+        "worktree gone.json": "gone.json is not a file in ",
+        "one.json --seed=3": "--edit one.json --seed=3: leave out --seed: set by the trial",
+    }.items():
+        folder = tmp_path / re.sub(r"\W", "", edit)
+        folder.mkdir()
+        with pytest.raises((ValueError, OSError), match=re.escape(message)):
+            build_variants(None, (edit,), flags, folder)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from corpus.shards import Manifest, TokenShards, open_shards, verify_shards
-from dataloader import count_windows
+from dataloader import count_windows, validation_fingerprint
 from formats.checkpoint import CHECKPOINT_MANIFEST, Checkpoint
 from formats.code_hashes import code_hashes
 from lr_schedule import windows_at
@@ -44,7 +44,8 @@ def check_ranks_agree(
         val = open_shards(config.data_dir, "val", is_optional=True)
         check_lengths(config, train.total_tokens, val.total_tokens)
         if resumed is not None:
-            check_resume_compatible(resumed, config, train.fingerprint, val.fingerprint)
+            validated = validation_fingerprint(val, config.block_size, config.val_tokens)
+            check_resume_compatible(resumed, config, train.fingerprint, validated)
     checkpoint = "no checkpoint"
     if resumed is not None:
         checkpoint = f"{resumed.path} ({sha256_of(resumed.path / CHECKPOINT_MANIFEST)[:8]})"

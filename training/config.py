@@ -1,6 +1,6 @@
 """Flags of `train_gpt2.py`: every setting of a run, with its default and its limits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 from lr_schedule import SCHEDULES, default_warmup_steps
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
-from runtime.cli import PathOrName, as_flags, bad_numbers, parse_flags, raise_problems
+from runtime.cli import PathOrName, bad_numbers, raise_problems
 from runtime.device import DeviceName
-from runtime.errors import UserError
 from runtime.files import read_json
 from runtime.flops import GPUS
 from runtime.precision import DtypeName
@@ -114,7 +113,7 @@ class TrainConfig:
     val_every: int = 250
     """Steps between validations; 0 = never."""
     val_tokens: int = 10_485_760
-    """Tokens per validation; the whole split if it is smaller."""
+    """Tokens per validation, spread over the split; the whole split if it is smaller."""
     hellaswag_every: int = 250
     """Steps between HellaSwag evaluations; 0 = never."""
     hellaswag_data: Path | None = None
@@ -247,25 +246,3 @@ class TrainConfig:
         settings = {name: value for name, value in asdict(self).items() if name not in NOT_SAVED}
         paths = {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
         return settings | paths | {"logger": list(self.logger)}
-
-
-def config_from_settings(settings: Mapping[str, Any], source: Path) -> TrainConfig:
-    """Return the configuration whose `saved()` is `settings`; missing fields get their defaults."""
-    try:
-        return parse_flags(TrainConfig, as_flags(settings))
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
-
-
-def read_recipe(path: Path) -> TrainConfig:
-    """Return the configuration in a recipe or in a run's `config.json`, for a new run.
-
-    A recipe's `about` describes the recipe and is not a setting.
-    """
-    if not path.is_file():
-        fix = "use a recipe from recipes/ or a run's config.json"
-        raise UserError(f"--config {path} is not a file: {fix}")
-    if not isinstance(settings := read_json(path), dict):
-        raise UserError(f"--config {path} is neither a recipe nor a run's config.json")
-    settings.pop("about", None)
-    return config_from_settings(settings, path)

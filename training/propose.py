@@ -9,7 +9,8 @@ from corpus.shards import Manifest
 from runtime.cli import shell_line
 from runtime.errors import UserError
 from training.checks import check_lengths
-from training.config import ROOT, TrainConfig, read_recipe
+from training.config import ROOT, TrainConfig
+from training.recipe import read_recipe
 from training.resume import parse_config
 
 LR_DECAY_STEPS = 6  # learning rate x embedding decay x steps: embeddings are the first to overfit

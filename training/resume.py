@@ -15,7 +15,8 @@ from runtime.cli import parse_flags, usable_settings
 from runtime.distributed import print0
 from runtime.errors import UserError
 from runtime.files import read_json
-from training.config import TrainConfig, config_from_settings, read_recipe
+from training.config import TrainConfig
+from training.recipe import config_from_settings, read_recipe
 
 # A resumed run must keep these settings; docs/reliability.md covers all flags.
 FIXED_SETTINGS = ("size", "init_from", "total_batch_size", "seed", "shuffle", "val_tokens")
@@ -133,13 +134,20 @@ def check_resume_compatible(resumed: Checkpoint, config: TrainConfig, data: str,
     """Raise if the dimensions, batch, data order or dataset differ from the checkpoint's.
 
     Print the other settings of the model that differ. `data` and `val` are the fingerprints of the
-    splits.
+    training split and of the validation. A run that validated on the first windows of its split, as
+    earlier versions did, goes on with windows that are spread over it.
     """
     path, state = resumed
     saved_model = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults
     saved = state.train_config | vars(state) | saved_model
     model = asdict(config.model_config())
     fixed = {name: model.pop(name) for name in FIXED_MODEL_SETTINGS}
+    if val.startswith(f"{state.val_fingerprint} ("):
+        print0(
+            "note: val_loss is measured on windows spread over the split from now on, no longer on "
+            "its first ones: figures and @best leave out the earlier values"
+        )
+        val = state.val_fingerprint
     fixed |= {"data_fingerprint": data, "val_fingerprint": val}
     fixed |= {name: getattr(config, name) for name in FIXED_SETTINGS}
     if changes := differences(saved, fixed):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from corpus.shards import TokenShards
-from dataloader import ShardedDataLoader
+from dataloader import ShardedDataLoader, validation_fingerprint
 from formats import checkpoint
 from formats.checkpoint import Checkpoint, CheckpointWriter
 from formats.code_hashes import code_diff, code_hashes
@@ -96,6 +96,12 @@ class Run:
         """Number of updates done before this start or resume."""
         return self.resumed.state.step if self.resumed else 0
 
+    @property
+    def val_fingerprint(self) -> str:
+        """What validation reads: the split's fingerprint, and which windows."""
+        settings = self.config
+        return validation_fingerprint(self.val_shards, settings.block_size, settings.val_tokens)
+
     def micro_steps(self, step: int) -> int:
         """Return the number of micro-batches of each rank in the update after `step` updates."""
         return windows_at(self.config, step) // (self.micro_batch_size * self.ranks.world_size)
@@ -172,6 +178,7 @@ class Run:
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         if not math.isfinite(loss) or trainer.scaler.get_scale() <= 1:  # 1 without float16
+            self.log.record(diverged_step=step)
             words = ("python", "read_step.py", self.folder, "--step", step)
             raise FloatingPointError(
                 f"loss {loss:.4f}, gradient norm {norm} in step {step}, which is not saved; "
@@ -194,7 +201,7 @@ class Run:
                     (self.folder / CODE_DIFF_NAME).write_bytes(diff)
         with self.log, self.writer:  # the writer exits first, because it logs
             self.writer.check(trainer)
-            self.log.start(self.train_shards.fingerprint, self.val_shards.fingerprint)
+            self.log.start(self.train_shards.fingerprint, self.val_fingerprint)
             try:
                 yield
             finally:
@@ -297,9 +304,10 @@ class Trainer:
         gc.collect()
         gc.freeze()
 
-    def check_finite(self, step: int, ranks: Ranks) -> None:
+    def check_finite(self, step: int, run: Run) -> None:
         """Raise FloatingPointError on every rank if a weight or a moment is not finite."""
-        if name := checkpoint.find_nonfinite(self, ranks):
+        if name := checkpoint.find_nonfinite(self, run.ranks):
+            run.log.record(diverged_step=step)
             raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
 
     def run_state(self, step: int, run: Run) -> checkpoint.RunState:
@@ -311,7 +319,7 @@ class Trainer:
             model_config=asdict(self.raw_model.config),
             train_config=run.config.saved(),
             data_fingerprint=run.train_shards.fingerprint,
-            val_fingerprint=run.val_shards.fingerprint,
+            val_fingerprint=run.val_fingerprint,
             rng_states=checkpoint.rng_states(),
             grad_scaler=self.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],

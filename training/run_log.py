@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -48,9 +49,11 @@ class RunLog:
         self.start_step = self.resumed.state.step if self.resumed else 0
         self.tokens_seen = self.resumed.state.tokens_seen if self.resumed else 0
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
+        self._file: FileIO | None = None
 
     def __enter__(self) -> Self:
-        self._file = open_lines(self.run_dir / METRICS_NAME) if is_main() else None
+        if is_main():
+            self._file = open_lines(self.run_dir / METRICS_NAME)
         self._lock = threading.Lock()  # the thread that writes checkpoints calls `saved`
         names = self.config.logger if is_main() else ()
         settings = self.config.saved() | {"warmup_steps": self.config.warmup}

@@ -1,0 +1,83 @@
+"""The ledger of a base: each edit that was tried on it, with its patch, flags and answers.
+
+`runs/trials/HASH/ledger.json` is also the memory of an interrupted trial: the seeds that
+confirmations use and the measured speeds are decided once.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.ticker import ScalarFormatter
+
+from bench.statistics import BETTER_BY_CHANCE
+from plot import BLUE, GRAY, RED, new_axes, plain, save_figure
+from runtime.files import read_json
+
+TRIALS, LEDGER_NAME = Path("runs/trials"), "ledger.json"
+SCREENING, CONFIRMATION = "screening", "confirmation"
+
+
+def read_ledger(folder: Path) -> dict[str, Any]:
+    """Return the ledger in a folder, or nothing if there is none."""
+    path = folder / LEDGER_NAME
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def gain(answer: Mapping[str, Any]) -> float:
+    """Return the improvement over the base; minus infinity if an answer lacks a number."""
+    mean = answer["mean"]
+    return -math.inf if mean is None else mean if answer["higher"] else -mean
+
+
+def ranked(ledger: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the answers, best first, each with its edit's name.
+
+    An edit that was confirmed has only the answers of its confirmations.
+    """
+    rows = []
+    for edit in ledger["edits"].values():
+        answers = [*edit["answers"].values()]
+        confirmed = [answer for answer in answers if answer["stage"] == CONFIRMATION]
+        rows += [(edit["name"], answer) for answer in confirmed or answers]
+    return sorted(rows, key=lambda row: -gain(row[1]))
+
+
+def list_trials() -> Iterator[str]:
+    """Yield the lines of all ledgers; draw a figure for each."""
+    for folder in sorted(path for path in TRIALS.glob("*") if path.is_dir()):
+        if not (ledger := read_ledger(folder)):
+            yield f"{folder}: not read, because an earlier version made it"
+            continue
+        base, rows = ledger["base"], ranked(ledger)
+        yield f"{folder}: commit {base['commit']}, {base['device']}, {' '.join(base['flags'])}"
+        yield from (f"  {name}: {answer['text']}" for name, answer in rows)
+        confirmed = [answer for _, answer in rows if answer["stage"] == CONFIRMATION]
+        better = sum(", better: " in answer["text"] for answer in confirmed)
+        chance = f"chance alone gives {BETTER_BY_CHANCE * len(confirmed):.2g}"
+        count = f"edits tried: {len(ledger['edits'])}; confirmations: {len(confirmed)}"
+        yield f"  {count}; better: {better}, of which {chance} if no edit has an effect"
+        yield from (f"  {path}" for path in draw_forest(rows, folder))
+
+
+def draw_forest(rows: Sequence[tuple[str, dict[str, Any]]], folder: Path) -> Iterator[Path]:
+    """Draw the mean and the interval of each answer, a figure for each metric."""
+    for metric in sorted({answer["metric"] for _, answer in rows}):
+        shown = [row for row in rows if row[1]["metric"] == metric and row[1]["mean"] is not None]
+        if not shown:
+            continue
+        [axes] = new_axes(f"{len(shown)} answers: edit minus base", "")
+        axes.figure.set_figheight(1.8 + 0.28 * len(shown))  # type: ignore[union-attr]
+        for stage, color in ((CONFIRMATION, BLUE), (SCREENING, GRAY)):
+            lines = [(n, answer) for n, (_, answer) in enumerate(shown) if answer["stage"] == stage]
+            for n, answer in lines:
+                axes.errorbar(answer["mean"], n, xerr=answer["half"], fmt="o", color=color, ms=4)
+            axes.errorbar([], [], fmt="o", color=color, label=stage)
+        axes.axvline(0, color=RED, linewidth=1)
+        axes.set_yticks(range(len(shown)), [plain(name) for name, _ in shown])
+        axes.invert_yaxis()
+        axes.grid(axis="x", color=axes.get_ygridlines()[0].get_color(), linewidth=0.8)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_xlabel(f"difference of {metric}, with the 95 % interval", color=GRAY)
+        yield save_figure(axes, folder / f"{metric}.png", is_over_tokens=False)
