@@ -397,8 +397,10 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
     failed = [result.problem for results in zip(*pairs, strict=True) for result in results]
     names = "; ".join(filter(None, failed))
     done = [(base, edit) for base, edit in pairs if not base.problem + edit.problem]
-    if any(base.problem for base, _ in pairs) or " failed " in names or not done:
+    if any(base.problem for base, _ in pairs) or " failed " in names:
         return f"no verdict: {names}"
+    if not done:
+        return f"not better: {names}"
     if any(base.data != edit.data for base, edit in done):
         return "no verdict: base and edit read different data"
     differences = [edit.value - base.value for base, edit in done]

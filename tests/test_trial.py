@@ -285,7 +285,8 @@ def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, 
     (checkout / "ops.py").write_text(f"import new\n{(checkout / 'ops.py').read_text()}")
     (checkout / "new.py").write_text("import deeper.still\n")
     (checkout / "deeper").mkdir()
-    for name in ("deeper/still.py", "unrelated.py", "table.json", "picture.png"):
+    deeper = ("deeper/__init__.py", "deeper/still.py")
+    for name in (*deeper, "unrelated.py", "table.json", "picture.png"):
         (checkout / name).write_text("")
     (checkout / "demo.py").unlink()
     shutil.copytree(checkout, tmp_path / "other", ignore=shutil.ignore_patterns(".git"))
@@ -298,6 +299,7 @@ def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, 
     names = ("demo.py", "new.py", "deeper/still.py", "unrelated.py", "table.json", "picture.png")
     assert [(base.code / name).exists() for name in names] == [True] + [False] * 5
     assert [(worktree.code / name).exists() for name in names] == [False, True, True] + [False] * 3
+    assert (worktree.code / "deeper/__init__.py").exists()
     assert worktree.tree == other.tree
     for note in ("notes.txt", "README.md"):
         (checkout / note).write_text("a note")
@@ -376,7 +378,9 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     loss = "return cross_entropy(logits, targets, config.vocab_size)"
     write_patch(checkout, "comment.patch", "model.py", ("import math", "import math  # why"))
     write_patch(checkout, "nan.patch", "ops.py", (loss, f"{loss} * math.nan"))
-    write_patch(checkout, "broken.patch", "lr_schedule.py", ("return", "return 1 / 0 #"))
+    write_patch(
+        checkout, "broken.patch", "lr_schedule.py", ("progress = (", "progress = 1 / 0 * (")
+    )
     flags += ["--jobs=1", "--seeds=1", "--edit"]
     flags += ["comment.patch", "nan.patch", "broken.patch", "base --max-lr=0.01"]
     shown = call(monkeypatch, capsys, *flags)
@@ -384,7 +388,7 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     assert re.search(r"base-\w+-seed1: finished; 1 of 5, about \S+ left\n", shown)
     *_, comment, nan, broken, rate = shown.splitlines()
     assert comment == "comment: the same, bit for bit (1 pair)"
-    assert nan == "nan: no verdict: nan diverged with seed 1 in step 1"
+    assert nan == "nan: not better: nan diverged with seed 1 in step 1"
     assert (
         broken
         == "broken: no verdict: broken failed with seed 1: ZeroDivisionError: division by zero"
