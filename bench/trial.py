@@ -82,12 +82,12 @@ class TrialConfig:
 
     edit: tuple[PathOrName, ...] = ()
     """Edits, each compared with the base: a patch, a JSON file of settings, the folder of another
-    checkout, worktree (the uncommitted changes) or base. Flags may follow in the same text:
-    "lion.patch --max-lr=1e-4". worktree takes changed files and new ones that the code imports or
-    that are named: "worktree table.json"."""
+    checkout, worktree (the uncommitted changes) or base, with flags in the same text, as in
+    "lion.patch --max-lr=1e-4". worktree takes changed files, new files that the code imports, and
+    files that the text names, as in "worktree table.json"."""
     base: str | None = None
-    """Patch that the base and the patches and settings of --edit have in common; flags may follow
-    in the same text."""
+    """Patch that the base and the patches and settings of --edit have in common, with flags in the
+    same text."""
     seeds: int = 3
     """Number of pairs to screen each edit with, with the seeds 1, 2, …"""
     confirm: int = 0
