@@ -15,8 +15,8 @@ demo's model it takes 25 s for each new code and then saves 10 % of a step.
 2. Confirmation, with `--confirm`: the base and the edits that were better by at least `--least`,
    with seeds from 1001 on that no confirmation has used. Only this gives a verdict.
 
-`runs/trials/HASH` has the runs, a figure for each edit and the ledger of all edits of this base.
-The same command continues an interrupted trial.
+`runs/trials/HASH` has the runs and the ledger of all edits of this base, which `--list` prints and
+draws. The same command continues an interrupted trial.
 """
 
 import math
@@ -42,15 +42,8 @@ from runtime.threads import usable_cores
 import numpy as np
 import torch
 
-from bench.ledger import (
-    CONFIRMATION,
-    LEDGER_NAME,
-    SCREENING,
-    TRIALS,
-    gain,
-    list_trials,
-    read_ledger,
-)
+from bench import ledger
+from bench.ledger import CONFIRMATION, SCREENING, gain
 from bench.measurement import measure_in_turn, provenance, run_python, split_flags
 from bench.statistics import MAX_PAIRS, interval, pairs_needed, verdict
 from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
@@ -348,7 +341,7 @@ class Trial:
 
     def save(self) -> None:
         """Write the ledger."""
-        write_json(self.folder / LEDGER_NAME, self.ledger)
+        write_json(self.folder / ledger.NAME, self.ledger)
 
     def answer(self, stage: str, key: str, pair: Pair, seeds: Sequence[int]) -> dict[str, Any]:
         """Compare two versions with these seeds; return the answer with its numbers."""
@@ -436,7 +429,7 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
     if find_spec("scipy") is None:
         raise UserError("trials require scipy: install it with python -m pip install scipy")
     if config.list:
-        print(*list_trials(), sep="\n")
+        print(*ledger.list_trials(), sep="\n")
         return
     if all(split_edit(edit)[0] != WORKTREE for edit in config.edit) and git(
         "status", "--porcelain"
@@ -484,15 +477,15 @@ def start_trial(
             print("note: a GPU repeats losses bit for bit only with --deterministic")
     if base.settings["compile"]:
         print("note: compiling takes about a minute for each version, without a line of output")
-    folder = TRIALS / base.digest
-    ledger: dict[str, Any] = {"edits": {}, "confirmations": {}} | read_ledger(folder)
+    folder = ledger.TRIALS / base.digest
+    values: dict[str, Any] = {"edits": {}, "confirmations": {}} | ledger.read(folder)
     commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD")}
-    ledger["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
+    values["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
     for edit in edits:
-        known = ledger["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
+        known = values["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
         known |= {"name": edit.name, "patch": git("diff", base.tree, edit.tree)}
         known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
-    trial = Trial(config, folder, ledger, gpus)
+    trial = Trial(config, folder, values, gpus)
     trial.save()
     return trial
 

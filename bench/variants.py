@@ -196,8 +196,8 @@ def imported_files(folder: Path) -> set[str]:
         raise UserError(
             f"{folder} has a folder of modules without an __init__.py: add it"
         ) from None
-    paths = [module.__file__ for module in finder.modules.values() if module.__file__]
-    return {Path(path).relative_to(folder).as_posix() for path in paths}
+    paths = [vars(module)["__file__"] for module in finder.modules.values()]
+    return {Path(path).relative_to(folder).as_posix() for path in paths if path}
 
 
 def git(*args: str | Path, cwd: Path | None = None, **environment: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from conftest import TINY_RUN
 
 from bench import trial
-from bench.ledger import CONFIRMATION, LEDGER_NAME, SCREENING, list_trials
+from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
 from bench.statistics import interval, pairs_needed, verdict
 from bench.trial import OFF, Result, Trial, TrialConfig, describe, scaled, start_trial
 from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
@@ -177,7 +177,7 @@ def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
     assert seeds("a", "b") == first | {"b": [1004, 1005, 1006]}
     assert seeds("a", confirm=2) == {"a": [1007, 1008]}
     assert seeds("a", metric="other") == {"a": [1009, 1010, 1011]}
-    assert json.loads((tmp_path / LEDGER_NAME).read_text()) == ledger
+    assert json.loads((tmp_path / NAME).read_text()) == ledger
 
 
 def test_edits_that_are_better_by_the_smallest_effect_are_confirmed(tmp_path):
@@ -336,7 +336,7 @@ def test_list_prints_answers_best_first_and_what_chance_alone_gives(tmp_path, mo
     for name in ("12345678", "earlier"):
         (tmp_path / "runs/trials" / name).mkdir(parents=True)
     ledger = {"base": base, "edits": edits, "confirmations": {}}
-    (tmp_path / "runs/trials/12345678" / LEDGER_NAME).write_text(json.dumps(ledger))
+    (tmp_path / "runs/trials/12345678" / NAME).write_text(json.dumps(ledger))
     (tmp_path / "runs/trials/earlier/trial.json").write_text("{")
     assert [*list_trials()] == [
         "runs/trials/12345678: commit abc, CPU, --max-steps=9",
