@@ -147,7 +147,7 @@ class Trial:
     ledger: dict[str, Any]
     gpus: Sequence[str]
     failures: dict[str, str] = field(default_factory=dict)
-    """Why each failed run of this trial failed, by its name."""
+    """Error of each run that failed without diverging, by the run's name."""
 
     # --- training -----------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Trial:
         print(f"{stage}: runs to do: {len(missing)}, {jobs} at a time", flush=True)
         start = monotonic()
         for n, (name, error) in enumerate(self.train_in_parallel(missing, jobs), start=1):
-            if error:
+            if error and not self.is_over(*missing[name]):
                 self.failures[name] = str(error)
             left = format_duration((monotonic() - start) / n * (len(missing) - n))
             ended = f"failed: {error}" if error else "finished"
@@ -216,8 +216,7 @@ class Trial:
         if steps := logged_values(path, "diverged_step"):
             return Result(f"{variant.name} diverged with seed {seed} in step {steps[-1]}")
         if not self.is_over(variant, seed):
-            reason = self.failures.get(path.parent.name, "not run")
-            return Result(f"{variant.name} failed with seed {seed}: {reason}")
+            return Result(f"{variant.name} failed with seed {seed}")
         if not (values := logged_values(path, metric)):
             raise UserError(f"--metric {metric} is not in {path}: use a name there")
         if values[-1] is None:
@@ -347,7 +346,10 @@ class Trial:
         """Compare two versions with these seeds; return the answer with its numbers."""
         results = {seed: (self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds}
         finished = [(a.value, b.value) for a, b in results.values() if not a.problem + b.problem]
-        text = describe(self.config, stage, [*results.values()])
+        text, names = describe(self.config, stage, [*results.values()]), (BASE, pair[1].name)
+        failures = self.failures.items()  # also of runs that tuned a setting
+        if crashed := [f"{n} failed: {e}" for n, e in failures if n.rsplit("-", 2)[0] in names]:
+            text = f"no verdict: {'; '.join(crashed)}"
         for name in (*self.config.tune, *["max_steps"] * self.config.equal_time):
             text += f"; {name} {pair[0].settings[name]:g} → {pair[1].settings[name]:g}"
         if cost := self.ledger["edits"][key].get("cost"):
@@ -390,7 +392,7 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
     failed = [result.problem for results in zip(*pairs, strict=True) for result in results]
     names = "; ".join(filter(None, failed))
     done = [(base, edit) for base, edit in pairs if not base.problem + edit.problem]
-    if any(base.problem for base, _ in pairs) or " failed " in names:
+    if any(base.problem for base, _ in pairs):
         return f"no verdict: {names}"
     if not done:
         return f"not better: {names}"

@@ -115,10 +115,6 @@ def test_answer_names_every_failed_run_and_is_not_better():
     of_base = failure("base diverged with seed 3 in step 1")
     text = describe(CONFIG, CONFIRMATION, [pairs[0], (of_base, diverged), pairs[2]])
     assert text == f"no verdict: {of_base.problem}; {diverged.problem}"
-    crashed = failure("x failed with seed 1: no memory")
-    assert describe(CONFIG, SCREENING, [(pairs[0][0], crashed), *pairs[1:]]) == (
-        f"no verdict: {crashed.problem}"
-    )
     other = [(result(2.6), result(2.5, data=("other", "b")))]
     assert describe(CONFIG, SCREENING, other) == "no verdict: base and edit read different data"
 
@@ -178,6 +174,27 @@ def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
     assert seeds("a", confirm=2) == {"a": [1007, 1008]}
     assert seeds("a", metric="other") == {"a": [1009, 1010, 1011]}
     assert json.loads((tmp_path / NAME).read_text()) == ledger
+
+
+def test_a_run_that_failed_while_tuning_leaves_no_verdict(tmp_path):
+    base, edit = variant(), variant("x", max_lr=1.0)
+    run_dir = tmp_path / edit.run_name(1)
+    failures = {f"{scaled(edit, 'max_lr', 2.0).run_name(1)}": "no memory", "y-1-seed1": "other"}
+    opened = Trial(CONFIG, tmp_path, {"edits": {"x": {}}}, [], failures)
+    for run in (base.run_name(1), edit.run_name(1)):
+        (tmp_path / run).mkdir()
+        records = [{"step": 1, "tokens_seen": 1, "val_loss": 2.0, "train_loss": 2.0}]
+        records += [{"data_fingerprint": "a", "val_fingerprint": "b"}, {"finished_step": 200}]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / run / "metrics.jsonl").write_text(lines)
+    answer = opened.answer(SCREENING, "x", (base, edit), [1])
+    assert re.fullmatch(r"no verdict: x-\w+-seed1 failed: no memory", answer["text"])
+    assert answer["mean"] is None
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"diverged_step": 7}\n')
+    opened.failures.clear()
+    answer = opened.answer(SCREENING, "x", (base, edit), [1])
+    assert answer["text"] == "not better: x diverged with seed 1 in step 7"
 
 
 def test_edits_that_are_better_by_the_smallest_effect_are_confirmed(tmp_path):
@@ -389,9 +406,8 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     *_, comment, nan, broken, rate = shown.splitlines()
     assert comment == "comment: the same, bit for bit (1 pair)"
     assert nan == "nan: not better: nan diverged with seed 1 in step 1"
-    assert (
-        broken
-        == "broken: no verdict: broken failed with seed 1: ZeroDivisionError: division by zero"
+    assert re.fullmatch(
+        r"broken: no verdict: broken-\w+-seed1 failed: ZeroDivisionError: division by zero", broken
     )
     assert re.match(r"max-lr-0-01: val_loss \S+ → \S+, screened: \S+ \(1 pair: no inter", rate)
     shown = call(monkeypatch, capsys, *flags)
