@@ -15,13 +15,13 @@ from bench.statistics import BETTER_BY_CHANCE
 from plot import BLUE, GRAY, RED, new_axes, plain, save_figure
 from runtime.files import read_json
 
-TRIALS, LEDGER_NAME = Path("runs/trials"), "ledger.json"
+TRIALS, NAME = Path("runs/trials"), "ledger.json"
 SCREENING, CONFIRMATION = "screening", "confirmation"
 
 
-def read_ledger(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> dict[str, Any]:
     """Return the ledger in a folder, or nothing if there is none."""
-    path = folder / LEDGER_NAME
+    path = folder / NAME
     return dict(read_json(path)) if path.is_file() else {}
 
 
@@ -47,7 +47,7 @@ def ranked(ledger: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def list_trials() -> Iterator[str]:
     """Yield the lines of all ledgers; draw a figure for each."""
     for folder in sorted(path for path in TRIALS.glob("*") if path.is_dir()):
-        if not (ledger := read_ledger(folder)):
+        if not (ledger := read(folder)):
             yield f"{folder}: not read, because an earlier version made it"
             continue
         base, rows = ledger["base"], ranked(ledger)

@@ -15,8 +15,8 @@ demo's model it takes 25 s for each new code and then saves 10 % of a step.
 2. Confirmation, with `--confirm`: the base and the edits that were better by at least `--least`,
    with seeds from 1001 on that no confirmation has used. Only this gives a verdict.
 
-`runs/trials/HASH` has the runs, a figure for each edit and the ledger of all edits of this base.
-The same command continues an interrupted trial.
+`runs/trials/HASH` has the runs and the ledger of all edits of this base, which `--list` prints and
+draws. The same command continues an interrupted trial.
 """
 
 import math
@@ -42,15 +42,8 @@ from runtime.threads import usable_cores
 import numpy as np
 import torch
 
-from bench.ledger import (
-    CONFIRMATION,
-    LEDGER_NAME,
-    SCREENING,
-    TRIALS,
-    gain,
-    list_trials,
-    read_ledger,
-)
+from bench import ledger
+from bench.ledger import CONFIRMATION, SCREENING, gain
 from bench.measurement import measure_in_turn, provenance, run_python, split_flags
 from bench.statistics import MAX_PAIRS, interval, pairs_needed, verdict
 from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
@@ -82,12 +75,12 @@ class TrialConfig:
 
     edit: tuple[PathOrName, ...] = ()
     """Edits, each compared with the base: a patch, a JSON file of settings, the folder of another
-    checkout, worktree (the uncommitted changes) or base. Flags may follow in the same text:
-    "lion.patch --max-lr=1e-4". worktree takes changed files and new ones that the code imports or
-    that are named: "worktree table.json"."""
+    checkout, worktree (the uncommitted changes) or base, with flags in the same text, as in
+    "lion.patch --max-lr=1e-4". worktree takes changed files, new files that the code imports, and
+    files that the text names, as in "worktree table.json"."""
     base: str | None = None
-    """Patch that the base and the patches and settings of --edit have in common; flags may follow
-    in the same text."""
+    """Patch that the base and the patches and settings of --edit have in common, with flags in the
+    same text."""
     seeds: int = 3
     """Number of pairs to screen each edit with, with the seeds 1, 2, …"""
     confirm: int = 0
@@ -154,7 +147,7 @@ class Trial:
     ledger: dict[str, Any]
     gpus: Sequence[str]
     failures: dict[str, str] = field(default_factory=dict)
-    """Why each failed run of this trial failed, by its name."""
+    """Error of each run that failed without diverging, by the run's name."""
 
     # --- training -----------------------------------------------------------------------------
 
@@ -165,7 +158,7 @@ class Trial:
         print(f"{stage}: runs to do: {len(missing)}, {jobs} at a time", flush=True)
         start = monotonic()
         for n, (name, error) in enumerate(self.train_in_parallel(missing, jobs), start=1):
-            if error:
+            if error and not self.is_over(*missing[name]):
                 self.failures[name] = str(error)
             left = format_duration((monotonic() - start) / n * (len(missing) - n))
             ended = f"failed: {error}" if error else "finished"
@@ -223,8 +216,7 @@ class Trial:
         if steps := logged_values(path, "diverged_step"):
             return Result(f"{variant.name} diverged with seed {seed} in step {steps[-1]}")
         if not self.is_over(variant, seed):
-            reason = self.failures.get(path.parent.name, "not run")
-            return Result(f"{variant.name} failed with seed {seed}: {reason}")
+            return Result(f"{variant.name} failed with seed {seed}")
         if not (values := logged_values(path, metric)):
             raise UserError(f"--metric {metric} is not in {path}: use a name there")
         if values[-1] is None:
@@ -348,13 +340,16 @@ class Trial:
 
     def save(self) -> None:
         """Write the ledger."""
-        write_json(self.folder / LEDGER_NAME, self.ledger)
+        write_json(self.folder / ledger.NAME, self.ledger)
 
     def answer(self, stage: str, key: str, pair: Pair, seeds: Sequence[int]) -> dict[str, Any]:
         """Compare two versions with these seeds; return the answer with its numbers."""
         results = {seed: (self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds}
         finished = [(a.value, b.value) for a, b in results.values() if not a.problem + b.problem]
-        text = describe(self.config, stage, [*results.values()])
+        text, names = describe(self.config, stage, [*results.values()]), (BASE, pair[1].name)
+        failures = self.failures.items()  # also of runs that tuned a setting
+        if crashed := [f"{n} failed: {e}" for n, e in failures if n.rsplit("-", 2)[0] in names]:
+            text = f"no verdict: {'; '.join(crashed)}"
         for name in (*self.config.tune, *["max_steps"] * self.config.equal_time):
             text += f"; {name} {pair[0].settings[name]:g} → {pair[1].settings[name]:g}"
         if cost := self.ledger["edits"][key].get("cost"):
@@ -397,8 +392,10 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
     failed = [result.problem for results in zip(*pairs, strict=True) for result in results]
     names = "; ".join(filter(None, failed))
     done = [(base, edit) for base, edit in pairs if not base.problem + edit.problem]
-    if any(base.problem for base, _ in pairs) or " failed " in names or not done:
+    if any(base.problem for base, _ in pairs):
         return f"no verdict: {names}"
+    if not done:
+        return f"not better: {names}"
     if any(base.data != edit.data for base, edit in done):
         return "no verdict: base and edit read different data"
     differences = [edit.value - base.value for base, edit in done]
@@ -434,7 +431,7 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
     if find_spec("scipy") is None:
         raise UserError("trials require scipy: install it with python -m pip install scipy")
     if config.list:
-        print(*list_trials(), sep="\n")
+        print(*ledger.list_trials(), sep="\n")
         return
     if all(split_edit(edit)[0] != WORKTREE for edit in config.edit) and git(
         "status", "--porcelain"
@@ -482,15 +479,15 @@ def start_trial(
             print("note: a GPU repeats losses bit for bit only with --deterministic")
     if base.settings["compile"]:
         print("note: compiling takes about a minute for each version, without a line of output")
-    folder = TRIALS / base.digest
-    ledger: dict[str, Any] = {"edits": {}, "confirmations": {}} | read_ledger(folder)
+    folder = ledger.TRIALS / base.digest
+    values: dict[str, Any] = {"edits": {}, "confirmations": {}} | ledger.read(folder)
     commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD")}
-    ledger["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
+    values["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
     for edit in edits:
-        known = ledger["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
+        known = values["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
         known |= {"name": edit.name, "patch": git("diff", base.tree, edit.tree)}
         known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
-    trial = Trial(config, folder, ledger, gpus)
+    trial = Trial(config, folder, values, gpus)
     trial.save()
     return trial
 

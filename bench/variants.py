@@ -1,15 +1,15 @@
 """The versions that a trial compares: a copy of the code of each, its flags, and a hash of both."""
 
-import ast
 import hashlib
 import json
 import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from modulefinder import ModuleFinder
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.measurement import ROOT, device_label, provenance, run_python
@@ -170,13 +170,10 @@ def copy_code(
         places = {"GIT_DIR": git("rev-parse", "--absolute-git-dir"), "GIT_WORK_TREE": str(source)}
         inside: Any = {"cwd": source, **environment, **places}
         git("add", "--update", **inside)
-        listed = ("ls-files", "-z", "--exclude-standard")
-        tracked, new = (
-            git(*listed, kind, "--", *CODE, **inside).split("\0") for kind in ("-c", "-o")
-        )
+        new = git("ls-files", "-z", "--others", "--exclude-standard", **inside).split("\0")
         if missing := [file for file in files if not (source / file).is_file()]:
             raise UserError(f"{missing[0]} is not a file in {source}")
-        if added := [*new_imports(source, tracked, {*new}), *files]:
+        if added := [*imported_files(source).intersection(new), *files]:
             git("add", "--force", "--", *added, **inside)
     for patch in patches:
         try:
@@ -189,32 +186,18 @@ def copy_code(
     return target, git("write-tree", **environment), hashlib.sha256(read.encode()).hexdigest()
 
 
-def new_imports(folder: Path, tracked: Sequence[str], new: set[str]) -> list[str]:
-    """Return the new files that tracked Python files import, directly or through each other."""
-    queue, found = [file for file in tracked if file.endswith(".py")], list[str]()
-    for file in queue:
-        with suppress(SyntaxError, OSError):  # training shows the error; a deleted file has none
-            for stem in imports(file, (folder / file).read_bytes()):
-                added = new & {f"{stem}.py", f"{stem}/__init__.py"} - {*found}
-                found += added
-                queue += added
-    return found
-
-
-def imports(file: str, source: bytes) -> Iterator[str]:
-    """Yield the path, without `.py`, of each module and package that a file may import."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = PurePosixPath(file).parts[: -node.level] if node.level else ()
-            module = ".".join([*package, *filter(None, [node.module])])
-            names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            yield from ("/".join(parts[:n]) for n in range(1, len(parts) + 1))
+def imported_files(folder: Path) -> set[str]:
+    """Return the files in a folder that `train_gpt2.py` imports, directly or through each other."""
+    finder = ModuleFinder([str(folder)])
+    try:
+        with suppress(SyntaxError):  # training shows it
+            finder.run_script(str(folder / "train_gpt2.py"))
+    except AttributeError:  # cpython's ModuleFinder does not know namespace packages
+        raise UserError(
+            f"{folder} has a folder of modules without an __init__.py: add it"
+        ) from None
+    paths = [vars(module)["__file__"] for module in finder.modules.values()]
+    return {Path(path).relative_to(folder).as_posix() for path in paths if path}
 
 
 def git(*args: str | Path, cwd: Path | None = None, **environment: str) -> str:

@@ -255,6 +255,7 @@ SCRIPTS = {  # the configuration of each script
     "demo": "demo:DemoConfig",
     "bench": "bench.__main__:BenchConfig",
     "bench.recipes": "bench.recipes:RecipesConfig",
+    "bench.trial": "bench.trial:TrialConfig",
 }
 
 

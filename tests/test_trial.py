@@ -13,7 +13,7 @@ import pytest
 from conftest import TINY_RUN
 
 from bench import trial
-from bench.ledger import CONFIRMATION, LEDGER_NAME, SCREENING, list_trials
+from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
 from bench.statistics import interval, pairs_needed, verdict
 from bench.trial import OFF, Result, Trial, TrialConfig, describe, scaled, start_trial
 from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
@@ -115,10 +115,6 @@ def test_answer_names_every_failed_run_and_is_not_better():
     of_base = failure("base diverged with seed 3 in step 1")
     text = describe(CONFIG, CONFIRMATION, [pairs[0], (of_base, diverged), pairs[2]])
     assert text == f"no verdict: {of_base.problem}; {diverged.problem}"
-    crashed = failure("x failed with seed 1: no memory")
-    assert describe(CONFIG, SCREENING, [(pairs[0][0], crashed), *pairs[1:]]) == (
-        f"no verdict: {crashed.problem}"
-    )
     other = [(result(2.6), result(2.5, data=("other", "b")))]
     assert describe(CONFIG, SCREENING, other) == "no verdict: base and edit read different data"
 
@@ -177,7 +173,28 @@ def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
     assert seeds("a", "b") == first | {"b": [1004, 1005, 1006]}
     assert seeds("a", confirm=2) == {"a": [1007, 1008]}
     assert seeds("a", metric="other") == {"a": [1009, 1010, 1011]}
-    assert json.loads((tmp_path / LEDGER_NAME).read_text()) == ledger
+    assert json.loads((tmp_path / NAME).read_text()) == ledger
+
+
+def test_a_run_that_failed_while_tuning_leaves_no_verdict(tmp_path):
+    base, edit = variant(), variant("x", max_lr=1.0)
+    run_dir = tmp_path / edit.run_name(1)
+    failures = {f"{scaled(edit, 'max_lr', 2.0).run_name(1)}": "no memory", "y-1-seed1": "other"}
+    opened = Trial(CONFIG, tmp_path, {"edits": {"x": {}}}, [], failures)
+    for run in (base.run_name(1), edit.run_name(1)):
+        (tmp_path / run).mkdir()
+        records = [{"step": 1, "tokens_seen": 1, "val_loss": 2.0, "train_loss": 2.0}]
+        records += [{"data_fingerprint": "a", "val_fingerprint": "b"}, {"finished_step": 200}]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / run / "metrics.jsonl").write_text(lines)
+    answer = opened.answer(SCREENING, "x", (base, edit), [1])
+    assert re.fullmatch(r"no verdict: x-\w+-seed1 failed: no memory", answer["text"])
+    assert answer["mean"] is None
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"diverged_step": 7}\n')
+    opened.failures.clear()
+    answer = opened.answer(SCREENING, "x", (base, edit), [1])
+    assert answer["text"] == "not better: x diverged with seed 1 in step 7"
 
 
 def test_edits_that_are_better_by_the_smallest_effect_are_confirmed(tmp_path):
@@ -285,7 +302,8 @@ def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, 
     (checkout / "ops.py").write_text(f"import new\n{(checkout / 'ops.py').read_text()}")
     (checkout / "new.py").write_text("import deeper.still\n")
     (checkout / "deeper").mkdir()
-    for name in ("deeper/still.py", "unrelated.py", "table.json", "picture.png"):
+    deeper = ("deeper/__init__.py", "deeper/still.py")
+    for name in (*deeper, "unrelated.py", "table.json", "picture.png"):
         (checkout / name).write_text("")
     (checkout / "demo.py").unlink()
     shutil.copytree(checkout, tmp_path / "other", ignore=shutil.ignore_patterns(".git"))
@@ -298,6 +316,7 @@ def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, 
     names = ("demo.py", "new.py", "deeper/still.py", "unrelated.py", "table.json", "picture.png")
     assert [(base.code / name).exists() for name in names] == [True] + [False] * 5
     assert [(worktree.code / name).exists() for name in names] == [False, True, True] + [False] * 3
+    assert (worktree.code / "deeper/__init__.py").exists()
     assert worktree.tree == other.tree
     for note in ("notes.txt", "README.md"):
         (checkout / note).write_text("a note")
@@ -334,7 +353,7 @@ def test_list_prints_answers_best_first_and_what_chance_alone_gives(tmp_path, mo
     for name in ("12345678", "earlier"):
         (tmp_path / "runs/trials" / name).mkdir(parents=True)
     ledger = {"base": base, "edits": edits, "confirmations": {}}
-    (tmp_path / "runs/trials/12345678" / LEDGER_NAME).write_text(json.dumps(ledger))
+    (tmp_path / "runs/trials/12345678" / NAME).write_text(json.dumps(ledger))
     (tmp_path / "runs/trials/earlier/trial.json").write_text("{")
     assert [*list_trials()] == [
         "runs/trials/12345678: commit abc, CPU, --max-steps=9",
@@ -376,7 +395,9 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     loss = "return cross_entropy(logits, targets, config.vocab_size)"
     write_patch(checkout, "comment.patch", "model.py", ("import math", "import math  # why"))
     write_patch(checkout, "nan.patch", "ops.py", (loss, f"{loss} * math.nan"))
-    write_patch(checkout, "broken.patch", "lr_schedule.py", ("return", "return 1 / 0 #"))
+    write_patch(
+        checkout, "broken.patch", "lr_schedule.py", ("progress = (", "progress = 1 / 0 * (")
+    )
     flags += ["--jobs=1", "--seeds=1", "--edit"]
     flags += ["comment.patch", "nan.patch", "broken.patch", "base --max-lr=0.01"]
     shown = call(monkeypatch, capsys, *flags)
@@ -384,10 +405,9 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     assert re.search(r"base-\w+-seed1: finished; 1 of 5, about \S+ left\n", shown)
     *_, comment, nan, broken, rate = shown.splitlines()
     assert comment == "comment: the same, bit for bit (1 pair)"
-    assert nan == "nan: no verdict: nan diverged with seed 1 in step 1"
-    assert (
-        broken
-        == "broken: no verdict: broken failed with seed 1: ZeroDivisionError: division by zero"
+    assert nan == "nan: not better: nan diverged with seed 1 in step 1"
+    assert re.fullmatch(
+        r"broken: no verdict: broken-\w+-seed1 failed: ZeroDivisionError: division by zero", broken
     )
     assert re.match(r"max-lr-0-01: val_loss \S+ → \S+, screened: \S+ \(1 pair: no inter", rate)
     shown = call(monkeypatch, capsys, *flags)
