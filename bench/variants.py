@@ -158,7 +158,7 @@ def copy_code(
 ) -> tuple[Path, str, str]:
     """Copy the last commit with `patches`, or with the changes in the folder `source`.
 
-    Of the changes, it takes tracked files, new files that the code imports, and `files`. The
+    Changed tracked files, new files that the code imports, and `files` are copied. The
     checkout and its index are left unchanged.
 
     Returns:
