@@ -350,8 +350,9 @@ def test_main_names_the_flag_for_data_that_was_moved(tiny_data, copied, capsys, 
 def test_time_call_is_the_median_after_the_first_call(monkeypatch, durations, expected):
     now, left = [0.0], iter(durations)
     monkeypatch.setattr(evaluation, "perf_counter", lambda: now[0])
-    idle = SimpleNamespace(stop=StopRequest(), ranks=SINGLE_PROCESS)
-    seconds = evaluation.time_call(lambda: now.append(now.pop() + next(left)), 5.0, idle)
+    config = SimpleNamespace(max_minutes=100)
+    idle = SimpleNamespace(stop=StopRequest(), ranks=SINGLE_PROCESS, config=config)
+    seconds = evaluation.time_call(lambda: now.append(now.pop() + next(left)), idle)
     assert seconds == expected
 
 
