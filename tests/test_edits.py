@@ -23,7 +23,11 @@ def test_the_table_has_each_measurement_best_first():
     shown = {}
     for cell, _, difference, pairs, verdict, _ in rows:
         name = re.sub(r"\[(`\w+`)\]\(\.\./edits/\w+\.patch\)", r"\1", cell).strip()
-        shown[name] = float(difference.split("±")[0].replace("−", "-")), int(pairs), verdict.strip()
+        shown[name] = (
+            float(difference.split("±")[0].replace("\N{MINUS SIGN}", "-")),
+            int(pairs),
+            verdict.strip(),
+        )
     expected = {
         measured(edit): (pytest.approx(answer["mean"], abs=6e-4), len(answer["seeds"]), "screened")
         for edit in DATA["edits"].values()
