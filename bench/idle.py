@@ -66,7 +66,7 @@ def idle_part(kernels: Iterable[tuple[float, float]]) -> float:
     `kernels` has the start and end of each; they may overlap.
     """
     ordered = sorted(kernels)
-    ends = [*accumulate((end for _, end in ordered), max)]  # of all kernels so far
+    ends = [*accumulate((end for _, end in ordered), max)]  # the latest end so far
     gaps = (start - end for (start, _), end in zip(ordered[1:], ends, strict=False))
     return sum(max(0.0, gap) for gap in gaps) / (ends[-1] - ordered[0][0])
 

@@ -138,7 +138,7 @@ def run_python(
             while (code := child.poll()) is None and not is_done(output()) and monotonic() < end:
                 sleep(POLL_SECONDS)
         finally:
-            if TORCHRUN in args:  # it starts each process in a group of its own, and ends it
+            if TORCHRUN in args:  # its processes are in other groups, and it ends them itself
                 child.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(STOP_SECONDS)

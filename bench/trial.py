@@ -431,7 +431,7 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
     if find_spec("scipy") is None:
         raise UserError("trials require scipy: install it with python -m pip install scipy")
     if config.list:
-        print(*ledger.list_trials(), sep="\n")
+        print("\n".join(ledger.list_trials()) or f"{ledger.TRIALS} has no trials yet")
         return
     if all(split_edit(edit)[0] != WORKTREE for edit in config.edit) and git(
         "status", "--porcelain"

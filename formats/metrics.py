@@ -59,8 +59,8 @@ def read_metrics(path: str | Path) -> Records:
 
     Incomplete lines, left by a killed process, are skipped. Where a run resumed from a step, the
     earlier records of later steps are dropped, because these steps were repeated. If an evaluation
-    was repeated at the step itself, its new values replace the earlier ones. Where a run went on
-    with other validation windows, the earlier validation losses are left out.
+    was repeated at the step itself, its new values replace the earlier ones. If a run changed
+    its validation windows, the validation losses before that are left out.
 
     Returns:
         The records in the order they were logged, each with its `step`: at most one training record
@@ -72,7 +72,8 @@ def read_metrics(path: str | Path) -> Records:
         before, validated = validated, record.get("val_fingerprint", validated)
         if before not in (None, validated):
             for earlier in records.values():
-                earlier.pop("val_loss", None), earlier.pop("val_bpb", None)
+                for name in ("val_loss", "val_bpb"):
+                    earlier.pop(name, None)
         if isinstance(start := record.get("resumed_from"), int):
             records = {key: earlier for key, earlier in records.items() if key[0] <= start}
         elif isinstance(step := record.get("step"), int):

@@ -134,8 +134,8 @@ def check_resume_compatible(resumed: Checkpoint, config: TrainConfig, data: str,
     """Raise if the dimensions, batch, data order or dataset differ from the checkpoint's.
 
     Print the other settings of the model that differ. `data` and `val` are the fingerprints of the
-    training split and of the validation. A run that validated on the first windows of its split, as
-    earlier versions did, goes on with windows that are spread over it.
+    training split and of the validation. Earlier versions validated on the first windows of the
+    split: such a run now validates on windows that are spread over it, which a note says.
     """
     path, state = resumed
     saved_model = asdict(GPTConfig(**state.model_config))  # missing fields get their defaults

@@ -98,7 +98,7 @@ class Run:
 
     @property
     def val_fingerprint(self) -> str:
-        """What validation reads: the split's fingerprint, and which windows."""
+        """Fingerprint of the validation split, with the windows if they are only a part."""
         settings = self.config
         return validation_fingerprint(self.val_shards, settings.block_size, settings.val_tokens)
 
