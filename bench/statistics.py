@@ -3,13 +3,25 @@
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
-from scipy import stats
+
+from runtime.errors import UserError
 
 CONFIDENCE, POWER = 0.95, 0.8
 BETTER_BY_CHANCE = (1 - CONFIDENCE) / 2  # equal versions whose interval is on the better side of 0
 MAX_PAIRS = 1000
+
+
+def load_stats() -> Any:  # noqa: ANN401 - a module
+    """Return `scipy.stats`; raise UserError if scipy is missing."""
+    try:
+        from scipy import stats
+    except ImportError:
+        fix = "install it with python -m pip install scipy"
+        raise UserError(f"trials require scipy: {fix}") from None
+    return stats
 
 
 def interval(differences: Sequence[float]) -> float:
@@ -20,7 +32,7 @@ def interval(differences: Sequence[float]) -> float:
     """
     if (n := len(differences)) < 2:
         return math.inf
-    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)
+    quantile = load_stats().t.ppf((1 + CONFIDENCE) / 2, n - 1)
     return float(quantile * stdev(differences) / math.sqrt(n))
 
 
@@ -32,7 +44,7 @@ def pairs_needed(base_values: Sequence[float], least: float) -> int:
     t distribution gives the power: Cohen 1988, Statistical Power Analysis for the Behavioral
     Sciences, chapter 2.
     """
-    n = np.arange(2, MAX_PAIRS + 1)
+    stats, n = load_stats(), np.arange(2, MAX_PAIRS + 1)
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)
     shift = np.sqrt(n) * least / max(math.sqrt(2) * stdev(base_values), 1e-12)
     enough = stats.nct.sf(quantile, n - 1, np.minimum(shift, 30)) >= POWER

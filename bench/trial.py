@@ -29,7 +29,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, median, stdev
@@ -45,7 +44,7 @@ import torch
 from bench import ledger
 from bench.ledger import CONFIRMATION, SCREENING, gain
 from bench.measurement import measure_in_turn, provenance, run_python, split_flags
-from bench.statistics import MAX_PAIRS, interval, pairs_needed, verdict
+from bench.statistics import MAX_PAIRS, interval, load_stats, pairs_needed, verdict
 from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
 from formats.load import RUN_LOCK_NAME
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
@@ -428,11 +427,10 @@ def main() -> None:
 
 def compare(config: TrialConfig, flags: Sequence[str]) -> None:
     """Measure, tune, screen and confirm as the flags say; then print an answer for each edit."""
-    if find_spec("scipy") is None:
-        raise UserError("trials require scipy: install it with python -m pip install scipy")
     if config.list:
         print("\n".join(ledger.list_trials()) or f"{ledger.TRIALS} has no trials yet")
         return
+    load_stats()  # raise before the first run if scipy is missing
     if all(split_edit(edit)[0] != WORKTREE for edit in config.edit) and git(
         "status", "--porcelain"
     ):

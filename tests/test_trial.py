@@ -10,7 +10,7 @@ from threading import Thread
 
 import numpy as np
 import pytest
-from conftest import TINY_RUN
+from conftest import ROOT, TINY_RUN
 
 from bench import trial
 from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
@@ -490,3 +490,13 @@ def test_edits_that_cannot_be_used_are_one_line(flags, checkout, tmp_path):
         folder.mkdir()
         with pytest.raises((ValueError, OSError), match=re.escape(message)):
             build_variants(None, (edit,), flags, folder)
+
+
+def test_a_missing_scipy_is_one_line(tmp_path):
+    (tmp_path / "scipy.py").write_text("raise ImportError")
+    command = [sys.executable, "-m", "bench.trial", "--edit=base"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, len(lines)) == (2, 1)
+    assert lines[0].startswith("error: trials require scipy: install it with python -m pip install")
