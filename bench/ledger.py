@@ -31,8 +31,8 @@ def gain(answer: Mapping[str, Any]) -> float:
     return -math.inf if mean is None else mean if answer["higher"] else -mean
 
 
-def ranked(ledger: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the answers, best first, each with its edit's name.
+def ranked(ledger: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the answers, best first, each with its edit.
 
     An edit that was confirmed has only the answers of its confirmations.
     """
@@ -40,8 +40,27 @@ def ranked(ledger: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     for edit in ledger["edits"].values():
         answers = [*edit["answers"].values()]
         confirmed = [answer for answer in answers if answer["stage"] == CONFIRMATION]
-        rows += [(edit["name"], answer) for answer in confirmed or answers]
+        rows += [(edit, answer) for answer in confirmed or answers]
     return sorted(rows, key=lambda row: -gain(row[1]))
+
+
+def table(ledger: Mapping[str, Any]) -> list[str]:
+    """Return the answers as the lines of a Markdown table, best first.
+
+    `lines` has the lines that the patch adds and removes, and `step` the time of a step divided by
+    the base's, if it was measured.
+    """
+    rows = [("edit", "lines", "step", "difference", "pairs", "verdict"), ("---",) * 6]
+    for edit, answer in ranked(ledger):
+        patch = edit["patch"].splitlines()
+        lines = [sum(s[:1] == sign and s[:3] != 3 * sign for s in patch) for sign in "+-"]
+        step = "{:.2f} ± {:.1g}".format(*edit["cost"]) if "cost" in edit else ""
+        verdict, mean, half = answer["text"].partition(":")[0], answer["mean"], answer["half"]
+        difference = "" if mean is None else f"{mean:+.3f}" + (f" ± {half:.3f}" if half else "")
+        name = ", ".join((f"`{edit['edit']}`", *answer["changed"]))
+        numbers = ("+{} -{}".format(*lines), step, difference, str(len(answer["seeds"])))
+        rows.append((name, *numbers, verdict))
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def list_trials() -> Iterator[str]:
@@ -52,16 +71,16 @@ def list_trials() -> Iterator[str]:
             continue
         base, rows = ledger["base"], ranked(ledger)
         yield f"{folder}: commit {base['commit']}, {base['device']}, {' '.join(base['flags'])}"
-        yield from (f"  {name}: {answer['text']}" for name, answer in rows)
+        yield from table(ledger)
         confirmed = [answer for _, answer in rows if answer["stage"] == CONFIRMATION]
-        better = sum(", better: " in answer["text"] for answer in confirmed)
+        better = sum(answer["text"].startswith("better") for answer in confirmed)
         chance = f"chance alone gives {BETTER_BY_CHANCE * len(confirmed):.2g}"
         count = f"edits tried: {len(ledger['edits'])}; confirmations: {len(confirmed)}"
-        yield f"  {count}; better: {better}, of which {chance} if no edit has an effect"
-        yield from (f"  {path}" for path in draw_forest(rows, folder))
+        yield f"{count}; better: {better}, of which {chance} if no edit has an effect"
+        yield from map(str, draw_forest(rows, folder))
 
 
-def draw_forest(rows: Sequence[tuple[str, dict[str, Any]]], folder: Path) -> Iterator[Path]:
+def draw_forest(rows: Sequence[tuple[Any, dict[str, Any]]], folder: Path) -> Iterator[Path]:
     """Draw the mean and the interval of each answer, a figure for each metric."""
     for metric in sorted({answer["metric"] for _, answer in rows}):
         shown = [row for row in rows if row[1]["metric"] == metric and row[1]["mean"] is not None]
@@ -75,7 +94,7 @@ def draw_forest(rows: Sequence[tuple[str, dict[str, Any]]], folder: Path) -> Ite
                 axes.errorbar(answer["mean"], n, xerr=answer["half"], fmt="o", color=color, ms=4)
             axes.errorbar([], [], fmt="o", color=color, label=stage)
         axes.axvline(0, color=RED, linewidth=1)
-        axes.set_yticks(range(len(shown)), [plain(name) for name, _ in shown])
+        axes.set_yticks(range(len(shown)), [plain(edit["name"]) for edit, _ in shown])
         axes.invert_yaxis()
         axes.grid(axis="x", color=axes.get_ygridlines()[0].get_color(), linewidth=0.8)
         axes.xaxis.set_major_formatter(ScalarFormatter())

@@ -349,15 +349,18 @@ class Trial:
         failures = self.failures.items()  # also of runs that tuned a setting
         if crashed := [f"{n} failed: {e}" for n, e in failures if n.rsplit("-", 2)[0] in names]:
             text = f"no verdict: {'; '.join(crashed)}"
-        for name in (*self.config.tune, *["max_steps"] * self.config.equal_time):
-            text += f"; {name} {pair[0].settings[name]:g} → {pair[1].settings[name]:g}"
+        changed = [
+            f"{name} {pair[0].settings[name]:g} → {pair[1].settings[name]:g}"
+            for name in (*self.config.tune, *["max_steps"] * self.config.equal_time)
+        ]
+        text = "; ".join((text, *changed))
         if cost := self.ledger["edits"][key].get("cost"):
             text += f"; a step takes {cost[0]:.2f} ± {cost[1]:.1g} times as long"
         has_mean = len(finished) == len(seeds) and "no verdict" not in text
         differences = [edit - base for base, edit in finished]
         return {
-            **{"text": text, "stage": stage, "metric": self.config.metric, "seeds": [*seeds]},
-            **{"values": finished, "settings": [version.settings for version in pair]},
+            **{"text": text, "changed": changed, "stage": stage, "metric": self.config.metric},
+            **{"seeds": [*seeds], "values": finished, "settings": [v.settings for v in pair]},
             "mean": fmean(differences) if has_mean else None,
             "half": interval(differences) if has_mean and len(seeds) > 1 else None,
             "higher": self.config.is_higher_better,
@@ -407,13 +410,12 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
     if len(done) == 1:
         shown = f"{differences[0]:+.2g} (1 pair: no interval)"
     if names:
-        result = f"not better: {names}; otherwise {shown}"
+        words = f"not better: {names}; otherwise"
     elif stage == CONFIRMATION:
-        words = verdict(differences, config.least, config.is_higher_better)
-        result = f"{words}: {shown}"
+        words = f"{verdict(differences, config.least, config.is_higher_better)}:"
     else:
-        result = f"screened: {shown}"
-    return f"{config.metric} {before:.5g} → {after:.5g}, {result}"
+        words = "screened:"
+    return f"{words} {config.metric} {before:.5g} → {after:.5g}, {shown}"
 
 
 # --- command line -----------------------------------------------------------------------------
@@ -481,9 +483,9 @@ def start_trial(
     values: dict[str, Any] = {"edits": {}, "confirmations": {}} | ledger.read(folder)
     commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD")}
     values["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
-    for edit in edits:
+    for text, edit in zip(config.edit, edits, strict=True):
         known = values["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
-        known |= {"name": edit.name, "patch": git("diff", base.tree, edit.tree)}
+        known |= {"edit": text, "name": edit.name, "patch": git("diff", base.tree, edit.tree)}
         known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
     trial = Trial(config, folder, values, gpus)
     trial.save()

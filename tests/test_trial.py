@@ -74,31 +74,31 @@ BETTER = [(2.60, 2.58), (2.62, 2.61), (2.61, 2.59)]
             {},
             SCREENING,
             BETTER,
-            "val_loss 2.61 → 2.5933, screened: -0.017 ± 0.014 (95 %, 3 pairs)",
+            "screened: val_loss 2.61 → 2.5933, -0.017 ± 0.014 (95 %, 3 pairs)",
         ),
         (
             {},
             CONFIRMATION,
             BETTER,
-            "val_loss 2.61 → 2.5933, better: -0.017 ± 0.014 (95 %, 3 fresh pairs)",
+            "better: val_loss 2.61 → 2.5933, -0.017 ± 0.014 (95 %, 3 fresh pairs)",
         ),
         (
             {"metric": "hellaswag_acc"},
             CONFIRMATION,
             [(0.25, 0.20), (0.25, 0.21)],
-            "hellaswag_acc 0.25 → 0.205, not shown: -0.045 ± 0.064 (95 %, 2 fresh pairs)",
+            "not shown: hellaswag_acc 0.25 → 0.205, -0.045 ± 0.064 (95 %, 2 fresh pairs)",
         ),
         (
             {"metric": "score", "higher": True},
             CONFIRMATION,
             [(1.0, 2.0), (1.0, 2.1)],
-            "score 1 → 2.05, better: +1.1 ± 0.64 (95 %, 2 fresh pairs)",
+            "better: score 1 → 2.05, +1.1 ± 0.64 (95 %, 2 fresh pairs)",
         ),
         (
             {"metric": "score"},
             SCREENING,
             [(1.0, 2.0)],
-            "score 1 → 2, screened: +1 (1 pair: no interval)",
+            "screened: score 1 → 2, +1 (1 pair: no interval)",
         ),
     ],
 )
@@ -111,7 +111,10 @@ def test_answer_names_every_failed_run_and_is_not_better():
     pairs = [(result(base), result(edit)) for base, edit in BETTER]
     diverged = failure("x diverged with seed 2 in step 7")
     text = describe(CONFIG, CONFIRMATION, [pairs[0], (pairs[1][0], diverged), pairs[2]])
-    assert ", not better: x diverged with seed 2 in step 7; otherwise -0.02 ± 0 (" in text
+    assert text == (
+        "not better: x diverged with seed 2 in step 7; otherwise val_loss 2.605 → 2.585, "
+        "-0.02 ± 0 (95 %, 2 fresh pairs)"
+    )
     of_base = failure("base diverged with seed 3 in step 1")
     text = describe(CONFIG, CONFIRMATION, [pairs[0], (of_base, diverged), pairs[2]])
     assert text == f"no verdict: {of_base.problem}; {diverged.problem}"
@@ -334,20 +337,24 @@ def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, 
 def test_list_prints_answers_best_first_and_what_chance_alone_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def answer(stage, mean, text):
-        numbers = {"mean": mean, "half": 0.01, "higher": False, "metric": "val_loss"}
-        return {"stage": stage, "text": text} | numbers
+    def answer(stage, mean, text, half=None, changed=()):
+        numbers = {"mean": mean, "half": half, "higher": False, "metric": "val_loss"}
+        return {"stage": stage, "text": text, "seeds": [1, 2], "changed": changed} | numbers
 
+    better = answer(CONFIRMATION, -0.3, "better: b", 0.0125, ["max_lr 1 → 2"])
     edits = {
-        "a-1": {"name": "a", "answers": {"1": answer(SCREENING, 0.5, "screened: a")}},
-        "b-2": {
-            "name": "b",
-            "answers": {
-                "1": answer(SCREENING, -0.9, "screened: b"),
-                "2": answer(CONFIRMATION, -0.3, "val_loss 2 → 1.7, better: b"),
-            },
+        "a-1": {
+            **{"edit": "a.patch", "name": "a", "patch": "--- a/f\n+++ b/f\n-x\n+y\n+z\n w\n"},
+            "answers": {"1": answer(SCREENING, 0.5, "screened: a")},
         },
-        "c-3": {"name": "c", "answers": {"1": answer(SCREENING, None, "no verdict: c")}},
+        "b-2": {
+            **{"edit": "base --x=1", "name": "x-1", "patch": "", "cost": [1.1, 0.012]},
+            "answers": {"1": answer(SCREENING, -0.9, "screened: b", 0.2), "2": better},
+        },
+        "c-3": {
+            **{"edit": "c.patch", "name": "c", "patch": ""},
+            "answers": {"1": answer(SCREENING, None, "no verdict: c")},
+        },
     }
     base = {"commit": "abc", "device": "CPU", "flags": ["--max-steps=9"]}
     for name in ("12345678", "earlier"):
@@ -357,12 +364,14 @@ def test_list_prints_answers_best_first_and_what_chance_alone_gives(tmp_path, mo
     (tmp_path / "runs/trials/earlier/trial.json").write_text("{")
     assert [*list_trials()] == [
         "runs/trials/12345678: commit abc, CPU, --max-steps=9",
-        "  b: val_loss 2 → 1.7, better: b",
-        "  a: screened: a",
-        "  c: no verdict: c",
-        "  edits tried: 3; confirmations: 1; better: 1, of which chance alone gives 0.025 if no "
+        "| edit | lines | step | difference | pairs | verdict |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| `base --x=1`, max_lr 1 → 2 | +0 -0 | 1.10 ± 0.01 | -0.300 ± 0.013 | 2 | better |",
+        "| `a.patch` | +2 -1 |  | +0.500 | 2 | screened |",
+        "| `c.patch` | +0 -0 |  |  | 2 | no verdict |",
+        "edits tried: 3; confirmations: 1; better: 1, of which chance alone gives 0.025 if no "
         "edit has an effect",
-        "  runs/trials/12345678/val_loss.png",
+        "runs/trials/12345678/val_loss.png",
         "runs/trials/earlier: not read, because an earlier version made it",
     ]
     assert (tmp_path / "runs/trials/12345678/val_loss.png").stat().st_size > 5_000
@@ -409,7 +418,7 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     assert re.fullmatch(
         r"broken: no verdict: broken-\w+-seed1 failed: ZeroDivisionError: division by zero", broken
     )
-    assert re.match(r"max-lr-0-01: val_loss \S+ → \S+, screened: \S+ \(1 pair: no inter", rate)
+    assert re.match(r"max-lr-0-01: screened: val_loss \S+ → \S+, \S+ \(1 pair: no inter", rate)
     shown = call(monkeypatch, capsys, *flags)
     assert "screening: runs to do: 1, 1 at a time\nbroken-" in shown
     assert f"\n{nan}\n" in shown
