@@ -1,10 +1,13 @@
-"""Run the whole pipeline on this machine, offline, in minutes: `make demo`.
+"""Run the whole pipeline on this machine: text → shards → a GPT-2 → samples, export and figures.
 
-Text → shards → a small GPT-2 → samples → HellaSwag scorer → Hugging Face format → figures. Each
-step is a command of this project, printed before it runs.
+    python demo.py             # on Python's standard library, offline, in minutes (make demo)
+    python demo.py mine.txt    # on your own text, files or folders; the same command resumes it
+
+Each step is a command of this project, printed before it runs.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,46 +15,87 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from corpus.shards import Manifest
 from formats.metrics import read_metrics
-from runtime.cli import format_duration, parse_flags, run_command
-from runtime.errors import RunStopped
+from runtime.cli import PathOrName, format_duration, parse_flags, run_command
+from runtime.errors import RunStopped, UserError
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Train a small GPT-2 on this machine, from text to samples, scores and figures."""
+    """Train a GPT-2 on this machine, from text to samples, export and figures."""
 
+    text: tuple[PathOrName, ...] = ()
+    """Files and folders of your own text; --text may be left out. Default: Python's library."""
     short: bool = False
-    """Train for half as many steps, as a quick check that everything works."""
+    """Train on Python's library for half as many steps, as a quick check that everything works."""
+
+    def __post_init__(self) -> None:
+        if missing := [path for path in self.text if not Path(path).exists()]:
+            raise UserError(f"{missing[0]} does not exist: pass a file or a folder of text")
+        if self.text and self.short:
+            raise UserError("--short is for Python's library: leave it out")
 
 
 def main() -> None:
     """Run all commands in order and print a summary."""
-    config = parse_flags(DemoConfig)
+    args = sys.argv[1:]
+    has_text = bool(args) and not args[0].startswith("-")
+    config = parse_flags(DemoConfig, ["--text", *args] if has_text else args)
+    texts = [Path(path).resolve() for path in config.text]
     os.chdir(Path(__file__).parent)  # the commands are here, and the run is written here
     start = time.perf_counter()
-    name = new_name()
+    name = re.sub(r"[^\w.-]+", "-", texts[0].stem) if texts else new_name()
     run_dir, export_dir = Path("runs", name), Path("exported", name)
-    step("Python's library → token shards", "fineweb.py", "--source=stdlib", "--no-propose")
-    train = ["--config=recipes/demo.json", f"--run-name={name}"]
-    train += ["--max-steps=300"] if config.short else []
-    step("shards → a GPT-2 of 10M parameters", "train_gpt2.py", *train)
-    step("samples", "sample.py", f"--model={run_dir}", "--prompt=def read", "--num-samples=2")
-    scored = (f"--model={run_dir}", "--data=assets/hellaswag_sample.jsonl")
-    step("HellaSwag scorer on 24 sample rows (NOT the benchmark)", "hellaswag.py", *scored)
-    step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
+    if texts:
+        train = prepare(texts, name)
+    else:
+        step("Python's library → token shards", "fineweb.py", "--source=stdlib", "--no-propose")
+        train = ["--config=recipes/demo.json", f"--run-name={name}"]
+        train += ["--max-steps=300"] if config.short else []
+    step("shards → a GPT-2", "train_gpt2.py", *train)
+    prompt = [] if texts else ["--prompt=def read"]
+    step("samples", "sample.py", f"--model={run_dir}", *prompt, "--num-samples=2")
+    if not texts:
+        scored = (f"--model={run_dir}", "--data=assets/hellaswag_sample.jsonl")
+        step("HellaSwag scorer on 24 sample rows (NOT the benchmark)", "hellaswag.py", *scored)
+    if export_dir.exists():
+        print(f"\n{export_dir} is kept from an earlier export; delete it to export again")
+    else:
+        step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
     step("figures", "plot.py", str(run_dir))
-    losses = [r["val_loss"] for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
-    if losses[-1] > losses[0] - 1:
+    scores = [r for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
+    losses = [score["val_loss"] for score in scores]
+    if not texts and losses[-1] > losses[0] - 1:
         raise RunStopped(f"the model did not learn: validation losses {losses}")
+    print(f"\n=== done in {format_duration(time.perf_counter() - start)}, in {Path.cwd()}")
+    if losses:  # a short text has no validation split
+        bits = f"{scores[-1]['val_bpb']:.2f} bits per byte"
+        print(f"held-out text    {losses[-1]:.2f} nats per token, from {losses[0]:.2f}; {bits}")
     print(
-        f"\n=== done in {format_duration(time.perf_counter() - start)}, in {Path.cwd()}\n"
-        f"validation loss  {losses[-1]:.2f} nats per token, from {losses[0]:.2f} before training\n"
         f"run, samples     {run_dir}\n"
         f"loss curve       {run_dir / 'figures' / 'loss.png'}\n"
         f"for transformers {export_dir}\n"
         f"next: source .venv/bin/activate; python sample.py --model {run_dir} --interactive"
     )
+
+
+def prepare(texts: list[Path], name: str) -> list[str]:
+    """Tokenize texts and estimate how long training takes; return the flags of the run."""
+    from training.propose import propose_training  # imports torch, which takes seconds
+
+    data_dir = Path("data", name)
+    source = (*map(str, texts), f"--data-dir={data_dir}", "--no-propose")
+    step("your text → token shards", "fineweb.py", "--source", *source)
+    manifest = Manifest.load(data_dir)
+    assert manifest is not None  # fineweb.py has just written it
+    command = propose_training(data_dir, manifest)
+    script = next(n for n, word in enumerate(command) if word.endswith("train_gpt2.py"))
+    train = [*command[script + 1 :], f"--run-name={name}"]
+    if not Path("runs", name).exists():
+        step("how long will it take?", "train_gpt2.py", *train, "--plan")
+        print("Ctrl-C saves the run, and the same command continues it.", flush=True)
+    return [*train, "--resume=auto"]
 
 
 def new_name() -> str:

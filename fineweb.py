@@ -33,7 +33,14 @@ from corpus.shards import Manifest, ShardWriter, TokenArray
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
+from runtime.cli import (
+    PathOrName,
+    bad_numbers,
+    parse_flags,
+    raise_problems,
+    run_command,
+    shell_line,
+)
 from runtime.errors import UserError
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
@@ -127,7 +134,10 @@ def main() -> None:
         print(f"unigram baseline (token frequencies only): {baseline}")
         # An installed package has no recipes.
         if config.propose and (Path(__file__).parent / "recipes").is_dir():
-            print(propose_training(folder, manifest))
+            try:
+                print("next:", shell_line(*propose_training(folder, manifest)))
+            except UserError as error:  # the dataset may still be of use
+                print(error)
     else:
         print("other parts are not finished yet")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from corpus.shards import Manifest
-from runtime.cli import shell_line
 from runtime.errors import UserError
 from training.checks import check_lengths
 from training.config import ROOT, TrainConfig
@@ -18,14 +17,15 @@ MIN_MICRO_BATCH_TOKENS = 32_768  # a smaller micro-batch does not keep a GPU bus
 MAX_PASSES = 5  # a proposed run makes at most 5 over the training split; 10 overfit some texts
 
 
-def propose_training(folder: Path, manifest: Manifest) -> str:
-    """Propose a training command that suits a dataset and this machine's number of GPUs.
+def propose_training(folder: Path, manifest: Manifest) -> list[str]:
+    """Return a training command that suits a dataset and this machine's number of GPUs, in words.
 
     The command uses the largest recipe that makes at most `MAX_PASSES` passes over the text. For a
     small text, it shortens the smallest recipe and sets a batch of 0.29 D^0.571 tokens for a run of
     D tokens: half the batch that suits a single pass (Li et al. 2025).
 
-    The command passes the checks of `train_gpt2.py`. If none does, return the reason.
+    Raises:
+        UserError: the text is too short for any model.
     """
     train, val = (sum(s.tokens for s in manifest.shards if s.split == k) for k in ("train", "val"))
     max_tokens = MAX_PASSES * train
@@ -54,8 +54,9 @@ def propose_training(folder: Path, manifest: Manifest) -> str:
     if not (recipe.out_dir / (name := folder.resolve().name)).exists():
         overrides = ["--run-name", name, *overrides]
     flags = ["--config", root / "recipes" / path.name, "--data-dir", folder, *overrides]
+    words = [*map(str, flags)]
     try:
-        check_lengths(parse_config([*map(str, flags)])[0], train, val)
+        check_lengths(parse_config(words)[0], train, val)
     except UserError as error:
-        return f"no training is proposed: {error}"
-    return f"next: {shell_line(*launcher, root / 'train_gpt2.py', *flags)}"
+        raise UserError(f"no training is proposed: {error}") from None
+    return [*launcher, str(root / "train_gpt2.py"), *words]
