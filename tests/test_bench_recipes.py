@@ -16,6 +16,7 @@ from runtime.files import read_json, write_json
 from tokenizer import VOCAB_SIZE, gpt2_encoding
 from training.recipe import read_recipe
 
+NOTES = ROOT / "bench/results/recipes/README.md"
 TEXT = "Häuser und Bäume; 12 houses, <|endoftext|> 3 trees.\n" * 180
 
 
@@ -96,7 +97,7 @@ def test_committed_results_are_what_the_documents_say():
     losses = {}
     for run in sorted(map(json.loads, lines), key=lambda run: run["seed"]):
         losses.setdefault((run["recipe"], run["scale"]), []).append(run["val_loss"])
-    document = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    document = NOTES.read_text(encoding="utf-8")
     rows = [*rows_of(document, "| recipe | tokens | S29"), *rows_of(document, "| variant | S29")]
     changes = rows_of(document, "| change | loss |")
     assert changes == sorted(changes, key=lambda row: row[1])  # no change lowers the loss
@@ -124,6 +125,14 @@ def test_committed_results_are_what_the_documents_say():
     assert all(re.search("as it was|all of the candidate|0.65 of the", label) for label in left_out)
     for label, scale in (("fast, half the decay", "S29"), ("fast", "M29"), ("fast", "S117")):
         assert max(losses[label, scale]) < min(losses["published", scale])
+    first_seeds = {(tuple(row[:2]), tuple(c.split(",")[0] for c in row[2:])) for row in rows[:9]}
+    guide = rows_of((ROOT / "docs/recipes.md").read_text(encoding="utf-8"), "| recipe | tokens |")
+    assert len(guide) == 4
+    for name, *cells in guide:
+        assert any(
+            label[0].startswith(name) and (label[1], *values) == tuple(cells)
+            for label, values in first_seeds
+        ), name
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     quoted = {float(loss) for loss in re.findall(r"\b3\.\d{3}\b", readme)}
     assert len(quoted) == 4
@@ -131,11 +140,19 @@ def test_committed_results_are_what_the_documents_say():
     assert quoted <= ran
 
 
-def test_the_document_has_the_committed_losses_of_small_texts():
-    folder = ROOT / "bench/results/recipes"
+def test_committed_losses_of_l29_are_what_the_documents_say():
+    runs = read_json(NOTES.parent / "L29.json")["runs"]
+    rows = rows_of(NOTES.read_text(encoding="utf-8"), "| recipe | tokens | L29")
+    assert [float(loss) for *_, loss in rows] == [*runs.values()]
+    guide = " ".join((ROOT / "docs/recipes.md").read_text(encoding="utf-8").split())
+    assert f"({runs['fast']} against {runs['published']}, one seed" in guide
+
+
+def test_the_documents_have_the_committed_losses_of_small_texts():
+    folder = NOTES.parent
     runs = json.loads((folder / "spelling.json").read_text())["runs"]
     ends = {f"{losses[-1][1]:.3f}" for losses in runs.values()}
-    document = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    document = NOTES.read_text(encoding="utf-8")
     texts = rows_of(document, "| model | `--spelling-share` | batch")
     languages = rows_of(document, "| text, `gpt2-4m` |")
     cells = [cell for row in texts for cell in (row[4], *row[6:])]
@@ -149,6 +166,12 @@ def test_the_document_has_the_committed_losses_of_small_texts():
     small = json.loads((folder / "small.json").read_text())["runs"]
     before, after = (small[f"code_{decay}"][-1][1] for decay in ("0.1", "1.0"))
     text = " ".join(document.split())
+    guide = " ".join((ROOT / "docs/recipes.md").read_text(encoding="utf-8").split())
+    assert (
+        f"On Python code, 1 instead of 0.1 lowered the loss from {before:.3f} to {after:.3f}"
+        in guide
+    )
+    assert f"lowered the loss from {texts[0][4]} to {texts[1][4].split(',')[0]}" in guide
     assert f"a decay of 1 instead of 0.1 lowered the loss from {before:.3f} to {after:.3f}" in text
     runs = json.loads((folder / "offsets.json").read_text())["runs"]
     ends = {name: losses[-1][1] for name, losses in runs.items()}

@@ -34,7 +34,8 @@ ONLY_DEFINES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
 )
 GUARDS = ("__name__ == '__main__'", "TYPE_CHECKING")
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTES = sorted((ROOT / "bench").rglob("*.md"))
+DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *NOTES]
 
 
 def parse(module):
@@ -116,7 +117,7 @@ def test_an_import_upwards_and_work_at_import_are_found():
         assert work_at_import(ast.parse(source)) == [1]
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_documents_name_tests_and_files_that_exist(path):
     text = path.read_text(encoding="utf-8")
     tests = "".join(test.read_text(encoding="utf-8") for test in (ROOT / "tests").glob("*.py"))

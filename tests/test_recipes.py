@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from conftest import ROOT
 
+from runtime.files import read_json
 from training.config import TrainConfig
 from training.recipe import read_recipe
 
@@ -57,3 +58,13 @@ def test_fast_recipe_changes_how_it_learns_and_nothing_else(name):
     assert fast.total_batch_size * 2 == reference.total_batch_size
     for field in ("max_steps", *evaluation):
         assert getattr(fast, field) == 2 * getattr(reference, field)
+
+
+def test_tuned_recipe_is_the_adamw_that_was_measured():
+    reference = read_recipe(ROOT / "recipes/gpt2-124m.json")
+    tuned = read_recipe(ROOT / "recipes/gpt2-124m-tuned.json")
+    measured = read_json(ROOT / "bench/recipes.json")["adamw_0.0018_half_batch"]
+    assert measured.pop("recipe") == "gpt2-124m"
+    names = ("val_every", "hellaswag_every", "sample_every", "checkpoint_every")
+    evaluations = {name: 2 * getattr(reference, name) for name in names}  # as many tokens apart
+    assert tuned == replace(reference, **measured, **evaluations)
