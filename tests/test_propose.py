@@ -76,8 +76,8 @@ def test_proposed_command_for_a_short_text_passes_the_checks_of_training_or_is_l
         proposal = propose_training(folder, manifest := writer.close())
         n_train = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
         if n_train <= 256:  # fewer than one window of the smallest recipe
-            reason = f"no training is proposed: the training split in {folder} has {n_train} tokens"
-            assert proposal == f"{reason}, but one step needs 257: add data"
+            reason = f"no training is proposed: the text in {folder} is too small for this batch "
+            assert proposal == f"{reason}({n_train} tokens, but one step needs 257): add text"
             continue
         config, _ = parse_config(shlex.split(proposal.removeprefix("next: "))[2:])
         device = find_device(config, DistInfo())
