@@ -217,6 +217,8 @@ def test_remedy_of_a_compiler_that_fails(run, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compiled)
     prepare_compiler.cache_clear()
-    said = "or add --no-compile; no checkpoint yet: start over with the same command"
+    said = (
+        "or add --no-compile (Unsupported: x); no checkpoint yet: start over with the same command"
+    )
     check_remedy(run, f"{TRAIN} --compile", said, f"{TRAIN} --run-name=c --no-compile")
     prepare_compiler.cache_clear()

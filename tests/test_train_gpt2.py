@@ -280,7 +280,7 @@ def test_main_init_from_continues_a_model_and_is_resumed_without_it(tiny_flags, 
 
 def test_main_refuses_other_data_and_too_little_data(tiny_flags, tiny_data, tmp_path, copied):
     # The split has 562 windows of 32 tokens.
-    error = r"needs 65,537\): use the command .*, or --total-batch-size 17984 or less"
+    error = r"needs 65,537\): use the command .*, or --total-batch-size 17920 or less"
     with pytest.raises(ValueError, match=error):
         main([*tiny_flags, "--run-name=a", "--total-batch-size=65536"])
     assert not (tmp_path / "runs/a").exists()

@@ -101,8 +101,9 @@ class TrainConfig:
     warmup_steps: int | None = None
     """Steps of linear warm-up; default: 715 or a tenth of --max-steps, whichever is smaller."""
     lr_schedule: str = "cosine"
-    """How the learning rate falls from --max-lr to --min-lr after the warm-up: cosine (slowly from
-    the start), wsd (only over the last 20 % of the steps) or wsd-long (over the last 60 %)."""
+    """How the learning rate falls from --max-lr to --min-lr after the warm-up: cosine (over all
+    steps), wsd (over the last 20 %, so that a run can be extended from a checkpoint before them) or
+    wsd-long (over the last 60 %)."""
     weight_decay: float = 0.1
     """Weight decay of matrices; biases and LayerNorms are not decayed."""
     embedding_decay: float | None = None
@@ -151,7 +152,7 @@ class TrainConfig:
     """Send metrics to these trackers: tensorboard, wandb, trackio."""
 
     loss_chunks: int | None = None
-    """Split the logits of a micro-batch into this many chunks: if memory runs out, try 8 or 16;
+    """Compute the logits of a micro-batch in this many chunks: if memory runs out, try 8;
     default: as few as fit on an NVIDIA GPU, 4 on a CPU, 8 on MPS. Results do not change."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Recompute activations in the backward pass: none, or full (whole blocks). Saves memory, costs
