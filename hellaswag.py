@@ -253,6 +253,14 @@ def evaluate_hellaswag(
 @torch.no_grad()
 def score_rows(model: GPT, rows: Sequence[Row], device: torch.device) -> Tensor:
     """Return the summed loss of the ending of each of B rows, in nats: (B,) float32 on `device`."""
+    return score_tokens(model, rows, device).sum(dim=1)
+
+
+def score_tokens(model: GPT, rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Return the loss of each token of the endings of B rows: (B, T) float32 on `device`.
+
+    A loss is at the place of the input before its token; everything else is 0.
+    """
     n = model.config.block_size  # only the last n inputs of a row are used
     inputs = [torch.tensor((context + ending)[-n - 1 : -1]) for context, ending in rows]
     labels = [torch.tensor(([IGNORE_INDEX] * (len(c) - 1) + ending)[-n:]) for c, ending in rows]
@@ -264,7 +272,7 @@ def score_rows(model: GPT, rows: Sequence[Row], device: torch.device) -> Tensor:
     hidden = model.hidden_states(to_device(idx, device)).flatten(0, 1)[queries]  # (N, C)
     losses = F.cross_entropy(model.logits(hidden), targets, reduction="none")  # (N,)
     by_token = losses.new_zeros(idx.numel()).index_copy(0, queries, losses)
-    return by_token.view(idx.shape).sum(dim=1)
+    return by_token.view(idx.shape)
 
 
 def write_predictions(path: str | Path, result: HellaSwagResult) -> None:

@@ -3,6 +3,7 @@
     python sample.py --model runs/NAME --interactive    # type some text, the model continues it
     python sample.py --model runs/NAME --prompt - < FILE
     python sample.py --model runs/NAME --score FILE     # the loss of a text
+    python sample.py --model runs/NAME --web            # a page to play with the model
 
 The default model is runs/' newest run. In Python, call `generate(model, text)` or `text_loss`.
 """
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from corpus.shards import Manifest
 from corpus.sources import describe_file
 from formats.load import load_with_state, newest_run
-from hellaswag import score_rows
+from hellaswag import score_tokens
 from model import GPT, KVCache
 from runtime.cli import PathOrName, bad_numbers, parse_flags, print_error, run_command
 from runtime.device import DeviceName, select_device, tune_malloc
@@ -60,6 +61,15 @@ class SampleConfig:
     score: Path | None = None
     """Instead of sampling, print the loss of the text in this file: nats per token, bits per byte,
     tokens."""
+    web: bool = False
+    """Open a page on this machine that continues and scores texts, and shows how sure the model
+    is."""
+    compare_to: PathOrName | None = None
+    """With --web, a second model beside the first."""
+    port: int = 8000
+    """Port of the page."""
+    browser: bool = True
+    """Open the page in a browser."""
     num_samples: int = 4
     """Number of continuations per prompt."""
     max_new_tokens: int = 100
@@ -81,11 +91,13 @@ class SampleConfig:
     GPUs, else float32."""
 
     def __post_init__(self) -> None:
-        problems = bad_numbers(self, ("num_samples", "max_new_tokens", "top_p"))
+        problems = bad_numbers(self, ("num_samples", "max_new_tokens", "top_p", "port"))
         if self.top_p > 1:
             problems.append(f"--top-p must be at most 1, not {self.top_p}")
-        if sum(map(bool, (self.interactive, self.prompt, self.score))) > 1:
-            problems.append("--interactive, --prompt and --score exclude each other: use only one")
+        if sum(map(bool, (self.interactive, self.prompt, self.score, self.web))) > 1:
+            problems.append("use only one of --interactive, --prompt, --score and --web")
+        if self.compare_to and not self.web:
+            problems.append("--compare-to requires --web")
         if "" in self.stop:  # true for any str, and for a list with an empty text
             problems.append("--stop must be a list of texts, none of them empty")
         if problems:
@@ -103,7 +115,14 @@ def main() -> None:
     prompt = config.prompt
     if prompt == "-":
         prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    model, checkpoint = load_with_state(config.model or newest_run(), device)
+    source = config.model or newest_run()
+    if config.web:
+        from web import Models, serve
+
+        sources = [source, *filter(None, [config.compare_to])]
+        serve(Models(sources, device, options["dtype"]), config.port, config.browser)
+        return
+    model, checkpoint = load_with_state(source, device)
     if config.score is not None:
         print(describe_loss(model, config.score, options["dtype"]))
         settings = checkpoint.state.train_config if checkpoint else {}
@@ -126,7 +145,7 @@ def converse(continue_tokens: Callable[..., object], device: torch.device) -> No
         import readline  # noqa: F401 - importing it gives `input` its history
     tokens, decoder = list[int](), codecs.getincrementaldecoder("utf-8")("replace")
 
-    def print_token(token: Tensor) -> None:
+    def print_token(token: Tensor, _: Tensor) -> None:
         """Print a character whose bytes span several tokens with the last of them."""
         tokens.append(int(token))
         text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
@@ -191,16 +210,27 @@ def describe_loss(model: GPT, path: Path, dtype: torch.dtype) -> str:
     if "<|endoftext|>" in text:
         print_error("note: <|endoftext|> in the text is scored as text, in seven tokens")
     ids = gpt2_encoding().encode_ordinary(text)
-    n_bytes = len(gpt2_encoding().decode_bytes(ids[1:]))  # the first token has no loss
-    bits = loss * (len(ids) - 1) / math.log(2) / n_bytes
+    bits = bits_per_byte(loss, ids)
     return f"{path}: {loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids):,} tokens"
 
 
+def bits_per_byte(loss: float, ids: list[int]) -> float:
+    """Convert the mean loss of all tokens but the first, which has none, to bits per byte."""
+    n_bytes = len(gpt2_encoding().decode_bytes(ids[1:]))
+    return loss * (len(ids) - 1) / math.log(2) / n_bytes
+
+
 @torch.no_grad()
-def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> float:
+def text_loss(
+    model: GPT,
+    text: str,
+    dtype: torch.dtype = torch.float32,
+    on_losses: Callable[[list[float]], None] | None = None,
+) -> float:
     """Return the mean cross-entropy of a text's tokens after the first, in nats per token.
 
     A text longer than the model's context is split into windows, and each is scored separately.
+    `on_losses` is called with the losses of each window's tokens, in order.
     """
     ids, block_size = gpt2_encoding().encode_ordinary(text), model.config.block_size
     if len(ids) < 2:
@@ -211,7 +241,11 @@ def text_loss(model: GPT, text: str, dtype: torch.dtype = torch.float32) -> floa
     with inference(model, device, dtype):
         for start in tqdm(starts, "scoring", leave=False, unit="batch", disable=None):
             rows = [(window[:1], window[1:]) for window in windows[start : start + n_rows]]
-            loss_sum += float(score_rows(model, rows, device).sum())
+            losses = score_tokens(model, rows, device)
+            loss_sum += float(losses.sum())
+            if on_losses is not None:
+                for (_, ending), by_token in zip(rows, losses.tolist(), strict=True):
+                    on_losses(by_token[: len(ending)])
     return loss_sum / (len(ids) - 1)
 
 
@@ -229,7 +263,7 @@ def generate_tokens(
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
     stop: Sequence[str] = (),
-    on_token: Callable[[Tensor], None] | None = None,
+    on_token: Callable[[Tensor, Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Continue each row of (B, T) tokens, T >= 1; return the rows, each with its continuation.
 
@@ -240,7 +274,8 @@ def generate_tokens(
     `model` is the raw model, neither compiled nor wrapped, on the same device as `tokens` and
     `generator`. A row ends before the first sampled `stop_token`; with None, it never ends early.
     No token is sampled once every row has ended or its continuation has a text of `stop`.
-    `on_token` is called with the next token of every row, (B,), once it is sampled.
+    `on_token` is called with the next token of every row, (B,), once it is sampled, and with the
+    logits, (B, V) float32.
     """
     # Raise for invalid values.
     SampleConfig(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -271,7 +306,7 @@ def generate_tokens(
             if ended.all():
                 break
             if on_token is not None:
-                on_token(next_token)
+                on_token(next_token, logits)
     rows = tokens.tolist()
     return [row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in rows]
 

@@ -1,0 +1,304 @@
+"""The page of `python sample.py --web`: continue texts, look inside, score, watch a run learn.
+
+Python's own HTTP server, on the loopback interface only, serves `assets/page.html` and answers its
+requests. A request is a POST of JSON, and its answer is a stream of JSON lines. Each has
+`{"error": text}` as its last line if something is wrong.
+
+    /models    the models, each with the steps of its run's checkpoints
+    /continue  the tokens of a continuation, one by one
+    /inside    the likeliest next tokens after some tokens
+    /score     the loss of each token of a text, then their mean
+
+A *piece* is the smallest number of tokens whose bytes are whole characters: its text, ids,
+probability and, for the place of its first token, the likeliest tokens.
+"""
+
+import codecs
+import json
+import os
+import socket
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint import complete_checkpoints
+from formats.load import load_model
+from formats.metrics import find_run, is_run
+from model import GPT
+from runtime.errors import UserError, is_user_error
+from sample import bits_per_byte, generate_tokens, text_loss
+from tokenizer import gpt2_encoding, prompt_ids
+
+PAGE = Path(__file__).parent / "assets/page.html"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+MAX_BODY = 1_000_000  # bytes of a request
+N_LIKELIEST = 10
+N_KEPT = 3  # models in memory
+N_PORTS = 100  # that are tried, to suggest a free one
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+Send = Callable[[dict[str, Any]], None]  # writes a line of the answer
+Request = dict[str, Any]
+
+
+class Models:
+    """The models that the page shows; the last ones that were used stay in memory."""
+
+    def __init__(
+        self, sources: Sequence[str | Path], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.sources, self.device, self.dtype = sources, device, dtype
+        self.lock = Lock()  # one computation at a time
+        self._loaded = dict[tuple[int, int | None], GPT]()  # the last one used is at the end
+
+    def checkpoints(self, number: int) -> dict[int, Path]:
+        """Return the checkpoints of a model's run by their step; none if it is not a run."""
+        run = find_run(str(self.sources[number]))
+        paths = complete_checkpoints(run / "checkpoints") if is_run(run) else []
+        return {int(path.name.rpartition("_")[2]): path for path in reversed(paths)}
+
+    def get(self, request: Request) -> GPT:
+        """Load the model that a request names by its number and, for a run, its step."""
+        number, step = int(request["model"]), request.get("step")
+        key = number, None if step is None else int(step)
+        if key not in self._loaded:
+            path = self.sources[number] if step is None else self.checkpoints(number).get(int(step))
+            if path is None:
+                raise UserError(f"the checkpoint of step {step} was deleted: choose another one")
+            while len(self._loaded) >= N_KEPT:
+                del self._loaded[next(iter(self._loaded))]
+            self._loaded[key] = load_model(path, self.device)
+        self._loaded[key] = self._loaded.pop(key)
+        return self._loaded[key]
+
+
+class Pieces:
+    """Group tokens into pieces, and send each."""
+
+    def __init__(self, send: Send) -> None:
+        self.send, self.decoder = send, codecs.getincrementaldecoder("utf-8")("replace")
+        self.text, self.ids, self.loss, self.top = "", list[int](), 0.0, list[Any]()
+
+    def add(self, token: int, loss: float, top: Sequence[Any] = ()) -> None:
+        """Add a token with its loss in nats, and the likeliest tokens at its place."""
+        self.top = self.top if self.ids else [*top]
+        self.text += self.decoder.decode(gpt2_encoding().decode_single_token_bytes(token))
+        self.ids.append(token)
+        self.loss += loss
+        if not self.decoder.getstate()[0]:  # no incomplete character
+            self.close()
+
+    def close(self) -> None:
+        """Send the tokens so far, even if they end within a character."""
+        if self.ids:
+            text = self.text + self.decoder.decode(b"", final=True)
+            self.send({"text": text, "ids": self.ids, "loss": self.loss, "top": self.top})
+        self.text, self.ids, self.loss, self.top = "", [], 0.0, []
+
+
+def likeliest(logits: Tensor) -> list[list[Any]]:
+    """Return text, probability and id of the likeliest tokens; `logits` are (V,) float32."""
+    probs, ids = torch.softmax(logits, dim=-1).topk(N_LIKELIEST)
+    return [[shown(i), p, i] for p, i in zip(probs.tolist(), ids.tolist(), strict=True)]
+
+
+def shown(token: int) -> str:
+    """Return a token's text; the bytes of an incomplete character in hexadecimal."""
+    token_bytes = gpt2_encoding().decode_single_token_bytes(token)
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return f"⟨{token_bytes.hex(' ')}⟩"
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def list_models(models: Models, _: Request, send: Send) -> None:
+    """Send the name of each model and the steps of its checkpoints."""
+    numbers = range(len(models.sources))
+    steps = [[*models.checkpoints(number)] for number in numbers]
+    send({"models": [{"name": str(models.sources[n]), "steps": steps[n]} for n in numbers]})
+
+
+def continue_text(models: Models, request: Request, send: Send) -> None:
+    """Send the ids of the text, then each piece of its continuation."""
+    model, ids, pieces = models.get(request), request_ids(request), Pieces(send)
+    send({"prompt": ids})
+
+    def send_token(tokens: Tensor, logits: Tensor) -> None:
+        loss = float(torch.log_softmax(logits[0], dim=-1)[tokens[0]].neg())
+        pieces.add(int(tokens[0]), loss, likeliest(logits[0]))
+
+    options: dict[str, Any] = {n: float(request[n]) for n in ("temperature", "top_p")}
+    generate_tokens(
+        model,
+        torch.tensor([ids], device=models.device),
+        int(request["max_new_tokens"]),
+        top_k=int(request["top_k"]),
+        generator=torch.Generator(models.device).manual_seed(int(request["seed"])),
+        dtype=models.dtype,
+        on_token=send_token,
+        **options,
+    )
+    pieces.close()
+
+
+def look_inside(models: Models, request: Request, send: Send) -> None:
+    """Send the likeliest tokens after those of the request."""
+    tokens = torch.tensor([request_ids(request)], device=models.device)
+    options: dict[str, Any] = {"temperature": 0, "dtype": models.dtype, "stop_token": None}
+    tops = list[Any]()
+    on_token = lambda _, logits: tops.append(likeliest(logits[0]))  # noqa: E731
+    generate_tokens(models.get(request), tokens, 1, on_token=on_token, **options)
+    send({"top": tops[0]})
+
+
+def score_text(models: Models, request: Request, send: Send) -> None:
+    """Send each piece of a text with its loss, then the mean loss and bits per byte."""
+    model, text, pieces = models.get(request), str(request["text"]), Pieces(send)
+    ids = gpt2_encoding().encode_ordinary(text)
+    rest = iter(ids[1:])
+
+    def send_losses(losses: Sequence[float]) -> None:
+        for loss, token in zip(losses, rest, strict=False):
+            pieces.add(token, loss)
+
+    if ids:
+        pieces.add(ids[0], 0.0)  # nothing predicts it
+    loss = text_loss(model, text, models.dtype, send_losses)
+    pieces.close()
+    send({"mean": loss, "bits": bits_per_byte(loss, ids), "tokens": len(ids)})
+
+
+def request_ids(request: Request) -> list[int]:
+    """Return the tokens of a request: its ids, or its text's."""
+    if "ids" not in request:
+        return prompt_ids(str(request["text"]))
+    ids = [int(token) for token in request["ids"]]
+    if not ids or not all(0 <= token < gpt2_encoding().n_vocab for token in ids):
+        raise UserError("ids must be tokens of GPT-2")
+    return ids
+
+
+ANSWERS: dict[str, Callable[[Models, Request, Send], None]] = {
+    "/models": list_models,
+    "/continue": continue_text,
+    "/inside": look_inside,
+    "/score": score_text,
+}
+
+
+# --- server -----------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """An HTTP server on the loopback interface that knows the models."""
+
+    def __init__(self, port: int, models: Models) -> None:
+        self.models = models
+        super().__init__((LOOPBACK[1], port), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answer the requests of the page, and of no other site."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        """Send the page."""
+        if self.is_refused():
+            return
+        if urlsplit(self.path).path != "/":
+            self.send_error(404)
+            return
+        self.start("text/html; charset=utf-8")
+        self.wfile.write(PAGE.read_bytes())
+
+    def do_POST(self) -> None:
+        """Stream the answer of a request, until it is complete or the page is closed."""
+        length = self.headers.get("Content-Length", "")
+        if self.is_refused():
+            return
+        if self.path not in ANSWERS or not length.isdecimal():
+            self.send_error(404)
+        elif int(length) > MAX_BODY:
+            self.send_error(413, f"more than {MAX_BODY:,} bytes")
+        else:
+            body = self.rfile.read(int(length))
+            self.start("application/x-ndjson")
+            with suppress(ConnectionError):  # the page was closed
+                self.answer(body)
+
+    def answer(self, body: bytes) -> None:
+        """Compute and send an answer; an error is its last line."""
+        try:
+            with self.server.models.lock:
+                ANSWERS[self.path](self.server.models, json.loads(body), self.send_line)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            self.send_line({"error": str(error).partition("\n")[0] or type(error).__name__})
+            if not is_user_error(error):
+                raise
+
+    def is_refused(self) -> bool:
+        """Refuse a request that another site or name sent, as with DNS rebinding."""
+        host = self.headers.get("Host", "")
+        is_own = urlsplit(f"//{host}").hostname in LOOPBACK
+        if not is_own or self.headers.get("Origin", f"http://{host}") != f"http://{host}":
+            self.send_error(403, "only pages of this machine")
+            return True
+        return False
+
+    def start(self, content_type: str) -> None:
+        """Send the status and the headers."""
+        self.send_response(200)
+        for name, value in {"Content-Type": content_type, **HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def send_line(self, value: Mapping[str, Any]) -> None:
+        """Send a line of JSON."""
+        self.wfile.write(f"{json.dumps(value)}\n".encode())
+
+    def log_message(self, *_: Any) -> None:  # noqa: ANN401
+        """Print nothing for a request."""
+
+
+def serve(models: Models, port: int, open_browser: bool) -> None:
+    """Serve the page until Ctrl-C; raise UserError if the port is taken."""
+    models.get({"model": 0})  # a wrong name is an error before the page opens
+    with new_server(models, port) as server, suppress(KeyboardInterrupt):
+        url = f"http://localhost:{port}"
+        print(f"{url}  (Ctrl-C ends it)", flush=True)
+        if "SSH_CONNECTION" in os.environ:
+            tunnel = f"ssh -L {port}:localhost:{port} {socket.gethostname()}"
+            print(f"on your own machine: {tunnel}, then open {url}", flush=True)
+        elif open_browser:
+            webbrowser.open(url)
+        server.serve_forever()
+
+
+def new_server(models: Models, port: int) -> Server:
+    """Bind a server to a port; raise UserError with the next free one if it is taken."""
+    for candidate in range(port, min(port + N_PORTS, 65_536)):
+        with suppress(OSError):
+            server = Server(candidate, models)
+            if candidate == port:
+                return server
+            server.server_close()
+            raise UserError(f"--port {port} is taken: use --port {candidate}")
+    raise UserError(f"--port {port} cannot be used: use another one from 1024 to 65535")
