@@ -77,8 +77,10 @@ class FineWebConfig:
     val_source: tuple[PathOrName, ...] = ()
     """Files, folders and globs of a separate validation text; replaces a validation split."""
     val_share: float | None = None
-    """Largest fraction of the tokens, or of two shards' tokens, for validation; default: the
-    validation split of a folder, the first shard of a hub dataset, or 0.1."""
+    """Fraction of the text to keep for validation, at most 0.5: raise it if a short text leaves too
+    few validation tokens, lower it to train on more; default: the validation split of a folder, the
+    first shard of a hub dataset, or 0.1. It is rounded down to 1/2, 1/3
+    and so on, of at most two shards' tokens."""
     name: str | None = None
     """Configuration of the hub dataset; default: `sample-10BT` for fineweb and fineweb-edu."""
     data_dir: Path | None = None

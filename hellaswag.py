@@ -287,4 +287,4 @@ def download_hellaswag() -> Path:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, memory_flag="--batch-size")

@@ -4,7 +4,7 @@
     python sample.py --model runs/NAME --prompt - < FILE
     python sample.py --model runs/NAME --score FILE     # the loss of a text
 
-The default model is OpenAI's GPT-2 124M. In Python, call `generate(model, text)` or `text_loss`.
+The default model is runs/' newest run. In Python, call `generate(model, text)` or `text_loss`.
 """
 
 import codecs
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from corpus.shards import Manifest
 from corpus.sources import describe_file
-from formats.load import load_with_state
+from formats.load import load_with_state, newest_run
 from hellaswag import score_rows
 from model import GPT, KVCache
 from runtime.cli import PathOrName, bad_numbers, parse_flags, print_error, run_command
@@ -50,8 +50,9 @@ print_once = functools.cache(print_error)
 class SampleConfig:
     """Continue a text with a model."""
 
-    model: PathOrName = "gpt2"
-    """Model to sample from: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub."""
+    model: PathOrName | None = None
+    """Model to sample from: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub
+    (gpt2); default: the newest run in runs/."""
     prompt: str = ""
     """Text to continue, or - to read it from standard input; default: start a new document."""
     interactive: bool = False
@@ -102,7 +103,7 @@ def main() -> None:
     prompt = config.prompt
     if prompt == "-":
         prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    model, checkpoint = load_with_state(config.model, device)
+    model, checkpoint = load_with_state(config.model or newest_run(), device)
     if config.score is not None:
         print(describe_loss(model, config.score, options["dtype"]))
         settings = checkpoint.state.train_config if checkpoint else {}
@@ -339,4 +340,4 @@ def sample_token(
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, memory_flag="--num-samples")

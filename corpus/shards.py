@@ -299,12 +299,9 @@ def open_shards(
     if not paths and is_optional:
         return TokenShards([], "none")
     if not paths:
-        raise UserError(
-            f"{folder} has no {' or '.join(splits)} shards: make data/stdlib (11 MB, seconds, no "
-            f"network) with python fineweb.py --source stdlib, make data/fineweb-edu-10BT (20 GB) "
-            f"with python fineweb.py, use --data-dir if the data was moved, or download shards "
-            f"with hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
-        )
+        purpose = " or ".join({"train": "training", "val": "validation"}[name] for name in splits)
+        fix = "try python fineweb.py --source stdlib, then the command that it prints"
+        raise UserError(f"no tokens for {purpose} in {folder}: {fix}, or use --data-dir FOLDER")
     return TokenShards(paths, _fingerprint(infos, paths))
 
 

@@ -12,7 +12,7 @@ from formats import checkpoint, huggingface
 from formats.code_hashes import MODEL_FILES
 from formats.metrics import BEST_SUFFIX, RUNS, find_run, is_run, validations
 from model import GPT, GPTConfig
-from runtime.cli import shell_line
+from runtime.cli import print_error, shell_line
 from runtime.distributed import print0
 from runtime.errors import UserError
 
@@ -68,7 +68,7 @@ def find_checkpoint(source: str | Path, runs: Path = RUNS) -> Path:
         raise UserError(f"{path} holds models: use one of them, such as {newest}")
     problem = "is not a run, checkpoint or model folder" if path.exists() else "does not exist"
     places = [p for p in (path, *path.parents[:-1], runs, Path()) if p.is_dir()]
-    raise UserError(f"{path} {problem}: {list_runs(next(filter(run_names, places), places[0]))}")
+    raise UserError(f"{path} {problem}: {list_runs(next(filter(run_names, places), runs))}")
 
 
 def describe_best(run_dir: Path) -> str:
@@ -90,10 +90,20 @@ def describe_best(run_dir: Path) -> str:
     return f"{text}\n"
 
 
+def newest_run() -> Path:
+    """Return the run in `RUNS` that saved a checkpoint last, and print its name to stderr."""
+    saved = {p: run for run in RUNS.glob("[!.]*") if (p := latest_checkpoint(run))}
+    if not saved:
+        raise UserError(f"no run in {RUNS} has a checkpoint: train one, or use --model gpt2")
+    run = saved[max(saved, key=os.path.getmtime)]
+    print_error(f"note: the model is {run}, the newest run; for another one, use --model")
+    return run
+
+
 def list_runs(out_dir: Path) -> str:
     """Return a clause that lists the runs in a folder, for messages."""
     names = ", ".join(run_names(out_dir))
-    return f"the runs in {out_dir} are {names}" if names else f"{out_dir} has no runs"
+    return f"the runs in {out_dir} are {names}" if names else f"the folder {out_dir} has no runs"
 
 
 def run_names(out_dir: Path) -> list[str]:

@@ -263,11 +263,12 @@ def format_duration(seconds: float | None) -> str:
 # --- errors and exit codes --------------------------------------------------------------------
 
 
-def run_command(main: Callable[[], None]) -> None:
+def run_command(main: Callable[[], None], memory_flag: str = "model") -> None:
     """Run a script's `main`; print a user error as one line and exit with code 2.
 
     A run that had to stop (RunStopped, or FloatingPointError: the loss or gradient is not finite)
-    exits with code 1, Ctrl-C with 130, and output to a closed pipe (`| head`) with 141.
+    exits with code 1, Ctrl-C with 130, and output to a closed pipe (`| head`) with 141. If memory
+    runs out, the error suggests a smaller value of `memory_flag`.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as a daemon's
@@ -288,7 +289,7 @@ def run_command(main: Callable[[], None]) -> None:
                 time.sleep(RANK_0_SECONDS)
             print_error(f"error: {error}{_place(error)}")
         elif is_out_of_memory(error):
-            fix = "stop other programs, or use a smaller model, --batch-size or --num-samples"
+            fix = f"stop other programs on the device, or use a smaller {memory_flag}"
             print_error(f"error: the device is out of memory: {fix} ({str(error)[:300]})")
         else:
             with suppress(OSError):  # the disk of the log is full

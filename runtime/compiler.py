@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import struct
 import sys
 import threading
@@ -29,29 +30,30 @@ def compile_error(error: Exception) -> str | None:
     is_of_compiler = kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
     if not is_of_compiler or kind.__name__ == "TorchRuntimeError":
         return None
-    return f"torch.compile failed with {_reason(error)}, or add --no-compile"
+    return ": ".join(_cause_and_fix(error))
 
 
-def _reason(error: Exception) -> str:
-    """Return an error, which Dynamo may have wrapped, on one line, and the fix for a bad cache."""
+def _cause_and_fix(error: Exception) -> tuple[str, str]:
+    """Return why torch.compile failed, and the fix with the error's first line."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # torch.compile has imported it
 
-    inner = getattr(error, "inner_exception", error)
+    inner = getattr(error, "inner_exception", error)  # Dynamo may have wrapped it
     first_line = str(inner).strip().partition("\n")[0]
-    fix = f"delete the compile cache {cache_dir()}"
-    # The compiler's command does not quote paths.
-    if " " in cache_dir():
+    cause, fix = "torch.compile failed", f"delete the compile cache {cache_dir()}"
+    if missing := re.search(r"Python\.h|C(\+\+)? compiler", str(error)):
+        cause, fix = f"no {missing[0]}", "apt install g++ python3-dev"
+    elif " " in cache_dir():  # the compiler's command does not quote paths
         fix = f"set TORCHINDUCTOR_CACHE_DIR to a path without a space, unlike {cache_dir()}"
     elif " " in torch.__path__[0]:
         fix += f", or install torch in a path without a space, unlike {torch.__path__[0]}"
-    return f"{type(inner).__name__} ({first_line}): {fix}"
+    return cause, f"{fix}, or add --no-compile ({type(inner).__name__}: {first_line})"
 
 
 @functools.cache  # because it compiles a function
 def prepare_compiler(device: torch.device) -> str | None:
     """Set up torch.compile for training; return why it cannot work here, or None if it can."""
     if device.type == "mps":
-        return "torch.compile does not support MPS well yet"
+        return "not compiled: torch.compile does not support MPS well yet"
     with suppress(ImportError, AttributeError, OSError):  # torch internals may change
         show_compiling()
         remove_incomplete_libraries()  # OSError: the cache cannot be written
@@ -72,11 +74,9 @@ def prepare_compiler(device: torch.device) -> str | None:
         probe = torch.compile(lambda x: (x.sin() + np.pi, is_compiling()), dynamic=False)
         if not probe(torch.ones(64, device=device))[1]:
             switches = " ".join(name for name in SWITCHES if name in os.environ)
-            return f"torch.compile is switched off: unset {switches}"
+            return f"torch.compile is switched off, so not compiled: unset {switches}"
     except Exception as error:  # Dynamo, Inductor and Triton raise many classes
-        if "Python.h" in str(error):
-            return "Python.h is missing: install your system's python3-dev package"
-        return f"{_reason(error)}, or install a C++ compiler"
+        return ", so not compiled, at about half the speed: ".join(_cause_and_fix(error))
     return None
 
 

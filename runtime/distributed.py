@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from runtime.cli import RANK_0_SECONDS
 from runtime.device import DeviceName, select_device
-from runtime.errors import RunStopped, UserError, is_user_error
+from runtime.errors import LOST_PROCESS, RunStopped, UserError, is_user_error
 
 Item = TypeVar("Item")
 # Variables in which srun and mpirun set the number of processes and the number of each process.
@@ -130,8 +130,7 @@ def setup_distributed(
             raise UserError(f"the processes cannot connect ({error}): {fix}") from None
         if not is_lost_process(error):
             raise
-        hint = "all ports must be open between the machines (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
-        raise RunStopped(f"another process has exited or cannot be reached: {hint}") from None
+        raise RunStopped(LOST_PROCESS) from None
 
 
 def world_size() -> int:
@@ -209,14 +208,14 @@ def raise_on_all_ranks() -> Iterator[None]:
         raise SystemExit(int(code))
 
 
-def check_same_on_all_ranks(what: str, lines: Sequence[str]) -> None:
+def check_same_on_all_ranks(what: str, lines: Sequence[str], fix: str = "") -> None:
     """End every process if `lines`, which describe `what`, differ between processes."""
     texts = gather_text("\n".join(lines))
     with raise_on_all_ranks():
         for rank, text in enumerate(texts):
             for line, main in zip(text.split("\n"), texts[0].split("\n"), strict=True):
                 if line != main:
-                    raise UserError(f"{what} differ: rank {rank} has {line}, rank 0 has {main}")
+                    raise UserError(f"{what} differ: rank {rank} has {line}, rank 0 {main}{fix}")
 
 
 def rank_batches(

@@ -7,6 +7,10 @@ import re
 OUT_OF_MEMORY = re.compile(
     r"out of memory|Failed to CUDA \w+|_ALLOC(ATION)?_FAILED|can't allocate memory"
 )
+LOST_PROCESS = (
+    "another process has exited or cannot be reached: the cause is the first error above, from "
+    "another rank or machine; without one, it was killed, or a port is closed (NCCL_DEBUG=INFO)"
+)
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # also while printing, where no file has a name
 
 

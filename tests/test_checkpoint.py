@@ -20,7 +20,7 @@ from checkpoints import (
     train,
     write_manifest,
 )
-from conftest import ROOT, check_on_ranks
+from conftest import ROOT, check_on_ranks, fake_checkpoint
 from run_files import append_records
 from safetensors.torch import load_file, save_file
 
@@ -37,6 +37,7 @@ from formats.load import (
     latest_valid_checkpoint,
     load_model,
     model_config_of,
+    newest_run,
 )
 from model import GPT, GPTConfig
 from runtime.errors import UserError
@@ -243,6 +244,15 @@ def test_load_model_lists_the_runs_where_there_is_no_model(saved, tmp_path, monk
         with pytest.raises(UserError, match=message):
             load_model(source)
     assert find_checkpoint(Path("small")) == find_checkpoint(Path("runs/small"))
+
+
+def test_newest_run_is_the_one_that_saved_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, time in (("b", 2), ("a", 3), ("c", 1)):
+        os.utime(fake_checkpoint(Path("runs", name), 4).path, (time, time))
+    Path("runs/d/checkpoints").mkdir(parents=True)
+    assert newest_run() == Path("runs/a")
+    assert "the model is runs/a, the newest run" in capsys.readouterr().err
 
 
 def test_name_of_a_run_means_the_run_in_runs_and_not_a_folder_here(saved, tmp_path, monkeypatch):

@@ -272,6 +272,13 @@ def test_help_of_every_script_has_every_flag(script, capsys, monkeypatch):
     assert all(f"\n{title}:\n" in text for title in titles.values())
 
 
+def test_help_of_training_shows_the_flags_that_matter_first(capsys):
+    first = help_of(TrainConfig, capsys).split("most used:")[1].split("\n\n")[0]
+    flags = set(re.findall(r"^ +(--[\w-]+)", first, re.MULTILINE))
+    assert {"--data-dir", "--size", "--max-steps", "--run-name", "--resume", "--plan"} < flags
+    assert len(flags) == 12
+
+
 # --- errors and exit codes --------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ def problem():
     ("traced", "advice"),
     [
         (lambda x: x @ torch.ones(3, 3), None),  # a mistake in the model
-        (lambda x: print(x), r"with Unsupported \(.*: delete the compile cache .*, or add --no"),
+        (lambda x: print(x), r"delete the compile cache .*, or add --no-compile \(Unsupported: "),
     ],
 )
 def test_compile_error_is_none_of_a_mistake_in_the_model(traced, advice):
@@ -52,8 +52,8 @@ def test_compile_error_is_none_of_a_mistake_in_the_model(traced, advice):
 
 def test_prepare_compiler_says_why_it_cannot_work(problem):
     assert "MPS" in prepare_compiler(torch.device("mps"))
-    assert problem.startswith("InvalidCxxCompiler (")  # what torch has wrapped
-    assert re.search(r": delete the compile cache .*, or install a C\+\+ compiler$", problem)
+    assert problem.startswith("no C++ compiler, so not compiled, at about half the speed: apt ")
+    assert " (InvalidCxxCompiler: " in problem  # what torch has wrapped
     assert "\n" not in problem
 
 
@@ -63,7 +63,7 @@ def test_prepare_compiler_names_the_switch_that_turns_compiling_off(name, monkey
     # torch reads the second one when it is imported.
     with torch._dynamo.config.patch(disable=name == "TORCH_COMPILE_DISABLE"):
         problem = prepare_compiler.__wrapped__(torch.device("cpu"))
-    assert problem == f"torch.compile is switched off: unset {name}"
+    assert problem == f"torch.compile is switched off, so not compiled: unset {name}"
 
 
 @pytest.mark.parametrize(("cache", "package"), [("/a b", "/torch"), ("/cache", "/a b/torch")])

@@ -76,7 +76,7 @@ def test_all_problems_of_a_configuration_come_together():
         ]
     )
     for problem in (
-        *("--max-lr must be above 0, not -1", "--micro-batch-size", "n_head 7", "'../x'"),
+        *("--max-lr must be above 0, not -1", "--micro-batch-size", "of --n-head 7", "'../x'"),
         *("--seed must be at least 0, not -1", "--keep-checkpoints must be at least 0, not -2"),
         "--val-tokens 5 is below",
     ):

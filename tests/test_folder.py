@@ -59,7 +59,7 @@ def test_lock_run_folder_refuses_a_folder_that_has_anything_of_another_run(tmp_p
     path.touch() if path.suffix else path.mkdir()
     other = fake_checkpoint(tmp_path / "b", 3)
     for checkpoint, resume in ((None, None), (other, str(other.path))):
-        message = "a already holds a run: use another --run-name; no checkpoint yet: start over"
+        message = "a exists but has no checkpoint: use another --run-name"
         assert_refused(message, tmp_path / "a", checkpoint, resume=resume)
 
 
@@ -70,12 +70,12 @@ def test_run_that_continues_another_and_was_killed_in_its_first_save_starts_agai
     append_records(run_dir, {"resumed_from": 2}, {"step": 3})  # the other run is at step 3 now
     said = "a continued another run's step 2, but .*: use --resume with the other run, or start"
     assert_refused(said, run_dir, resume="auto")
-    assert_refused("another --run-name; no checkpoint yet: start over with the same", run_dir)
+    assert_refused("a exists but has no checkpoint: use another --run-name", run_dir)
     with open_named(run_dir, other, resume=str(other.path)):
         assert not any((run_dir / "checkpoints").iterdir())
     append_records(run_dir, {"saved_step": 4})  # its checkpoints were lost, so they may be restored
     assert_refused("a saved step 4, but its checkpoints are missing", run_dir, resume="auto")
-    assert_refused("already holds a run", run_dir, other, resume=str(other.path))
+    assert_refused("exists but has no checkpoint", run_dir, other, resume=str(other.path))
 
 
 def test_lock_run_folder_cleans_up_after_a_killed_save(tmp_path):
@@ -105,14 +105,14 @@ def test_choose_run_dir(tmp_path):
 
 
 def explain(run_dir, stop=None):
-    return explain_failures(run_dir, stop or StopRequest())
+    return explain_failures(run_dir, TrainConfig(), stop or StopRequest())
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
         (DistBackendError("NCCL error: out of memory"), ValueError, "--micro-batch-size"),
-        (DistBackendError("NCCL error: closed by remote peer"), RunStopped, "be reached; last"),
+        (DistBackendError("NCCL error: closed by remote peer"), RunStopped, "reached: the"),
         (RuntimeError("gloo: closed by peer"), RunStopped, "; last checkpoint step_00000004"),
         (OutOfResources(2, 1, "shared memory"), ValueError, "or add --no-compile"),
     ],

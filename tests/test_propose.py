@@ -1,5 +1,6 @@
 """The training command that fineweb.py proposes for a text."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -77,8 +78,9 @@ def test_proposed_command_for_a_short_text_passes_the_checks_of_training_or_is_l
         manifest = writer.close()
         n_train = sum(shard.tokens for shard in manifest.shards if shard.split == "train")
         if n_train <= 256:  # fewer than one window of the smallest recipe
-            reason = f"no training is proposed: the training split in {folder} has {n_train} tokens"
-            with pytest.raises(UserError, match=f"{reason}, but one step needs 257: add data"):
+            reason = f"no training is proposed: the text in {folder} is too small for this batch "
+            reason += f"({n_train} tokens, but one step needs 257): add text"
+            with pytest.raises(UserError, match=re.escape(reason)):
                 propose_training(folder, manifest)
             continue
         config, _ = parse_config(propose_training(folder, manifest)[2:])

@@ -48,10 +48,10 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
     (f"{TRAIN} --total-batch-size=200", "--total-batch-size 200 is not a multiple of ",
      f"{TRAIN} --total-batch-size=128", f"{TRAIN} --total-batch-size=256 --run-name=c"),
     (f"{TRAIN} --data-dir=changed --total-batch-size=65536",
-     "a --total-batch-size of at most 1472, or add data",
-     f"{TRAIN} --data-dir=changed --total-batch-size 1024"),
-    (f"{LONG} --val-every=1 --val-tokens=500", "add more data, or use --val-every 0", LONG),
-    (f"{TRAIN} --data-dir=none", "with python fineweb.py --source stdlib, make data/fineweb-edu",
+     "or --total-batch-size 1408 or less",
+     f"{TRAIN} --data-dir=changed --total-batch-size 1408"),
+    (f"{LONG} --val-every=1 --val-tokens=500", "or --val-every 0", LONG),
+    (f"{TRAIN} --data-dir=none", "try python fineweb.py --source stdlib, then",
      "python fineweb.py --source stdlib", f"{TRAIN} --data-dir=data/stdlib"),
     (f"{TRAIN} --data-dir=a.txt", "of shards: make shards with python fineweb.py --source a.txt",
      f"{TOKENIZE} --source a.txt --data-dir=new", f"{TRAIN} --data-dir=new"),
@@ -87,8 +87,14 @@ ROWS = [  # a command, words that it says, and what is pasted then: each line of
     (f"{RESUME} --optimizer=muon",
      f"use the same --optimizer, or start a new run with --init-from '{STEP_8}'",
      f"{TRAIN} --init-from '{STEP_8}' --optimizer=muon"),
-    (f"{RESUME} --max-lr=1e38 --max-steps=12", "with --resume 'my runs/a' and a lower --max-lr",
-     f"{RESUME} --max-lr=1e-4"),
+    (f"{RESUME} --max-lr=1e38 --max-steps=12", "such as python train_gpt2.py '--resume=my runs/a' ",
+     "python train_gpt2.py '--resume=my runs/a' --max-lr=1e-4 --min-lr=1e-05 --max-steps=12"),
+    (f"{TRAIN} --max-lr=1e38 --weight-decay=100", "such as python train_gpt2.py '--config=my ",
+     "python train_gpt2.py '--config=my runs/b/config.json' --max-lr=1e-4 --weight-decay=0.1"),
+    (f"{RESUME} --max-lr=1e-5 --min-lr=1e-4", "also use --min-lr 1e-06",
+     f"{RESUME} --max-lr=1e-5 --min-lr 1e-06"),
+    (f"{RESUME} --data-dir=changed", "restore the data, use its --data-dir, or start a new run",
+     f"{RESUME} --data-dir=shards", f"{TRAIN} --data-dir=changed --run-name=c"),
     (f"{TRAIN_ON} --resume='my runs/overfit'", f"(--model '{OVERFIT_BEST}')",
      f"{SAMPLE} --model '{OVERFIT_BEST}'"),
     (f"{TOKENIZE} a.txt 'my texts'", "use --source a.txt 'my texts' (--help",
@@ -211,6 +217,8 @@ def test_remedy_of_a_compiler_that_fails(run, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compiled)
     prepare_compiler.cache_clear()
-    said = "or add --no-compile; no checkpoint yet: start over with the same command"
+    said = (
+        "or add --no-compile (Unsupported: x); no checkpoint yet: start over with the same command"
+    )
     check_remedy(run, f"{TRAIN} --compile", said, f"{TRAIN} --run-name=c --no-compile")
     prepare_compiler.cache_clear()

@@ -99,12 +99,14 @@ def test_check_resume_compatible_lists_what_may_not_change(tmp_path):
         check_resume_compatible(saved, changed, data, "v")
 
     check("a", max_steps=9, max_lr=1e-3)
-    said = "n_layer 12 -> 3, data_fingerprint a -> b, total_batch_size 524288 -> 2048, "
+    said = "n_layer 12 -> 3, total_batch_size 524288 -> 2048, "
     said = re.escape(f"belongs to another run ({said}shuffle True -> False): restore these")
     with pytest.raises(ValueError, match=said):
         check("b", n_layer=3, total_batch_size=2048, shuffle=False)
     with pytest.raises(ValueError, match="init_from None -> gpt2"):  # or it would be noted
         check("a", init_from="gpt2")
+    with pytest.raises(ValueError, match="the data in data/fineweb-edu-10BT changed since"):
+        check("b")
 
 
 @pytest.mark.gpt2

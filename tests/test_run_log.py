@@ -110,12 +110,15 @@ def test_eta_is_from_all_time_after_the_first_step_which_compiles(tmp_path, cloc
 
 
 def test_samples_are_appended_and_shown(tmp_path, capsys):
-    lines = [f"step 5 | sample: {'word ' * 30!r}", "step 5 | sample: 'b'"]
+    texts = ["word " * 30, "b\nstep 6 | saved\r\x1b[2J"]
+    lines = [f"step 5 | sample: {text!r}" for text in texts]
     for _ in range(2):
         with new_log(tmp_path) as log, log.evaluation(5):
-            log.samples(["word " * 30, "b"])
+            log.samples(texts)
     assert (tmp_path / "samples.txt").read_text().splitlines() == 2 * lines
-    assert capsys.readouterr().out.splitlines() == 2 * lines
+    shown = ["step 5 | sample:", f"    {texts[0]}"]
+    shown += ["step 5 | sample:", "    b", "    step 6 | saved", r"    \x1b[2J"]
+    assert capsys.readouterr().out.splitlines() == 2 * shown
 
 
 def test_format_step_shows_every_figure_that_is_known():

@@ -19,6 +19,7 @@ from corpus.sources import file_source
 from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
 from model import GPT, Block, GPTConfig
 from runtime.cli import run_command
+from runtime.errors import UserError
 from sample import generate, generate_tokens, sample_token
 from tokenizer import VOCAB_SHA256, gpt2_encoding
 
@@ -304,15 +305,23 @@ def test_config_names_all_problems():
         sample.SampleConfig(interactive=True, prompt="a", top_k=-1, top_p=2)
 
 
+def test_main_without_a_model_and_without_runs_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--device=cpu"])
+    with pytest.raises(UserError, match="train one, or use --model gpt2"):
+        sample.main()
+
+
 @pytest.mark.gpt2
 def test_main_without_enough_memory_says_so_in_one_line(run_main, tmp_path, capsys):
     long = GPTConfig(block_size=100_000, n_layer=12, n_head=2, n_embd=64)
     save_pretrained(GPT(long), tmp_path / "long")
     flags = ("--num-samples=1000000", "--max-new-tokens=100000")  # more than 48 bits can address
     with pytest.raises(SystemExit, match="2"):
-        run_command(lambda: run_main(f"--model={tmp_path}/long", *flags))
+        run_command(lambda: run_main(f"--model={tmp_path}/long", *flags), "--num-samples")
     error = capsys.readouterr().err
     assert error.startswith("error: the device is out of memory: stop other programs")
+    assert ", or use a smaller --num-samples (" in error
     assert error.count("\n") == 1
 
 

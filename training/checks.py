@@ -51,23 +51,26 @@ def check_ranks_agree(
         checkpoint = f"{resumed.path} ({sha256_of(resumed.path / CHECKPOINT_MANIFEST)[:8]})"
     lines = [*describe_software(config, device.dtype), checkpoint]
     lines += [f"train tokens {train.fingerprint}", f"val tokens {val.fingerprint}"]
-    distributed.check_same_on_all_ranks("the ranks", lines)
+    fix = "; install the same code, versions and data on every machine, and use the same flags"
+    distributed.check_same_on_all_ranks("the ranks", lines, fix)
     return train, val
 
 
 def check_lengths(config: TrainConfig, train_tokens: int, val_tokens: int) -> None:
     """Raise if a split is too short for one validation or one step."""
-    block_size = config.block_size
+    block_size, fix = config.block_size, "use the command that fineweb.py printed"
     if config.val_every and not count_windows(val_tokens, block_size):
         found = f"the validation split in {config.data_dir} has {val_tokens} tokens"
         needed = f"fewer than --block-size {block_size} + 1"
-        raise UserError(f"{found}, {needed}: add more data, or use --val-every 0")
+        raise UserError(f"{found}, {needed}: {fix}, or --val-every 0")
     windows = max(windows_at(config, step) for step in range(config.max_steps))
     if (usable := count_windows(train_tokens, block_size)) < windows:
-        found = f"the training split in {config.data_dir} has {train_tokens:,} tokens"
-        needed = f"one step needs {windows * block_size + 1:,}"
-        fix = f"use a --total-batch-size of at most {usable * block_size}, or " if usable else ""
-        raise UserError(f"{found}, but {needed}: {fix}add data")
+        sizes = f"{train_tokens:,} tokens, but one step needs {windows * block_size + 1:,}"
+        problem = f"the text in {config.data_dir} is too small for this batch ({sizes})"
+        fixed = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
+        limit = block_size * (usable - usable % (fixed * distributed.world_size()))
+        fix = f"{fix}, or --total-batch-size {limit} or less" if limit else "add text"
+        raise UserError(f"{problem}: {fix}")
 
 
 def describe_software(config: TrainConfig, dtype: torch.dtype) -> list[str]:

@@ -32,28 +32,55 @@ class TrainConfig:
     """
 
     HELP_GROUPS: ClassVar = {  # titles of the groups, keyed by their first field
-        "data_dir": "data",
-        "size": "model",
-        "total_batch_size": "batch",
-        "max_steps": "optimizer and schedule",
-        "val_every": "evaluation",
+        "data_dir": "most used",
+        "shuffle": "data",
+        "n_layer": "model",
+        "max_minutes": "optimizer and schedule",
+        "val_tokens": "evaluation",
         "out_dir": "run",
-        "activation_checkpointing": "memory",
+        "loss_chunks": "memory",
         "parallel": "several processes",
         "device": "machine",
-        "plan": "plan or check a run without training",
+        "preflight": "plan or check a run without training",
     }
     OTHER_NAMES: ClassVar = read_json(ROOT / "assets" / "other_flags.json")
 
     data_dir: Path = Path("data/fineweb-edu-10BT")
     """Folder of token shards, as fineweb.py writes it."""
+    size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
+    """Model size: 124M, 350M, 774M or 1558M parameters."""
+    total_batch_size: int = 524_288
+    """Tokens per optimizer step, over all processes. Gradients are accumulated over as many
+    micro-steps as needed."""
+    micro_batch_size: int | Literal["auto"] = "auto"
+    """Sequences per forward pass on each process; auto picks the largest that fits in memory and
+    still adds speed."""
+    max_steps: int = 19_073
+    """Total number of optimizer steps."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, the usual choice; or muon, which needs fewer tokens for the same loss, with a larger
+    --max-lr. Muon updates the blocks' matrices, and AdamW all other parameters. The recipes whose
+    names end with -fast use it."""
+    max_lr: float = 6e-4
+    """Peak learning rate."""
+    val_every: int = 250
+    """Steps between validations; 0 = never."""
+    run_name: str | None = None
+    """Name of the run's folder; default: model size and time."""
+    resume: PathOrName | None = None
+    """Resume from a run folder or a checkpoint; auto = the latest checkpoint of --run-name, or a
+    new run if there is none."""
+    config: Path | None = None
+    """Read the defaults of all other flags from a file: recipes/NAME.json for a tested recipe, or a
+    run's config.json to repeat its settings."""
+    plan: bool = False
+    """Print the run's plan (memory, batch, time) and exit."""
+
     shuffle: bool = True
     """Read the training windows in a new random order each epoch; off reads them in sequence."""
     seed: int = 1337
     """Random seed for initial weights, data order and samples."""
 
-    size: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
-    """Model size: 124M, 350M, 774M or 1558M parameters."""
     n_layer: int | None = None
     """Number of transformer blocks; overrides --size."""
     n_head: int | None = None
@@ -66,40 +93,26 @@ class TrainConfig:
     """Start from the weights of a model, in its size: a run, a checkpoint, a Hugging Face folder or
     a GPT-2 on the hub (gpt2, OWNER/NAME)."""
 
-    total_batch_size: int = 524_288
-    """Tokens per optimizer step, over all processes. Gradients are accumulated over as many
-    micro-steps as needed."""
-    micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences per forward pass on each process; auto picks the largest that fits in memory and
-    still adds speed."""
-    loss_chunks: int | None = None
-    """Compute the logits in this many chunks, to save memory; default: as few as fit on an NVIDIA
-    GPU, 4 on a CPU, 8 on MPS. Results do not change."""
-
-    max_steps: int = 19_073
-    """Total number of optimizer steps."""
     max_minutes: float | None = None
     """Train for about this many minutes: time a few steps, then set --max-steps to match. A resumed
     run keeps its --max-steps."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw; or muon, which needs fewer tokens: Muon for the blocks' matrices, AdamW for all other
-    parameters."""
-    max_lr: float = 6e-4
-    """Peak learning rate."""
     min_lr: float = 6e-5
-    """Final learning rate."""
+    """Learning rate at the end of the schedule, usually a tenth of --max-lr: change both."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; default: 715 or a tenth of --max-steps, whichever is smaller."""
     lr_schedule: str = "cosine"
-    """cosine (half a period), wsd (constant, then linear decay over the last 20 %) or wsd-long
-    (over the last 60 %). All of them start with the warm-up."""
+    """How the learning rate falls from --max-lr to --min-lr after the warm-up: cosine (over all
+    steps), wsd (over the last 20 %, so that a run can be extended from a checkpoint before them) or
+    wsd-long (over the last 60 %)."""
     weight_decay: float = 0.1
     """Weight decay of matrices; biases and LayerNorms are not decayed."""
     embedding_decay: float | None = None
-    """Weight decay of the embeddings; default: --weight-decay."""
+    """Weight decay of the embeddings: raise it if val_loss rises on a small text, because
+    embeddings overfit first; default: --weight-decay."""
     spelling_share: float = 0.0
-    """Add the gradients of similarly spelled tokens to each token embedding's gradient, scaled by
-    this factor; 0 = off."""
+    """Let each token's embedding also learn from similarly spelled tokens: on a small text, where
+    many tokens are rare, try 0.3; 0 = off. The gradients of these tokens are added to its gradient,
+    scaled by this factor."""
     beta1: float = 0.9
     """AdamW's first-moment decay."""
     beta2: float | None = None
@@ -110,12 +123,11 @@ class TrainConfig:
     grad_clip: float = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 = never."""
 
-    val_every: int = 250
-    """Steps between validations; 0 = never."""
     val_tokens: int = 10_485_760
     """Tokens per validation, spread over the split; the whole split if it is smaller."""
     hellaswag_every: int = 250
-    """Steps between HellaSwag evaluations; 0 = never."""
+    """Steps between scores on HellaSwag, a multiple-choice test of common sense in English: use 0
+    (never) for a small model, which can only guess, or for other languages."""
     hellaswag_data: Path | None = None
     """HellaSwag JSONL file; default: download it once."""
     sample_every: int = 250
@@ -126,25 +138,22 @@ class TrainConfig:
 
     out_dir: Path = Path("runs")
     """Folder in which run folders are created."""
-    run_name: str | None = None
-    """Name of the run's folder; default: model size and time."""
-    resume: PathOrName | None = None
-    """Resume from a run folder or a checkpoint; auto = the latest checkpoint of --run-name, or a
-    new run if there is none."""
-    config: Path | None = None
-    """Read defaults from a recipe or from a run's config.json."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 = only at the end. The last step is always saved."""
     keep_checkpoints: int = 0
     """Keep this many of the newest checkpoints, and the one with the lowest validation loss; 0 =
     keep all."""
     step_timeout: float = 20.0
-    """Minutes a process waits in a collective before it exits with an error; 0 = no limit."""
+    """With several processes, exit with an error if one has waited this many minutes for another:
+    raise it if a slow disk or evaluation takes longer; 0 = no limit."""
     log_every: int = 1
     """Steps between console lines; metrics.jsonl has every step."""
     logger: tuple[TrackerName, ...] = ()
     """Send metrics to these trackers: tensorboard, wandb, trackio."""
 
+    loss_chunks: int | None = None
+    """Compute the logits of a micro-batch in this many chunks: if memory runs out, try 8;
+    default: as few as fit on an NVIDIA GPU, 4 on a CPU, 8 on MPS. Results do not change."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Recompute activations in the backward pass: none, or full (whole blocks). Saves memory, costs
     time, does not change results. Blocks with buffers save their activations."""
@@ -168,8 +177,7 @@ class TrainConfig:
     CPU training is always deterministic."""
     compile: bool = True
     """Compile the model with torch.compile, if a compiler is available."""
-    plan: bool = False
-    """Print the run's plan (memory, batch, time) and exit."""
+
     preflight: bool = False
     """Check that the run can start (network, software, data, disk) and exit. Each check prints a
     line."""
@@ -183,8 +191,8 @@ class TrainConfig:
 
     def _conflicts(self) -> Iterator[str]:
         """Describe values that are out of range and flags that conflict."""
-        if self.min_lr > self.max_lr:
-            yield f"--min-lr {self.min_lr} is above --max-lr {self.max_lr}"
+        if self.min_lr > self.max_lr > 0:
+            yield f"--min-lr {self.min_lr} exceeds --max-lr: also use --min-lr {self.max_lr / 10:g}"
         if self.lr_schedule not in SCHEDULES:
             yield f"--lr-schedule {self.lr_schedule} is not {' or '.join(SCHEDULES)}"
         for flag in ("beta1", "beta2", "momentum"):
@@ -209,7 +217,7 @@ class TrainConfig:
         try:
             self.model_config()
         except ValueError as error:
-            yield str(error)
+            yield str(error).replace("n_", "--n-")
 
     @property
     def warmup(self) -> int:

@@ -9,10 +9,10 @@ from pathlib import Path
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
 from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, latest_checkpoint
 from formats.metrics import METRICS_NAME, logged_values
-from runtime.cli import shell_line
+from runtime.cli import as_flags, shell_line
 from runtime.compiler import compile_error
 from runtime.distributed import barrier, gather_text, is_lost_process, is_main, raise_on_all_ranks
-from runtime.errors import RunStopped, UserError, is_out_of_memory
+from runtime.errors import LOST_PROCESS, RunStopped, UserError, is_out_of_memory
 from runtime.files import lock_folder
 from training.config import TrainConfig
 from training.stopping import EvaluationStopped, StopRequest
@@ -60,6 +60,8 @@ def check_usable(run_dir: Path, config: TrainConfig, resumed: Checkpoint | None)
     files = (run_dir / RUN_CONFIG_NAME, metrics, *checkpoints.glob("step_*"))
     is_resumed = config.resume is not None and (is_own or is_repeated)
     if any(file.exists() for file in files) and not is_resumed:
+        if latest_checkpoint(run_dir) is None:
+            raise UserError(f"{run_dir} exists but has no checkpoint: use another --run-name")
         hint = resume_hint(run_dir)
         raise UserError(f"{run_dir} already holds a run: use another --run-name; {hint}")
     # Compare by step, because a copy of a checkpoint may have any name.
@@ -91,8 +93,19 @@ def resume_hint(run_dir: Path) -> str:
     return f"last checkpoint {checkpoint.name}, resume with {shell_line('--resume', run_dir)}"
 
 
+def lower_rate_command(run_dir: Path, config: TrainConfig) -> str:
+    """Return the command that resumes a diverged run, or repeats it, at a lower learning rate."""
+    is_saved = latest_checkpoint(run_dir) is not None
+    source = {"resume": run_dir} if is_saved else {"config": run_dir / RUN_CONFIG_NAME}
+    rates = {"max_lr": f"{config.max_lr / 2:g}", "min_lr": f"{config.min_lr / 2:g}"}
+    steps = {"max_steps": None if config.max_minutes else config.max_steps}
+    launcher = "torchrun ..." if "RANK" in os.environ else "python"
+    command = shell_line("train_gpt2.py", *as_flags(source | rates | steps))
+    return f"use a lower learning rate, such as {launcher} {command}"
+
+
 @contextmanager
-def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
+def explain_failures(run_dir: Path, config: TrainConfig, stop: StopRequest) -> Iterator[None]:
     """If the body fails, add the last checkpoint and the fix to the error message."""
     try:
         yield
@@ -100,15 +113,14 @@ def explain_failures(run_dir: Path, stop: StopRequest) -> Iterator[None]:
         stop.report("before training began: run the same command again")
     except FloatingPointError as error:
         barrier()  # every rank gets here, rank 0 once its last save is complete
-        raise FloatingPointError(f"{error}; {resume_hint(run_dir)} and a lower --max-lr") from None
+        raise FloatingPointError(f"{error}: {lower_rate_command(run_dir, config)}") from None
     except Exception as error:  # Triton's errors are not RuntimeErrors
         hint = resume_hint(run_dir)
         if is_out_of_memory(error):  # first, because NCCL's is also a DistError
             fix = "stop other programs on the device, or use a smaller --micro-batch-size"
             raise UserError(f"the device ran out of memory: {fix}; {hint}") from None
         if is_lost_process(error):
-            problem = "another process of this run has exited or cannot be reached"
-            raise RunStopped(f"{problem}; {hint}") from None
+            raise RunStopped(f"{LOST_PROCESS}; {hint}") from None
         if reason := compile_error(error):
             if stop.signal:  # the signal also stopped the compiler's processes
                 raise KeyboardInterrupt(hint) from None

@@ -148,12 +148,14 @@ def check_resume_compatible(resumed: Checkpoint, config: TrainConfig, data: str,
             "its first ones: figures and @best leave out the earlier values"
         )
         val = state.val_fingerprint
-    fixed |= {"data_fingerprint": data, "val_fingerprint": val}
     fixed |= {name: getattr(config, name) for name in FIXED_SETTINGS}
-    if changes := differences(saved, fixed):
+    other_fix = "start a new run with another --run-name and without --resume"
+    if changes := differences(saved, fixed):  # they may also change `val`
         problem = f"{path} belongs to another run ({', '.join(changes)})"
-        other_fix = "start a new run with another --run-name and without --resume"
         raise UserError(f"{problem}: restore these settings, or {other_fix}")
+    if (data, val) != (state.data_fingerprint, state.val_fingerprint):
+        problem = f"the data in {config.data_dir} changed since this run began"
+        raise UserError(f"{problem}: restore the data, use its --data-dir, or {other_fix}")
     if changes := differences(saved, model):
         print0(f"note: {', '.join(changes)}")
 

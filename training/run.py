@@ -159,10 +159,9 @@ class Run:
             if metrics.pop("stop"):
                 self.stop.is_agreed = True
             if metrics.pop("masked"):
-                raise UserError(
-                    f"a target of step {numbers.step} is masked: apply edits/masks.patch, "
-                    f"with which each counted target has the same weight"
-                )
+                problem = f"a target of step {numbers.step} is masked"
+                fix = "apply edits/masks.patch, with which each counted target has the same weight"
+                raise UserError(f"{problem}: {fix}")
             if not trainer.scaler.is_enabled():  # with float16, `train_step` has checked them
                 self.is_finite(trainer, numbers)
             self.log.step(numbers.step, numbers.tokens_seen, metrics)
@@ -179,12 +178,10 @@ class Run:
             return True
         if not math.isfinite(loss) or trainer.scaler.get_scale() <= 1:  # 1 without float16
             self.log.record(diverged_step=step)
-            words = ("python", "read_step.py", self.folder, "--step", step)
-            raise FloatingPointError(
-                f"loss {loss:.4f}, gradient norm {norm} in step {step}, which is not saved; "
-                f"to see its text, run {shell_line(*words)}"
-            )
-        print0("a float16 gradient overflowed: no update was made, the loss scale is halved")
+            text = shell_line("python", "read_step.py", self.folder, "--step", step)
+            numbers_and_text = f"loss {loss:.4f}, gradient norm {norm}; for its text, {text}"
+            raise FloatingPointError(f"training diverged at step {step} ({numbers_and_text})")
+        print0("a float16 gradient overflowed, normal a few times at the start: no update was made")
         return False
 
     @contextmanager
@@ -233,7 +230,11 @@ class Run:
         if reason is None:
             self.log.record(finished_step=step)
             if is_main():
+                path, exported = shell_line(self.folder), Path("exported") / self.folder.name
                 print0(f"{describe_best(self.folder)}done: {self.folder}")
+                print0(f"sample      python sample.py --model {path}")
+                print0(f"figures     python plot.py {path}")
+                print0(f"export      python export.py --model {path} --out {shell_line(exported)}")
             return
         if reason == "failure":  # only the process that could not save has the error
             raise error or SystemExit(2)
@@ -288,11 +289,10 @@ class Trainer:
         if step == STEPS_WITHOUT_GRADIENT:
             with distributed.raise_on_all_ranks():
                 if self.unused:
-                    raise UserError(
-                        f"{problem} in {step} steps: use the parameter in `GPT.hidden_states` "
-                        f"(parameters of a loss function get no gradient), or freeze it with "
-                        f"requires_grad_(False)"
-                    )
+                    reason = "parameters of a loss function get no gradient"
+                    fix = f"use the parameter in `GPT.hidden_states` ({reason})"
+                    other_fix = "freeze it with requires_grad_(False)"
+                    raise UserError(f"{problem} in {step} steps: {fix}, or {other_fix}")
 
     def after_first_step(self, writer: CheckpointWriter) -> None:
         """Raise UserError on all ranks if a resume could not restore the state."""
@@ -308,7 +308,7 @@ class Trainer:
         """Raise FloatingPointError on every rank if a weight or a moment is not finite."""
         if name := checkpoint.find_nonfinite(self, run.ranks):
             run.log.record(diverged_step=step)
-            raise FloatingPointError(f"{name} is not finite after step {step}, which is not saved")
+            raise FloatingPointError(f"training diverged at step {step} ({name} is not finite)")
 
     def run_state(self, step: int, run: Run) -> checkpoint.RunState:
         """Return all that a checkpoint saves after `step` updates, except the tensors."""
@@ -387,7 +387,7 @@ def open_run(
         make_deterministic()
         tune_malloc()
     stop = StopRequest()
-    with stop, lock_run_folder(config, resumed) as folder, explain_failures(folder, stop):
+    with stop, lock_run_folder(config, resumed) as folder, explain_failures(folder, config, stop):
         split = split_batch(config, device)
         start_step = resumed.state.step if resumed else 0
         print0(describe_plan(config, device, split, splits[0], start_step))
@@ -430,7 +430,7 @@ def is_finished(resumed: Checkpoint | None, config: TrainConfig) -> bool:
 def can_compile(dist_info: DistInfo) -> bool:
     """Return whether torch.compile works here; if not, print a warning with the reason."""
     if problem := prepare_compiler(dist_info.device):
-        print0(f"warning: not compiled, training will be slower: {problem}")
+        print0(f"warning: {problem}")
         return False
     print0("compiling: the first validation and the first step take a minute or two longer")
     return True

@@ -147,13 +147,19 @@ class RunLog:
         print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in values.items())]))
 
     def samples(self, texts: Sequence[str]) -> None:
-        """Print the texts that the current evaluation sampled, and append them to `samples.txt`."""
+        """Print the texts that the current evaluation sampled, and append them to `samples.txt`.
+
+        On the console, they are indented, so that no line of a text looks like a line of the log.
+        """
         if not is_main():
             return
-        lines = "\n".join(f"step {self._evaluated_step} | sample: {text!r}" for text in texts)
+        step = f"step {self._evaluated_step} | sample:"
+        lines = "\n".join(f"{step} {text!r}" for text in texts)
         with warn_on_write_error(), open_lines(self.run_dir / "samples.txt") as file:
             append_atomically(file, f"{lines}\n".encode())
-        print0(lines)
+        for text in texts:
+            shown = [line if line.isprintable() else repr(line)[1:-1] for line in text.splitlines()]
+            print0("\n    ".join([step, *shown]))
 
     def saved(self, step: int, path: Path) -> None:
         """Log that the checkpoint of a step is complete."""
