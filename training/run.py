@@ -181,7 +181,7 @@ class Run:
             text = shell_line("python", "read_step.py", self.folder, "--step", step)
             numbers_and_text = f"loss {loss:.4f}, gradient norm {norm}; for its text, {text}"
             raise FloatingPointError(f"training diverged at step {step} ({numbers_and_text})")
-        print0("float16 overflow, normal a few times at the start: no update, loss scale halved")
+        print0("a float16 gradient overflowed, normal a few times at the start: no update was made")
         return False
 
     @contextmanager
