@@ -10,7 +10,6 @@ The default model is runs/' newest run. In Python, call `generate(model, text)` 
 
 import codecs
 import functools
-import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from runtime.device import DeviceName, select_device, tune_malloc
 from runtime.distributed import is_main
 from runtime.errors import UserError
 from runtime.precision import DtypeName, inference, select_dtype
-from tokenizer import END_OF_TEXT, gpt2_encoding, prompt_ids
+from tokenizer import END_OF_TEXT, bits_per_byte, gpt2_encoding, prompt_ids
 
 GREETING = """Type some text; the model continues all of the text so far.
 Empty line: keep going. /new: start over. Ctrl-C: stop generating. Ctrl-D: quit."""
@@ -120,7 +119,8 @@ def main() -> None:
         from web import Models, serve
 
         sources = [source, *filter(None, [config.compare_to])]
-        serve(Models(sources, device, options["dtype"]), config.port, config.browser)
+        models = Models(sources, device, options["dtype"], generate_tokens, text_loss)
+        serve(models, config.port, config.browser)
         return
     model, checkpoint = load_with_state(source, device)
     if config.score is not None:
@@ -212,12 +212,6 @@ def describe_loss(model: GPT, path: Path, dtype: torch.dtype) -> str:
     ids = gpt2_encoding().encode_ordinary(text)
     bits = bits_per_byte(loss, ids)
     return f"{path}: {loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids):,} tokens"
-
-
-def bits_per_byte(loss: float, ids: list[int]) -> float:
-    """Convert the mean loss of all tokens but the first, which has none, to bits per byte."""
-    n_bytes = len(gpt2_encoding().decode_bytes(ids[1:]))
-    return loss * (len(ids) - 1) / math.log(2) / n_bytes
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 import re
 from pathlib import Path
 
@@ -81,3 +82,9 @@ def token_bytes(vocab_size: int) -> npt.NDArray[np.int64]:
     for token, id in _read_ranks().items() if vocab_size >= VOCAB_SIZE else ():
         lengths[id] = len(token)
     return lengths
+
+
+def bits_per_byte(loss: float, ids: list[int]) -> float:
+    """Convert the mean loss of all tokens but the first, which has none, to bits per byte."""
+    n_bytes = len(gpt2_encoding().decode_bytes(ids[1:]))
+    return loss * (len(ids) - 1) / math.log(2) / n_bytes

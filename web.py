@@ -4,10 +4,10 @@ Python's own HTTP server, on the loopback interface only, serves `assets/page.ht
 requests. A request is a POST of JSON, and its answer is a stream of JSON lines. Each has
 `{"error": text}` as its last line if something is wrong.
 
-    /models    the models, each with the steps of its run's checkpoints
-    /continue  the tokens of a continuation, one by one
-    /inside    the likeliest next tokens after some tokens
-    /score     the loss of each token of a text, then their mean
+    /list_models    the models, each with the steps of its run's checkpoints
+    /continue_text  the pieces of a continuation, one by one
+    /look_inside    the likeliest tokens after some tokens
+    /score_text     the pieces of a text with their losses, then the mean
 
 A *piece* is the smallest number of tokens whose bytes are whole characters: its text, ids,
 probability and, for the place of its first token, the likeliest tokens.
@@ -20,10 +20,11 @@ import socket
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -34,15 +35,12 @@ from formats.load import load_model
 from formats.metrics import find_run, is_run
 from model import GPT
 from runtime.errors import UserError, is_user_error
-from sample import bits_per_byte, generate_tokens, text_loss
-from tokenizer import gpt2_encoding, prompt_ids
+from tokenizer import bits_per_byte, gpt2_encoding, prompt_ids
 
 PAGE = Path(__file__).parent / "assets/page.html"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MAX_BODY = 1_000_000  # bytes of a request
 N_LIKELIEST = 10
-N_KEPT = 3  # models in memory
-N_PORTS = 100  # that are tried, to suggest a free one
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -53,15 +51,14 @@ Send = Callable[[dict[str, Any]], None]  # writes a line of the answer
 Request = dict[str, Any]
 
 
-class Models:
-    """The models that the page shows; the last ones that were used stay in memory."""
+class Models(NamedTuple):
+    """The models that the page shows, and the functions of `sample` that use them."""
 
-    def __init__(
-        self, sources: Sequence[str | Path], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.sources, self.device, self.dtype = sources, device, dtype
-        self.lock = Lock()  # one computation at a time
-        self._loaded = dict[tuple[int, int | None], GPT]()  # the last one used is at the end
+    sources: Sequence[str | Path]
+    device: torch.device
+    dtype: torch.dtype
+    generate_tokens: Callable[..., object]
+    text_loss: Callable[..., float]
 
     def checkpoints(self, number: int) -> dict[int, Path]:
         """Return the checkpoints of a model's run by their step; none if it is not a run."""
@@ -72,16 +69,13 @@ class Models:
     def get(self, request: Request) -> GPT:
         """Load the model that a request names by its number and, for a run, its step."""
         number, step = int(request["model"]), request.get("step")
-        key = number, None if step is None else int(step)
-        if key not in self._loaded:
-            path = self.sources[number] if step is None else self.checkpoints(number).get(int(step))
-            if path is None:
-                raise UserError(f"the checkpoint of step {step} was deleted: choose another one")
-            while len(self._loaded) >= N_KEPT:
-                del self._loaded[next(iter(self._loaded))]
-            self._loaded[key] = load_model(path, self.device)
-        self._loaded[key] = self._loaded.pop(key)
-        return self._loaded[key]
+        path = self.sources[number] if step is None else self.checkpoints(number).get(step)
+        if path is None:
+            raise UserError(f"the checkpoint of step {step} was deleted: choose another one")
+        return kept_model(path, self.device)
+
+
+kept_model = lru_cache(maxsize=3)(load_model)  # the last ones that were used stay in memory
 
 
 class Pieces:
@@ -108,19 +102,12 @@ class Pieces:
         self.text, self.ids, self.loss, self.top = "", [], 0.0, []
 
 
-def likeliest(logits: Tensor) -> list[list[Any]]:
+def likeliest(logits: Tensor) -> list[tuple[str, float, int]]:
     """Return text, probability and id of the likeliest tokens; `logits` are (V,) float32."""
-    probs, ids = torch.softmax(logits, dim=-1).topk(N_LIKELIEST)
-    return [[shown(i), p, i] for p, i in zip(probs.tolist(), ids.tolist(), strict=True)]
-
-
-def shown(token: int) -> str:
-    """Return a token's text; the bytes of an incomplete character in hexadecimal."""
-    token_bytes = gpt2_encoding().decode_single_token_bytes(token)
-    try:
-        return token_bytes.decode()
-    except UnicodeDecodeError:
-        return f"⟨{token_bytes.hex(' ')}⟩"
+    values, ids = (each.tolist() for each in torch.softmax(logits, dim=-1).topk(N_LIKELIEST))
+    tokens = map(gpt2_encoding().decode_single_token_bytes, ids)
+    texts = [token.decode(errors="backslashreplace") for token in tokens]
+    return [*zip(texts, values, ids, strict=True)]
 
 
 # --- answers ----------------------------------------------------------------------------------
@@ -128,14 +115,15 @@ def shown(token: int) -> str:
 
 def list_models(models: Models, _: Request, send: Send) -> None:
     """Send the name of each model and the steps of its checkpoints."""
-    numbers = range(len(models.sources))
-    steps = [[*models.checkpoints(number)] for number in numbers]
-    send({"models": [{"name": str(models.sources[n]), "steps": steps[n]} for n in numbers]})
+    steps = [[*models.checkpoints(number)] for number in range(len(models.sources))]
+    names = map(str, models.sources)
+    send({"models": [{"name": n, "steps": s} for n, s in zip(names, steps, strict=True)]})
 
 
 def continue_text(models: Models, request: Request, send: Send) -> None:
     """Send the ids of the text, then each piece of its continuation."""
-    model, ids, pieces = models.get(request), request_ids(request), Pieces(send)
+    model, pieces = models.get(request), Pieces(send)
+    ids = request.get("ids") or prompt_ids(request["text"])
     send({"prompt": ids})
 
     def send_token(tokens: Tensor, logits: Tensor) -> None:
@@ -143,7 +131,7 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
         pieces.add(int(tokens[0]), loss, likeliest(logits[0]))
 
     options: dict[str, Any] = {n: float(request[n]) for n in ("temperature", "top_p")}
-    generate_tokens(
+    models.generate_tokens(
         model,
         torch.tensor([ids], device=models.device),
         int(request["max_new_tokens"]),
@@ -158,11 +146,11 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
 
 def look_inside(models: Models, request: Request, send: Send) -> None:
     """Send the likeliest tokens after those of the request."""
-    tokens = torch.tensor([request_ids(request)], device=models.device)
+    tokens = torch.tensor([request["ids"]], device=models.device)
     options: dict[str, Any] = {"temperature": 0, "dtype": models.dtype, "stop_token": None}
     tops = list[Any]()
     on_token = lambda _, logits: tops.append(likeliest(logits[0]))  # noqa: E731
-    generate_tokens(models.get(request), tokens, 1, on_token=on_token, **options)
+    models.generate_tokens(models.get(request), tokens, 1, on_token=on_token, **options)
     send({"top": tops[0]})
 
 
@@ -178,26 +166,14 @@ def score_text(models: Models, request: Request, send: Send) -> None:
 
     if ids:
         pieces.add(ids[0], 0.0)  # nothing predicts it
-    loss = text_loss(model, text, models.dtype, send_losses)
+    loss = models.text_loss(model, text, models.dtype, send_losses)
     pieces.close()
     send({"mean": loss, "bits": bits_per_byte(loss, ids), "tokens": len(ids)})
 
 
-def request_ids(request: Request) -> list[int]:
-    """Return the tokens of a request: its ids, or its text's."""
-    if "ids" not in request:
-        return prompt_ids(str(request["text"]))
-    ids = [int(token) for token in request["ids"]]
-    if not ids or not all(0 <= token < gpt2_encoding().n_vocab for token in ids):
-        raise UserError("ids must be tokens of GPT-2")
-    return ids
-
-
 ANSWERS: dict[str, Callable[[Models, Request, Send], None]] = {
-    "/models": list_models,
-    "/continue": continue_text,
-    "/inside": look_inside,
-    "/score": score_text,
+    f"/{answer.__name__}": answer
+    for answer in (list_models, continue_text, look_inside, score_text)
 }
 
 
@@ -208,7 +184,7 @@ class Server(ThreadingHTTPServer):
     """An HTTP server on the loopback interface that knows the models."""
 
     def __init__(self, port: int, models: Models) -> None:
-        self.models = models
+        self.models, self.lock = models, Lock()  # one computation at a time
         super().__init__((LOOPBACK[1], port), Handler)
 
 
@@ -229,15 +205,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Stream the answer of a request, until it is complete or the page is closed."""
-        length = self.headers.get("Content-Length", "")
+        length = int(self.headers.get("Content-Length", 0))
         if self.is_refused():
             return
-        if self.path not in ANSWERS or not length.isdecimal():
-            self.send_error(404)
-        elif int(length) > MAX_BODY:
-            self.send_error(413, f"more than {MAX_BODY:,} bytes")
+        if self.path not in ANSWERS or not 0 <= length <= MAX_BODY:
+            self.send_error(413 if length > MAX_BODY else 404)
         else:
-            body = self.rfile.read(int(length))
+            body = self.rfile.read(length)
             self.start("application/x-ndjson")
             with suppress(ConnectionError):  # the page was closed
                 self.answer(body)
@@ -245,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: bytes) -> None:
         """Compute and send an answer; an error is its last line."""
         try:
-            with self.server.models.lock:
+            with self.server.lock:
                 ANSWERS[self.path](self.server.models, json.loads(body), self.send_line)
         except ConnectionError:
             raise
@@ -293,12 +267,10 @@ def serve(models: Models, port: int, open_browser: bool) -> None:
 
 
 def new_server(models: Models, port: int) -> Server:
-    """Bind a server to a port; raise UserError with the next free one if it is taken."""
-    for candidate in range(port, min(port + N_PORTS, 65_536)):
-        with suppress(OSError):
-            server = Server(candidate, models)
-            if candidate == port:
-                return server
-            server.server_close()
-            raise UserError(f"--port {port} is taken: use --port {candidate}")
-    raise UserError(f"--port {port} cannot be used: use another one from 1024 to 65535")
+    """Bind a server to a port; raise UserError with a free one if it is taken."""
+    try:
+        return Server(port, models)
+    except (OSError, OverflowError):
+        with Server(0, models) as other:
+            free = other.server_port
+        raise UserError(f"--port {port} is taken: use --port {free}") from None

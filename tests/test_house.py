@@ -18,10 +18,10 @@ FLOORS = (
     ("corpus",),
     (
         *("dataloader", "optimizers", "spelling"),
-        *("hellaswag", "sample", "export", "plot", "report", "demo"),
+        *("hellaswag", "sample", "web", "export", "plot", "report"),
     ),
     ("training",),
-    ("train_gpt2", "evaluation", "fineweb", "read_step"),
+    ("train_gpt2", "evaluation", "fineweb", "read_step", "demo"),
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -265,7 +265,7 @@ def test_converse_never_tears_a_character_even_if_each_turn_is_interrupted(monke
 
     def continue_tokens(prompt, on_token):
         prompts.append(prompt[0].tolist())
-        on_token(torch.tensor([ids[len(prompts) - 1]]))
+        on_token(torch.tensor([ids[len(prompts) - 1]]), None)
         raise KeyboardInterrupt
 
     lines = io.StringIO("Once\n" + "\n" * (len(ids) - 1))
@@ -301,7 +301,7 @@ def test_text_loss_is_the_mean_over_windows_of_the_context(monkeypatch):
 
 
 def test_config_names_all_problems():
-    with pytest.raises(ValueError, match=r"--top-k .*--top-p .*--interactive, --prompt and"):
+    with pytest.raises(ValueError, match=r"--top-k .*--top-p .*use only one of --interactive"):
         sample.SampleConfig(interactive=True, prompt="a", top_k=-1, top_p=2)
 
 
@@ -356,7 +356,9 @@ def test_generate_ends_before_each_stop_text(run_main, folder):
     both = (full[0][5], full[0][4])  # the first in the text ends it
     assert generate(model, "Once", 12, seed=1, stop=both) == ["Once"]
     seen = []
-    generate_tokens(model, torch.tensor([[1]]), 12, stop=[""], on_token=seen.append)
+    generate_tokens(
+        model, torch.tensor([[1]]), 12, stop=[""], on_token=lambda tokens, _: seen.append(tokens)
+    )
     assert seen == []  # it ended with the first token
     flags = ("--prompt=Once", "--num-samples=1", "--max-new-tokens=12")
     text = generate(model, "Once", 12, temperature=0)[0]

@@ -1,0 +1,216 @@
+"""The page of sample.py --web, in a real browser, and what its server refuses."""
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import threading
+
+import pytest
+import torch
+from conftest import ROOT, TINY_RUN
+
+import web
+from formats.load import load_model
+from sample import describe_loss, generate, generate_tokens, text_loss
+
+HOSTILE = (
+    "<script>alert('x')</script><img src=x onerror=alert(1)> 🙂 " + "naïve words & more " * 525
+)
+
+
+@pytest.fixture(scope="module")
+def run_dir(commands, tiny_data, tmp_path_factory):
+    """A run with the checkpoints of steps 4 and 8."""
+    folder = tmp_path_factory.mktemp("runs")
+    place = (f"--out-dir={folder}", "--run-name=tiny", f"--data-dir={tiny_data}")
+    assert commands.run(ROOT / "train_gpt2.py", *TINY_RUN, *place).code == 0
+    return folder / "tiny"
+
+
+@pytest.fixture
+def server(run_dir):
+    with serving(run_dir) as started:
+        yield started
+
+
+def serving(*sources):
+    models = web.Models(sources, torch.device("cpu"), torch.float32, generate_tokens, text_loss)
+    server = web.new_server(models, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def address(server):
+    return f"http://localhost:{server.server_port}/"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium. `.ci/run` names it: there it is never skipped."""
+    path = os.environ.get("TEST_BROWSER") or shutil.which("chromium")
+    if path is None or "/snap/" in os.path.realpath(path):
+        pytest.skip("needs a chromium")
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        chromium = playwright.chromium.launch(executable_path=path, args=flags)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser):
+    """An empty tab of a phone; a script that fails or a dialog is an error of the test."""
+    tab = browser.new_page(viewport={"width": 360, "height": 800})
+    tab.set_default_timeout(60_000)
+    problems = []
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("dialog", lambda dialog: problems.append(dialog.message))
+    yield tab
+    tab.close()
+    assert problems == []
+
+
+def set_number(page, name, value):
+    page.eval_on_selector(
+        f"#{name}", "(e, value) => { e.value = value; e.dispatchEvent(new Event('input')); }", value
+    )
+
+
+def wait_for(page, text, panel=0):
+    """Wait until the status of a panel has a text; return the panel's text."""
+    section = page.locator("section").nth(panel)
+    section.get_by_role("status").filter(has_text=text).wait_for()
+    return section.locator(".text").text_content()
+
+
+def visible(text):
+    return text.replace("\n", "⏎").replace(" ", "·")
+
+
+@pytest.mark.slow
+def test_page_continues_as_generate_and_branches(run_dir, server, page):
+    page.goto(address(server))
+    page.fill("#prompt", "Once 🙂")
+    for name, value in {"max_new_tokens": 12, "temperature": 0.8, "top_k": 40, "seed": 7}.items():
+        set_number(page, name, str(value))
+    page.get_by_role("button", name="Continue").click()
+    model, options = load_model(run_dir), {"temperature": 0.8, "top_k": 40, "seed": 7}
+    assert wait_for(page, "done") == generate(model, "Once 🙂", 12, **options)[0]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    tokens, likeliest = page.locator(".token"), page.locator("#likeliest button")
+    tokens.nth(1).hover()
+    assert likeliest.count() == 10
+    texts = page.locator("#likeliest button span:last-child").all_text_contents()
+    shares = [float(text.removesuffix(" %")) for text in texts]
+    assert shares == sorted(shares, reverse=True)
+    kept = visible("Once 🙂" + tokens.first.text_content())
+    chosen = likeliest.nth(3).locator("span").first.text_content()
+    likeliest.nth(3).click()
+    assert visible(wait_for(page, "done")).startswith(kept + chosen)
+    # By keyboard: to the second token, to its likeliest ones, and back.
+    tokens.first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert likeliest.first.evaluate("e => e === document.activeElement")
+    page.keyboard.press("Escape")
+    assert tokens.nth(1).evaluate("e => e === document.activeElement")
+
+
+@pytest.mark.slow
+def test_page_scores_a_hostile_text_as_the_command_does(run_dir, server, page, tmp_path):
+    (tmp_path / "text.txt").write_text(HOSTILE, encoding="utf-8")
+    score = describe_loss(load_model(run_dir), tmp_path / "text.txt", torch.float32)
+    page.goto(address(server))
+    page.fill("#prompt", HOSTILE)
+    page.get_by_role("button", name="Score").click()
+    assert wait_for(page, score.partition(": ")[2]) == HOSTILE
+    assert page.locator("section script, section img").count() == 0
+    words = page.locator("section p").last.text_content()
+    assert words.startswith("Most surprising: ")
+    assert words.count("(") >= 8
+    page.locator(".token").nth(40).hover()
+    page.locator("#likeliest button").nth(9).wait_for()
+    page.fill("#prompt", "")
+    page.get_by_role("button", name="Score").click()
+    wait_for(page, "a loss needs a text of 2 tokens or more")
+
+
+@pytest.mark.slow
+def test_page_stops_and_moves_through_checkpoints(run_dir, tmp_path, page):
+    run = shutil.copytree(run_dir, tmp_path / "copy")
+    with serving(run, run_dir / "checkpoints/step_00000004") as server:
+        page.goto(address(server))
+        set_number(page, "max_new_tokens", "500")
+        page.get_by_role("button", name="Continue").click()
+        page.locator(".token").nth(3).wait_for()
+        page.get_by_role("button", name="Stop").click()
+        assert len(wait_for(page, "stopped")) > 10
+        set_number(page, "max_new_tokens", "9")
+        page.get_by_role("button", name="Continue").click()
+        prompt, models = "Once upon a time", [f"step_0000000{step}" for step in (8, 4)]
+        texts = [
+            generate(load_model(run / "checkpoints" / name), prompt, 9, seed=1337, top_k=50)[0]
+            for name in models
+        ]
+        assert wait_for(page, "done") == texts[0]
+        assert wait_for(page, "done", panel=1) == texts[1]
+        slider = page.get_by_role("slider", name="Checkpoint of")
+        slider.first.press("ArrowLeft")
+        page.get_by_text("checkpoint of step 4").wait_for()
+        page.wait_for_function(
+            "text => document.querySelector('.text').textContent === text", arg=texts[1]
+        )
+        slider.first.press("ArrowRight")
+        page.wait_for_function(
+            "text => document.querySelector('.text').textContent === text", arg=texts[0]
+        )
+        # A new checkpoint of a run that trains; the last one was chosen, so the page follows.
+        new = shutil.copytree(run / "checkpoints/step_00000004", tmp_path / "step_00000012")
+        new.rename(run / "checkpoints" / new.name)
+        page.get_by_text("checkpoint of step 12").wait_for()
+        page.wait_for_function(
+            "text => document.querySelector('.text').textContent === text", arg=texts[1]
+        )
+
+
+def post(server, path, body=b"{}", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection.request("POST", path, body, {name.title(): value for name, value in headers.items()})
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def test_server_refuses_other_sites_paths_and_large_bodies(server):
+    tunnel = {"host": "localhost:9000", "origin": "http://localhost:9000"}  # with ssh -L
+    assert post(server, "/list_models", **tunnel)[0] == 200
+    assert post(server, "/list_models", host="evil.example")[0] == 403
+    assert post(server, "/list_models", host="localhost.evil.example:80")[0] == 403
+    assert post(server, "/list_models", origin="http://evil.example")[0] == 403
+    assert post(server, "/list_models", origin="null")[0] == 403
+    assert post(server, "/../model.py")[0] == 404
+    assert post(server, "/score_text", b" " * 1_000_001)[0] == 413
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_an_error_is_the_last_line_of_an_answer(server, capfd):
+    request = {"model": 0, "text": "a b", "seed": 1, "max_new_tokens": 1, "top_k": 1, "top_p": 1}
+    for wrong, message in (
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1, "step": 5}, "the checkpoint of step 5 was deleted"),
+        ({"temperature": 1, "top_p": 2}, "--top-p must be at most 1, not 2"),
+    ):
+        status, lines = post(server, "/continue_text", json.dumps(request | wrong).encode())
+        assert status == 200
+        assert message in json.loads(lines.splitlines()[-1])["error"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_port_that_is_taken_is_one_line_with_the_next_free_one(commands, run_dir):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = commands.run(ROOT / "sample.py", f"--model={run_dir}", "--web", f"--port={port}")
+    assert done.code == 2
+    assert f"error: --port {port} is taken: use --port " in done.stderr
+    assert "Traceback" not in done.stderr
