@@ -5,7 +5,7 @@ from conftest import copy_code
 
 TRAIN = """
 from pathlib import Path
-losses = '{"step": 0, "val_loss": 9}\\n{"step": 1, "val_loss": 6}'
+losses = '{"step": 0, "val_loss": 9}\\n{"step": 1, "val_loss": 6, "val_bpb": 3}'
 Path("runs/demo").mkdir(parents=True)
 Path("runs/demo/metrics.jsonl").write_text(losses)
 """
@@ -23,3 +23,61 @@ def test_demo_runs_its_commands_from_another_folder_and_names_the_next(tmp_path)
     assert printed.endswith(f"\nnext: {end}\n")
     (code / "fineweb.py").write_text("raise SystemExit(7)")  # its first command
     assert subprocess.run(command, cwd=tmp_path).returncode == 7
+
+
+OWN_TRAIN = """
+import sys
+from pathlib import Path
+name = [flag for flag in sys.argv if flag.startswith("--run-name=")][-1].partition("=")[2]
+if "--plan" not in sys.argv:
+    Path("runs", name).mkdir(parents=True, exist_ok=True)
+    losses = '{"step": 0, "val_loss": 9}\\n{"step": 1, "val_loss": 6, "val_bpb": 3}'
+    Path("runs", name, "metrics.jsonl").write_text(losses)
+"""
+EXPORT = """
+import sys
+from pathlib import Path
+Path(sys.argv[-1].removeprefix("--out=")).mkdir(parents=True)
+"""
+
+
+def test_demo_trains_on_a_text_of_ones_own_and_resumes_it(tmp_path):
+    code = copy_code(tmp_path / "code")
+    (code / "train_gpt2.py").write_text(OWN_TRAIN)
+    (code / "export.py").write_text(EXPORT)
+    for name in ("sample", "plot"):
+        (code / f"{name}.py").write_text("")
+    (tmp_path / "my play.txt").write_text("To be, or not to be: that is the question. " * 400)
+    (tmp_path / "short.txt").write_text("To be.")
+
+    def run(*args):
+        command = [sys.executable, code / "demo.py", *args]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    exit_code, printed, _ = run("my play.txt")
+    assert exit_code == 0
+    commands = [line.split()[2:] for line in printed.splitlines() if line.startswith("$ python ")]
+    names = [words[0].rpartition("/")[2] for words in commands]
+    plan, train = [
+        [w for w in words if w != "--plan"] for words in commands if "--max-steps" in words
+    ]
+    expected = "fineweb.py train_gpt2.py train_gpt2.py sample.py export.py plot.py"
+    assert " ".join(names) == expected
+    assert train == [*plan, "--resume=auto"]
+    assert "--run-name=my-play" in train
+    assert "held-out text    6.00 nats per token, from 9.00; 3.00 bits per byte\n" in printed
+    assert printed.endswith("python sample.py --model runs/my-play --interactive\n")
+    exit_code, again, _ = run("my play.txt")
+    assert exit_code == 0
+    assert "--plan" not in again
+    assert "exported/my-play is kept from an earlier export" in again
+    for args, message in (
+        (["short.txt"], "no training is proposed: the text in data/short is too small"),
+        (["none.txt"], "none.txt does not exist: pass a file or a folder of text"),
+        (["my play.txt", "--short"], "--short is for Python's library: leave it out"),
+    ):
+        exit_code, _, error = run(*args)
+        assert exit_code == 2
+        assert message in error
+        assert "Traceback" not in error
