@@ -12,6 +12,8 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from corpus.shards import Manifest
 from formats.metrics import read_metrics
 from runtime.cli import PathOrName, format_duration, parse_flags, run_command
 from runtime.errors import RunStopped, UserError
+
+REDRAW_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ def main() -> None:
         step("Python's library → token shards", "fineweb.py", "--source=stdlib", "--no-propose")
         train = ["--config=recipes/demo.json", f"--run-name={name}"]
         train += ["--max-steps=300"] if config.short else []
-    step("shards → a GPT-2", "train_gpt2.py", *train)
+    print(f"\nevery minute, the loss curve so far: {run_dir / 'figures' / 'loss.png'}")
+    step("shards → a GPT-2", "train_gpt2.py", *train, meanwhile=("plot.py", str(run_dir)))
     prompt = [] if texts else ["--prompt=def read"]
     step("samples", "sample.py", f"--model={run_dir}", *prompt, "--num-samples=2")
     if not texts:
@@ -104,10 +109,18 @@ def new_name() -> str:
     return next(n for n in names if not Path("runs", n).exists() | Path("exported", n).exists())
 
 
-def step(title: str, script: str, *flags: str) -> None:
-    """Print and run one of the project's commands; if it fails, exit with its code."""
+def step(title: str, script: str, *flags: str, meanwhile: Sequence[str] = ()) -> None:
+    """Print and run one of the project's commands; if it fails, exit with its code.
+
+    Every minute, run `meanwhile` without output: it may fail as long as there is nothing to show.
+    """
     print(f"\n=== {title}\n$ python {shlex.join([script, *flags])}", flush=True)
     with subprocess.Popen([sys.executable, script, *flags]) as child:  # lets it save on Ctrl-C
+        while meanwhile and child.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(REDRAW_SECONDS)
+                break
+            subprocess.run([sys.executable, *meanwhile], capture_output=True, check=False)
         if code := child.wait():
             raise SystemExit(code)
 

@@ -3,6 +3,8 @@ import sys
 
 from conftest import copy_code
 
+import demo
+
 TRAIN = """
 from pathlib import Path
 losses = '{"step": 0, "val_loss": 9}\\n{"step": 1, "val_loss": 6, "val_bpb": 3}'
@@ -81,3 +83,15 @@ def test_demo_trains_on_a_text_of_ones_own_and_resumes_it(tmp_path):
         assert exit_code == 2
         assert message in error
         assert "Traceback" not in error
+
+
+def test_step_draws_while_a_command_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "REDRAW_SECONDS", 0.01)
+    (tmp_path / "draw.py").write_text(
+        "open('drawn', 'w'); raise SystemExit(2)"
+    )  # nothing to draw yet
+    wait = "import os, time\nend = time.monotonic() + 60\nwhile not os.path.exists('drawn'):\n"
+    wait += "    time.sleep(0.01)\n    assert time.monotonic() < end\n"
+    (tmp_path / "train.py").write_text(wait)
+    demo.step("training", "train.py", meanwhile=("draw.py",))
