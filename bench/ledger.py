@@ -57,7 +57,7 @@ def table(ledger: Mapping[str, Any]) -> list[str]:
         step = "{:.2f} ± {:.1g}".format(*edit["cost"]) if "cost" in edit else ""
         verdict, mean, half = answer["text"].partition(":")[0], answer["mean"], answer["half"]
         difference = "" if mean is None else f"{mean:+.3f}" + (f" ± {half:.3f}" if half else "")
-        name = ", ".join((f"`{edit['edit']}`", *answer["changed"]))
+        name = ", ".join((f"`{edit.get('edit', edit['name'])}`", *answer.get("changed", ())))
         numbers = ("+{} -{}".format(*lines), step, difference, str(len(answer["seeds"])))
         rows.append((name, *numbers, verdict))
     return [f"| {' | '.join(row)} |" for row in rows]
