@@ -54,11 +54,11 @@ def table(ledger: Mapping[str, Any]) -> list[str]:
     for edit, answer in ranked(ledger):
         patch = edit["patch"].splitlines()
         lines = [sum(s[:1] == sign and s[:3] != 3 * sign for s in patch) for sign in "+-"]
-        step = "{:.2f} ± {:.1g}".format(*edit["cost"]) if "cost" in edit else ""
+        step = "{:.2f}±{:.1g}".format(*edit["cost"]) if "cost" in edit else ""
         verdict, mean, half = answer["text"].partition(":")[0], answer["mean"], answer["half"]
-        difference = "" if mean is None else f"{mean:+.3f}" + (f" ± {half:.3f}" if half else "")
+        difference = "" if mean is None else f"{mean:+.3f}" + (f"±{half:.3f}" if half else "")
         name = ", ".join((f"`{edit.get('edit', edit['name'])}`", *answer.get("changed", ())))
-        numbers = ("+{} -{}".format(*lines), step, difference, str(len(answer["seeds"])))
+        numbers = ("+{}/-{}".format(*lines), step, difference, str(len(answer["seeds"])))
         rows.append((name, *numbers, verdict))
     return [f"| {' | '.join(row)} |" for row in rows]
 

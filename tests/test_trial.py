@@ -366,9 +366,9 @@ def test_list_prints_answers_best_first_and_what_chance_alone_gives(tmp_path, mo
         "runs/trials/12345678: commit abc, CPU, --max-steps=9",
         "| edit | lines | step | difference | pairs | verdict |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| `base --x=1`, max_lr 1 → 2 | +0 -0 | 1.10 ± 0.01 | -0.300 ± 0.013 | 2 | better |",
-        "| `a.patch` | +2 -1 |  | +0.500 | 2 | screened |",
-        "| `c.patch` | +0 -0 |  |  | 2 | no verdict |",
+        "| `base --x=1`, max_lr 1 → 2 | +0/-0 | 1.10±0.01 | -0.300±0.013 | 2 | better |",
+        "| `a.patch` | +2/-1 |  | +0.500 | 2 | screened |",
+        "| `c.patch` | +0/-0 |  |  | 2 | no verdict |",
         "edits tried: 3; confirmations: 1; better: 1, of which chance alone gives 0.025 if no "
         "edit has an effect",
         "runs/trials/12345678/val_loss.png",
