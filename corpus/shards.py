@@ -301,7 +301,9 @@ def open_shards(
     if not paths:
         purpose = " or ".join({"train": "training", "val": "validation"}[name] for name in splits)
         fix = "try python fineweb.py --source stdlib, then the command that it prints"
-        raise UserError(f"no tokens for {purpose} in {folder}: {fix}, or use --data-dir FOLDER")
+        hub = f"hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
+        others = f"use --data-dir if the data was moved, or download shards with {hub}"
+        raise UserError(f"no tokens for {purpose} in {folder}: {fix}; {others}")
     return TokenShards(paths, _fingerprint(infos, paths))
 
 

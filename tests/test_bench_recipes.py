@@ -41,7 +41,7 @@ def test_command_compares_recipes_on_a_small_model(checkout, tmp_path, monkeypat
     shutil.copytree(checkout / "bench", "bench")  # the command is one of the project's folder
     monkeypatch.setattr(sys, "argv", [*next_command[3:], "--seeds=1", "--jobs=1"])
     trial.main()
-    assert "\nmine: val_loss 6." in capsys.readouterr().out
+    assert "\nmine: screened: val_loss 6." in capsys.readouterr().out
     runs = sorted((tmp_path / "runs/trials").glob("*/*/metrics.jsonl"))
     assert [path.parent.name.split("-")[0] for path in runs] == ["base", "mine"]
     first = read_metrics(runs[0])[0]["val_loss"]

@@ -54,7 +54,7 @@ def test_resume_refuses_another_validation_split(commands, data):
     (data / "manifest.json").unlink()
     assert train(commands, data, "--max-steps=2").code == 0
     np.save(data / "val_000000.npy", TOKENS[:500][::-1])
-    assert_refused(train(commands, data, "--resume=auto"), "(val_fingerprint ")
+    assert_refused(train(commands, data, "--resume=auto"), "changed since this run began")
 
 
 # Printing

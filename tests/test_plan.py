@@ -61,7 +61,7 @@ def peak_bytes(function, *args):
 
 
 ROW = re.compile(r"\| (?:none|`(.*)`) \| (\d+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|")
-DOCUMENTED = ROW.findall((ROOT / "docs" / "memory.md").read_text())
+DOCUMENTED = ROW.findall((ROOT / "bench/results/README.md").read_text())
 MEASURED = ROW.findall("""
 | none | 1 | 8,192 | 6.15 | 6.5 |
 | `--loss-chunks 8` | 1 | 65,536 | 22.5 | 22.8 |

@@ -214,9 +214,9 @@ def test_edits_that_are_better_by_the_smallest_effect_are_confirmed(tmp_path):
 
 
 def test_warm_up_that_is_half_of_the_run_is_noted(tmp_path, monkeypatch, checkout, capsys):
-    start_trial(CONFIG, [], variant(warmup_steps=100), [])
+    start_trial(replace(CONFIG, edit=(), list=True), [], variant(warmup_steps=100), [])
     assert "note: 100 of 200 steps are warm-up: use --warmup-steps 20\n" in capsys.readouterr().out
-    start_trial(CONFIG, [], variant(warmup_steps=20), [])
+    start_trial(replace(CONFIG, edit=(), list=True), [], variant(warmup_steps=20), [])
     assert "warm-up" not in capsys.readouterr().out
 
 
