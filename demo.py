@@ -90,6 +90,7 @@ def prepare(texts: list[Path], name: str) -> list[str]:
     from training.propose import propose_training  # imports torch, which takes seconds
 
     data_dir = Path("data", name)
+    print(f"tokens, run and export are named {name}: a changed text needs another file name")
     source = (*map(str, texts), f"--data-dir={data_dir}", "--no-propose")
     step("your text → token shards", "fineweb.py", "--source", *source)
     manifest = Manifest.load(data_dir)

@@ -145,7 +145,7 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
 
 
 def look_inside(models: Models, request: Request, send: Send) -> None:
-    """Send the likeliest tokens after those of the request."""
+    """Send the likeliest tokens after the request's tokens."""
     tokens = torch.tensor([request["ids"]], device=models.device)
     options: dict[str, Any] = {"temperature": 0, "dtype": models.dtype, "stop_token": None}
     tops = list[Any]()
@@ -256,10 +256,10 @@ def serve(models: Models, port: int, open_browser: bool) -> None:
     """Serve the page until Ctrl-C; raise UserError if the port is taken."""
     models.get({"model": 0})  # a wrong name is an error before the page opens
     with new_server(models, port) as server, suppress(KeyboardInterrupt):
-        url = f"http://localhost:{port}"
+        url = f"http://{LOOPBACK[1]}:{port}"  # localhost may be another program's ::1
         print(f"{url}  (Ctrl-C ends it)", flush=True)
         if "SSH_CONNECTION" in os.environ:
-            tunnel = f"ssh -L {port}:localhost:{port} {socket.gethostname()}"
+            tunnel = f"ssh -L {port}:{LOOPBACK[1]}:{port} {socket.gethostname()}"
             print(f"on your own machine: {tunnel}, then open {url}", flush=True)
         elif open_browser:
             webbrowser.open(url)
@@ -267,10 +267,10 @@ def serve(models: Models, port: int, open_browser: bool) -> None:
 
 
 def new_server(models: Models, port: int) -> Server:
-    """Bind a server to a port; raise UserError with a free one if it is taken."""
+    """Bind a server to a port; if that fails, raise UserError with a free one."""
     try:
         return Server(port, models)
     except (OSError, OverflowError):
         with Server(0, models) as other:
             free = other.server_port
-        raise UserError(f"--port {port} is taken: use --port {free}") from None
+        raise UserError(f"--port {port} is taken or not allowed: use --port {free}") from None

@@ -70,6 +70,7 @@ def test_demo_trains_on_a_text_of_ones_own_and_resumes_it(tmp_path):
     assert "--run-name=my-play" in train
     assert "held-out text    6.00 nats per token, from 9.00; 3.00 bits per byte\n" in printed
     assert printed.endswith("python sample.py --model runs/my-play --interactive\n")
+    assert "named my-play: a changed text needs another file name\n" in printed
     exit_code, again, _ = run("my play.txt")
     assert exit_code == 0
     assert "--plan" not in again

@@ -212,5 +212,5 @@ def test_a_port_that_is_taken_is_one_line_with_the_next_free_one(commands, run_d
         port = taken.getsockname()[1]
         done = commands.run(ROOT / "sample.py", f"--model={run_dir}", "--web", f"--port={port}")
     assert done.code == 2
-    assert f"error: --port {port} is taken: use --port " in done.stderr
+    assert f"error: --port {port} is taken or not allowed: use --port " in done.stderr
     assert "Traceback" not in done.stderr
