@@ -67,9 +67,11 @@ class Models(NamedTuple):
         return {int(path.name.rpartition("_")[2]): path for path in reversed(paths)}
 
     def get(self, request: Request) -> GPT:
-        """Load the model that a request names by its number and, for a run, its step."""
+        """Load the model that a request names by its number and, for a run, its step (or None)."""
         number, step = int(request["model"]), request.get("step")
-        path = self.sources[number] if step is None else self.checkpoints(number).get(step)
+        saved = self.checkpoints(number)
+        newest = next(reversed(saved.values()), self.sources[number])
+        path = newest if step is None else saved.get(step)
         if path is None:
             raise UserError(f"the checkpoint of step {step} was deleted: choose another one")
         return kept_model(path, self.device)
@@ -254,7 +256,8 @@ class Handler(BaseHTTPRequestHandler):
 
 def serve(models: Models, port: int, open_browser: bool) -> None:
     """Serve the page until Ctrl-C; raise UserError if the port is taken."""
-    models.get({"model": 0})  # a wrong name is an error before the page opens
+    for number in range(len(models.sources)):  # a wrong name is an error before the page opens
+        models.get({"model": number})
     with new_server(models, port) as server, suppress(KeyboardInterrupt):
         url = f"http://{LOOPBACK[1]}:{port}"  # localhost may be another program's ::1
         print(f"{url}  (Ctrl-C ends it)", flush=True)
