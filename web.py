@@ -187,6 +187,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, models: Models) -> None:
         self.models, self.lock = models, Lock()  # one computation at a time
+        self.is_closing = False
         super().__init__((LOOPBACK[1], port), Handler)
 
 
@@ -248,6 +249,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_line(self, value: Mapping[str, Any]) -> None:
         """Send a line of JSON."""
+        if self.server.is_closing:
+            raise ConnectionAbortedError
         self.wfile.write(f"{json.dumps(value)}\n".encode())
 
     def log_message(self, *_: Any) -> None:  # noqa: ANN401
@@ -258,7 +261,7 @@ def serve(models: Models, port: int, open_browser: bool) -> None:
     """Serve the page until Ctrl-C; raise UserError if the port is taken."""
     for number in range(len(models.sources)):  # a wrong name is an error before the page opens
         models.get({"model": number})
-    with new_server(models, port) as server, suppress(KeyboardInterrupt):
+    with new_server(models, port) as server:
         url = f"http://{LOOPBACK[1]}:{port}"  # localhost may be another program's ::1
         print(f"{url}  (Ctrl-C ends it)", flush=True)
         if "SSH_CONNECTION" in os.environ:
@@ -266,7 +269,10 @@ def serve(models: Models, port: int, open_browser: bool) -> None:
             print(f"on your own machine: {tunnel}, then open {url}", flush=True)
         elif open_browser:
             webbrowser.open(url)
-        server.serve_forever()
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+        server.is_closing = True
+        server.lock.acquire()  # if Python exits while a thread computes, torch aborts
 
 
 def new_server(models: Models, port: int) -> Server:

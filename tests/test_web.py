@@ -4,7 +4,10 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -214,3 +217,22 @@ def test_a_port_that_is_taken_is_one_line_with_the_next_free_one(commands, run_d
     assert done.code == 2
     assert f"error: --port {port} is taken or not allowed: use --port " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_a_text_is_generated_ends_the_program_quietly(run_dir):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, ROOT / "sample.py", f"--model={run_dir}", "--web", "--no-browser"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, f"--port={port}", "--device=cpu"], **pipes) as program:
+        assert program.stdout.readline() == f"http://127.0.0.1:{port}  (Ctrl-C ends it)\n"
+        request = {"model": 0, "text": "a", "temperature": 1, "top_k": 0, "top_p": 1, "seed": 1}
+        body = json.dumps(request | {"max_new_tokens": 100_000})
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/continue_text", body)
+        answer = connection.getresponse()
+        for _ in range(5):
+            answer.readline()
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate()
+    assert (program.returncode, errors) == (0, "")
