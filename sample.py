@@ -145,7 +145,7 @@ def converse(continue_tokens: Callable[..., object], device: torch.device) -> No
         import readline  # noqa: F401 - importing it gives `input` its history
     tokens, decoder = list[int](), codecs.getincrementaldecoder("utf-8")("replace")
 
-    def print_token(token: Tensor, _: Tensor) -> None:
+    def print_token(token: Tensor) -> None:
         """Print a character whose bytes span several tokens with the last of them."""
         tokens.append(int(token))
         text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
@@ -257,7 +257,8 @@ def generate_tokens(
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
     stop: Sequence[str] = (),
-    on_token: Callable[[Tensor, Tensor], None] | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
+    on_logits: Callable[[Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Continue each row of (B, T) tokens, T >= 1; return the rows, each with its continuation.
 
@@ -268,8 +269,8 @@ def generate_tokens(
     `model` is the raw model, neither compiled nor wrapped, on the same device as `tokens` and
     `generator`. A row ends before the first sampled `stop_token`; with None, it never ends early.
     No token is sampled once every row has ended or its continuation has a text of `stop`.
-    `on_token` is called with the next token of every row, (B,), once it is sampled, and with the
-    logits, (B, V) float32.
+    `on_token` is called with the next token of every row, (B,), once it is sampled, and `on_logits`
+    before that with the logits, (B, V) float32.
     """
     # Raise for invalid values.
     SampleConfig(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -291,6 +292,8 @@ def generate_tokens(
             n_cached = 0 if cache is None else cache.length
             hidden = model.hidden_states(tokens[:, start + n_cached :], cache)[:, -1]  # (B, C)
             logits = model.logits(hidden)  # (B, vocab_size)
+            if on_logits is not None:
+                on_logits(logits)
             next_token = sample_token(logits, temperature, top_k, top_p, generator)
             tokens = torch.cat([tokens, next_token[:, None]], dim=1)
             ended |= next_token == stop_token
@@ -300,7 +303,7 @@ def generate_tokens(
             if ended.all():
                 break
             if on_token is not None:
-                on_token(next_token, logits)
+                on_token(next_token)
     rows = tokens.tolist()
     return [row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in rows]
 

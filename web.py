@@ -18,6 +18,7 @@ import json
 import os
 import socket
 import webbrowser
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -128,9 +129,11 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
     ids = request.get("ids") or prompt_ids(request["text"])
     send({"prompt": ids})
 
-    def send_token(tokens: Tensor, logits: Tensor) -> None:
-        loss = float(torch.log_softmax(logits[0], dim=-1)[tokens[0]].neg())
-        pieces.add(int(tokens[0]), loss, likeliest(logits[0]))
+    latest = deque[Tensor](maxlen=1)  # the logits of the next token, (1, V)
+
+    def send_token(tokens: Tensor) -> None:
+        loss = float(torch.log_softmax(latest[0][0], dim=-1)[tokens[0]].neg())
+        pieces.add(int(tokens[0]), loss, likeliest(latest[0][0]))
 
     options: dict[str, Any] = {n: float(request[n]) for n in ("temperature", "top_p")}
     models.generate_tokens(
@@ -141,6 +144,7 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
         generator=torch.Generator(models.device).manual_seed(int(request["seed"])),
         dtype=models.dtype,
         on_token=send_token,
+        on_logits=latest.append,
         **options,
     )
     pieces.close()
@@ -150,10 +154,9 @@ def look_inside(models: Models, request: Request, send: Send) -> None:
     """Send the likeliest tokens after the request's tokens."""
     tokens = torch.tensor([request["ids"]], device=models.device)
     options: dict[str, Any] = {"temperature": 0, "dtype": models.dtype, "stop_token": None}
-    tops = list[Any]()
-    on_token = lambda _, logits: tops.append(likeliest(logits[0]))  # noqa: E731
-    models.generate_tokens(models.get(request), tokens, 1, on_token=on_token, **options)
-    send({"top": tops[0]})
+    logits = list[Tensor]()
+    models.generate_tokens(models.get(request), tokens, 1, on_logits=logits.append, **options)
+    send({"top": likeliest(logits[0][0])})
 
 
 def score_text(models: Models, request: Request, send: Send) -> None:

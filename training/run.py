@@ -231,10 +231,10 @@ class Run:
             self.log.record(finished_step=step)
             if is_main():
                 path, exported = shell_line(self.folder), Path("exported") / self.folder.name
-                print0(f"{describe_best(self.folder)}done: {self.folder}")
                 print0(f"sample      python sample.py --model {path}")
                 print0(f"figures     python plot.py {path}")
                 print0(f"export      python export.py --model {path} --out {shell_line(exported)}")
+                print0(f"{describe_best(self.folder)}done: {self.folder}")
             return
         if reason == "failure":  # only the process that could not save has the error
             raise error or SystemExit(2)
