@@ -19,11 +19,9 @@ import runtime.threads  # noqa: F401 - must be imported before torch
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
-import model as gpt2
 from corpus.shards import open_shards
 from formats.huggingface import save_pretrained
 from model import GPT, ModelOutput
@@ -88,8 +86,6 @@ def read_batches(config: TrainConfig, device: torch.device) -> Iterator[tuple[Te
 
 def plain_model(enabled: Collection[str], config: TrainConfig, device: torch.device) -> nn.Module:
     """Build a new GPT-2, or Hugging Face's model with the same weights."""
-    # Use torch's attention, although `cpu_attention` has a faster one for compiled code on CPUs.
-    vars(gpt2)["scaled_dot_product_attention"] = F.scaled_dot_product_attention
     torch.manual_seed(config.seed)
     with device:
         model = GPT(config.model_config())

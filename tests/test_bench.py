@@ -11,7 +11,6 @@ from conftest import ROOT, TINY_MODEL
 from forked import HangingProgram, fork_trainers
 from torch.profiler import profile
 
-import model
 from bench import __main__ as bench
 from bench import measurement, plain
 from bench.__main__ import PRODUCT, BenchConfig, Setup, peers, read_rates, run_tests
@@ -41,9 +40,7 @@ KERNELS = {
 @pytest.fixture
 def own_numerics():
     """Undo what a training run changes in its process."""
-    attention = model.scaled_dot_product_attention
     yield
-    model.scaled_dot_product_attention = attention
     torch.set_float32_matmul_precision("highest")
     torch._dynamo.reset()
 
