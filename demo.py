@@ -56,7 +56,7 @@ def main() -> None:
     else:
         step("Python's library → token shards", "fineweb.py", "--source=stdlib", "--no-propose")
         train = ["--config=recipes/demo.json", f"--run-name={name}"]
-        train += ["--max-steps=300"] if config.short else []
+        train += ["--max-steps=270"] if config.short else []
     print(f"\nevery minute, the loss curve so far: {run_dir / 'figures' / 'loss.png'}")
     step("shards → a GPT-2", "train_gpt2.py", *train, meanwhile=("plot.py", str(run_dir)))
     prompt = [] if texts else ["--prompt=def read"]
