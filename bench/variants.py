@@ -27,6 +27,7 @@ SET_BY_TRIAL = {"seed", "run_name", "out_dir", "resume", "plan", "preflight"}
 CODE = (".", *(f":!{path}" for path in ("*.md", "*.txt", "docs", "tests", "bench", "edits")))
 PRINT_SETTINGS = """
 import json, sys
+sys.path.insert(0, sys.argv.pop(1))
 from runtime.cli import run_command
 from training.resume import parse_config
 def main():
@@ -127,9 +128,7 @@ def new_variant(name: str, code: tuple[Path, str, str], flags: Sequence[str]) ->
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if taken := sorted(given & {flag_of(setting) for setting in SET_BY_TRIAL}):
         raise UserError(f"leave out {', '.join(taken)}: set by the trial for each run")
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    options: Any = {"folder": Path.cwd(), "PYTHONPATH": path}
-    output = run_python("-P", "-c", PRINT_SETTINGS, *flags, **options)
+    output = run_python("-P", "-c", PRINT_SETTINGS, folder, *flags, folder=Path.cwd())
     settings = json.loads(output.strip().rpartition("\n")[2])
     if settings.pop("max_minutes") is not None:
         raise UserError("leave out --max-minutes: use --equal-time to compare at equal time")
@@ -164,17 +163,15 @@ def copy_code(
     Returns:
         The copy, its git tree, and a hash of the files that training reads.
     """
-    environment: dict[str, Any] = {"GIT_INDEX_FILE": f"{target}.index"}
+    environment = {"GIT_INDEX_FILE": f"{target}.index"}
     git("read-tree", "HEAD", **environment)
     if source is not None:
-        places = {"GIT_DIR": git("rev-parse", "--absolute-git-dir"), "GIT_WORK_TREE": str(source)}
-        inside: Any = {"cwd": source, **environment, **places}
-        git("add", "--update", **inside)
-        new = git("ls-files", "-z", "--others", "--exclude-standard", **inside).split("\0")
+        git_dir = git("rev-parse", "--absolute-git-dir")
+        inside = {**environment, "GIT_DIR": git_dir, "GIT_WORK_TREE": str(source)}
         if missing := [file for file in files if not (source / file).is_file()]:
             raise UserError(f"{missing[0]} is not a file in {source}")
-        if added := [*imported_files(source).intersection(new), *files]:
-            git("add", "--force", "--", *added, **inside)
+        git("add", "--update", **inside)
+        git("add", "--force", "--", *imported_files(source), *files, **inside)
     for patch in patches:
         try:
             git("apply", "--cached", Path(patch).absolute(), **environment)
@@ -200,11 +197,11 @@ def imported_files(folder: Path) -> set[str]:
     return {Path(path).relative_to(folder).as_posix() for path in paths if path}
 
 
-def git(*args: str | Path, cwd: Path | None = None, **environment: str) -> str:
+def git(*args: str | Path, **environment: str) -> str:
     """Run git in this checkout; return its output, or raise UserError with its first error."""
-    options: Any = {"cwd": cwd or ROOT, "encoding": "utf-8", "errors": "replace", "check": False}
-    environment = {**os.environ, **environment}
-    done = subprocess.run(["git", *args], env=environment, capture_output=True, **options)  # noqa: S607 - git is where PATH says
+    command, env = ["git", *args], {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=False)
     if done.returncode:
-        raise UserError(done.stderr.partition("\n")[0].removeprefix("error: "))
-    return str(done.stdout).strip()
+        error = done.stderr.decode(errors="replace").partition("\n")[0]
+        raise UserError(error.removeprefix("error: "))
+    return done.stdout.decode(errors="replace").strip()
