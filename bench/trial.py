@@ -24,7 +24,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,15 +49,7 @@ from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git
 from formats.load import RUN_LOCK_NAME
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
-from runtime.cli import (
-    PathOrName,
-    as_flags,
-    bad_numbers,
-    flag_of,
-    format_duration,
-    raise_problems,
-    run_command,
-)
+from runtime.cli import PathOrName, bad_numbers, format_duration, raise_problems, run_command
 from runtime.device import select_device
 from runtime.errors import UserError
 from runtime.files import lock_folder, write_json
@@ -178,11 +170,10 @@ class Trial:
         def train_one(name: str, variant: Variant, seed: int) -> None:
             slot = slots.get()
             place = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
-            flags = as_flags({"seed": seed, **place})
             try:
                 wait_for_lock(self.folder / name, stopped)
                 if not self.is_over(variant, seed):
-                    self.run(variant, flags, lambda _: stopped.is_set(), slot)
+                    self.run(variant.changed(seed=seed, **place), lambda _: stopped.is_set(), slot)
             finally:
                 slots.put(slot)
 
@@ -195,13 +186,13 @@ class Trial:
                 stopped.set()
                 pool.shutdown(cancel_futures=True)
 
-    def run(self, variant: Variant, flags: Sequence[str], is_done: Any, slot: int = 0) -> None:  # noqa: ANN401
+    def run(self, variant: Variant, is_done: Callable[[str], bool], slot: int = 0) -> None:
         """Run a variant's `train_gpt2.py` until it ends or is done."""
-        env: dict[str, Any] = {"OMP_NUM_THREADS": str(THREADS)}
+        environment = {"OMP_NUM_THREADS": str(THREADS)}
         if self.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
-        words: list[Any] = [variant.code / "train_gpt2.py", *variant.flags, *flags]
-        run_python(*words, folder=Path.cwd(), is_done=is_done, **env)
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+        command = (variant.code / "train_gpt2.py", *variant.flags)
+        run_python(*command, folder=Path.cwd(), is_done=is_done, environment=environment)
 
     def is_over(self, variant: Variant, seed: int) -> bool:
         """Return whether a run is finished or has diverged."""
@@ -252,8 +243,8 @@ class Trial:
             def times() -> list[float]:
                 return logged_values(path, "step_time_ms")[1 : TIMED_STEPS + 1]
 
-            flags = (f"--out-dir={folder}", "--run-name=speed", "--val-every=0")
-            self.run(variant, flags, lambda _: len(times()) == TIMED_STEPS)
+            variant = variant.changed(out_dir=folder, run_name="speed", val_every=0)
+            self.run(variant, lambda _: len(times()) == TIMED_STEPS)
             return {"ms per step": median(times())}
 
     def with_equal_time(self, key: str, base: Variant, edit: Variant) -> Pair:
@@ -272,7 +263,7 @@ class Trial:
         The best has the best mean of the metric over the screening seeds, without a failed run.
         """
         seeds = range(1, self.config.seeds + 1)
-        tried = {v.digest: {f: scaled(v, setting, f) for f in FACTORS} for v in versions}
+        tried = {v.digest: {f: v.scaled(setting, f) for f in FACTORS} for v in versions}
         best = dict[str, float]()
         for more in range(MORE_FACTORS + 1):
             due = [v for scales in tried.values() for v in scales.values()]
@@ -281,7 +272,7 @@ class Trial:
                 best[digest] = found = min(scales, key=lambda f: self.mean_loss(scales[f], seeds))
                 edges = {min(scales): found / 2, max(scales): found * 2}
                 if found in edges and more < MORE_FACTORS:
-                    scales[edges[found]] = scaled(scales[1.0], setting, edges[found])
+                    scales[edges[found]] = scales[1.0].scaled(setting, edges[found])
         return {digest: tried[digest][factor] for digest, factor in best.items()}
 
     def mean_loss(self, variant: Variant, seeds: Iterable[int]) -> float:
@@ -375,20 +366,6 @@ def wait_for_lock(run_dir: Path, stopped: Event) -> None:
         stopped.wait(1)
 
 
-def scaled(variant: Variant, setting: str, factor: float) -> Variant:
-    """Return a variant with a setting times a factor; min_lr keeps its ratio to max_lr."""
-    value = variant.settings.get(setting)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise UserError(
-            f"--tune {setting} is {value}, not a number above 0: pass {flag_of(setting)}"
-        )
-    if factor == 1:
-        return variant
-    names = (setting, "min_lr") if setting == "max_lr" else (setting,)
-    kind = round if isinstance(value, int) else float
-    return variant.changed(**{name: kind(variant.settings[name] * factor) for name in names})
-
-
 def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:
     """Return what the runs of base and edit show, in one line without the edit's name."""
     failed = [result.problem for results in zip(*pairs, strict=True) for result in results]
@@ -441,7 +418,7 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         base, *edits = build_variants(config.base, config.edit, (*OFF, *flags), Path(scratch))
         for setting in config.tune:
-            scaled(base, setting, 1)  # raise before the first run
+            base.scaled(setting, 1)  # raise before the first run
         trial = start_trial(config, flags, base, edits)
         pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
         if config.cost or config.equal_time:

@@ -63,10 +63,20 @@ class Variant(NamedTuple):
         """Return the name of a run's folder."""
         return f"{self.name}-{self.digest}-seed{seed}"
 
-    def changed(self, **settings: float) -> "Variant":
+    def changed(self, **settings: object) -> "Variant":
         """Return the same code with other settings."""
         flags = (*self.flags, *as_flags(settings))
         return self._replace(flags=flags, settings=self.settings | settings)
+
+    def scaled(self, setting: str, factor: float) -> "Variant":
+        """Return the same code with a setting times a factor; min_lr keeps its ratio to max_lr."""
+        value = self.settings.get(setting)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            fix = f"pass {flag_of(setting)}"
+            raise UserError(f"--tune {setting} is {value}, not a number above 0: {fix}")
+        names = (setting, "min_lr") if setting == "max_lr" else (setting,)
+        kind = round if isinstance(value, int) else float
+        return self.changed(**{name: kind(self.settings[name] * factor) for name in names})
 
 
 def build_variants(

@@ -15,7 +15,7 @@ from conftest import ROOT, TINY_RUN
 from bench import trial
 from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
 from bench.statistics import interval, pairs_needed, verdict
-from bench.trial import OFF, Result, Trial, TrialConfig, describe, scaled, start_trial
+from bench.trial import OFF, Result, Trial, TrialConfig, describe, start_trial
 from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
 from formats.load import RUN_LOCK_NAME
 from runtime.files import lock_folder
@@ -138,14 +138,14 @@ def variant(name=BASE, **settings):
 
 
 def test_tuning_multiplies_a_setting_and_keeps_the_ratio_of_min_lr():
-    half = scaled(variant(), "max_lr", 0.5)
+    half = variant().scaled("max_lr", 0.5)
     assert half.flags == ("--max-lr=0.002", "--min-lr=0.0005")
     assert half.settings["max_lr"] == 0.002
-    assert half.digest != variant().digest == scaled(variant(), "max_lr", 1.0).digest
-    assert scaled(variant(), "max_steps", 0.5).flags == ("--max-steps=100",)
+    assert half.digest != variant().digest == variant().scaled("max_lr", 1.0).digest
+    assert variant().scaled("max_steps", 0.5).flags == ("--max-steps=100",)
     for name in ("warmup_steps", "compile", "nothing"):
         with pytest.raises(ValueError, match=f"--tune {name} is (None|False), not a number above"):
-            scaled(variant(), name, 2.0)
+            variant().scaled(name, 2.0)
 
 
 def test_slower_version_gets_fewer_steps_if_a_difference_was_measured(tmp_path):
@@ -182,7 +182,7 @@ def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
 def test_a_run_that_failed_while_tuning_leaves_no_verdict(tmp_path):
     base, edit = variant(), variant("x", max_lr=1.0)
     run_dir = tmp_path / edit.run_name(1)
-    failures = {f"{scaled(edit, 'max_lr', 2.0).run_name(1)}": "no memory", "y-1-seed1": "other"}
+    failures = {f"{edit.scaled('max_lr', 2.0).run_name(1)}": "no memory", "y-1-seed1": "other"}
     opened = Trial(CONFIG, tmp_path, {"edits": {"x": {}}}, [], failures)
     for run in (base.run_name(1), edit.run_name(1)):
         (tmp_path / run).mkdir()
