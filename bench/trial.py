@@ -222,18 +222,19 @@ class Trial:
 
         A cost is the ratio of the edit's time per step to the base's, and its error.
         """
-        new = [edit for key, edit in edits.items() if "cost" not in self.ledger["edits"][key]]
-        if new:
-            print(f"timing {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
-        measures = {v.name: partial(self.step_time, v) for v in (base, *new) if new}
-        times = dict[str, list[float]]()
-        for results, _ in measure_in_turn(measures, ROUNDS):
-            times = {name: units["ms per step"] for name, units in results.items()}
-        for key, edit in edits.items():
-            if len(measured := times.get(edit.name, [])) == ROUNDS:
-                logs = np.log(measured) - np.log(times[BASE])
+        new = {key: v for key, v in edits.items() if "cost" not in self.ledger["edits"][key]}
+        if not new:
+            return
+        print(f"timing {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
+        measures = {v.name: partial(self.step_time, v) for v in (base, *new.values())}
+        *_, (results, failures) = measure_in_turn(measures, ROUNDS)
+        log_times = {name: np.log(units["ms per step"]) for name, units in results.items()}
+        for key, edit in new.items():
+            if not {BASE, edit.name} & failures.keys():
+                logs = log_times[edit.name] - log_times[BASE]
                 ratio = math.exp(logs.mean())
                 self.ledger["edits"][key]["cost"] = ratio, ratio * interval([*logs])
+        self.save()
 
     def step_time(self, variant: Variant, _: float) -> dict[str, float]:
         """Return the median time of the first steps of a run, without the very first."""
