@@ -424,17 +424,14 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
         pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
         if config.cost or config.equal_time:
             trial.measure_costs(base, {key: edit for key, (_, edit) in pairs.items()})
-            trial.save()
         if config.equal_time:
             pairs = {key: trial.with_equal_time(key, *pair) for key, pair in pairs.items()}
         for setting in config.tune:
             tuned = trial.tune([version for pair in pairs.values() for version in pair], setting)
             pairs = {key: (tuned[a.digest], tuned[b.digest]) for key, (a, b) in pairs.items()}
         seeds = range(1, config.seeds + 1)
-        before = next(iter(pairs.values()))[0]
-        print(known := trial.power(before, seeds), end="", flush=True)
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
-        print(known or trial.power(before, seeds), end="", flush=True)
+        print(trial.power(next(iter(pairs.values()))[0], seeds), end="", flush=True)
         if config.confirm:
             chosen = {key: pairs[key] for key in pairs if trial.may_be_confirmed(answers[key])}
             answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))
