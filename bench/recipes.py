@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import runtime.threads  # noqa: F401 - must be imported before torch
 
 import numpy as np
-import tiktoken
 
 from bench.measurement import ROOT
 from corpus.sources import file_source, local_files
@@ -26,7 +25,7 @@ from lr_schedule import default_warmup_steps
 from runtime.cli import PathOrName, parse_flags, run_command, shell_line
 from runtime.errors import UserError
 from runtime.files import read_json, write_json
-from tokenizer import WORD_PATTERN, gpt2_encoding
+from tokenizer import gpt2_encoding
 from training.recipe import read_recipe
 
 RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", Path("bench/small_gpt2.patch")
@@ -87,7 +86,7 @@ def tokenize(config: RecipesConfig, folder: Path) -> None:
     scale = SCALES[config.scale]
     n_vocab = 32 * scale.width  # GPT-2's bytes and first merges and, last, <|endoftext|>
     texts = [document.text for document in file_source(local_files(config.source)).documents(None)]
-    documents = first_merges(n_vocab).encode_ordinary_batch(texts)
+    documents = gpt2_encoding(n_vocab).encode_ordinary_batch(texts)
     ids = np.array([id for document in documents for id in (n_vocab - 1, *document)], np.uint16)
     if MAX_PASSES * (len(ids) - VAL_SPLIT) < (needed := scale.steps * scale.batch):
         uses = f"--scale {config.scale} trains on {needed:,} tokens in at most {MAX_PASSES} passes"
@@ -96,17 +95,6 @@ def tokenize(config: RecipesConfig, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "val_000000.npy", ids[:VAL_SPLIT])
     np.save(folder / "train_000001.npy", ids[VAL_SPLIT:])
-
-
-def first_merges(n_vocab: int) -> tiktoken.Encoding:
-    """Return GPT-2's tokenizer with only its first merges: an exact, smaller byte-level BPE."""
-    gpt2 = gpt2_encoding()
-    ranks = {token: gpt2.encode_single_token(token) for token in gpt2.token_byte_values()}
-    first = {token: id for token, id in ranks.items() if id < n_vocab - 1}
-    special = {"<|endoftext|>": n_vocab - 1}
-    return tiktoken.Encoding(
-        f"gpt2-{n_vocab}", pat_str=WORD_PATTERN, mergeable_ranks=first, special_tokens=special
-    )
 
 
 def scaled(recipe: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
