@@ -258,23 +258,25 @@ class Trial:
         fewer = {"max_steps": round(base.settings["max_steps"] * min(ratio, 1 / ratio))}
         return (base, edit.changed(**fewer)) if ratio > 1 else (base.changed(**fewer), edit)
 
-    def tune(self, versions: Iterable[Variant], setting: str) -> dict[str, Variant]:
-        """Return each version, by its hash, with the best value of a setting.
+    def tune(self, pairs: Mapping[str, Pair], setting: str) -> dict[str, Pair]:
+        """Return the pairs, each version with its best value of a setting.
 
         The best has the best mean of the metric over the screening seeds, without a failed run.
         """
         seeds = range(1, self.config.seeds + 1)
+        versions = [version for pair in pairs.values() for version in pair]
         tried = {v.digest: {f: v.scaled(setting, f) for f in FACTORS} for v in versions}
-        best = dict[str, float]()
+        best = dict[str, Variant]()
         for more in range(MORE_FACTORS + 1):
             due = [v for scales in tried.values() for v in scales.values()]
             self.train(f"tuning {setting}", [(v, seed) for seed in seeds for v in due])
             for digest, scales in tried.items():
-                best[digest] = found = min(scales, key=lambda f: self.mean_loss(scales[f], seeds))
+                found = min(scales, key=lambda f: self.mean_loss(scales[f], seeds))
+                best[digest] = scales[found]
                 edges = {min(scales): found / 2, max(scales): found * 2}
                 if found in edges and more < MORE_FACTORS:
                     scales[edges[found]] = scales[1.0].scaled(setting, edges[found])
-        return {digest: tried[digest][factor] for digest, factor in best.items()}
+        return {key: (best[base.digest], best[edit.digest]) for key, (base, edit) in pairs.items()}
 
     def mean_loss(self, variant: Variant, seeds: Iterable[int]) -> float:
         """Return the mean of the metric, negative if higher is better; infinity if a run failed."""
@@ -286,10 +288,9 @@ class Trial:
     def compare(
         self, stage: str, pairs: Mapping[str, Pair], seeds: Mapping[str, Sequence[int]]
     ) -> dict[str, dict[str, Any]]:
-        """Train the pairs with their seeds, base and edits in turn; return and keep the answers."""
-        due = sorted({seed for name in pairs for seed in seeds[name]})
-        in_turn = [(seed, pairs[name]) for seed in due for name in pairs if seed in seeds[name]]
-        self.train(stage, [(version, seed) for seed, pair in in_turn for version in pair])
+        """Train the pairs, seed by seed, so base and edits in turn; return and keep the answers."""
+        runs = [(v, seed) for key, pair in pairs.items() for v in pair for seed in seeds[key]]
+        self.train(stage, sorted(runs, key=lambda run: run[1]))
         answers = {key: self.answer(stage, key, pair, seeds[key]) for key, pair in pairs.items()}
         for key, answer in answers.items():
             versions = [version.digest for version in pairs[key]]
@@ -400,20 +401,18 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
 
 
 def main() -> None:
-    """Compare the edits; flags that `TrialConfig` does not have are passed to `train_gpt2.py`."""
+    """Measure, tune, screen and confirm as the flags say; then print an answer for each edit.
+
+    Flags that `TrialConfig` does not have are passed to `train_gpt2.py`.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also end the runs
-    compare(*split_flags(TrialConfig))
-
-
-def compare(config: TrialConfig, flags: Sequence[str]) -> None:
-    """Measure, tune, screen and confirm as the flags say; then print an answer for each edit."""
+    config, flags = split_flags(TrialConfig)
     if config.list:
         print("\n".join(ledger.list_trials()) or f"{ledger.TRIALS} has no trials yet")
         return
     load_stats()  # raise before the first run if scipy is missing
-    if all(split_edit(edit)[0] != WORKTREE for edit in config.edit) and git(
-        "status", "--porcelain"
-    ):
+    sources = [split_edit(edit)[0] for edit in config.edit]
+    if WORKTREE not in sources and git("status", "--porcelain"):
         print("note: the base is the last commit, without this checkout's uncommitted changes")
     print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -427,8 +426,7 @@ def compare(config: TrialConfig, flags: Sequence[str]) -> None:
         if config.equal_time:
             pairs = {key: trial.with_equal_time(key, *pair) for key, pair in pairs.items()}
         for setting in config.tune:
-            tuned = trial.tune([version for pair in pairs.values() for version in pair], setting)
-            pairs = {key: (tuned[a.digest], tuned[b.digest]) for key, (a, b) in pairs.items()}
+            pairs = trial.tune(pairs, setting)
         seeds = range(1, config.seeds + 1)
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
         print(trial.power(next(iter(pairs.values()))[0], seeds), end="", flush=True)
