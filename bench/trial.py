@@ -217,21 +217,21 @@ class Trial:
 
     # --- the same chance for both -------------------------------------------------------------
 
-    def measure_costs(self, base: Variant, edits: Mapping[str, Variant]) -> None:
+    def measure_costs(self, pairs: Mapping[str, Pair]) -> None:
         """Measure the steps of edits that the ledger has no cost of, in turn with the base, alone.
 
         A cost is the ratio of the edit's time per step to the base's, and its error.
         """
-        new = {key: v for key, v in edits.items() if "cost" not in self.ledger["edits"][key]}
+        new = {key: pairs[key] for key in pairs if "cost" not in self.ledger["edits"][key]}
         if not new:
             return
         print(f"timing {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
-        measures = {v.name: partial(self.step_time, v) for v in (base, *new.values())}
+        measures = {v.name: partial(self.step_time, v) for pair in new.values() for v in pair}
         *_, (results, failures) = measure_in_turn(measures, ROUNDS)
         log_times = {name: np.log(units["ms per step"]) for name, units in results.items()}
-        for key, edit in new.items():
-            if not {BASE, edit.name} & failures.keys():
-                logs = log_times[edit.name] - log_times[BASE]
+        for key, (base, edit) in new.items():
+            if not {base.name, edit.name} & failures.keys():
+                logs = log_times[edit.name] - log_times[base.name]
                 ratio = math.exp(logs.mean())
                 self.ledger["edits"][key]["cost"] = ratio, ratio * interval([*logs])
         self.save()
@@ -422,7 +422,7 @@ def main() -> None:
         trial = start_trial(config, flags, base, edits)
         pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
         if config.cost or config.equal_time:
-            trial.measure_costs(base, {key: edit for key, (_, edit) in pairs.items()})
+            trial.measure_costs(pairs)
         if config.equal_time:
             pairs = {key: trial.with_equal_time(key, *pair) for key, pair in pairs.items()}
         for setting in config.tune:
