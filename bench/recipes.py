@@ -31,7 +31,6 @@ from training.recipe import read_recipe
 RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", Path("bench/small_gpt2.patch")
 VAL_TOKENS, VAL_SPLIT = 524_288, 600_000  # per validation; set aside for it
 PUBLISHED_STEPS = 19_073  # for 124M with the published recipe, in batches of 524,288 tokens
-LEFT_OUT = ("data_dir", "out_dir", "seed", "hellaswag_every", "sample_every", "checkpoint_every")
 MAX_PASSES = 2  # over the text: a second teaches about as much (Muennighoff et al. 2023)
 
 
@@ -105,8 +104,8 @@ def scaled(recipe: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     learning rate times decay times steps stays the same, and AdamW's beta2 so that it averages over
     the same number of tokens as 0.95 with 524,288 tokens per step.
     """
-    settings = {name: value for name, value in recipe.items() if name not in LEFT_OUT}
-    settings["warmup_steps"] = recipe["warmup_steps"] or default_warmup_steps(recipe["max_steps"])
+    warmup_steps = recipe["warmup_steps"] or default_warmup_steps(recipe["max_steps"])
+    settings = {**recipe, "warmup_steps": warmup_steps}
     batch = scale.batch * recipe["total_batch_size"] // 524_288
     steps, rate = scale.steps / PUBLISHED_STEPS, math.sqrt(768 / scale.width)
     factors = dict.fromkeys(("max_steps", "warmup_steps"), steps)

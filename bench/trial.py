@@ -55,7 +55,6 @@ from runtime.errors import UserError
 from runtime.files import lock_folder, write_json
 
 HIGHER_IS_BETTER = re.compile("acc|tokens_per_second|mfu")
-OFF = ("--hellaswag-every=0", "--sample-every=0", "--checkpoint-every=0")
 TIMED_STEPS, ROUNDS = 10, 3  # to measure speed; a run's first step does not count
 FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
 
@@ -239,14 +238,10 @@ class Trial:
     def step_time(self, variant: Variant, _: float) -> dict[str, float]:
         """Return the median time of the first steps of a run, without the very first."""
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "speed", METRICS_NAME)
-
-            def times() -> list[float]:
-                return logged_values(path, "step_time_ms")[1 : TIMED_STEPS + 1]
-
+            times = partial(logged_values, Path(folder, "speed", METRICS_NAME), "step_time_ms")
             variant = variant.changed(out_dir=folder, run_name="speed", val_every=0)
-            self.run(variant, lambda _: len(times()) == TIMED_STEPS)
-            return {"ms per step": median(times())}
+            self.run(variant, lambda _: len(times()) > TIMED_STEPS)
+            return {"ms per step": median(times()[1:])}
 
     def with_equal_time(self, key: str, base: Variant, edit: Variant) -> Pair:
         """Return base and edit, the slower one with fewer steps if a difference was measured."""
@@ -416,7 +411,7 @@ def main() -> None:
         print("note: the base is the last commit, without this checkout's uncommitted changes")
     print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        base, *edits = build_variants(config.base, config.edit, (*OFF, *flags), Path(scratch))
+        base, *edits = build_variants(config.base, config.edit, flags, Path(scratch))
         for setting in config.tune:
             base.scaled(setting, 1)  # raise before the first run
         trial = start_trial(config, flags, base, edits)

@@ -22,6 +22,7 @@ from runtime.files import read_json, sha256_of
 
 BASE, WORKTREE = "base", "worktree"
 THREADS = 1  # per run
+OFF = dict.fromkeys(("hellaswag_every", "sample_every", "checkpoint_every"), 0)
 SET_BY_TRIAL = {"seed", "run_name", "out_dir", "resume", "plan", "preflight"}
 # What training does not read, as pathspecs: a note in these files does not change a version.
 CODE = (".", *(f":!{path}" for path in ("*.md", "*.txt", "docs", "tests", "bench", "edits")))
@@ -86,7 +87,7 @@ def build_variants(
 
     `base` and `edits` are texts as in `TrialConfig`.
     """
-    patches = list[str]()
+    patches, flags = list[str](), (*as_flags(OFF), *flags)
     if base is not None:
         patch, _, base_flags = split_edit(base)
         patches, flags = [patch], (*flags, *base_flags)
@@ -106,7 +107,8 @@ def build_variants(
             settings = read_json(path)
             if not isinstance(settings, dict):
                 raise UserError(f"--edit {edit} is not a JSON object of settings")
-            skipped = ("about", "compile", *SET_BY_TRIAL)  # all versions compile, or none
+            # The data and what the trial turns off are the base's; all versions compile, or none.
+            skipped = ("about", "compile", "data_dir", *OFF, *SET_BY_TRIAL)
             kept = {key: value for key, value in settings.items() if key not in skipped}
             own_flags = (*as_flags(kept), *own_flags)
         elif source != BASE:

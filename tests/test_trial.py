@@ -15,7 +15,7 @@ from conftest import ROOT, TINY_RUN
 from bench import trial
 from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
 from bench.statistics import interval, pairs_needed, verdict
-from bench.trial import OFF, Result, Trial, TrialConfig, describe, start_trial
+from bench.trial import Result, Trial, TrialConfig, describe, start_trial
 from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
 from formats.load import RUN_LOCK_NAME
 from runtime.files import lock_folder
@@ -282,14 +282,15 @@ def test_settings_are_those_of_the_patched_code(flags, checkout, tmp_path):
         checkout, "cool.patch", "training/config.py", ("    val_every: int = 250\n", setting)
     )
     (tmp_path / "warm.json").write_text(
-        '{"about": "warmer", "cooling": 0.25, "seed": 5, "compile": true}'
+        '{"about": "warmer", "cooling": 0.25, "seed": 5, "compile": true, "sample_every": 1}'
     )
     (tmp_path / "variants").mkdir()
     base, warm, flag = build_variants(
-        patch, ("warm.json", "base --cooling=0.75"), (*OFF, *flags), tmp_path / "variants"
+        patch, ("warm.json", "base --cooling=0.75"), flags, tmp_path / "variants"
     )
     assert [version.settings["cooling"] for version in (base, warm, flag)] == [0.5, 0.25, 0.75]
     assert not warm.settings["compile"]  # as the base
+    assert warm.settings["sample_every"] == 0
     assert flag.name == "cooling-0-75"
     (tmp_path / "others").mkdir()
     _, own = build_variants(None, (f"{patch} --cooling=1",), flags, tmp_path / "others")
