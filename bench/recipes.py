@@ -10,8 +10,7 @@ initial values, scaled to the width.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,11 +20,11 @@ import numpy as np
 
 from bench.measurement import ROOT
 from corpus.sources import file_source, local_files
-from lr_schedule import default_warmup_steps
 from runtime.cli import PathOrName, parse_flags, run_command, shell_line
 from runtime.errors import UserError
 from runtime.files import read_json, write_json
 from tokenizer import gpt2_encoding
+from training.config import TrainConfig
 from training.recipe import read_recipe
 
 RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", Path("bench/small_gpt2.patch")
@@ -71,10 +70,10 @@ def main() -> None:
     recipes = {}
     for label, changes in read_json(RECIPES).items():
         recipe = read_recipe(ROOT / f"recipes/{changes.pop('recipe')}.json")
-        recipes[label] = recipe.saved() | changes
-    recipes |= {file.stem: read_recipe(file).saved() for file in config.recipe}
-    for label, settings in recipes.items():
-        write_json(folder / f"{label}.json", scaled(settings, scale))
+        recipes[label] = replace(recipe, **changes)
+    recipes |= {file.stem: read_recipe(file) for file in config.recipe}
+    for label, recipe in recipes.items():
+        write_json(folder / f"{label}.json", scaled(recipe, scale))
     base, *edits = [folder / f"{label}.json" for label in recipes]
     words = ("--base", SMALL_GPT2, "--data-dir", folder, "--config", base, "--edit", *edits)
     print("next:", shell_line("python", "-m", "bench.trial", *words))
@@ -96,7 +95,7 @@ def tokenize(config: RecipesConfig, folder: Path) -> None:
     np.save(folder / "train_000001.npy", ids[VAL_SPLIT:])
 
 
-def scaled(recipe: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+def scaled(recipe: TrainConfig, scale: Scale) -> dict[str, Any]:
     """Scale a recipe for 124M to a small model; return the settings.
 
     The batch keeps its ratio to 524,288 tokens, and the steps keep theirs to `PUBLISHED_STEPS`.
@@ -104,9 +103,8 @@ def scaled(recipe: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     learning rate times decay times steps stays the same, and AdamW's beta2 so that it averages over
     the same number of tokens as 0.95 with 524,288 tokens per step.
     """
-    warmup_steps = recipe["warmup_steps"] or default_warmup_steps(recipe["max_steps"])
-    settings = {**recipe, "warmup_steps": warmup_steps}
-    batch = scale.batch * recipe["total_batch_size"] // 524_288
+    settings = recipe.saved() | {"warmup_steps": recipe.warmup}
+    batch = scale.batch * recipe.total_batch_size // 524_288
     steps, rate = scale.steps / PUBLISHED_STEPS, math.sqrt(768 / scale.width)
     factors = dict.fromkeys(("max_steps", "warmup_steps"), steps)
     factors |= dict.fromkeys(("max_lr", "min_lr"), rate)

@@ -331,9 +331,9 @@ class Trial:
 
     def answer(self, stage: str, key: str, pair: Pair, seeds: Sequence[int]) -> dict[str, Any]:
         """Compare two versions with these seeds; return the answer with its numbers."""
-        results = {seed: (self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds}
-        finished = [(a.value, b.value) for a, b in results.values() if not a.problem + b.problem]
-        text, names = describe(self.config, stage, [*results.values()]), (BASE, pair[1].name)
+        results = [(self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds]
+        finished = [(a.value, b.value) for a, b in results if not a.problem + b.problem]
+        text, names = describe(self.config, stage, results), (BASE, pair[1].name)
         failures = self.failures.items()  # also of runs that tuned a setting
         if crashed := [f"{n} failed: {e}" for n, e in failures if n.rsplit("-", 2)[0] in names]:
             text = f"no verdict: {'; '.join(crashed)}"
@@ -365,8 +365,7 @@ def wait_for_lock(run_dir: Path, stopped: Event) -> None:
 
 def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:
     """Return what the runs of base and edit show, in one line without the edit's name."""
-    failed = [result.problem for results in zip(*pairs, strict=True) for result in results]
-    names = "; ".join(filter(None, failed))
+    names = "; ".join(result.problem for pair in pairs for result in pair if result.problem)
     done = [(base, edit) for base, edit in pairs if not base.problem + edit.problem]
     if any(base.problem for base, _ in pairs):
         return f"no verdict: {names}"

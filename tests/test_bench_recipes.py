@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT
@@ -55,8 +56,8 @@ def test_command_compares_recipes_on_a_small_model(checkout, tmp_path, monkeypat
 @pytest.mark.parametrize("label", read_json(RECIPES))
 def test_small_model_has_the_proportions_of_124m(label, scale):
     own, small = read_json(RECIPES)[label], SCALES[scale]
-    large = read_recipe(ROOT / f"recipes/{own.pop('recipe')}.json").saved() | own
-    settings = scaled(large, small)
+    recipe = replace(read_recipe(ROOT / f"recipes/{own.pop('recipe')}.json"), **own)
+    large, settings = vars(recipe), scaled(recipe, small)
     share = large["max_steps"] / PUBLISHED_STEPS
     assert settings["max_steps"] == round(share * small.steps)
     assert settings["total_batch_size"] / small.batch == large["total_batch_size"] / 524_288
