@@ -190,7 +190,7 @@ class Trial:
         environment = {"OMP_NUM_THREADS": str(THREADS)}
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
-        command = (variant.code / "train_gpt2.py", *variant.flags)
+        command: list[str | Path] = [variant.code / "train_gpt2.py", *variant.flags]
         run_python(*command, folder=Path.cwd(), is_done=is_done, environment=environment)
 
     def is_over(self, variant: Variant, seed: int) -> bool:
