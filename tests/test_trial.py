@@ -148,6 +148,41 @@ def test_tuning_multiplies_a_setting_and_keeps_the_ratio_of_min_lr():
             variant().scaled(name, 2.0)
 
 
+FAKE_TRAINING = """
+import json, math, sys
+from pathlib import Path
+flags = dict(arg[2:].split("=") for arg in sys.argv[1:])
+rate = float(flags.get("max-lr", 0.004))
+records = [{"step": n, "step_time_ms": 2.0, "val_loss": math.log(rate) ** 2} for n in range(12)]
+records += [{"data_fingerprint": "a", "val_fingerprint": "b"}, {"finished_step": 200}]
+folder = Path(flags["out-dir"], flags["run-name"])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
+"""
+
+
+def test_a_cost_is_the_ratio_of_the_times_of_a_step_if_both_versions_run(tmp_path):
+    (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)
+    edit, ledger = variant("x")._replace(code=tmp_path), {"edits": {"x": {}}}
+    opened = Trial(CONFIG, tmp_path, ledger, [])
+    opened.measure_costs({"x": (variant()._replace(code=tmp_path / "nothing"), edit)})
+    assert ledger == {"edits": {"x": {}}}
+    opened.measure_costs({"x": (variant()._replace(code=tmp_path), edit)})
+    assert ledger == {"edits": {"x": {"cost": (1.0, 0.0)}}}
+    opened.measure_costs({"x": (variant(), variant())})  # it was measured: nothing runs
+    assert json.loads((tmp_path / NAME).read_text())["edits"]["x"]["cost"] == [1.0, 0.0]
+
+
+def test_tuning_finds_the_best_factor_and_goes_at_most_two_steps_further(tmp_path):
+    (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)  # the best learning rate is 1
+    opened = Trial(replace(CONFIG, seeds=1, jobs=1), tmp_path, {"edits": {"x": {}}}, [])
+    near, far = (variant("x", max_lr=rate)._replace(code=tmp_path) for rate in (0.6, 0.1))
+    tuned = opened.tune({"x": (near, far)}, "max_lr")["x"]
+    assert [version.settings["max_lr"] for version in tuned] == [1.2, 0.8]
+    assert [version.settings["min_lr"] for version in tuned] == [0.002, 0.008]
+    assert len([*tmp_path.glob("x-*")]) == 9
+
+
 def test_slower_version_gets_fewer_steps_if_a_difference_was_measured(tmp_path):
     base, edit = variant(), variant("x")
 
