@@ -4,6 +4,7 @@ import functools
 import hashlib
 import math
 import re
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +32,17 @@ WORD_END = re.compile(rf"(?<=[^\W_])(?=[{PUNCTUATION}])|\Z")
 
 
 @functools.cache
-def gpt2_encoding() -> tiktoken.Encoding:
-    """Return GPT-2's tokenizer, built from the merges file without network access."""
+def gpt2_encoding(vocab_size: int = VOCAB_SIZE) -> tiktoken.Encoding:
+    """Return GPT-2's tokenizer, built from the merges file without network access.
+
+    With a smaller `vocab_size`, it has only the first merges and, as the last id, <|endoftext|>.
+    """
     return tiktoken.Encoding(
         "gpt2",
         pat_str=WORD_PATTERN,
-        mergeable_ranks=_read_ranks(),
-        special_tokens={"<|endoftext|>": END_OF_TEXT},
-        explicit_n_vocab=VOCAB_SIZE,
+        mergeable_ranks=dict(islice(_read_ranks().items(), vocab_size - 1)),
+        special_tokens={"<|endoftext|>": vocab_size - 1},
+        explicit_n_vocab=vocab_size,
     )
 
 

@@ -176,17 +176,17 @@ def gpu_check(setup: Setup) -> dict[str, Measure]:
     muon, xl = {"optimizer": "muon"}, {"size": "gpt2-xl", "total_batch_size": tokens}
     long = {"block_size": tokens, "total_batch_size": tokens}
     others = [(gpus, {"parallel": "fsdp"})] if gpus > 1 else [(1, xl), (1, long)]
-    measures = {PRODUCT: product(setup), f"{gpus} GPUs": product(setup, gpus), "tests": run_tests}
+    measures = {PRODUCT: product(setup)}
+    if gpus > 1:
+        measures[f"{gpus} GPUs"] = product(setup, gpus)
+    measures["tests"] = run_tests
     # One micro-step for each GPU, as with eight GPUs: the host has the least time.
     short = {"max_steps": UNTRACED + TRACED + 1, "total_batch_size": tokens // 2 * gpus}
     measures["idle"] = product(setup, gpus, command=("-m", "bench.idle"), **short)
     for n, settings in ((1, muon), (gpus, muon), *others):
         label = " ".join([f"{n} GPUs"] * (n > 1) + as_flags(settings))
         measures[label] = product(setup, n, **settings)
-    if gpus == 1:
-        del measures["1 GPUs"]
-        measures |= {name: row for name, row in ladder(setup).items() if name != PRODUCT}
-    return measures
+    return measures | (ladder(setup) if gpus == 1 else {})
 
 
 def available_optimizations(device: torch.device) -> list[str]:

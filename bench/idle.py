@@ -52,12 +52,11 @@ def report(profiler: profile) -> None:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = read_json(Path(folder, "trace.json"))["traceEvents"]
     kernels = [event for event in events if event.get("cat") == "kernel"]
-    times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in kernels:
-        times["nccl" in event["name"].lower()].append((event["ts"], event["ts"] + event["dur"]))
-    if times[False]:
-        nccl_ms = sum(end - start for start, end in times[True]) / 1000 / TRACED
-        print(f"idle {100 * idle_part(times[False]):.2f} %, NCCL {nccl_ms:.2f} ms", flush=True)
+    nccl_ms = sum(e["dur"] for e in kernels if "nccl" in e["name"].lower()) / 1000 / TRACED
+    others = [e for e in kernels if "nccl" not in e["name"].lower()]
+    if others:
+        idle = idle_part((event["ts"], event["ts"] + event["dur"]) for event in others)
+        print(f"idle {100 * idle:.2f} %, NCCL {nccl_ms:.2f} ms", flush=True)
 
 
 def idle_part(kernels: Iterable[tuple[float, float]]) -> float:

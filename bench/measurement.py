@@ -106,7 +106,7 @@ def run_python(
     seconds: float = math.inf,
     folder: Path | None = None,
     is_done: Callable[[str], bool] = lambda _: False,
-    **environment: str,
+    environment: Mapping[str, str] = {},
 ) -> str:
     """Run Python in a child process, which is killed when `seconds` have passed or it is done.
 

@@ -10,29 +10,26 @@ initial values, scaled to the width.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import runtime.threads  # noqa: F401 - must be imported before torch
 
 import numpy as np
-import tiktoken
 
 from bench.measurement import ROOT
 from corpus.sources import file_source, local_files
-from lr_schedule import default_warmup_steps
 from runtime.cli import PathOrName, parse_flags, run_command, shell_line
 from runtime.errors import UserError
 from runtime.files import read_json, write_json
-from tokenizer import WORD_PATTERN, gpt2_encoding
+from tokenizer import gpt2_encoding
+from training.config import TrainConfig
 from training.recipe import read_recipe
 
 RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", Path("bench/small_gpt2.patch")
 VAL_TOKENS, VAL_SPLIT = 524_288, 600_000  # per validation; set aside for it
 PUBLISHED_STEPS = 19_073  # for 124M with the published recipe, in batches of 524,288 tokens
-LEFT_OUT = ("data_dir", "out_dir", "seed", "hellaswag_every", "sample_every", "checkpoint_every")
 MAX_PASSES = 2  # over the text: a second teaches about as much (Muennighoff et al. 2023)
 
 
@@ -73,10 +70,10 @@ def main() -> None:
     recipes = {}
     for label, changes in read_json(RECIPES).items():
         recipe = read_recipe(ROOT / f"recipes/{changes.pop('recipe')}.json")
-        recipes[label] = recipe.saved() | changes
-    recipes |= {file.stem: read_recipe(file).saved() for file in config.recipe}
-    for label, settings in recipes.items():
-        write_json(folder / f"{label}.json", scaled(settings, scale))
+        recipes[label] = replace(recipe, **changes)
+    recipes |= {file.stem: read_recipe(file) for file in config.recipe}
+    for label, recipe in recipes.items():
+        write_json(folder / f"{label}.json", scaled(recipe, scale))
     base, *edits = [folder / f"{label}.json" for label in recipes]
     words = ("--base", SMALL_GPT2, "--data-dir", folder, "--config", base, "--edit", *edits)
     print("next:", shell_line("python", "-m", "bench.trial", *words))
@@ -87,7 +84,7 @@ def tokenize(config: RecipesConfig, folder: Path) -> None:
     scale = SCALES[config.scale]
     n_vocab = 32 * scale.width  # GPT-2's bytes and first merges and, last, <|endoftext|>
     texts = [document.text for document in file_source(local_files(config.source)).documents(None)]
-    documents = first_merges(n_vocab).encode_ordinary_batch(texts)
+    documents = gpt2_encoding(n_vocab).encode_ordinary_batch(texts)
     ids = np.array([id for document in documents for id in (n_vocab - 1, *document)], np.uint16)
     if MAX_PASSES * (len(ids) - VAL_SPLIT) < (needed := scale.steps * scale.batch):
         uses = f"--scale {config.scale} trains on {needed:,} tokens in at most {MAX_PASSES} passes"
@@ -98,18 +95,7 @@ def tokenize(config: RecipesConfig, folder: Path) -> None:
     np.save(folder / "train_000001.npy", ids[VAL_SPLIT:])
 
 
-def first_merges(n_vocab: int) -> tiktoken.Encoding:
-    """Return GPT-2's tokenizer with only its first merges: an exact, smaller byte-level BPE."""
-    gpt2 = gpt2_encoding()
-    ranks = {token: gpt2.encode_single_token(token) for token in gpt2.token_byte_values()}
-    first = {token: id for token, id in ranks.items() if id < n_vocab - 1}
-    special = {"<|endoftext|>": n_vocab - 1}
-    return tiktoken.Encoding(
-        f"gpt2-{n_vocab}", pat_str=WORD_PATTERN, mergeable_ranks=first, special_tokens=special
-    )
-
-
-def scaled(recipe: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
+def scaled(recipe: TrainConfig, scale: Scale) -> dict[str, Any]:
     """Scale a recipe for 124M to a small model; return the settings.
 
     The batch keeps its ratio to 524,288 tokens, and the steps keep theirs to `PUBLISHED_STEPS`.
@@ -117,9 +103,8 @@ def scaled(recipe: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
     learning rate times decay times steps stays the same, and AdamW's beta2 so that it averages over
     the same number of tokens as 0.95 with 524,288 tokens per step.
     """
-    settings = {name: value for name, value in recipe.items() if name not in LEFT_OUT}
-    settings["warmup_steps"] = recipe["warmup_steps"] or default_warmup_steps(recipe["max_steps"])
-    batch = scale.batch * recipe["total_batch_size"] // 524_288
+    settings = recipe.saved() | {"warmup_steps": recipe.warmup}
+    batch = scale.batch * recipe.total_batch_size // 524_288
     steps, rate = scale.steps / PUBLISHED_STEPS, math.sqrt(768 / scale.width)
     factors = dict.fromkeys(("max_steps", "warmup_steps"), steps)
     factors |= dict.fromkeys(("max_lr", "min_lr"), rate)

@@ -24,7 +24,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,21 +49,12 @@ from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git
 from formats.load import RUN_LOCK_NAME
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
-from runtime.cli import (
-    PathOrName,
-    as_flags,
-    bad_numbers,
-    flag_of,
-    format_duration,
-    raise_problems,
-    run_command,
-)
+from runtime.cli import PathOrName, bad_numbers, format_duration, raise_problems, run_command
 from runtime.device import select_device
 from runtime.errors import UserError
 from runtime.files import lock_folder, write_json
 
 HIGHER_IS_BETTER = re.compile("acc|tokens_per_second|mfu")
-OFF = ("--hellaswag-every=0", "--sample-every=0", "--checkpoint-every=0")
 TIMED_STEPS, ROUNDS = 10, 3  # to measure speed; a run's first step does not count
 FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
 
@@ -178,11 +169,10 @@ class Trial:
         def train_one(name: str, variant: Variant, seed: int) -> None:
             slot = slots.get()
             place = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
-            flags = as_flags({"seed": seed, **place})
             try:
                 wait_for_lock(self.folder / name, stopped)
                 if not self.is_over(variant, seed):
-                    self.run(variant, flags, lambda _: stopped.is_set(), slot)
+                    self.run(variant.changed(seed=seed, **place), lambda _: stopped.is_set(), slot)
             finally:
                 slots.put(slot)
 
@@ -195,13 +185,13 @@ class Trial:
                 stopped.set()
                 pool.shutdown(cancel_futures=True)
 
-    def run(self, variant: Variant, flags: Sequence[str], is_done: Any, slot: int = 0) -> None:  # noqa: ANN401
+    def run(self, variant: Variant, is_done: Callable[[str], bool], slot: int = 0) -> None:
         """Run a variant's `train_gpt2.py` until it ends or is done."""
-        env: dict[str, Any] = {"OMP_NUM_THREADS": str(THREADS)}
+        environment = {"OMP_NUM_THREADS": str(THREADS)}
         if self.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
-        words: list[Any] = [variant.code / "train_gpt2.py", *variant.flags, *flags]
-        run_python(*words, folder=Path.cwd(), is_done=is_done, **env)
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+        command: list[str | Path] = [variant.code / "train_gpt2.py", *variant.flags]
+        run_python(*command, folder=Path.cwd(), is_done=is_done, environment=environment)
 
     def is_over(self, variant: Variant, seed: int) -> bool:
         """Return whether a run is finished or has diverged."""
@@ -226,35 +216,32 @@ class Trial:
 
     # --- the same chance for both -------------------------------------------------------------
 
-    def measure_costs(self, base: Variant, edits: Mapping[str, Variant]) -> None:
+    def measure_costs(self, pairs: Mapping[str, Pair]) -> None:
         """Measure the steps of edits that the ledger has no cost of, in turn with the base, alone.
 
         A cost is the ratio of the edit's time per step to the base's, and its error.
         """
-        new = [edit for key, edit in edits.items() if "cost" not in self.ledger["edits"][key]]
-        if new:
-            print(f"timing {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
-        measures = {v.name: partial(self.step_time, v) for v in (base, *new) if new}
-        times = dict[str, list[float]]()
-        for results, _ in measure_in_turn(measures, ROUNDS):
-            times = {name: units["ms per step"] for name, units in results.items()}
-        for key, edit in edits.items():
-            if len(measured := times.get(edit.name, [])) == ROUNDS:
-                logs = np.log(measured) - np.log(times[BASE])
+        new = {key: pairs[key] for key in pairs if "cost" not in self.ledger["edits"][key]}
+        if not new:
+            return
+        print(f"timing {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
+        measures = {v.name: partial(self.step_time, v) for pair in new.values() for v in pair}
+        *_, (results, failures) = measure_in_turn(measures, ROUNDS)
+        log_times = {name: np.log(units["ms per step"]) for name, units in results.items()}
+        for key, (base, edit) in new.items():
+            if not {base.name, edit.name} & failures.keys():
+                logs = log_times[edit.name] - log_times[base.name]
                 ratio = math.exp(logs.mean())
                 self.ledger["edits"][key]["cost"] = ratio, ratio * interval([*logs])
+        self.save()
 
     def step_time(self, variant: Variant, _: float) -> dict[str, float]:
         """Return the median time of the first steps of a run, without the very first."""
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "speed", METRICS_NAME)
-
-            def times() -> list[float]:
-                return logged_values(path, "step_time_ms")[1 : TIMED_STEPS + 1]
-
-            flags = (f"--out-dir={folder}", "--run-name=speed", "--val-every=0")
-            self.run(variant, flags, lambda _: len(times()) == TIMED_STEPS)
-            return {"ms per step": median(times())}
+            times = partial(logged_values, Path(folder, "speed", METRICS_NAME), "step_time_ms")
+            variant = variant.changed(out_dir=folder, run_name="speed", val_every=0)
+            self.run(variant, lambda _: len(times()) > TIMED_STEPS)
+            return {"ms per step": median(times()[1:])}
 
     def with_equal_time(self, key: str, base: Variant, edit: Variant) -> Pair:
         """Return base and edit, the slower one with fewer steps if a difference was measured."""
@@ -266,23 +253,25 @@ class Trial:
         fewer = {"max_steps": round(base.settings["max_steps"] * min(ratio, 1 / ratio))}
         return (base, edit.changed(**fewer)) if ratio > 1 else (base.changed(**fewer), edit)
 
-    def tune(self, versions: Iterable[Variant], setting: str) -> dict[str, Variant]:
-        """Return each version, by its hash, with the best value of a setting.
+    def tune(self, pairs: Mapping[str, Pair], setting: str) -> dict[str, Pair]:
+        """Return the pairs, each version with its best value of a setting.
 
         The best has the best mean of the metric over the screening seeds, without a failed run.
         """
         seeds = range(1, self.config.seeds + 1)
-        tried = {v.digest: {f: scaled(v, setting, f) for f in FACTORS} for v in versions}
-        best = dict[str, float]()
+        versions = [version for pair in pairs.values() for version in pair]
+        tried = {v.digest: {f: v.scaled(setting, f) for f in FACTORS} for v in versions}
+        best = dict[str, Variant]()
         for more in range(MORE_FACTORS + 1):
             due = [v for scales in tried.values() for v in scales.values()]
             self.train(f"tuning {setting}", [(v, seed) for seed in seeds for v in due])
             for digest, scales in tried.items():
-                best[digest] = found = min(scales, key=lambda f: self.mean_loss(scales[f], seeds))
+                found = min(scales, key=lambda f: self.mean_loss(scales[f], seeds))
+                best[digest] = scales[found]
                 edges = {min(scales): found / 2, max(scales): found * 2}
                 if found in edges and more < MORE_FACTORS:
-                    scales[edges[found]] = scaled(scales[1.0], setting, edges[found])
-        return {digest: tried[digest][factor] for digest, factor in best.items()}
+                    scales[edges[found]] = scales[1.0].scaled(setting, edges[found])
+        return {key: (best[base.digest], best[edit.digest]) for key, (base, edit) in pairs.items()}
 
     def mean_loss(self, variant: Variant, seeds: Iterable[int]) -> float:
         """Return the mean of the metric, negative if higher is better; infinity if a run failed."""
@@ -294,10 +283,9 @@ class Trial:
     def compare(
         self, stage: str, pairs: Mapping[str, Pair], seeds: Mapping[str, Sequence[int]]
     ) -> dict[str, dict[str, Any]]:
-        """Train the pairs with their seeds, base and edits in turn; return and keep the answers."""
-        due = sorted({seed for name in pairs for seed in seeds[name]})
-        in_turn = [(seed, pairs[name]) for seed in due for name in pairs if seed in seeds[name]]
-        self.train(stage, [(version, seed) for seed, pair in in_turn for version in pair])
+        """Train the pairs, seed by seed, so base and edits in turn; return and keep the answers."""
+        runs = [(v, seed) for key, pair in pairs.items() for v in pair for seed in seeds[key]]
+        self.train(stage, sorted(runs, key=lambda run: run[1]))
         answers = {key: self.answer(stage, key, pair, seeds[key]) for key, pair in pairs.items()}
         for key, answer in answers.items():
             versions = [version.digest for version in pairs[key]]
@@ -343,9 +331,9 @@ class Trial:
 
     def answer(self, stage: str, key: str, pair: Pair, seeds: Sequence[int]) -> dict[str, Any]:
         """Compare two versions with these seeds; return the answer with its numbers."""
-        results = {seed: (self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds}
-        finished = [(a.value, b.value) for a, b in results.values() if not a.problem + b.problem]
-        text, names = describe(self.config, stage, [*results.values()]), (BASE, pair[1].name)
+        results = [(self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds]
+        finished = [(a.value, b.value) for a, b in results if not a.problem + b.problem]
+        text, names = describe(self.config, stage, results), (BASE, pair[1].name)
         failures = self.failures.items()  # also of runs that tuned a setting
         if crashed := [f"{n} failed: {e}" for n, e in failures if n.rsplit("-", 2)[0] in names]:
             text = f"no verdict: {'; '.join(crashed)}"
@@ -375,24 +363,9 @@ def wait_for_lock(run_dir: Path, stopped: Event) -> None:
         stopped.wait(1)
 
 
-def scaled(variant: Variant, setting: str, factor: float) -> Variant:
-    """Return a variant with a setting times a factor; min_lr keeps its ratio to max_lr."""
-    value = variant.settings.get(setting)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise UserError(
-            f"--tune {setting} is {value}, not a number above 0: pass {flag_of(setting)}"
-        )
-    if factor == 1:
-        return variant
-    names = (setting, "min_lr") if setting == "max_lr" else (setting,)
-    kind = round if isinstance(value, int) else float
-    return variant.changed(**{name: kind(variant.settings[name] * factor) for name in names})
-
-
 def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:
     """Return what the runs of base and edit show, in one line without the edit's name."""
-    failed = [result.problem for results in zip(*pairs, strict=True) for result in results]
-    names = "; ".join(filter(None, failed))
+    names = "; ".join(result.problem for pair in pairs for result in pair if result.problem)
     done = [(base, edit) for base, edit in pairs if not base.problem + edit.problem]
     if any(base.problem for base, _ in pairs):
         return f"no verdict: {names}"
@@ -422,41 +395,35 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
 
 
 def main() -> None:
-    """Compare the edits; flags that `TrialConfig` does not have are passed to `train_gpt2.py`."""
+    """Measure, tune, screen and confirm as the flags say; then print an answer for each edit.
+
+    Flags that `TrialConfig` does not have are passed to `train_gpt2.py`.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also end the runs
-    compare(*split_flags(TrialConfig))
-
-
-def compare(config: TrialConfig, flags: Sequence[str]) -> None:
-    """Measure, tune, screen and confirm as the flags say; then print an answer for each edit."""
+    config, flags = split_flags(TrialConfig)
     if config.list:
         print("\n".join(ledger.list_trials()) or f"{ledger.TRIALS} has no trials yet")
         return
     load_stats()  # raise before the first run if scipy is missing
-    if all(split_edit(edit)[0] != WORKTREE for edit in config.edit) and git(
-        "status", "--porcelain"
-    ):
+    sources = [split_edit(edit)[0] for edit in config.edit]
+    if WORKTREE not in sources and git("status", "--porcelain"):
         print("note: the base is the last commit, without this checkout's uncommitted changes")
     print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        base, *edits = build_variants(config.base, config.edit, (*OFF, *flags), Path(scratch))
+        base, *edits = build_variants(config.base, config.edit, flags, Path(scratch))
         for setting in config.tune:
-            scaled(base, setting, 1)  # raise before the first run
+            base.scaled(setting, 1)  # raise before the first run
         trial = start_trial(config, flags, base, edits)
         pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
         if config.cost or config.equal_time:
-            trial.measure_costs(base, {key: edit for key, (_, edit) in pairs.items()})
-            trial.save()
+            trial.measure_costs(pairs)
         if config.equal_time:
             pairs = {key: trial.with_equal_time(key, *pair) for key, pair in pairs.items()}
         for setting in config.tune:
-            tuned = trial.tune([version for pair in pairs.values() for version in pair], setting)
-            pairs = {key: (tuned[a.digest], tuned[b.digest]) for key, (a, b) in pairs.items()}
+            pairs = trial.tune(pairs, setting)
         seeds = range(1, config.seeds + 1)
-        before = next(iter(pairs.values()))[0]
-        print(known := trial.power(before, seeds), end="", flush=True)
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
-        print(known or trial.power(before, seeds), end="", flush=True)
+        print(trial.power(next(iter(pairs.values()))[0], seeds), end="", flush=True)
         if config.confirm:
             chosen = {key: pairs[key] for key in pairs if trial.may_be_confirmed(answers[key])}
             answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))

@@ -22,11 +22,13 @@ from runtime.files import read_json, sha256_of
 
 BASE, WORKTREE = "base", "worktree"
 THREADS = 1  # per run
+OFF = dict.fromkeys(("hellaswag_every", "sample_every", "checkpoint_every"), 0)
 SET_BY_TRIAL = {"seed", "run_name", "out_dir", "resume", "plan", "preflight"}
 # What training does not read, as pathspecs: a note in these files does not change a version.
 CODE = (".", *(f":!{path}" for path in ("*.md", "*.txt", "docs", "tests", "bench", "edits")))
 PRINT_SETTINGS = """
 import json, sys
+sys.path.insert(0, sys.argv.pop(1))
 from runtime.cli import run_command
 from training.resume import parse_config
 def main():
@@ -62,10 +64,20 @@ class Variant(NamedTuple):
         """Return the name of a run's folder."""
         return f"{self.name}-{self.digest}-seed{seed}"
 
-    def changed(self, **settings: float) -> "Variant":
+    def changed(self, **settings: object) -> "Variant":
         """Return the same code with other settings."""
         flags = (*self.flags, *as_flags(settings))
         return self._replace(flags=flags, settings=self.settings | settings)
+
+    def scaled(self, setting: str, factor: float) -> "Variant":
+        """Return the same code with a setting times a factor; min_lr keeps its ratio to max_lr."""
+        value = self.settings.get(setting)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            fix = f"pass {flag_of(setting)}"
+            raise UserError(f"--tune {setting} is {value}, not a number above 0: {fix}")
+        names = (setting, "min_lr") if setting == "max_lr" else (setting,)
+        kind = round if isinstance(value, int) else float
+        return self.changed(**{name: kind(self.settings[name] * factor) for name in names})
 
 
 def build_variants(
@@ -75,7 +87,7 @@ def build_variants(
 
     `base` and `edits` are texts as in `TrialConfig`.
     """
-    patches = list[str]()
+    patches, flags = list[str](), (*as_flags(OFF), *flags)
     if base is not None:
         patch, _, base_flags = split_edit(base)
         patches, flags = [patch], (*flags, *base_flags)
@@ -95,7 +107,8 @@ def build_variants(
             settings = read_json(path)
             if not isinstance(settings, dict):
                 raise UserError(f"--edit {edit} is not a JSON object of settings")
-            skipped = ("about", "compile", *SET_BY_TRIAL)  # all versions compile, or none
+            # The data and what the trial turns off are the base's; all versions compile, or none.
+            skipped = ("about", "compile", "data_dir", *OFF, *SET_BY_TRIAL)
             kept = {key: value for key, value in settings.items() if key not in skipped}
             own_flags = (*as_flags(kept), *own_flags)
         elif source != BASE:
@@ -127,9 +140,7 @@ def new_variant(name: str, code: tuple[Path, str, str], flags: Sequence[str]) ->
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if taken := sorted(given & {flag_of(setting) for setting in SET_BY_TRIAL}):
         raise UserError(f"leave out {', '.join(taken)}: set by the trial for each run")
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    options: Any = {"folder": Path.cwd(), "PYTHONPATH": path}
-    output = run_python("-P", "-c", PRINT_SETTINGS, *flags, **options)
+    output = run_python("-P", "-c", PRINT_SETTINGS, folder, *flags, folder=Path.cwd())
     settings = json.loads(output.strip().rpartition("\n")[2])
     if settings.pop("max_minutes") is not None:
         raise UserError("leave out --max-minutes: use --equal-time to compare at equal time")
@@ -164,17 +175,15 @@ def copy_code(
     Returns:
         The copy, its git tree, and a hash of the files that training reads.
     """
-    environment: dict[str, Any] = {"GIT_INDEX_FILE": f"{target}.index"}
+    environment = {"GIT_INDEX_FILE": f"{target}.index"}
     git("read-tree", "HEAD", **environment)
     if source is not None:
-        places = {"GIT_DIR": git("rev-parse", "--absolute-git-dir"), "GIT_WORK_TREE": str(source)}
-        inside: Any = {"cwd": source, **environment, **places}
-        git("add", "--update", **inside)
-        new = git("ls-files", "-z", "--others", "--exclude-standard", **inside).split("\0")
+        git_dir = git("rev-parse", "--absolute-git-dir")
+        inside = {**environment, "GIT_DIR": git_dir, "GIT_WORK_TREE": str(source)}
         if missing := [file for file in files if not (source / file).is_file()]:
             raise UserError(f"{missing[0]} is not a file in {source}")
-        if added := [*imported_files(source).intersection(new), *files]:
-            git("add", "--force", "--", *added, **inside)
+        git("add", "--update", **inside)
+        git("add", "--force", "--", *imported_files(source), *files, **inside)
     for patch in patches:
         try:
             git("apply", "--cached", Path(patch).absolute(), **environment)
@@ -200,11 +209,11 @@ def imported_files(folder: Path) -> set[str]:
     return {Path(path).relative_to(folder).as_posix() for path in paths if path}
 
 
-def git(*args: str | Path, cwd: Path | None = None, **environment: str) -> str:
+def git(*args: str | Path, **environment: str) -> str:
     """Run git in this checkout; return its output, or raise UserError with its first error."""
-    options: Any = {"cwd": cwd or ROOT, "encoding": "utf-8", "errors": "replace", "check": False}
-    environment = {**os.environ, **environment}
-    done = subprocess.run(["git", *args], env=environment, capture_output=True, **options)  # noqa: S607 - git is where PATH says
+    command, env = ["git", *args], {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=False)
     if done.returncode:
-        raise UserError(done.stderr.partition("\n")[0].removeprefix("error: "))
-    return str(done.stdout).strip()
+        error = done.stderr.decode(errors="replace").partition("\n")[0]
+        raise UserError(error.removeprefix("error: "))
+    return done.stdout.decode(errors="replace").strip()

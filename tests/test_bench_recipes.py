@@ -5,15 +5,16 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT
 
 from bench import recipes, trial
-from bench.recipes import PUBLISHED_STEPS, RECIPES, SCALES, Scale, first_merges, scaled
+from bench.recipes import PUBLISHED_STEPS, RECIPES, SCALES, Scale, scaled
 from formats.metrics import read_metrics
 from runtime.files import read_json, write_json
-from tokenizer import VOCAB_SIZE, gpt2_encoding
+from tokenizer import gpt2_encoding
 from training.recipe import read_recipe
 
 NOTES = ROOT / "bench/results/recipes/README.md"
@@ -55,8 +56,8 @@ def test_command_compares_recipes_on_a_small_model(checkout, tmp_path, monkeypat
 @pytest.mark.parametrize("label", read_json(RECIPES))
 def test_small_model_has_the_proportions_of_124m(label, scale):
     own, small = read_json(RECIPES)[label], SCALES[scale]
-    large = read_recipe(ROOT / f"recipes/{own.pop('recipe')}.json").saved() | own
-    settings = scaled(large, small)
+    recipe = replace(read_recipe(ROOT / f"recipes/{own.pop('recipe')}.json"), **own)
+    large, settings = vars(recipe), scaled(recipe, small)
     share = large["max_steps"] / PUBLISHED_STEPS
     assert settings["max_steps"] == round(share * small.steps)
     assert settings["total_batch_size"] / small.batch == large["total_batch_size"] / 524_288
@@ -70,8 +71,7 @@ def test_small_model_has_the_proportions_of_124m(label, scale):
 
 
 def test_first_merges_are_an_exact_smaller_bpe():
-    gpt2, few = gpt2_encoding(), first_merges(2048)
-    assert first_merges(VOCAB_SIZE).encode_ordinary(TEXT) == gpt2.encode_ordinary(TEXT)
+    gpt2, few = gpt2_encoding(), gpt2_encoding(2048)
     ids = few.encode_ordinary(TEXT)
     assert few.decode(ids) == TEXT
     assert max(ids) < 2047

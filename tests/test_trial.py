@@ -15,7 +15,7 @@ from conftest import ROOT, TINY_RUN
 from bench import trial
 from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
 from bench.statistics import interval, pairs_needed, verdict
-from bench.trial import OFF, Result, Trial, TrialConfig, describe, scaled, start_trial
+from bench.trial import Result, Trial, TrialConfig, describe, start_trial
 from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
 from formats.load import RUN_LOCK_NAME
 from runtime.files import lock_folder
@@ -138,14 +138,49 @@ def variant(name=BASE, **settings):
 
 
 def test_tuning_multiplies_a_setting_and_keeps_the_ratio_of_min_lr():
-    half = scaled(variant(), "max_lr", 0.5)
+    half = variant().scaled("max_lr", 0.5)
     assert half.flags == ("--max-lr=0.002", "--min-lr=0.0005")
     assert half.settings["max_lr"] == 0.002
-    assert half.digest != variant().digest == scaled(variant(), "max_lr", 1.0).digest
-    assert scaled(variant(), "max_steps", 0.5).flags == ("--max-steps=100",)
+    assert half.digest != variant().digest == variant().scaled("max_lr", 1.0).digest
+    assert variant().scaled("max_steps", 0.5).flags == ("--max-steps=100",)
     for name in ("warmup_steps", "compile", "nothing"):
         with pytest.raises(ValueError, match=f"--tune {name} is (None|False), not a number above"):
-            scaled(variant(), name, 2.0)
+            variant().scaled(name, 2.0)
+
+
+FAKE_TRAINING = """
+import json, math, sys
+from pathlib import Path
+flags = dict(arg[2:].split("=") for arg in sys.argv[1:])
+rate = float(flags.get("max-lr", 0.004))
+records = [{"step": n, "step_time_ms": 2.0, "val_loss": math.log(rate) ** 2} for n in range(12)]
+records += [{"data_fingerprint": "a", "val_fingerprint": "b"}, {"finished_step": 200}]
+folder = Path(flags["out-dir"], flags["run-name"])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
+"""
+
+
+def test_a_cost_is_the_ratio_of_the_times_of_a_step_if_both_versions_run(tmp_path):
+    (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)
+    edit, ledger = variant("x")._replace(code=tmp_path), {"edits": {"x": {}}}
+    opened = Trial(CONFIG, tmp_path, ledger, [])
+    opened.measure_costs({"x": (variant()._replace(code=tmp_path / "nothing"), edit)})
+    assert ledger == {"edits": {"x": {}}}
+    opened.measure_costs({"x": (variant()._replace(code=tmp_path), edit)})
+    assert ledger == {"edits": {"x": {"cost": (1.0, 0.0)}}}
+    opened.measure_costs({"x": (variant(), variant())})  # it was measured: nothing runs
+    assert json.loads((tmp_path / NAME).read_text())["edits"]["x"]["cost"] == [1.0, 0.0]
+
+
+def test_tuning_finds_the_best_factor_and_goes_at_most_two_steps_further(tmp_path):
+    (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)  # the best learning rate is 1
+    opened = Trial(replace(CONFIG, seeds=1, jobs=1), tmp_path, {"edits": {"x": {}}}, [])
+    near, far = (variant("x", max_lr=rate)._replace(code=tmp_path) for rate in (0.6, 0.1))
+    tuned = opened.tune({"x": (near, far)}, "max_lr")["x"]
+    assert [version.settings["max_lr"] for version in tuned] == [1.2, 0.8]
+    assert [version.settings["min_lr"] for version in tuned] == [0.002, 0.008]
+    assert len([*tmp_path.glob("x-*")]) == 9
 
 
 def test_slower_version_gets_fewer_steps_if_a_difference_was_measured(tmp_path):
@@ -182,7 +217,7 @@ def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
 def test_a_run_that_failed_while_tuning_leaves_no_verdict(tmp_path):
     base, edit = variant(), variant("x", max_lr=1.0)
     run_dir = tmp_path / edit.run_name(1)
-    failures = {f"{scaled(edit, 'max_lr', 2.0).run_name(1)}": "no memory", "y-1-seed1": "other"}
+    failures = {f"{edit.scaled('max_lr', 2.0).run_name(1)}": "no memory", "y-1-seed1": "other"}
     opened = Trial(CONFIG, tmp_path, {"edits": {"x": {}}}, [], failures)
     for run in (base.run_name(1), edit.run_name(1)):
         (tmp_path / run).mkdir()
@@ -282,14 +317,15 @@ def test_settings_are_those_of_the_patched_code(flags, checkout, tmp_path):
         checkout, "cool.patch", "training/config.py", ("    val_every: int = 250\n", setting)
     )
     (tmp_path / "warm.json").write_text(
-        '{"about": "warmer", "cooling": 0.25, "seed": 5, "compile": true}'
+        '{"about": "warmer", "cooling": 0.25, "seed": 5, "compile": true, "sample_every": 1}'
     )
     (tmp_path / "variants").mkdir()
     base, warm, flag = build_variants(
-        patch, ("warm.json", "base --cooling=0.75"), (*OFF, *flags), tmp_path / "variants"
+        patch, ("warm.json", "base --cooling=0.75"), flags, tmp_path / "variants"
     )
     assert [version.settings["cooling"] for version in (base, warm, flag)] == [0.5, 0.25, 0.75]
     assert not warm.settings["compile"]  # as the base
+    assert warm.settings["sample_every"] == 0
     assert flag.name == "cooling-0-75"
     (tmp_path / "others").mkdir()
     _, own = build_variants(None, (f"{patch} --cooling=1",), flags, tmp_path / "others")
