@@ -39,12 +39,13 @@ from bench.measurement import (
 )
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from corpus.shards import open_shards
-from runtime.cli import as_flags, bad_numbers, parse_flags, raise_problems, run_command
+from runtime.cli import as_flags, bad_numbers, raise_problems, run_command
 from runtime.compiler import prepare_compiler
 from runtime.device import select_device
 from runtime.errors import UserError
 from runtime.precision import select_dtype
 from training.config import TrainConfig
+from training.resume import parse_config
 
 GPU_SECONDS = 460.0  # 9 minutes, less the time to tokenize a text and to find a compiler
 PRODUCT = "product defaults"
@@ -122,7 +123,7 @@ class Setup(NamedTuple):
 def main() -> None:
     """Run the measurements that the flags select."""
     config, flags = split_flags(BenchConfig)
-    settings = parse_flags(TrainConfig, flags)
+    settings, _ = parse_config(flags)
     if config.gpu and settings.device == "auto" and select_device("auto").type != "cuda":
         raise UserError("--gpu found no usable GPU: use --device cpu for a trial run")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -25,10 +25,11 @@ from torch.optim import AdamW
 from corpus.shards import open_shards
 from formats.huggingface import save_pretrained
 from model import GPT, ModelOutput
-from runtime.cli import parse_flags, run_command
+from runtime.cli import run_command
 from runtime.device import peak_memory_gib, select_device
 from runtime.precision import autocast, select_dtype
 from training.config import TrainConfig
+from training.resume import parse_config
 
 OPTIMIZATIONS = (  # in the ladder's order
     "TF32",  # float32 matmuls use TF32
@@ -44,7 +45,7 @@ HUGGING_FACE = "Hugging Face"  # may also be listed: uses the model of `transfor
 def main() -> None:
     """Train with the optimizations that the first argument lists."""
     names, *flags = sys.argv[1:]
-    config = parse_flags(TrainConfig, flags)
+    config, _ = parse_config(flags)
     device = select_device(config.device)
     start = perf_counter()
     for loss in train(names.split(","), config, device):

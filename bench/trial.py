@@ -422,8 +422,10 @@ def main() -> None:
         for setting in config.tune:
             pairs = trial.tune(pairs, setting)
         seeds = range(1, config.seeds + 1)
+        before = next(iter(pairs.values()))[0]
+        print(known := trial.power(before, seeds), end="", flush=True)
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
-        print(trial.power(next(iter(pairs.values()))[0], seeds), end="", flush=True)
+        print(known or trial.power(before, seeds), end="", flush=True)
         if config.confirm:
             chosen = {key: pairs[key] for key in pairs if trial.may_be_confirmed(answers[key])}
             answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))
