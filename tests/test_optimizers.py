@@ -204,6 +204,9 @@ def test_group_settings_scale_the_numbers_that_groups_were_built_with():
     assert values(optimizer, "momentum") == [0.8, 0.6]
     with pytest.raises(ValueError, match="no parameter group has a moment or rate, which"):
         settings.multiply({"lr": 1.0, "rate": 1.0, "moment": 1.0})
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(UserError, match="replaces what a torch scheduler sets: add the schedule"):
+        settings.multiply({"lr": 1.0})
 
 
 def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():

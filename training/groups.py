@@ -45,8 +45,14 @@ class GroupSettings:
         return settings
 
     def multiply(self, factors: Mapping[str, float]) -> None:
-        """Multiply the built numbers of the same names; raise UserError if no group has a name."""
+        """Multiply the built numbers of the same names.
+
+        Raise UserError if no group has a name, or if a torch scheduler also sets the learning rate.
+        """
         groups = self._groups()
+        if any("initial_lr" in group for group in groups):  # a scheduler of torch.optim adds it
+            problem = "lr_schedule.settings_at replaces what a torch scheduler sets"
+            raise UserError(f"{problem}: add the schedule to lr_schedule.SCHEDULES instead")
         if unknown := factors.keys() - {name for group in groups for name in group}:
             names = " or ".join(sorted(unknown))
             fix = "name numbers of the groups that train_gpt2.build_optimizers builds"
