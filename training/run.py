@@ -3,12 +3,12 @@
 import gc
 import math
 import sys
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +59,17 @@ class StepNumbers(NamedTuple):
     """`train_loss`, `grad_norm`, …, averaged over the ranks."""
 
 
-class Numbers(dict[str, Any]):
+class Numbers(UserDict[str, Any]):
     """Numbers to log, by name; raises UserError if a name is set twice."""
 
     def __setitem__(self, name: str, number: Tensor | float) -> None:
         if name in self:
             raise UserError(f"train_step already logs a number named {name!r}: rename yours")
         super().__setitem__(name, number)
+
+    def __ior__(self, numbers: Any) -> Self:  # noqa: ANN401 - as that of a dict
+        self.update(numbers)
+        return self
 
 
 @dataclass(frozen=True)
