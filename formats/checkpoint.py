@@ -279,6 +279,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 def own_state(trainer: TrainerState) -> dict[str, Any]:
     """Return the values of `Trainer.state`, by names that the optimizers' state cannot have."""
+    if other := [name for name in trainer.state if not isinstance(name, str)]:
+        raise UserError(f"Trainer.state has the key {other[0]!r:.60}: use a text as each key")
     return {f"{OWN}{name}": value for name, value in trainer.state.items()}
 
 

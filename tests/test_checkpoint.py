@@ -453,6 +453,7 @@ def store_for_another_parameter(trainer):
         (lambda t: t.state.update(more=1), r"trainer\.more, which was missing before"),
         (lambda t: t.state.pop("seen"), r"trainer\.seen, .* is missing now"),
         (lambda t: t.state.update(seen=[1]), r"cannot hold trainer\.seen, a list"),
+        (lambda t: t.state.update({3: 1}), r"Trainer\.state has the key 3: use a text"),
         (lambda t: t.state.update(seen=torch.zeros(2).to_sparse()), r"cannot hold trainer\.seen"),
         (lambda t: t.raw_model.register_buffer("late", torch.zeros(1)), "restore late, .* missing"),
         (add_extra_state, r"cannot hold mine\._extra_state, a dict"),
