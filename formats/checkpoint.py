@@ -122,7 +122,7 @@ class CheckpointWriter:
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share the state."""
     on_failed: Callable[[], object] = lambda: None
-    """Called in the thread if the code, and not the disk, is why a checkpoint was not saved."""
+    """Called in the thread if the code, and not the disk, failed while a checkpoint was saved."""
     error: Exception | None = None
     """Error that prevented the last checkpoint from being saved; None if it was saved."""
 
@@ -200,23 +200,24 @@ class CheckpointWriter:
         """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
-            with write_folder(path) as folder:
-                for name, tensors in copies.items():
-                    save_file(tensors, folder / name)
-                write_json(folder / STATE_NAME, asdict(state))
-                files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
-                manifest = {"format": CHECKPOINT_FORMAT, "files": files}
-                write_json(folder / CHECKPOINT_MANIFEST, manifest)
-        except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
-            self.error = UserError(f"{path} was not saved: {error}")
-            print0(f"warning: {self.error}")
+            try:
+                with write_folder(path) as folder:
+                    for name, tensors in copies.items():
+                        save_file(tensors, folder / name)
+                    write_json(folder / STATE_NAME, asdict(state))
+                    files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
+                    manifest = {"format": CHECKPOINT_FORMAT, "files": files}
+                    write_json(folder / CHECKPOINT_MANIFEST, manifest)
+            except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
+                self.error = UserError(f"{path} was not saved: {error}")
+                print0(f"warning: {self.error}")
+            else:
+                self.on_saved(state.step, path)
+                if self.keep:
+                    self._delete_old(path)
         except Exception as error:  # the next checkpoint would also fail
             self.error = error
             self.on_failed()
-        else:
-            self.on_saved(state.step, path)
-            if self.keep:
-                self._delete_old(path)
 
     def _delete_old(self, newest: Path) -> None:
         try:
