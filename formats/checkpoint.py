@@ -38,7 +38,7 @@ from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS, Ranks
 from runtime.cli import print_error, shell_line
 from runtime.distributed import all_reduce_max, gather_text, is_main, print0, raise_on_all_ranks
-from runtime.errors import UserError
+from runtime.errors import DivergedError, UserError
 from runtime.files import read_json, sha256_of, write_folder, write_json
 
 MODEL_NAME = "model.safetensors"
@@ -192,7 +192,7 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # These happen on all ranks. After any other error, each rank waits alone, in `shutdown`.
-        if kind in (None, FloatingPointError):
+        if kind in (None, DivergedError):
             self.wait()
         self._thread.shutdown()
 
