@@ -67,7 +67,7 @@ class Numbers(UserDict[str, Any]):
             raise UserError(f"train_step already logs a number named {name!r}: rename yours")
         super().__setitem__(name, number)
 
-    def __ior__(self, numbers: Any) -> Self:  # noqa: ANN401 - as that of a dict
+    def __ior__(self, numbers: Any) -> Self:  # type: ignore[misc, override] # noqa: ANN401
         self.update(numbers)
         return self
 
