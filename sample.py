@@ -205,7 +205,7 @@ def describe_loss(model: GPT, path: Path, dtype: torch.dtype) -> str:
     try:
         text = path.read_bytes().decode("utf-8-sig")
         loss = text_loss(model, text, dtype)
-    except ValueError as error:  # also text that is not UTF-8
+    except (UnicodeDecodeError, UserError) as error:
         raise UserError(f"--score {path}: {error}") from None
     if "<|endoftext|>" in text:
         print_error("note: <|endoftext|> in the text is scored as text, in seven tokens")

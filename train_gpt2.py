@@ -223,7 +223,7 @@ def save(run: Run, trainer: Trainer, step: int) -> None:
     """Start to save a checkpoint; training continues while it is written.
 
     Raises:
-        FloatingPointError: on every rank, if a weight or the optimizers' state is not finite.
+        DivergedError: on every rank, if a weight or the optimizers' state is not finite.
     """
     run.read_numbers(trainer)
     with run.log.paused():

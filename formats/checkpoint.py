@@ -38,7 +38,7 @@ from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS, Ranks
 from runtime.cli import print_error, shell_line
 from runtime.distributed import all_reduce_max, gather_text, is_main, print0, raise_on_all_ranks
-from runtime.errors import UserError
+from runtime.errors import DivergedError, UserError
 from runtime.files import read_json, sha256_of, write_folder, write_json
 
 MODEL_NAME = "model.safetensors"
@@ -122,7 +122,7 @@ class CheckpointWriter:
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share the state."""
     on_failed: Callable[[], object] = lambda: None
-    """Called in the thread if the code, and not the disk, is why a checkpoint was not saved."""
+    """Called in the thread if the code, and not the disk, failed while a checkpoint was saved."""
     error: Exception | None = None
     """Error that prevented the last checkpoint from being saved; None if it was saved."""
 
@@ -192,7 +192,7 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # These happen on all ranks. After any other error, each rank waits alone, in `shutdown`.
-        if kind in (None, FloatingPointError):
+        if kind in (None, DivergedError):
             self.wait()
         self._thread.shutdown()
 
@@ -200,23 +200,24 @@ class CheckpointWriter:
         """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
-            with write_folder(path) as folder:
-                for name, tensors in copies.items():
-                    save_file(tensors, folder / name)
-                write_json(folder / STATE_NAME, asdict(state))
-                files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
-                manifest = {"format": CHECKPOINT_FORMAT, "files": files}
-                write_json(folder / CHECKPOINT_MANIFEST, manifest)
-        except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
-            self.error = UserError(f"{path} was not saved: {error}")
-            print0(f"warning: {self.error}")
+            try:
+                with write_folder(path) as folder:
+                    for name, tensors in copies.items():
+                        save_file(tensors, folder / name)
+                    write_json(folder / STATE_NAME, asdict(state))
+                    files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
+                    manifest = {"format": CHECKPOINT_FORMAT, "files": files}
+                    write_json(folder / CHECKPOINT_MANIFEST, manifest)
+            except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
+                self.error = UserError(f"{path} was not saved: {error}")
+                print0(f"warning: {self.error}")
+            else:
+                self.on_saved(state.step, path)
+                if self.keep:
+                    self._delete_old(path)
         except Exception as error:  # the next checkpoint would also fail
             self.error = error
             self.on_failed()
-        else:
-            self.on_saved(state.step, path)
-            if self.keep:
-                self._delete_old(path)
 
     def _delete_old(self, newest: Path) -> None:
         try:
@@ -279,6 +280,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 def own_state(trainer: TrainerState) -> dict[str, Any]:
     """Return the values of `Trainer.state`, by names that the optimizers' state cannot have."""
+    if other := [name for name in trainer.state if not isinstance(name, str)]:
+        raise UserError(f"Trainer.state has the key {other[0]!r:.60}: use a text as each key")
     return {f"{OWN}{name}": value for name, value in trainer.state.items()}
 
 

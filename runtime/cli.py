@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
-from runtime.errors import RunStopped, UserError, is_out_of_memory, is_user_error
+from runtime.errors import DivergedError, RunStopped, UserError, is_out_of_memory, is_user_error
 from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
@@ -266,7 +266,7 @@ def format_duration(seconds: float | None) -> str:
 def run_command(main: Callable[[], None], memory_flag: str = "model") -> None:
     """Run a script's `main`; print a user error as one line and exit with code 2.
 
-    A run that had to stop (RunStopped, or FloatingPointError: the loss or gradient is not finite)
+    A run that had to stop (RunStopped, or DivergedError: the loss or gradient is not finite)
     exits with code 1, Ctrl-C with 130, and output to a closed pipe (`| head`) with 141. If memory
     runs out, the error suggests a smaller value of `memory_flag`.
     """
@@ -280,7 +280,7 @@ def run_command(main: Callable[[], None], memory_flag: str = "model") -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         _exit(141)
-    except (RunStopped, FloatingPointError) as error:
+    except (RunStopped, DivergedError) as error:
         print_error(f"stopped: {error}")
         _exit(1)
     except Exception as error:

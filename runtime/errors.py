@@ -21,6 +21,10 @@ class UserError(ValueError):
     """
 
 
+class DivergedError(FloatingPointError):
+    """The loss, a gradient, a weight or a moment is not finite; every rank raises it together."""
+
+
 def is_user_error(error: BaseException | None) -> bool:
     """Return whether a user can fix an error: a UserError, or a file that cannot be used."""
     is_of_file = isinstance(error, OSError) and (error.filename or error.errno in FULL_DISK)

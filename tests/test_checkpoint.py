@@ -453,6 +453,7 @@ def store_for_another_parameter(trainer):
         (lambda t: t.state.update(more=1), r"trainer\.more, which was missing before"),
         (lambda t: t.state.pop("seen"), r"trainer\.seen, .* is missing now"),
         (lambda t: t.state.update(seen=[1]), r"cannot hold trainer\.seen, a list"),
+        (lambda t: t.state.update({3: 1}), r"Trainer\.state has the key 3: use a text"),
         (lambda t: t.state.update(seen=torch.zeros(2).to_sparse()), r"cannot hold trainer\.seen"),
         (lambda t: t.raw_model.register_buffer("late", torch.zeros(1)), "restore late, .* missing"),
         (add_extra_state, r"cannot hold mine\._extra_state, a dict"),
@@ -493,3 +494,12 @@ def test_writer_asks_to_stop_after_a_mistake_in_the_code_and_not_for_a_full_disk
             writer.save(run_state(1, trainer), trainer)
         assert (writer.error is error) == isinstance(error, KeyError)
         assert len(asked) == isinstance(error, KeyError)
+
+
+def test_writer_asks_to_stop_after_a_mistake_in_what_follows_a_save(tmp_path):
+    asked, mistake = [], KeyError("a mistake")
+    saved, on_failed = Mock(side_effect=mistake), lambda: asked.append(1)
+    with CheckpointWriter(tmp_path, on_saved=saved, on_failed=on_failed) as writer:
+        writer.save(run_state(1, trainer := new_trainer()), trainer)
+    assert (writer.error, asked) == (mistake, [1])
+    verify_checkpoint(tmp_path / "step_00000001")

@@ -3,10 +3,13 @@
 import math
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from model import GPTConfig
 from runtime.cli import parse_flags, usable_settings
 from training.config import ABOVE_ZERO, TrainConfig
 from training.recipe import config_from_settings
@@ -66,6 +69,12 @@ def test_usable_settings_of_any_values_are_a_configuration(values):
     usable = usable_settings(TrainConfig, saved | values)
     assert saved.keys() - usable.keys() <= values.keys()
     config_from_settings(usable, Path("config.json"))
+
+
+def test_a_mistake_in_the_models_configuration_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(GPTConfig, "__post_init__", Mock(side_effect=ValueError("too many values")))
+    with pytest.raises(ValueError, match=r"^too many values$"):  # a UserError names --help
+        parse_flags(TrainConfig, [])
 
 
 def test_all_problems_of_a_configuration_come_together():

@@ -204,6 +204,9 @@ def test_group_settings_scale_the_numbers_that_groups_were_built_with():
     assert values(optimizer, "momentum") == [0.8, 0.6]
     with pytest.raises(ValueError, match="no parameter group has a moment or rate, which"):
         settings.multiply({"lr": 1.0, "rate": 1.0, "moment": 1.0})
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(UserError, match="replaces what a torch scheduler sets: add the schedule"):
+        settings.multiply({"lr": 1.0})
 
 
 def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
@@ -233,14 +236,23 @@ def test_group_settings_save_what_optimizers_change_and_keep_changed_flags():
         (lambda o: o.param_groups[0]["seeds"].append(3), "seeds"),
         (lambda o: setattr(o, "updates", 1), "ScheduleFree.updates"),
         (lambda o: o.total.add_(1), "ScheduleFree.total"),
+        (lambda o: o.momenta[0].add_(1), "ScheduleFree.momenta"),
+        (lambda o: o.averages.update({o.weights[0]: torch.zeros(2)}), "ScheduleFree.averages"),
+        (lambda o: o.inner.state.update({o.weights[0]: {"sum": 1}}), "ScheduleFree.inner"),
+        (lambda o: o.param_groups[0]["views"][0].add_(1), "views"),
     ],
 )
 def test_group_settings_refuse_changes_that_a_resume_would_lose(change, lost):
     optimizer, _ = new_settings()
     optimizer.param_groups[0] |= {"mean": torch.zeros(2), "seeds": [1, 2], "label": "first"}
+    optimizer.param_groups[0] |= {"views": [torch.zeros(2)], "coefficients": np.ones(2)}
     optimizer.updates, optimizer.total = 0, torch.zeros(())
+    optimizer.weights = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.momenta, optimizer.averages = [torch.zeros(2)], {}
+    optimizer.inner = SGD(optimizer.weights, lr=0.1)
     settings = GroupSettings([optimizer])
     optimizer.step()
+    optimizer.weights[0].data.add_(1)
     assert all("weight_sum" in group for group in settings.state())
     change(optimizer)
     with pytest.raises(UserError, match=f"cannot hold {lost}, which the optimizer changed"):

@@ -3,6 +3,7 @@ import math
 import sys
 import weakref
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -365,7 +366,7 @@ def test_generate_ends_before_each_stop_text(run_main, folder):
 
 
 @pytest.mark.gpt2
-def test_main_scores_a_text(run_main, folder, tmp_path, capsys):
+def test_main_scores_a_text(run_main, folder, tmp_path, capsys, monkeypatch):
     text = "Once upon a time, there was a café. " * 3
     (tmp_path / "text").write_text(text, encoding="utf-8")
     loss = sample.text_loss(load_pretrained(folder), text)
@@ -382,6 +383,9 @@ def test_main_scores_a_text(run_main, folder, tmp_path, capsys):
     (tmp_path / "separated").write_text("a<|endoftext|>b")
     sample.describe_loss(load_pretrained(folder), tmp_path / "separated", torch.float32)
     assert capsys.readouterr().err.startswith("note: <|endoftext|> in the text is scored as text")
+    monkeypatch.setattr(sample, "score_tokens", Mock(side_effect=ValueError("my mistake")))
+    with pytest.raises(ValueError, match=r"^my mistake$"):  # of the code, not of the file
+        run_main(f"--score={tmp_path}/text")
 
 
 @pytest.mark.gpt2

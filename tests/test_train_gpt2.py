@@ -46,7 +46,7 @@ from runtime.errors import UserError
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
-from training.run import Run, Trainer
+from training.run import Numbers, Run, Trainer
 from training.stopping import StopRequest
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -687,6 +687,21 @@ def test_spelling_is_shared_before_the_embedding_is_updated(tiny_data, tmp_path)
     adamw.step()
     assert gradient[lower].tolist() == pytest.approx([1.5] * 16)
     assert gradient[upper].tolist() == pytest.approx([0.5] * 16, rel=0.05)
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda numbers: numbers.update(train_loss=2.0),
+        lambda numbers: numbers.update({"train_loss": 2.0}),
+        lambda numbers: numbers.__ior__({"train_loss": 2.0}),
+    ],
+)
+def test_numbers_that_are_added_together_replace_none(add):
+    numbers = Numbers(train_loss=1.0)
+    with pytest.raises(UserError, match="already logs a number named 'train_loss'"):
+        add(numbers)
 
 
 def test_trainer_names_parameters_that_are_missing_in_the_optimizers_or_twice():

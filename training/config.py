@@ -217,6 +217,8 @@ class TrainConfig:
         try:
             self.model_config()
         except ValueError as error:
+            if str(error).partition(" ")[0] not in {field.name for field in fields(GPTConfig)}:
+                raise  # a mistake in the code
             yield str(error).replace("n_", "--n-")
 
     @property

@@ -12,7 +12,7 @@ from formats.metrics import METRICS_NAME, logged_values
 from runtime.cli import as_flags, shell_line
 from runtime.compiler import compile_error
 from runtime.distributed import barrier, gather_text, is_lost_process, is_main, raise_on_all_ranks
-from runtime.errors import LOST_PROCESS, RunStopped, UserError, is_out_of_memory
+from runtime.errors import LOST_PROCESS, DivergedError, RunStopped, UserError, is_out_of_memory
 from runtime.files import lock_folder
 from training.config import TrainConfig
 from training.stopping import EvaluationStopped, StopRequest
@@ -111,9 +111,9 @@ def explain_failures(run_dir: Path, config: TrainConfig, stop: StopRequest) -> I
         yield
     except EvaluationStopped:  # no evaluation was running: a signal came before training began
         stop.report("before training began: run the same command again")
-    except FloatingPointError as error:
+    except DivergedError as error:
         barrier()  # every rank gets here, rank 0 once its last save is complete
-        raise FloatingPointError(f"{error}: {lower_rate_command(run_dir, config)}") from None
+        raise DivergedError(f"{error}: {lower_rate_command(run_dir, config)}") from None
     except Exception as error:  # Triton's errors are not RuntimeErrors
         hint = resume_hint(run_dir)
         if is_out_of_memory(error):  # first, because NCCL's is also a DistError

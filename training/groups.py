@@ -1,15 +1,18 @@
 """Parameter groups of optimizers: their settings in a step, and a check that all is trained."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from runtime.errors import UserError
+
+# Types of attributes in which an optimizer may keep state.
+KEPT = (int, float, Tensor, list, tuple, dict, deque)
 
 
 class GroupSettings:
@@ -20,7 +23,7 @@ class GroupSettings:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._built = deepcopy(self._settings())
+        self._built = tree_map_only(Tensor, _copy, self._settings())
         self._scaled = set[str]()  # names that `multiply` has set
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -28,17 +31,28 @@ class GroupSettings:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _settings(self) -> list[dict[str, Any]]:
-        """Return each group without its parameters, then each optimizer's numbers and tensors."""
+        """Return each group without its parameters, then each optimizer's attributes.
+
+        They are its public numbers, tensors and containers, and the state of an inner optimizer.
+        """
         settings = [{n: v for n, v in group.items() if n != "params"} for group in self._groups()]
         for optimizer in self._optimizers:
+            kind, saved = type(optimizer), (id(optimizer.state), id(optimizer.param_groups))
             public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
-            values = {n: v for n, v in public.items() if isinstance(v, int | float | Tensor)}
-            settings.append({f"{type(optimizer).__name__}.{n}": v for n, v in values.items()})
+            values = {n: v.state if isinstance(v, Optimizer) else v for n, v in public.items()}
+            kept = {n: v for n, v in values.items() if isinstance(v, KEPT) and id(v) not in saved}
+            settings.append({f"{kind.__name__}.{n}": v for n, v in kept.items()})
         return settings
 
     def multiply(self, factors: Mapping[str, float]) -> None:
-        """Multiply the built numbers of the same names; raise UserError if no group has a name."""
+        """Multiply the built numbers of the same names.
+
+        Raise UserError if no group has a name, or if a torch scheduler also sets the learning rate.
+        """
         groups = self._groups()
+        if any("initial_lr" in group for group in groups):  # a scheduler of torch.optim adds it
+            problem = "lr_schedule.settings_at replaces what a torch scheduler sets"
+            raise UserError(f"{problem}: add the schedule to lr_schedule.SCHEDULES instead")
         if unknown := factors.keys() - {name for group in groups for name in group}:
             names = " or ".join(sorted(unknown))
             fix = "name numbers of the groups that train_gpt2.build_optimizers builds"
@@ -76,10 +90,20 @@ class GroupSettings:
             group.update(numbers)
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+
 def _equal(a: object, b: object) -> bool:
+    """Return whether two values, or all values in two containers, are the same."""
+    (leaves, spec), (others, other_spec) = tree_flatten(a), tree_flatten(b)
+    return spec == other_spec and all(map(_is_same, leaves, others))
+
+
+def _is_same(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and a == b
+        return a is b or torch.equal(a, b)
+    return a is b or (type(a) is type(b) and repr(a) == repr(b))
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -3,12 +3,12 @@
 import gc
 import math
 import sys
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from runtime.cli import shell_line
 from runtime.compiler import prepare_compiler
 from runtime.device import LateNumbers, tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
-from runtime.errors import UserError, is_user_error
+from runtime.errors import DivergedError, UserError, is_user_error
 from runtime.files import write_json
 from runtime.precision import autocast, make_deterministic
 from spelling import share_by_spelling
@@ -59,13 +59,17 @@ class StepNumbers(NamedTuple):
     """`train_loss`, `grad_norm`, …, averaged over the ranks."""
 
 
-class Numbers(dict[str, Any]):
+class Numbers(UserDict[str, Any]):
     """Numbers to log, by name; raises UserError if a name is set twice."""
 
     def __setitem__(self, name: str, number: Tensor | float) -> None:
         if name in self:
             raise UserError(f"train_step already logs a number named {name!r}: rename yours")
         super().__setitem__(name, number)
+
+    def __ior__(self, numbers: Any) -> Self:  # type: ignore[misc, override] # noqa: ANN401
+        self.update(numbers)
+        return self
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Run:
         Before anything is saved or evaluated, all must be read.
 
         Raises:
-            FloatingPointError: on every rank, if a loss or a gradient is not finite.
+            DivergedError: on every rank, if a loss or a gradient is not finite.
             UserError: on every rank, if a target is masked.
         """
         while len(trainer.unread) > keep:
@@ -169,8 +173,8 @@ class Run:
     def is_finite(self, trainer: "Trainer", numbers: StepNumbers) -> bool:
         """Return False for a float16 gradient that overflowed: it only halves the loss scale.
 
-        Raise FloatingPointError for any other loss or gradient that is not finite. The loss scale
-        never goes below 1.
+        Raise DivergedError for any other loss or gradient that is not finite. The loss scale never
+        goes below 1.
         """
         step, _, late = numbers
         loss, norm = (late.by_name[name] for name in ("train_loss", "grad_norm"))
@@ -180,7 +184,7 @@ class Run:
             self.log.record(diverged_step=step)
             text = shell_line("python", "read_step.py", self.folder, "--step", step)
             numbers_and_text = f"loss {loss:.4f}, gradient norm {norm}; for its text, {text}"
-            raise FloatingPointError(f"training diverged at step {step} ({numbers_and_text})")
+            raise DivergedError(f"training diverged at step {step} ({numbers_and_text})")
         print0("a float16 gradient overflowed, normal a few times at the start: no update was made")
         return False
 
@@ -305,10 +309,10 @@ class Trainer:
         gc.freeze()
 
     def check_finite(self, step: int, run: Run) -> None:
-        """Raise FloatingPointError on every rank if a weight or a moment is not finite."""
+        """Raise DivergedError on every rank if a weight or a moment is not finite."""
         if name := checkpoint.find_nonfinite(self, run.ranks):
             run.log.record(diverged_step=step)
-            raise FloatingPointError(f"training diverged at step {step} ({name} is not finite)")
+            raise DivergedError(f"training diverged at step {step} ({name} is not finite)")
 
     def run_state(self, step: int, run: Run) -> checkpoint.RunState:
         """Return all that a checkpoint saves after `step` updates, except the tensors."""
