@@ -205,6 +205,8 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
         if not (matches := local_paths(pattern)):
             raise UserError(f"{pattern}: no such file or folder")
         for path in matches:
+            if not (path.is_file() or path.is_dir()):  # a pipe can be read only once
+                raise UserError(f"{path} is not a regular file: write its text to a file first")
             paths += folder_files(path, field) if path.is_dir() else [path]
     # Links may lead to the same file.
     return [*{os.path.realpath(path): path for path in paths}.values()]

@@ -4,6 +4,7 @@ import bz2
 import csv
 import gzip
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,15 @@ def test_local_files_lists_a_folder_once_however_many_links_lead_to_it(
         Path(link).symlink_to(target)
     files = [path.resolve().name for path in sources.local_files((pattern,))]
     assert sorted(files) == ["1.txt", "2.txt", "3.txt", "5.txt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs named pipes")
+def test_pipe_is_an_error_before_it_is_read(tmp_path):
+    """As `--source <(zcat a.gz)`: a pipe can be read only once, or never ends."""
+    os.mkfifo(tmp_path / "pipe")
+    for pattern in ("pipe", "p*"):
+        with pytest.raises(UserError, match="/pipe is not a regular file: write its text to"):
+            sources.local_files((f"{tmp_path}/{pattern}",))
 
 
 def test_local_paths_takes_an_existing_name_as_it_is(tmp_path):
