@@ -40,7 +40,7 @@ SPLITS = ("train", "other", "eval", "test", "dev", "val")
 # module is used, which allows zeros after the content.
 CODECS = {
     ".gz": (None, rb"\x1f\x8b"),
-    ".bz2": ("bz2", rb"BZh[1-9]1AY&SY"),
+    ".bz2": ("bz2", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
     ".zst": ("zstd", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
     ".lz4": ("lz4", rb"\x04\x22\x4d\x18"),
 }

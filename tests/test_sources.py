@@ -98,6 +98,7 @@ def test_read_file_recognizes_json_lines_and_compression_by_content(tmp_path):
         **{"a.JSONL": line, "b.ndjson": line, "c": line, "d.txt": b"\xef\xbb\xbf" + line},
         **{"e.jsonl.gz": line, "f": gzip.compress(line), "g.TSV": b"id\ttext\n1\tonce\n"},
         "h.csv.bz2": bz2.compress(b"text\nonce\n"),
+        "no content, then some": bz2.compress(b"") + bz2.compress(line),
         "two members and padding": gzip.compress(line[:9]) + gzip.compress(line[9:]) + bytes(9999),
     }.items():
         (tmp_path / name).write_bytes(content)
