@@ -15,6 +15,8 @@ its last token, and padding:
     targets           e0 e1 e2
 
 Attention is causal, so the padding on the right does not change the losses.
+
+The default model is runs/' newest run.
 """
 
 import json
@@ -32,7 +34,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from formats.hub import explain_hub_errors, fetch_files
-from formats.load import load_model
+from formats.load import load_model, newest_run
 from model import GPT
 from ops import IGNORE_INDEX
 from runtime import distributed
@@ -54,8 +56,9 @@ Row = tuple[list[int], list[int]]  # token ids of a context and of one of its en
 class HellaSwagConfig:
     """Score a model on HellaSwag."""
 
-    model: PathOrName = "gpt2"
-    """Model to score: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub."""
+    model: PathOrName | None = None
+    """Model to score: a run, a checkpoint, a Hugging Face folder, or a GPT-2 on the hub (gpt2);
+    default: the newest run in runs/."""
     data: Path | None = None
     """HellaSwag file, JSONL or Parquet; default: the validation set, downloaded once."""
     limit: int = 0
@@ -121,15 +124,16 @@ def main() -> None:
     """Score a model and print its accuracy."""
     config = parse_flags(HellaSwagConfig)
     tune_malloc()
+    source = config.model or newest_run()
     with distributed.setup_distributed(config.device) as dist_info:
-        model = load_model(config.model, dist_info.device)
+        model = load_model(source, dist_info.device)
         path = config.data or download_hellaswag()
         examples = load_examples(path, config.limit, config.style)
         use_float32 = config.style == "harness" and config.dtype == "auto"
         dtype = select_dtype("float32" if use_float32 else config.dtype, dist_info.device)
         result = evaluate_hellaswag(model, examples, dist_info, dtype, batch_size=config.batch_size)
         if distributed.is_main():
-            scored = f"HellaSwag {path}, {config.model}, {config.style} style"
+            scored = f"HellaSwag {path}, {source}, {config.style} style"
             print(f"{scored}: {result} (chance: {1 / N_ENDINGS})")
             if config.output is not None:
                 write_predictions(config.output, result)

@@ -127,7 +127,9 @@ def main() -> None:
         print(describe_loss(model, config.score, options["dtype"]))
         settings = checkpoint.state.train_config if checkpoint else {}
         dataset = Manifest.load(Path(settings.get("data_dir", "")))
-        if dataset and describe_file(config.score) in dataset.source.get("files", ()):
+        files = dataset.source.get("files", ()) if dataset and config.score.is_file() else ()
+        seen = {file["sha256 of head and tail"] for file in files}  # a copy may have another name
+        if seen and describe_file(config.score)["sha256 of head and tail"] in seen:
             print_error(f"note: the model was trained on {config.score}: new texts may score worse")
         return
     if config.interactive:

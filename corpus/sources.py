@@ -40,7 +40,7 @@ SPLITS = ("train", "other", "eval", "test", "dev", "val")
 # module is used, which allows zeros after the content.
 CODECS = {
     ".gz": (None, rb"\x1f\x8b"),
-    ".bz2": ("bz2", rb"BZh[1-9]1AY&SY"),
+    ".bz2": ("bz2", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
     ".zst": ("zstd", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
     ".lz4": ("lz4", rb"\x04\x22\x4d\x18"),
 }
@@ -205,6 +205,8 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
         if not (matches := local_paths(pattern)):
             raise UserError(f"{pattern}: no such file or folder")
         for path in matches:
+            if not (path.is_file() or path.is_dir()):  # a pipe can be read only once
+                raise UserError(f"{path} is not a regular file: write its text to a file first")
             paths += folder_files(path, field) if path.is_dir() else [path]
     # Links may lead to the same file.
     return [*{os.path.realpath(path): path for path in paths}.values()]
@@ -241,14 +243,14 @@ def choose_splits(patterns: tuple[str, ...], paths: list[Path]) -> tuple[list[Pa
     """Return the files of `patterns` to train on, and the validation files of datasets' folders.
 
     A folder is a dataset if its README.md begins with `---`, as on the hub, or if all files other
-    than README.md are tables and .txt files that are named after splits, including `train`. Print
-    how many files of a dataset are used.
+    than README.md and LICENSE are tables and .txt files that are named after splits, including
+    `train`. Print how many files of a dataset are used.
     """
     val: list[Path] = []
     for folder in filter(Path.is_dir, chain(*map(local_paths, patterns))):
         texts, readme = {path for path in paths if folder in path.parents}, folder / "README.md"
         splits = dict[str, list[Path]]()
-        for path in (path for path in paths if path in texts and path != readme):
+        for path in (p for p in paths if p in texts and p != readme and p.stem != "LICENSE"):
             is_data = decompressed_name(path).suffix.lower() in READERS
             named = is_data and SPLIT.match(path.relative_to(folder).as_posix().lower())
             splits.setdefault(named[1] if named else "other", []).append(path)
@@ -412,7 +414,7 @@ READERS: dict[str, Reader] = {
     ".parquet": read_parquet,
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_jsonl),
     **dict.fromkeys((".csv", ".tsv"), read_csv),
-    ".txt": read_plain,
+    **dict.fromkeys((".txt", ".raw", ".tokens"), read_plain),  # .raw, .tokens: WikiText
 }
 # Readers by the first bytes of a file, which count more than its name, or what to do with files
 # that are not read.

@@ -13,7 +13,7 @@ from formats.code_hashes import MODEL_FILES
 from formats.metrics import BEST_SUFFIX, RUNS, find_run, is_run, validations
 from model import GPT, GPTConfig
 from runtime.cli import print_error, shell_line
-from runtime.distributed import print0
+from runtime.distributed import is_main, print0
 from runtime.errors import UserError
 
 RUN_CONFIG_NAME = "config.json"  # a run's settings
@@ -96,7 +96,8 @@ def newest_run() -> Path:
     if not saved:
         raise UserError(f"no run in {RUNS} has a checkpoint: train one, or use --model gpt2")
     run = saved[max(saved, key=os.path.getmtime)]
-    print_error(f"note: the model is {run}, the newest run; for another one, use --model")
+    if is_main():
+        print_error(f"note: the model is {run}, the newest run; for another one, use --model")
     return run
 
 

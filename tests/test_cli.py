@@ -173,6 +173,11 @@ def test_parse_flags_says_what_a_flag_of_another_trainer_is_called_here():
         ("--sample-interval", "--sample-every"),
         ("--warmdown-ratio", "--lr-schedule"),
         ("--max-tokens", "--max-steps", "--total-batch-size"),
+        ("--cuda", "--device"),  # close to --no-cuda, which means the CPU
+        ("--test-every", "--val-every"),  # close to --save-every
+        ("--checkpoint", "--resume"),
+        ("--config-file", "--config"),
+        ("--cache-dir",),
         ("--embedding-lr",),  # there is none
         ("--vocab_size",),
     ):

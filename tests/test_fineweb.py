@@ -156,13 +156,15 @@ def split_texts(folder):
         (["en/train.jsonl.gz", "training_2.json"], ["en/test.jsonl.gz"], []),
         (["train/0.jsonl", "test_of_time/train.jsonl"], ["train/dev/0.jsonl"], ["eval/0.jsonl"]),
         (["my-train.txt"], ["my-valid.txt"], ["my_evaluation.txt"]),
+        (["wiki.train.raw"], ["wiki.valid.tokens"], ["wiki.test.raw"]),
     ],
 )
 def test_dataset_folder_has_its_splits(make, train, val, left, has_card):
+    left = ["LICENSE", *left]
     texts = write_folder([*train, *val, *left])
     Path("ds/README.md").write_text("---\nlicense: mit\n---\n" if has_card else "# My texts\n")
     if has_card:
-        left = [*left, *write_folder(["LICENSE", "test_loading.py", "constrained.jsonl"])]
+        left = [*left, *write_folder(["test_loading.py", "constrained.jsonl"])]
     left = ["README.md", *left]
     printed = make("--source", "ds").splitlines()[0]
     training = f"files for training: {len(train)}, such as ds/"

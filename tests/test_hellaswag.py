@@ -1,9 +1,11 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 import torch
+from checkpoints import save_run
 from conftest import HELLASWAG, randomize_weights, series
 from hub_server import HubServer
 from torch.nn import functional as F
@@ -12,6 +14,7 @@ import hellaswag
 from formats.huggingface import save_pretrained, to_hf_state_dict
 from hellaswag import HellaSwagResult, evaluate_hellaswag, load_examples, render_example
 from model import GPT, GPTConfig
+from runtime.errors import UserError
 from tokenizer import gpt2_encoding
 from train_gpt2 import main
 
@@ -183,6 +186,19 @@ def test_main_downloads_once_and_gives_the_same_with_any_number_of_processes(
         summed, mean = prediction["summed_losses"], prediction["mean_losses"]
         assert prediction["prediction"] == summed.index(min(summed))
         assert prediction["prediction_norm"] == mean.index(min(mean))
+
+
+def test_main_without_a_model_scores_the_newest_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = [f"--data={HELLASWAG}", "--limit=2", "--device=cpu"]
+    monkeypatch.setattr("sys.argv", ["hellaswag.py", *flags])
+    with pytest.raises(UserError, match="train one, or use --model gpt2"):
+        hellaswag.main()
+    save_run(Path("runs/a"))
+    hellaswag.main()
+    done = capsys.readouterr()
+    assert done.err.startswith("note: the model is runs/a, the newest run; for another one, use")
+    assert f"{HELLASWAG}, runs/a, completion style: acc " in done.out
 
 
 def test_training_scores_the_rows_of_a_file(tiny_flags, tmp_path):

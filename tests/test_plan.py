@@ -240,22 +240,26 @@ def hours_of(time):
 
 
 @pytest.mark.parametrize(
-    ("environment", "n_cores", "threads"),
+    ("environment", "n_threads", "n_cores", "is_noted"),
     [
-        ({"OMP_NUM_THREADS": "1"}, 3, "note: one for 3 cores, by OMP_NUM_THREADS=1: use 3 instead"),
-        ({"OMP_NUM_THREADS": "1"}, 1, None),
-        ({"OMP_NUM_THREADS": "2"}, 3, None),
-        ({"OMP_NUM_THREADS": ""}, 3, None),
-        ({"OMP_NUM_THREADS": "1", "RANK": "0"}, 3, None),  # set by torchrun; then we set more
+        ({}, 1, 3, True),  # torch reads OMP_NUM_THREADS and MKL_NUM_THREADS when it is imported
+        ({}, 1, 1, False),
+        ({}, 2, 3, False),
+        ({"RANK": "0"}, 1, 3, False),  # torchrun sets OMP_NUM_THREADS; then we use more threads
     ],
 )
-def test_plan_notes_that_one_thread_leaves_cores_idle(monkeypatch, environment, n_cores, threads):
+def test_plan_notes_that_one_thread_leaves_cores_idle(
+    monkeypatch, environment, n_threads, n_cores, is_noted
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(n_cores), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: n_cores)
     monkeypatch.delenv("RANK", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert plan_rows(DistInfo(CPU), dtype="float32").get("threads") == threads
+    note = "note: one for 3 cores, by OMP_NUM_THREADS or MKL_NUM_THREADS: use 3 instead"
+    rows = plan_rows(DistInfo(CPU), dtype="float32")
+    assert rows.get("threads") == (note if is_noted else None)
     assert "threads" not in plan_rows(size="gpt2-xl", gpus=8)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from checkpoints import rewrite_state
 from conftest import ROOT, TINY_RUN, fake_checkpoint
+from run_files import append_records
 
 from formats.huggingface import save_pretrained
 from model import GPT, GPTConfig
@@ -44,6 +45,10 @@ def test_names_of_runs_are_looked_up_in_out_dir(tmp_path, monkeypatch):
     assert parse_config(["--out-dir=exp", "--resume=mine"])[1] == mine
     config, resumed = parse_config(["--out-dir=exp", "--init-from=mine"])
     assert (config.init_from, resumed) == ("exp/mine", None)
+    append_records(Path("exp/mine"), {"step": 4, "val_loss": 3.0})
+    assert parse_config(["--out-dir=exp", "--init-from=mine@best"])[0].init_from == "exp/mine@best"
+    fake_checkpoint(tmp_path / "mine", 4)
+    assert parse_config(["--out-dir=exp", "--init-from=./mine"])[0].init_from == "./mine"
 
 
 def test_resume_of_a_damaged_checkpoint_is_an_error_or_goes_back_to_the_one_before(tmp_path):

@@ -1,5 +1,6 @@
 import io
 import math
+import os
 import sys
 import weakref
 from functools import partial
@@ -389,18 +390,25 @@ def test_main_scores_a_text(run_main, folder, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.gpt2
-@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("change", ["none", "renamed", "edited", "piped"])
 def test_main_says_that_a_model_was_trained_on_the_text_that_it_scores(
-    run_main, tmp_path, monkeypatch, is_seen
+    run_main, tmp_path, monkeypatch, change
 ):
     text = tmp_path / "text"
     text.write_text("Once upon a time")
     source = file_source([text]).identity
     Manifest(source, VOCAB_SHA256, 100, complete=True).save(tmp_path)
     save_run(tmp_path / "run", {"data_dir": str(tmp_path)})
-    if not is_seen:
+    if change == "renamed":
+        text = text.rename(tmp_path / "copy")
+    if change == "edited":
         text.write_text("another text")
+    if change == "piped":  # as `--score <(zcat text.gz)`: a pipe can be read only once
+        reader, writer = os.pipe()
+        os.write(writer, text.read_bytes())
+        os.close(writer)
+        text = f"/dev/fd/{reader}"
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert run_main(f"--model={tmp_path}/run", f"--score={text}").startswith(f"{text}: ")
     note = f"note: the model was trained on {text}: new texts may score worse\n"
-    assert sys.stderr.getvalue() == (note if is_seen else "")
+    assert sys.stderr.getvalue() == (note if change in ("none", "renamed") else "")

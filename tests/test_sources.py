@@ -4,6 +4,7 @@ import bz2
 import csv
 import gzip
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_read_file_recognizes_json_lines_and_compression_by_content(tmp_path):
         **{"a.JSONL": line, "b.ndjson": line, "c": line, "d.txt": b"\xef\xbb\xbf" + line},
         **{"e.jsonl.gz": line, "f": gzip.compress(line), "g.TSV": b"id\ttext\n1\tonce\n"},
         "h.csv.bz2": bz2.compress(b"text\nonce\n"),
+        "no content, then some": bz2.compress(b"") + bz2.compress(line),
         "two members and padding": gzip.compress(line[:9]) + gzip.compress(line[9:]) + bytes(9999),
     }.items():
         (tmp_path / name).write_bytes(content)
@@ -151,6 +153,15 @@ def test_local_files_lists_a_folder_once_however_many_links_lead_to_it(
         Path(link).symlink_to(target)
     files = [path.resolve().name for path in sources.local_files((pattern,))]
     assert sorted(files) == ["1.txt", "2.txt", "3.txt", "5.txt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs named pipes")
+def test_pipe_is_an_error_before_it_is_read(tmp_path):
+    """As `--source <(zcat a.gz)`: a pipe can be read only once, or never ends."""
+    os.mkfifo(tmp_path / "pipe")
+    for pattern in ("pipe", "p*"):
+        with pytest.raises(UserError, match="/pipe is not a regular file: write its text to"):
+            sources.local_files((f"{tmp_path}/{pattern}",))
 
 
 def test_local_paths_takes_an_existing_name_as_it_is(tmp_path):

@@ -104,8 +104,9 @@ def describe_plan(
         "checkpoint": f"{memory.CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB each",
     }
     cores = usable_cores() if device.dist_info.device.type == "cpu" else 1
-    if os.environ.get("OMP_NUM_THREADS") == "1" and "RANK" not in os.environ and cores > 1:
-        rows["threads"] = f"note: one for {cores} cores, by OMP_NUM_THREADS=1: use {cores} instead"
+    if torch.get_num_threads() == 1 and "RANK" not in os.environ and cores > 1:
+        names = "OMP_NUM_THREADS or MKL_NUM_THREADS"
+        rows["threads"] = f"note: one for {cores} cores, by {names}: use {cores} instead"
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; the device has {device.memory_gib:.0f}"
     if config.max_minutes is None:  # otherwise, the number of steps is not known yet

@@ -9,7 +9,7 @@ from typing import Any
 
 from formats import load
 from formats.checkpoint import STATE_NAME, Checkpoint, read_state, verify_checkpoint
-from formats.metrics import RUNS, is_run
+from formats.metrics import BEST_SUFFIX, RUNS, find_run, is_run
 from model import GPTConfig
 from runtime.cli import parse_flags, usable_settings
 from runtime.distributed import print0
@@ -42,9 +42,11 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     if given.resume and (path := _find_resume_checkpoint(given.resume, out_dir, given.run_name)):
         checkpoint = Checkpoint(path, read_state(path))
         defaults = _saved_config(checkpoint)
-    if given.init_from and out_dir != RUNS and is_run(out_dir / given.init_from):
-        given.init_from = str(out_dir / given.init_from)
-        args = [*args, "--init-from", given.init_from]
+    if given.init_from and out_dir != RUNS:
+        name = given.init_from.removesuffix(BEST_SUFFIX)
+        if is_run(run := find_run(name, out_dir)) and run != Path(name):
+            given.init_from = f"{run}{given.init_from.removeprefix(name)}"
+            args = [*args, "--init-from", given.init_from]
     init_from = given.init_from or defaults.init_from
     if init_from in ("scratch", "resume"):  # nanoGPT's values
         fix = "leave it out for new weights, or use --resume auto to continue a run"
