@@ -140,8 +140,12 @@ class CheckpointWriter:
         """
         optimizers = optimizer_state(trainer)
         parameters = dict(trainer.raw_model.named_parameters())
+        first_names = dict[int, str]()
         for name, value in optimizers.items():
             _kind_of(name, value)
+            if isinstance(value, Tensor) and first_names.setdefault(id(value), name) != name:
+                same = first_names[id(value)]
+                raise UserError(f"{name} and {same} are one tensor: give each parameter its own")
             is_like = isinstance(value, Tensor) and value.dim() > 0
             like = parameters[split_name(name)[1]] if is_like else None
             if getattr(value, "placements", None) != getattr(like, "placements", None):

@@ -441,6 +441,11 @@ def store_by_number(trainer):
     trainer.optimizers[0].state[trainer.raw_model.lm_head.weight][0] = 1
 
 
+def share_a_tensor(trainer):
+    states, count = [*trainer.optimizers[0].state.values()], torch.zeros(())
+    states[0]["count"] = states[1]["count"] = count
+
+
 def store_for_another_parameter(trainer):
     trainer.optimizers[0].state[torch.nn.Parameter(torch.zeros(2))]["count"] = 1
 
@@ -460,6 +465,7 @@ def store_for_another_parameter(trainer):
         (store_by_text, "cannot hold AdamW.state of 'all'"),
         (store_by_number, "AdamW.state of transformer.wte.weight"),
         (store_for_another_parameter, "AdamW.state of Parameter"),
+        (share_a_tensor, "and count.* are one tensor: give each parameter its own"),
     ],
 )
 def test_writer_refuses_what_a_resume_could_not_restore(change, message, tmp_path):
