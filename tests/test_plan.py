@@ -242,10 +242,12 @@ def hours_of(time):
 @pytest.mark.parametrize(
     ("environment", "n_threads", "n_cores", "is_noted"),
     [
-        ({}, 1, 3, True),  # torch reads OMP_NUM_THREADS and MKL_NUM_THREADS when it is imported
-        ({}, 1, 1, False),
-        ({}, 2, 3, False),
-        ({"RANK": "0"}, 1, 3, False),  # torchrun sets OMP_NUM_THREADS; then we use more threads
+        ({"OMP_NUM_THREADS": "1"}, 1, 3, True),
+        ({"MKL_NUM_THREADS": "1"}, 1, 3, True),
+        ({"OMP_NUM_THREADS": "1"}, 1, 1, False),
+        ({"MKL_NUM_THREADS": "1"}, 2, 3, False),  # torch uses two all the same
+        ({}, 1, 3, False),  # torch's default for one core that runs several threads
+        ({"OMP_NUM_THREADS": "1", "RANK": "0"}, 1, 3, False),  # torchrun sets it; we use more
     ],
 )
 def test_plan_notes_that_one_thread_leaves_cores_idle(
@@ -254,10 +256,11 @@ def test_plan_notes_that_one_thread_leaves_cores_idle(
     monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(n_cores), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: n_cores)
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    note = "note: one for 3 cores, by OMP_NUM_THREADS or MKL_NUM_THREADS: use 3 instead"
+    note = f"note: one for 3 cores, by {next(iter(environment), None)}=1: use 3 instead"
     rows = plan_rows(DistInfo(CPU), dtype="float32")
     assert rows.get("threads") == (note if is_noted else None)
     assert "threads" not in plan_rows(size="gpt2-xl", gpus=8)

@@ -104,9 +104,10 @@ def describe_plan(
         "checkpoint": f"{memory.CHECKPOINT_BYTES_PER_PARAMETER * n_params / 2**30:.2f} GiB each",
     }
     cores = usable_cores() if device.dist_info.device.type == "cpu" else 1
-    if torch.get_num_threads() == 1 and "RANK" not in os.environ and cores > 1:
-        names = "OMP_NUM_THREADS or MKL_NUM_THREADS"
-        rows["threads"] = f"note: one for {cores} cores, by {names}: use {cores} instead"
+    limits = [n for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if os.environ.get(n) == "1"]
+    if limits and torch.get_num_threads() == 1 and "RANK" not in os.environ and cores > 1:
+        names = " and ".join(limits)
+        rows["threads"] = f"note: one for {cores} cores, by {names}=1: use {cores} instead"
     if device.memory_gib is not None and state + activations > device.memory_gib:
         rows["memory"] += f"; the device has {device.memory_gib:.0f}"
     if config.max_minutes is None:  # otherwise, the number of steps is not known yet
