@@ -1,6 +1,6 @@
 """Evaluations during training: validation loss, HellaSwag and samples.
 
-Each is a function `(run, trainer) -> dict[str, float]`, whose numbers are logged under their names.
+Each is a function `(trainer) -> dict[str, float]`, whose numbers are logged under their names.
 """
 
 import math
@@ -24,20 +24,21 @@ from runtime.precision import eval_mode
 from sample import cache_agrees, generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
-from training.run import Run, Trainer
-from training.stopping import EvaluationStopped
+from training.run import Run
+from training.stopping import StopRequested
+from training.trainer import Trainer
 
 TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # how much of an evaluation --max-minutes times
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
 PROMPT_TOKENS = 16  # without --sample-prompt, samples continue the start of the validation split
-Evaluation = Callable[[Run, Trainer], dict[str, float]]
+Evaluation = Callable[[Trainer], dict[str, float]]
 
 
 def evaluations(config: TrainConfig) -> list[tuple[int, Evaluation]]:
     """Return each evaluation with the number of steps between two of them; 0 = never.
 
     An evaluation must run the same number of batches on every rank: `rank_batches` of
-    `runtime.distributed` splits them. Before each batch, `run.stop.interrupt_evaluation` raises an
+    `runtime.distributed` splits them. Before each batch, `run.stop.raise_if_requested` raises an
     exception on all ranks if one of them received a signal.
     """
     return [
@@ -47,31 +48,34 @@ def evaluations(config: TrainConfig) -> list[tuple[int, Evaluation]]:
     ]
 
 
-def evaluate(run: Run, trainer: Trainer, step: int) -> None:
+def evaluate(trainer: Trainer, step: int) -> None:
     """Run and log the evaluations that are due after `step` updates."""
-    numbered = enumerate(evaluations(run.config), start=1)
-    due = [(number, measure) for number, (every, measure) in numbered if run.is_due(every, step)]
+    due = [
+        (number, measure)
+        for number, (every, measure) in enumerate(evaluations(trainer.run.config), start=1)
+        if trainer.is_due(every, step)
+    ]
     if not due:
         return
-    run.read_numbers(trainer)
-    with run.log.evaluation(step) as record, suppress(EvaluationStopped):
+    trainer.read_numbers()
+    with trainer.run_log.evaluation(step) as record, suppress(StopRequested):
         for number, measure in due:
-            metrics = run_evaluation(measure, run, trainer)
-            run.log.claim_names(f"evaluation {number}", metrics)
+            metrics = run_evaluation(measure, trainer)
+            trainer.run_log.claim_names(f"evaluation {number}", metrics)
             record |= metrics
 
 
-def run_evaluation(measure: Evaluation, run: Run, trainer: Trainer) -> dict[str, float]:
+def run_evaluation(measure: Evaluation, trainer: Trainer) -> dict[str, float]:
     """Run an evaluation in eval mode; return its metrics."""
     with eval_mode(trainer.raw_model):
-        metrics = measure(run, trainer)
-    run.ranks.reshard(trainer.raw_model)  # the forward passes left parameters gathered
+        metrics = measure(trainer)
+    trainer.run.ranks.reshard(trainer.raw_model)  # the forward passes left parameters gathered
     return metrics
 
 
 @torch.no_grad()
 def validate(
-    run: Run, trainer: Trainer, split: TokenShards | None = None, name: str = "val"
+    trainer: Trainer, split: TokenShards | None = None, name: str = "val"
 ) -> dict[str, float]:
     """Return the loss on a text, `NAME_loss` in nats per token and `NAME_bpb` in bits per byte.
 
@@ -81,6 +85,7 @@ def validate(
     once, so that the results do not depend on the number of ranks. Bits per byte are left out if
     the ids are not GPT-2's.
     """
+    run = trainer.run
     device, vocab_size = run.ranks.device, run.model_config.vocab_size
     batches = validation_batches(
         run.val_shards if split is None else split,
@@ -89,7 +94,7 @@ def validate(
         max_tokens=run.config.val_tokens,
         vocab_size=vocab_size,
         dist_info=run.ranks,
-        before_batch=run.stop.interrupt_evaluation,
+        before_batch=run.stop.raise_if_requested,
     )
     lengths = torch.from_numpy(token_bytes(vocab_size)).to(device)
     exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
@@ -110,23 +115,25 @@ def validate(
     return metrics
 
 
-def score_hellaswag(run: Run, trainer: Trainer) -> dict[str, float]:
+def score_hellaswag(trainer: Trainer) -> dict[str, float]:
     """Score HellaSwag; return no metrics if its examples could not be loaded."""
+    run = trainer.run
     if not run.hellaswag:
         return {}
-    before_batch = run.stop.interrupt_evaluation
+    before_batch = run.stop.raise_if_requested
     score = evaluate_hellaswag(
         trainer.raw_model, run.hellaswag, run.ranks, run.dtype, before_batch=before_batch
     )
     return score.metrics()
 
 
-def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
+def write_samples(trainer: Trainer) -> dict[str, float]:
     """Append continuations of the prompt to `samples.txt`, from a separate random generator.
 
     Every rank samples, so that no rank waits long for another; rank 0 writes.
     """
-    device, encoding = run.ranks.device, gpt2_encoding()
+    run, encoding = trainer.run, gpt2_encoding()
+    device = run.ranks.device
     text = run.config.sample_prompt
     start = run.val_shards.read(0, PROMPT_TOKENS).tolist()
     prompt = start if start and text is None else prompt_ids(text or "")
@@ -140,35 +147,34 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
         dtype=run.dtype,
         stop_token=None,  # a sharded model needs the same number of tokens on every rank
     )
-    run.log.samples([encoding.decode(sequence) for sequence in sequences])
+    trainer.run_log.samples([encoding.decode(sequence) for sequence in sequences])
     return {"samples": len(sequences)}
 
 
 # --- --max-minutes ----------------------------------------------------------------------------
 
 
-def fit_max_minutes(
-    run: Run, trainer: Trainer, train_step: Callable[[Run, Trainer, int], object]
-) -> Run:
+def fit_max_minutes(trainer: Trainer, train_step: Callable[[Trainer, int], object]) -> Run:
     """Return the run with the number of steps that fits into `--max-minutes`.
 
-    Time a step, a part of a validation and a part of HellaSwag. Every process must call this.
+    Time a step, a part of a validation and a part of HellaSwag. Every process must call this, with
+    a trainer that it does not use any more.
     """
-    begun, config = perf_counter(), run.config
+    begun, run, config = perf_counter(), trainer.run, trainer.run.config
     assert config.max_minutes is not None
     with trainer.batches:  # if the batch grows during training, the last is the largest
-        step_seconds = time_call(partial(train_step, run, trainer, config.max_steps - 1), run)
+        step_seconds = time_call(partial(train_step, trainer, config.max_steps - 1), run)
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
-    part = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
+    trainer.run = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
     seconds_per_step, fixed_seconds = step_seconds, 0.0
     for every, measure, n_parts in (
         (config.val_every, validate, val_tokens / tokens),
         (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
     ):
         if every > 0:
-            seconds = time_call(partial(run_evaluation, measure, part, trainer), run)
+            seconds = time_call(partial(run_evaluation, measure, trainer), run)
             seconds *= max(1.0, n_parts)
             seconds_per_step += seconds / every
             fixed_seconds += 1.5 * seconds  # they also run at the start and at the end
@@ -178,15 +184,14 @@ def fit_max_minutes(
         f"--max-minutes {config.max_minutes:g}: --max-steps {steps} instead of {config.max_steps}, "
         f"{step_seconds:.3g} s each; other flags, such as --embedding-decay, are unchanged"
     )
-    run.log.config = replace(config, max_steps=steps, max_minutes=None)
-    return replace(run, config=run.log.config)
+    return replace(run, config=replace(config, max_steps=steps, max_minutes=None))
 
 
 def time_call(work: Callable[[], object], run: Run) -> float:
     """Return the median seconds of a compiled call; every process must call this."""
     timed_seconds, seconds = min(5.0, 0.6 * (run.config.max_minutes or 0.0)), list[float]()
     while all_reduce_max(sum(seconds[1:]) < timed_seconds):  # the same number on each rank
-        run.stop.interrupt_evaluation()
+        run.stop.raise_if_requested()
         begun = perf_counter()
         work()
         synchronize(run.ranks.device)

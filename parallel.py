@@ -5,7 +5,7 @@ which several processes exchange data. To follow a run on one GPU, you do not ne
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime.device import LateNumbers
 from runtime.distributed import DistInfo, all_reduce_sum
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,17 +39,17 @@ class Ranks(DistInfo):
         """Run a micro-step of the wrapped model; only the last one averages over the ranks."""
         return nullcontext()
 
-    def average(self, scalars: Mapping[str, Tensor | float]) -> LateNumbers:
+    def average(self, scalars: Iterable[Tensor | float]) -> Tensor:
         """Average scalars over the ranks in one all-reduce, without waiting for the device."""
         # Numbers are written on the device: a copy from the CPU would wait for the GPU.
         values = [
             self.gather(value.detach()).to(self.device, torch.float32)
             if isinstance(value, Tensor)
             else torch.full((), float(value), device=self.device)
-            for value in scalars.values()
+            for value in scalars
         ]
         total = all_reduce_sum(torch.stack(values))
-        return LateNumbers([*scalars], total if self.world_size == 1 else total / self.world_size)
+        return total if self.world_size == 1 else total / self.world_size
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return the global L2 norm of the parameters' gradients, a scalar on the device."""

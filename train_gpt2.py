@@ -6,7 +6,7 @@
 Without flags, this reproduces GPT-2 124M on FineWeb-Edu: 10B tokens in 19,073 steps.
 
 The file reads from top to bottom: model, compiling, optimizers, the loop, the step, saving.
-`run` holds what is fixed during training, such as the settings; `trainer` holds what changes.
+`Run` is what is fixed, such as the settings; `Trainer` is what changes, and what acts on it.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,22 @@ from typing import cast
 import runtime.threads  # noqa: F401 - sets variables that torch reads when it is imported
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from dataloader import ShardedDataLoader
 from evaluation import evaluate, fit_max_minutes
+from formats.checkpoint import copy_weights
+from formats.load import load_model
 from lr_schedule import settings_at
 from model import GPT, Block, Linear
 from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
 from optimizers import Muon
 from runtime.cli import run_command
-from training.run import Numbers, Run, StepNumbers, Trainer, start_run
+from runtime.distributed import raise_on_all_ranks
+from spelling import share_by_spelling
+from training.run import Run, start_run
+from training.trainer import Numbers, Trainer
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -35,8 +40,8 @@ def main(args: Sequence[str] | None = None) -> None:
         if run is None:  # finished, or only `--plan` or `--preflight`
             return
         if run.config.max_minutes is not None and run.resumed is None:
-            run = fit_max_minutes(run, build(run), train_step)  # its trainer is freed here
-        train(run, build(run))
+            run = fit_max_minutes(build(run), train_step)  # its trainer is freed here
+        train(build(run))
 
 
 # --- model and optimizers ---------------------------------------------------------------------
@@ -48,6 +53,7 @@ def build(run: Run) -> Trainer:
         torch.set_float32_matmul_precision("high")  # TF32: float32 matmuls on tensor cores
     raw_model = build_model(run)
     trainer = Trainer(
+        run=run,
         raw_model=raw_model,
         model=run.ranks.wrap(compile_model(raw_model, run)),
         optimizers=build_optimizers(raw_model, run),
@@ -60,11 +66,10 @@ def build(run: Run) -> Trainer:
             shuffle=run.config.shuffle,
             vocab_size=run.model_config.vocab_size,
             dist_info=run.ranks,
-            position=run.resumed.state.position if run.resumed else 0,
         ),
     )
     if run.resumed is not None:
-        trainer.load(run.resumed, run.ranks)
+        trainer.restore(run.resumed)  # last: an edit builds its own state above
     return trainer
 
 
@@ -73,7 +78,10 @@ def build_model(run: Run) -> GPT:
     torch.manual_seed(run.config.seed)  # the same initial weights on every rank
     model = run.ranks.build(partial(GPT, run.model_config, run.loss_chunks), unit=Block)
     checkpoint_activations(model.transformer.h, run.config.activation_checkpointing)
-    run.copy_init_weights(model)  # with `--init-from`
+    if run.config.init_from is not None and run.resumed is None:
+        with raise_on_all_ranks():
+            source = load_model(run.config.init_from)
+        copy_weights(source, model, run.ranks)
     torch.manual_seed(run.config.seed + run.ranks.rank)  # dropout differs from rank to rank
     return model
 
@@ -134,77 +142,73 @@ def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
     ]
     betas = (config.beta1, config.adam_beta2)
     optimizers.append(AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=True))
-    run.share_by_spelling(model, optimizers[-1])  # with `--spelling-share`
+    if config.spelling_share:
+        wte = model.get_parameter("transformer.wte.weight")
+        share = share_by_spelling(wte, config.spelling_share, run.ranks)
+        optimizers[-1].register_step_pre_hook(share)
     return optimizers
 
 
 # --- training ---------------------------------------------------------------------------------
 
 
-def train(run: Run, trainer: Trainer) -> None:
+def train(trainer: Trainer) -> None:
     """Train to `max_steps`.
 
-    The loop has one turn more than there are updates: the last turn only saves and evaluates. A
-    step is saved before it is evaluated, so that nothing is lost if the evaluation fails or the
+    A step is saved before it is evaluated, so that nothing is lost if the evaluation fails or the
     process is killed in it; the checkpoint is written meanwhile.
 
     A GPU never waits for the host: `train_step` only queues its work, and the numbers of a step are
     read once the next step is queued. `save` and `evaluate` first read all that are left.
     """
-    with run.recording(trainer), trainer.batches:
-        for step in range(run.start_step, run.config.max_steps + 1):
-            is_saved = run.saves(step)
-            if is_saved:
-                save(run, trainer, step)
-            evaluate(run, trainer, step)
-            if run.ends(step):
-                if run.saves(step) and not is_saved:  # a signal came during the evaluation
-                    save(run, trainer, step)
-                run.finish(step)
+    with trainer:  # writes the log and checkpoints, and reads batches
+        for step in trainer.steps():  # one turn more than updates: the last only saves, evaluates
+            if trainer.saves(step):
+                save(trainer, step)
+            evaluate(trainer, step)
+            if trainer.saves(step):  # a signal came during the evaluation
+                save(trainer, step)
+            if trainer.ends(step):
                 break
-            trainer.unread.append(train_step(run, trainer, step))
-            run.read_numbers(trainer, keep=run.reads_late)  # on a GPU, of the step before
-            if step == run.start_step:
-                trainer.after_first_step(run.writer)
+            trainer.log(train_step(trainer, step))
+        trainer.finish(step)
 
 
-def train_step(run: Run, trainer: Trainer, step: int) -> StepNumbers:
+def train_step(trainer: Trainer, step: int) -> Numbers:
     """Make the update after `step` updates: accumulate, average over ranks, clip, update.
 
-    To log a number of your own, add a scalar tensor to `scalars`, which are averaged over
-    micro-steps and ranks, or to `totals`, which are averaged over ranks. A module may keep a number
-    from its forward pass in an attribute, such as `self.entropy`.
+    To log a scalar tensor of your own, pass it to `numbers.add`, which averages over micro-steps,
+    or to `numbers.set`; both are averaged over ranks. A module may keep a number from its forward
+    pass in an attribute, such as `self.entropy`.
 
     Returns:
         The numbers to log, on the device: the mean loss of the global batch, its gradient's global
-        norm before clipping, and your own. `Run.read_numbers` raises an error if the loss or the
-        norm is not finite, or if a target is masked; nothing that follows from it is saved.
+        norm before clipping, and your own. `Trainer.read_numbers` raises an error if the loss or
+        the norm is not finite, or if a target is masked; nothing that follows from it is saved.
     """
-    ranks, raw_model, scaler = run.ranks, trainer.raw_model, trainer.scaler
-    trainer.settings.multiply(settings_at(run.config, step))
-    micro_steps, sums = run.micro_steps(step), dict[str, Tensor]()
+    run, raw_model, scaler = trainer.run, trainer.raw_model, trainer.scaler
+    factors = settings_at(run.config, step)
+    trainer.settings.multiply(factors)
+    micro_steps = run.micro_steps(step)
+    numbers = Numbers(step + 1, lr=run.config.max_lr * factors.get("lr", 1.0))
     for micro_step in range(micro_steps):
         inputs, targets = next(trainer.batches)
         # Backward passes add up gradients, so each loss is divided by the number of micro-steps.
         # Only the last one averages the gradients over the ranks: once per step is enough.
-        with ranks.accumulate(trainer.model, is_last=micro_step == micro_steps - 1):
+        with run.ranks.accumulate(trainer.model, is_last=micro_step == micro_steps - 1):
             with run.autocast():
                 loss = trainer.model(inputs, targets).loss
             scaler.scale(loss / micro_steps).backward()
-        scalars = Numbers(train_loss=loss, masked=(targets == IGNORE_INDEX).any())
-        for name, scalar in scalars.items():
-            mean = scalar.detach() / micro_steps
-            sums[name] = sums[name] + mean if name in sums else mean
+        numbers.add(micro_steps, train_loss=loss, masked=(targets == IGNORE_INDEX).any())
     for optimizer in trainer.optimizers:
         scaler.unscale_(optimizer)
-    totals = Numbers(sums)
-    totals["grad_norm"] = norm = ranks.grad_norm(raw_model.parameters())
+    norm = run.ranks.grad_norm(raw_model.parameters())
+    numbers.set(grad_norm=norm, stop=run.stop.signal)
+    trainer.check_step(step, numbers)
     # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
-    totals["stop"] = run.stop.signal
-    trainer.check_step(step - run.start_step, totals)
-    numbers = StepNumbers(step + 1, trainer.batches.tokens_seen, ranks.average(totals))
+    numbers.average(run.ranks)
     # With float16, both optimizers skip an overflow together, so the numbers are read here.
-    is_finite = not scaler.is_enabled() or run.is_finite(trainer, numbers)
+    is_finite = not scaler.is_enabled() or trainer.is_finite(numbers)
     if run.config.grad_clip:
         nn.utils.clip_grads_with_norm_(raw_model.parameters(), run.config.grad_clip, norm)
     for optimizer in trainer.optimizers:
@@ -212,24 +216,24 @@ def train_step(run: Run, trainer: Trainer, step: int) -> StepNumbers:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
-    ranks.sync_buffers(raw_model)  # GPT-2 has none
+    run.ranks.sync_buffers(raw_model)  # GPT-2 has none
     return numbers
 
 
 # --- saving -----------------------------------------------------------------------------------
 
 
-def save(run: Run, trainer: Trainer, step: int) -> None:
+def save(trainer: Trainer, step: int) -> None:
     """Start to save a checkpoint; training continues while it is written.
 
     Raises:
         DivergedError: on every rank, if a weight or the optimizers' state is not finite.
     """
-    run.read_numbers(trainer)
-    with run.log.paused():
-        trainer.check_finite(step, run)
+    trainer.read_numbers()
+    with trainer.run_log.paused():
+        trainer.check_finite(step)
         # The state has all that is not a tensor: step, position, settings, random generators, …
-        run.writer.save(trainer.run_state(step, run), trainer)
+        trainer.writer.save(trainer.run_state(step), trainer)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import train_gpt2
 from runtime.cli import run_command
 from runtime.files import read_json
-from training.run import Run, StepNumbers, Trainer
+from training.trainer import Numbers, Trainer
 
 UNTRACED, TRACED = 4, 10  # steps; the first compiles, and starting a trace takes a while
 
@@ -36,8 +36,8 @@ def main() -> None:
         )
         train_step = train_gpt2.train_step
 
-        def traced_step(run: Run, trainer: Trainer, step: int) -> StepNumbers:
-            numbers = train_step(run, trainer, step)
+        def traced_step(trainer: Trainer, step: int) -> Numbers:
+            numbers = train_step(trainer, step)
             profiler.step()
             return numbers
 

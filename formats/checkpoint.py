@@ -131,6 +131,8 @@ class CheckpointWriter:
         self._last = Future[None]()
         self._last.set_result(None)
         self._built = dict[str, str]()
+        self.saved_step: int | None = None
+        """Updates done at the last call of `save`."""
         code_hashes()  # read the code that runs now, because files may be edited during the run
 
     def check(self, trainer: TrainerState) -> None:
@@ -168,6 +170,7 @@ class CheckpointWriter:
         """
         self.wait()
         self.check(trainer)
+        self.saved_step = state.step
         others = tensors_of(optimizer_state(trainer) | own_state(trainer))
         saved = {MODEL_NAME: model_state(trainer.raw_model), OPTIMIZER_NAME: others}
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in saved}

@@ -2,13 +2,12 @@
 
 import contextlib
 import ctypes
-import functools
 import os
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -130,29 +129,6 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
     unit = 1 if sys.platform == "darwin" else 2**10  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-class LateNumbers:
-    """Named numbers on a device, to be read once the host has queued more work.
-
-    They are copied to the host behind the work that is queued now. Reading waits for this copy,
-    where `Tensor.tolist` would also wait for all work that was queued later.
-    """
-
-    def __init__(self, names: Sequence[str], values: Tensor) -> None:
-        self._names, self._values, self._is_copied = names, values, None
-        if values.is_cuda:
-            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._is_copied.record()
-
-    @functools.cached_property
-    def by_name(self) -> dict[str, float]:
-        """The numbers by name; waits for the device if it has not computed them yet."""
-        if self._is_copied is not None:
-            self._is_copied.synchronize()
-        return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,6 @@
 """What a run leaves in its folder: written at once, or by `RunLog` itself."""
 
 import json
-from types import SimpleNamespace
 
 from runtime.distributed import DistInfo
 from training.config import TrainConfig
@@ -39,9 +38,9 @@ def write_run(run_dir, steps, val_every=0, hellaswag_every=0, total=10042, loss_
 def new_log(run_dir, start_step=0, **settings):
     """The log of a run of ten steps; its settings can be others."""
     config = TrainConfig(**({"max_steps": 10, "total_batch_size": 1000} | settings))
-    done = SimpleNamespace(step=start_step, tokens_seen=start_step * config.total_batch_size)
-    resumed = SimpleNamespace(state=done)
-    return RunLog(run_dir, config, resumed, find_device(config, DistInfo()))
+    log = RunLog(run_dir, config, find_device(config, DistInfo()))
+    log.start_at(start_step, start_step * config.total_batch_size)
+    return log
 
 
 def log_step(log, step, loss=3.0, lr=1e-3, grad_norm=1.0):

@@ -122,9 +122,9 @@ for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
         return function(*args, **kwargs)
     setattr(dist, name, counted)
 train_step = train_gpt2.train_step
-def counting(run, *args):
-    result = train_step(run, *args)
-    if run.ranks.rank == 0:
+def counting(trainer, step):
+    result = train_step(trainer, step)
+    if trainer.run.ranks.rank == 0:
         print("calls", *calls, flush=True)
     calls.clear()
     return result

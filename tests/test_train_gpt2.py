@@ -41,13 +41,13 @@ from formats.metrics import STANDARD_METRICS, logged_values, read_metrics
 from model import GPT, GPTConfig
 from ops import IGNORE_INDEX
 from parallel import SINGLE_PROCESS
-from runtime.device import LateNumbers
 from runtime.errors import UserError
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
-from training.run import Numbers, Run, Trainer
+from training.groups import check_optimizers
 from training.stopping import StopRequest
+from training.trainer import Numbers, Trainer
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
 WHOLE = ["--max-lr=1e-2", "--sample-every=4"]  # flags of the run that many tests share
@@ -69,9 +69,9 @@ def one_step(tiny_data, tmp_path):
                 optimizers=optimizers,
                 batches=Batches(batches),
             )
-            numbers = train_step(run, trainer, 0)
-            run.is_finite(trainer, numbers)
-            return numbers.late.by_name
+            numbers = train_step(trainer, 0)
+            trainer.is_finite(numbers)
+            return numbers.read()
 
     return step
 
@@ -186,24 +186,25 @@ def test_write_samples_compares_the_cache_again_after_training(tiny_data, tmp_pa
         x, *rest = args
         return x + block.mixed * F.pad(x, (0, 0, 1, -1)), *rest
 
-    with tiny_run(tiny_data, tmp_path) as run, run.log:
-        trainer = build(run)
+    with tiny_run(tiny_data, tmp_path) as run, build(run) as trainer:
         block = trainer.raw_model.transformer.h[0]
         block.mixed = torch.zeros(())
         block.register_forward_pre_hook(mix)
         for mixed, warnings in ((0, 0), (1, 1)):
             block.mixed += mixed
-            with run.log.evaluation(mixed) as record:
-                record |= evaluation.write_samples(run, trainer)
+            with trainer.run_log.evaluation(mixed) as record:
+                record |= evaluation.write_samples(trainer)
             assert capsys.readouterr().err.count("warning: sampling without the cache") == warnings
 
 
 @pytest.mark.parametrize(("prompt", "begins"), [("état 1", "état 1"), ("", "<|endoftext|>")])
 def test_write_samples_continues_the_prompt(tiny_data, tmp_path, prompt, begins):
-    with tiny_run(tiny_data, tmp_path, sample_prompt=prompt) as run, run.log:
-        trainer = build(run)
-        with trainer.batches, run.log.evaluation(0) as record:
-            record |= evaluation.write_samples(run, trainer)
+    with (
+        tiny_run(tiny_data, tmp_path, sample_prompt=prompt) as run,
+        build(run) as trainer,
+        trainer.run_log.evaluation(0) as record,
+    ):
+        record |= evaluation.write_samples(trainer)
     samples = (run.folder / "samples.txt").read_text(encoding="utf-8").splitlines()
     texts = [ast.literal_eval(line.split(" | sample: ")[1]) for line in samples]
     assert len(texts) == 4
@@ -371,7 +372,7 @@ def test_fit_max_minutes_times_evaluations_in_eval_mode(tiny_data, tmp_path):
         trainer = build(run)
         part = trainer.raw_model.transformer.ln_f
         part.register_forward_hook(lambda m, *_: modes.add((torch.is_grad_enabled(), m.training)))
-        evaluation.fit_max_minutes(run, trainer, train_step)
+        evaluation.fit_max_minutes(trainer, train_step)
         assert trainer.raw_model.training
     assert modes == {(True, True), (False, False)}
 
@@ -529,17 +530,17 @@ def test_train_step_whose_float16_gradient_overflows_changes_no_weight(tiny_data
         trainer = build(run)
         model = trainer.raw_model
         with trainer.batches:
-            train_step(run, trainer, 0)
+            train_step(trainer, 0)
             scale = trainer.scaler.get_scale()
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             model.transformer.ln_f.bias.register_hook(lambda grad: grad * math.inf)
-            numbers = train_step(run, trainer, 0)  # AdamW's overflows, none of Muon's does
+            numbers = train_step(trainer, 0)  # AdamW's overflows, none of Muon's does
             halved = trainer.scaler.get_scale()
             trainer.scaler.update(1.0)
             error = rf"at step 4 \(.*, gradient norm inf; .* read_step\.py {run.folder} --step 4\)$"
             with pytest.raises(FloatingPointError, match=error):
-                train_step(run, trainer, 3)
-    assert not math.isfinite(numbers.late.by_name["grad_norm"])
+                train_step(trainer, 3)
+    assert not math.isfinite(numbers.read()["grad_norm"])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     assert halved == scale / 2
@@ -569,21 +570,19 @@ def test_train_step_reads_no_number_from_the_device_but_its_result(one_step):
     assert counted.reads == 1
 
 
-class WatchedNumbers(LateNumbers):
-    """Numbers of a device: note when they are queued, and when the host reads them."""
+class WatchedNumbers(Numbers):
+    """Numbers of a step: note when they are queued, and when the host reads them."""
 
     events = ()
 
-    def __init__(self, names, values):
-        super().__init__(names, values)
-        self.step = sum(kind == "queue" for kind, _ in self.events) + 1
+    def average(self, ranks):
+        super().average(ranks)
         self.events.append(("queue", self.step))
 
-    @property
-    def by_name(self):
+    def read(self):
         if ("read", self.step) not in self.events:
             self.events.append(("read", self.step))
-        return dict(zip(self._names, self._values.tolist(), strict=True))
+        return super().read()
 
 
 @pytest.mark.gpt2
@@ -602,8 +601,8 @@ def test_main_on_a_gpu_reads_the_numbers_of_a_step_once_the_next_one_is_queued(
         return noted
 
     monkeypatch.setattr(WatchedNumbers, "events", events)
-    monkeypatch.setattr("parallel.LateNumbers", WatchedNumbers)
-    monkeypatch.setattr(Run, "reads_late", late)
+    monkeypatch.setattr(train_gpt2, "Numbers", WatchedNumbers)
+    monkeypatch.setattr(Trainer, "steps_unread", late)
     monkeypatch.setattr(evaluation, "validate", note("validate", evaluation.validate))
     monkeypatch.setattr(CheckpointWriter, "save", note("save", CheckpointWriter.save))
     main([*tiny_flags, "--run-name=a", "--max-steps=6", "--checkpoint-every=3", "--val-every=4"])
@@ -626,7 +625,7 @@ def test_main_on_a_gpu_reads_the_numbers_of_a_step_once_the_next_one_is_queued(
 def test_main_saves_nothing_that_follows_from_numbers_that_are_not_finite(
     tiny_flags, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(Run, "reads_late", 1)
+    monkeypatch.setattr(Trainer, "steps_unread", 1)
     steps, forward = [], GPT.forward
 
     def poisoned(self, idx, targets=None, cache=None):
@@ -693,27 +692,32 @@ def test_spelling_is_shared_before_the_embedding_is_updated(tiny_data, tmp_path)
 @pytest.mark.parametrize(
     "add",
     [
-        lambda numbers: numbers.update(train_loss=2.0),
-        lambda numbers: numbers.update({"train_loss": 2.0}),
-        lambda numbers: numbers.__ior__({"train_loss": 2.0}),
+        lambda numbers, two: numbers.add(2, train_loss=two),
+        lambda numbers, two: numbers.add(2, lr=two),
+        lambda numbers, two: numbers.set(train_loss=two),
+        lambda numbers, two: numbers.set(lr=2.0),
     ],
 )
-def test_numbers_that_are_added_together_replace_none(add):
-    numbers = Numbers(train_loss=1.0)
-    with pytest.raises(UserError, match="already logs a number named 'train_loss'"):
-        add(numbers)
+def test_numbers_refuse_a_name_that_is_used_twice(add):
+    numbers, two = Numbers(1, lr=0.1), torch.tensor(2.0)
+    for _ in range(2):  # micro-steps
+        numbers.add(2, train_loss=two)
+    with pytest.raises(UserError, match=r"already logs a number named '(train_loss|lr)'"):
+        add(numbers, two)
+    numbers.average(SINGLE_PROCESS)
+    assert numbers.read() == {"train_loss": 2.0, "lr": 0.1}
 
 
-def test_trainer_names_parameters_that_are_missing_in_the_optimizers_or_twice():
-    model, scaler = GPT(TINY), torch.amp.GradScaler("cpu")
+def test_check_optimizers_names_parameters_that_are_missing_or_twice():
+    model = GPT(TINY)
     first, *_, last = model.parameters()
     rest = [p for p in model.parameters() if p is not last]
     message = r"once: transformer\.wte\.weight \(2 times\), transformer\.ln_f\.bias \(0 times\)$"
     with pytest.raises(ValueError, match=message):
-        Trainer(model, model, [SGD(rest), SGD([first])], scaler, batches=None)
-    Trainer(model, model, [SGD(rest), SGD([last])], scaler, batches=None)
+        check_optimizers(model, [SGD(rest), SGD([first])])
+    check_optimizers(model, [SGD(rest), SGD([last])])
     last.requires_grad_(False)  # nothing trains it
-    Trainer(model, model, [SGD(rest)], scaler, batches=None)
+    check_optimizers(model, [SGD(rest)])
 
 
 @pytest.mark.gpt2
@@ -723,13 +727,13 @@ def test_train_step_refuses_a_parameter_that_no_gradient_reaches(tiny_data, tmp_
         head = trainer.raw_model.lm_head
         head.bias = torch.nn.Parameter(torch.zeros(head.out_features))  # no product uses it
         with trainer.batches:
-            train_step(run, trainer, 0)
-            assert [*trainer.unused] == ["lm_head.bias"]
+            train_step(trainer, 0)
+            assert [*trainer._unused] == ["lm_head.bias"]
             with pytest.raises(UserError, match=r"reaches lm_head\.bias in 20 steps:"):
-                train_step(run, trainer, 20)
+                train_step(trainer, 20)
             head.bias.requires_grad_(False)
-            train_step(run, trainer, 0)
-            train_step(run, trainer, 20)
+            train_step(trainer, 0)
+            train_step(trainer, 20)
 
 
 @pytest.mark.gpt2
@@ -759,11 +763,11 @@ def test_validate_weighs_tokens_not_batches_and_counts_the_bytes_of_targets(tiny
     with tiny_run(tiny_data, tmp_path, total_batch_size=64, micro_batch_size=4) as run:
         trainer = build(run)
         randomize_weights(trainer.raw_model)
-        metrics = evaluation.validate(run, trainer, text, "my")
+        metrics = evaluation.validate(trainer, text, "my")
         with pytest.raises(ValueError, match="the text of my_loss is shorter than --block-size"):
-            evaluation.validate(run, trainer, short, "my")
-        other = replace(run, model_config=replace(run.model_config, vocab_size=1000))
-        assert evaluation.validate(other, trainer).keys() == {"val_loss"}  # no ids of GPT-2
+            evaluation.validate(trainer, short, "my")
+        trainer.run = replace(run, model_config=replace(run.model_config, vocab_size=1000))
+        assert evaluation.validate(trainer).keys() == {"val_loss"}  # no ids of GPT-2
     tokens = torch.tensor(ids)
     with torch.no_grad():
         logits = trainer.raw_model(tokens[:-1].view(6, 16)).logits

@@ -15,7 +15,7 @@ from runtime.distributed import barrier, gather_text, is_lost_process, is_main, 
 from runtime.errors import LOST_PROCESS, DivergedError, RunStopped, UserError, is_out_of_memory
 from runtime.files import lock_folder
 from training.config import TrainConfig
-from training.stopping import EvaluationStopped, StopRequest
+from training.stopping import StopRequest, StopRequested
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def explain_failures(run_dir: Path, config: TrainConfig, stop: StopRequest) -> I
     """If the body fails, add the last checkpoint and the fix to the error message."""
     try:
         yield
-    except EvaluationStopped:  # no evaluation was running: a signal came before training began
+    except StopRequested:  # no evaluation was running: a signal came before training began
         stop.report("before training began: run the same command again")
     except DivergedError as error:
         barrier()  # every rank gets here, rank 0 once its last save is complete

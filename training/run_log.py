@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import torch
 
-from formats.checkpoint import Checkpoint
 from formats.metrics import LOG_METRICS, METRICS_NAME, STANDARD_METRICS
 from runtime.cli import format_count, format_duration, shell_line
 from runtime.device import peak_memory_gib, synchronize
@@ -41,15 +40,16 @@ class RunLog:
 
     run_dir: Path
     config: TrainConfig
-    resumed: Checkpoint | None
     device: Device
 
     def __post_init__(self) -> None:
-        # Steps and tokens before this start or resume.
-        self.start_step = self.resumed.state.step if self.resumed else 0
-        self.tokens_seen = self.resumed.state.tokens_seen if self.resumed else 0
+        self.start_at(0, 0)
         self._owners = dict.fromkeys(LOG_METRICS, "the log")
         self._file: FileIO | None = None
+
+    def start_at(self, step: int, tokens_seen: int) -> None:
+        """Set the updates and tokens before this start or resume."""
+        self.start_step, self.tokens_seen = step, tokens_seen
 
     def __enter__(self) -> Self:
         if is_main():

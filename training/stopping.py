@@ -17,7 +17,7 @@ from runtime.distributed import all_reduce_max, is_main, print0, world_size
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")]
 
 
-class EvaluationStopped(Exception):  # noqa: N818 - not an error
+class StopRequested(Exception):  # noqa: N818 - not an error
     """Ends an evaluation or a measurement on all processes, because one received a signal."""
 
 
@@ -45,11 +45,11 @@ class StopRequest:
         number = all_reduce_max(self.signal)
         return signal.Signals(number).name if number else None
 
-    def interrupt_evaluation(self) -> None:
-        """Raise EvaluationStopped if any process got a signal; all processes must call this."""
+    def raise_if_requested(self) -> None:
+        """Raise StopRequested if any process got a signal; all processes must call this."""
         self.is_agreed = self.interrupted_evaluation = all_reduce_max(self.signal) > 0
         if self.is_agreed:
-            raise EvaluationStopped
+            raise StopRequested
 
     def report(self, message: str) -> None:
         """Print that a signal stopped the run; every process must call this.
