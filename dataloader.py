@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from corpus.shards import TokenArray, TokenShards
-from ops import IGNORE_INDEX
+from model import IGNORE_INDEX
 from runtime.device import to_device
 from runtime.distributed import DistInfo, rank_batches
 from runtime.errors import UserError

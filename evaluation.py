@@ -16,11 +16,11 @@ import torch
 from corpus.shards import TokenShards
 from dataloader import validation_batches
 from hellaswag import evaluate_hellaswag
-from ops import IGNORE_INDEX
+from model import IGNORE_INDEX
 from runtime.device import synchronize
 from runtime.distributed import all_reduce_max, all_reduce_sum, print0
 from runtime.errors import UserError
-from runtime.precision import eval_mode
+from runtime.precision import autocast, eval_mode
 from sample import cache_agrees, generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
@@ -66,8 +66,13 @@ def evaluate(trainer: Trainer, step: int) -> None:
 
 
 def run_evaluation(measure: Evaluation, trainer: Trainer) -> dict[str, float]:
-    """Run an evaluation in eval mode; return its metrics."""
-    with eval_mode(trainer.raw_model):
+    """Run an evaluation in eval mode; return its metrics.
+
+    Only `validate` runs compiled, because its batches have the shape of training. Batches of other
+    shapes would compile anew for each one.
+    """
+    stance = "default" if measure is validate else "force_eager"
+    with eval_mode(trainer.raw_model), torch.compiler.set_stance(stance):
         metrics = measure(trainer)
     trainer.run.ranks.reshard(trainer.raw_model)  # the forward passes left parameters gathered
     return metrics
@@ -100,7 +105,7 @@ def validate(
     exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     totals = torch.zeros(3, dtype=exact, device=device)
     for inputs, targets in batches:
-        with run.autocast():
+        with autocast(device, run.dtype):
             _, loss = trainer.model(inputs, targets)
         is_counted = targets != IGNORE_INDEX
         totals[0] += torch.where(is_counted.any(), loss * is_counted.sum(), 0.0)

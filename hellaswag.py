@@ -35,8 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from formats.hub import explain_hub_errors, fetch_files
 from formats.load import load_model, newest_run
-from model import GPT
-from ops import IGNORE_INDEX
+from model import GPT, IGNORE_INDEX
 from runtime import distributed
 from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
 from runtime.device import DeviceName, to_device, tune_malloc

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from ops import gelu, lm_head_loss, lm_logits, residual_stream
+from ops import KVCache, mean_in_chunks
 
 GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M
@@ -21,6 +22,7 @@ GPT2_SIZES: dict[str, dict[str, int]] = {
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
+IGNORE_INDEX = -100  # a target with this value is not counted in the loss
 VOCAB_MULTIPLE = 128  # tensor cores are fast if the LM head's rows are a multiple of this
 
 
@@ -107,35 +109,6 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=0.02)
 
 
-class KVCache:
-    """Keys and values of the tokens seen so far, for generation.
-
-    It has room for `n_tokens` tokens in each of `batch_size` sequences. `dtype` is attention's
-    dtype: the autocast dtype, else float32.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        batch_size: int,
-        n_tokens: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        head_size = config.n_embd // config.n_head
-        shape = (config.n_layer, batch_size, config.n_head, n_tokens, head_size)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
-        self.values = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new (B, H, T, D) keys and values; return all keys and values so far."""
-        end = self.length + k.size(2)
-        self.keys[layer, :, :, self.length : end] = k
-        self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend to the past, in training, validation, HellaSwag and sampling.
 
@@ -178,6 +151,15 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Return GPT-2's tanh-approximated GELU (Hendrycks & Gimpel 2016, section 2)."""
+    if x.is_cuda and torch.compiler.is_compiling():
+        # The same function with one exponential, since 0.5 (1 + tanh u) is the sigmoid of 2u. On a
+        # GPU, tanh takes longer than reading and writing the tensor.
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return F.gelu(x, approximate="tanh")
+
+
 class MLP(nn.Module):
     """Position-wise feed-forward: four times the width, tanh-approximated GELU."""
 
@@ -218,26 +200,123 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-5)
 
 
+def residual_stream(x: Tensor) -> Tensor:
+    """Cast the residual stream to bfloat16 under bfloat16 autocast.
+
+    This halves the memory traffic of LayerNorms and residual additions. float16's range would be
+    too small.
+    """
+    kind = x.device.type
+    is_enabled = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast does not know `meta`
+    return x.bfloat16() if is_enabled and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
+
+
+class Embeddings(nn.Module):
+    """Token plus position embeddings; a module, so that it can be compiled alone."""
+
+    def __init__(self, transformer: Transformer) -> None:
+        super().__init__()
+        self.shared = (transformer,)  # a tuple: its parameters are not registered a second time
+
+    def forward(self, idx: Tensor, past: int) -> Tensor:
+        """Embed (B, T) ids and their positions from `past` on: (B, T, C)."""
+        (transformer,) = self.shared
+        positions = torch.arange(past, past + idx.size(1), device=idx.device)
+        return residual_stream(transformer.wte(idx) + transformer.wpe(positions))
+
+
+def lm_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits of training, validation, HellaSwag and sampling.
+
+    Args:
+        hidden: (..., C) the last layer's output.
+        weight: (padded_vocab_size, C) the LM head. Its padding makes the product fast.
+
+    Returns:
+        (..., padded_vocab_size), float32.
+    """
+    return F.linear(hidden, weight).float()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return the mean cross-entropy of (N, V) float32 logits and (N,) targets, in nats per token.
+
+    Columns from `vocab_size` on are padding and are left out.
+    """
+    if logits.is_cuda and torch.compiler.is_compiling():
+        # 50,257 columns would make a GPU load two bytes at a time; a CPU is faster with the slice.
+        is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
+        logits = logits.masked_fill(is_padding, -math.inf)
+    else:
+        logits = logits[:, :vocab_size]
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+
+
+def training_loss(logits: Tensor, targets: Tensor, config: GPTConfig) -> Tensor:
+    """Return the loss that training minimizes; validation always measures `cross_entropy`.
+
+    A loss of your own may ignore the padding: its ids are then trained like ids that never occur,
+    and they are never sampled. To leave them out, use `logits[:, :config.vocab_size]`.
+
+    Args:
+        logits: (N, padded_vocab_size) float32, of some of the tokens.
+        targets: (N,) int64 next tokens; `IGNORE_INDEX` is not counted.
+        config: may have coefficients of the loss.
+
+    Returns:
+        A mean over the counted tokens, a float32 scalar.
+    """
+    return cross_entropy(logits, targets, config.vocab_size)
+
+
+class Loss(nn.Module):
+    """Last LayerNorm, LM head and loss; a module, so that it can be compiled alone."""
+
+    def __init__(
+        self, transformer: Transformer, lm_head: Linear, config: GPTConfig, chunks: int
+    ) -> None:
+        super().__init__()
+        self.shared = transformer, lm_head  # see `Embeddings`
+        self.config = config
+        self.chunks = chunks
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of (B, T, C) outputs of the last layer; see `GPT.forward`."""
+        transformer, lm_head = self.shared
+        hidden, targets = (
+            transformer.ln_f(x).flatten(0, 1),
+            targets.flatten(),
+        )  # (B * T, C), (B * T)
+        if self.chunks == 1 and not torch.compiler.is_compiling():
+            return self.mean_loss(hidden, lm_head.weight, targets)
+        is_counted = targets != IGNORE_INDEX
+        tensors = hidden, lm_head.weight, targets, is_counted
+        return mean_in_chunks(self.mean_loss, *tensors, self.chunks)
+
+    def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of (N, C) hidden states and their (N,) targets."""
+        logits = lm_logits(hidden, weight)
+        if self.training:
+            return training_loss(logits, targets, self.config)
+        return cross_entropy(logits, targets, self.config.vocab_size)
+
+
 class GPT(nn.Module):
     """The language model. Each layer's constructor sets its initial values.
 
     Args:
         config: the dimensions.
-        loss_chunks: number of chunks in which the loss is computed, see `ops.lm_head_loss`.
+        loss_chunks: number of chunks in which the loss is computed, see `ops.mean_in_chunks`.
     """
 
     def __init__(self, config: GPTConfig, loss_chunks: int = 1) -> None:
         super().__init__()
         self.config = config
-        self.loss_chunks = loss_chunks
         self.transformer = Transformer(config)
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter
-
-    def embed(self, idx: Tensor, past: int) -> Tensor:
-        """Add the embeddings of (B, T) ids and their positions from `past` on: (B, T, C)."""
-        positions = torch.arange(past, past + idx.size(1), device=idx.device)
-        return residual_stream(self.transformer.wte(idx) + self.transformer.wpe(positions))
+        self.embed = Embeddings(self.transformer)
+        self.loss = Loss(self.transformer, self.lm_head, config, loss_chunks)
 
     def residual(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the last layer's output before it is normalized; see `hidden_states`."""
@@ -247,10 +326,6 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += idx.size(1)
         return x
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """Apply the last LayerNorm: (..., C) -> (..., C)."""
-        return self.transformer.ln_f(x)
 
     def hidden_states(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the last layer's normalized output, from which the LM head computes logits.
@@ -262,7 +337,7 @@ class GPT(nn.Module):
         Returns:
             (B, T, C), in the autocast dtype or float32.
         """
-        return self.normalize(self.residual(idx, cache))
+        return self.transformer.ln_f(self.residual(idx, cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states (..., C): (..., vocab_size), without the padding.
@@ -285,17 +360,10 @@ class GPT(nn.Module):
             cache: see `hidden_states`.
 
         Returns:
-            `(logits, None)` without targets. `(None, loss)` with targets: the full logits never
-            exist. The loss is float32, in nats per token: `ops.training_loss` in training mode,
-            `ops.cross_entropy` in eval mode.
+            `(logits, None)` without targets, else `(None, loss)`. The loss is float32, in nats per
+            token: `training_loss` in training mode, `cross_entropy` in eval mode.
         """
         x = self.residual(idx, cache)  # (B, T, C)
         if targets is None:
-            return ModelOutput(self.logits(self.normalize(x)), None)
+            return ModelOutput(self.logits(self.transformer.ln_f(x)), None)
         return ModelOutput(None, self.loss(x, targets))
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of (B, T, C) outputs of the last layer; see `forward`."""
-        hidden = self.normalize(x).flatten(0, 1)  # (B * T, C)
-        settings = self.config, self.loss_chunks, self.training
-        return lm_head_loss(hidden, self.lm_head.weight, targets.flatten(), *settings)

@@ -1,7 +1,6 @@
-"""Speed and memory optimizations: chunked loss, activation checkpointing, compiling by block.
+"""The same results in less time or memory: cached keys, a loss in chunks, recomputed activations.
 
-`model.py` states GPT-2 in plain terms. Each function here computes one of these terms with the same
-result in less time or memory. Shapes in comments use the letters of `model.py`.
+`model.py` states GPT-2 in plain terms; nothing here knows it. Shapes use the letters of `model.py`.
 """
 
 import math
@@ -12,98 +11,73 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 ModelConfig = Any  # a GPTConfig; model.py imports this module
-IGNORE_INDEX = -100  # a target with this value is not counted in the loss
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden, weight, targets) -> scalar
+
+# --- generation ------------------------------------------------------------------------------
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, for generation.
+
+    It has room for `n_tokens` tokens in each of `batch_size` sequences. `dtype` is attention's
+    dtype: the autocast dtype, else float32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        n_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        head_size = config.n_embd // config.n_head
+        shape = (config.n_layer, batch_size, config.n_head, n_tokens, head_size)
+        self.keys = torch.empty(shape, device=device, dtype=dtype)
+        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new (B, H, T, D) keys and values; return all keys and values so far."""
+        end = self.length + k.size(2)
+        self.keys[layer, :, :, self.length : end] = k
+        self.values[layer, :, :, self.length : end] = v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
 
 # --- loss -------------------------------------------------------------------------------------
 
 
-def training_loss(logits: Tensor, targets: Tensor, config: ModelConfig) -> Tensor:
-    """Return the loss that training minimizes; validation always measures `cross_entropy`.
-
-    A loss of your own may ignore the padding: its ids are then trained like ids that never occur,
-    and they are never sampled. To leave them out, use `logits[:, :config.vocab_size]`.
-
-    Args:
-        logits: (N, padded_vocab_size) float32, of some of the tokens: see `lm_head_loss`.
-        targets: (N,) int64 next tokens; `IGNORE_INDEX` is not counted.
-        config: the model's `GPTConfig`, which may have coefficients of the loss.
-
-    Returns:
-        A mean over the counted tokens, a float32 scalar.
-    """
-    return cross_entropy(logits, targets, config.vocab_size)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the mean cross-entropy of (N, V) float32 logits and (N,) targets, in nats per token.
-
-    Columns from `vocab_size` on are padding and are left out.
-    """
-    if logits.is_cuda and torch.compiler.is_compiling():
-        # 50,257 columns would make a GPU load two bytes at a time; a CPU is faster with the slice.
-        is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
-        logits = logits.masked_fill(is_padding, -math.inf)
-    else:
-        logits = logits[:, :vocab_size]
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
-
-
-def lm_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits of training, validation, HellaSwag and sampling.
-
-    Args:
-        hidden: (..., C) the last layer's output.
-        weight: (padded_vocab_size, C) the LM head. Its padding makes the product fast.
-
-    Returns:
-        (..., padded_vocab_size), float32.
-    """
-    return F.linear(hidden, weight).float()
-
-
-def lm_head_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, config: ModelConfig, chunks: int, train: bool
+def mean_in_chunks(
+    mean_loss: LossFunction,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    is_counted: Tensor,
+    n_chunks: int,
 ) -> Tensor:
-    """Return the mean loss of the LM head's logits.
+    """Return `mean_loss(hidden, weight, targets)`, computed in chunks of the N tokens.
 
-    With several chunks, only one chunk's logits exist at a time: less memory, the same gradients.
+    Only one chunk's logits exist at a time: less memory, the same gradients.
 
     Args:
+        mean_loss: a mean over the counted tokens, a float32 scalar.
         hidden: (N, C) the last layer's output.
         weight: (padded_vocab_size, C) the LM head.
-        targets: (N,) int64 next tokens; `IGNORE_INDEX` is not counted.
-        config: the model's `GPTConfig`.
-        chunks: number of chunks of the N tokens.
-        train: whether the loss is `training_loss` or, for validation, `cross_entropy`.
-
-    Returns:
-        The loss, a float32 scalar.
+        targets: (N,) int64 next tokens.
+        is_counted: (N,) bool, whether `mean_loss` counts a target.
+        n_chunks: number of chunks.
     """
-
-    def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = lm_logits(hidden, weight)
-        if train:
-            return training_loss(logits, targets, config)
-        return cross_entropy(logits, targets, config.vocab_size)
-
-    if chunks == 1 and not torch.compiler.is_compiling():  # plain autograd
-        return mean_loss(hidden, weight, targets)
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):  # cast once, not for each chunk
-        dtype = torch.get_autocast_dtype(device_type)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):  # cast once, not for each chunk
+        dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-
-    def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        # The mean's gradient would underflow in float16.
-        return mean_loss(hidden, weight, targets) * len(targets)
-
     needs_grad = torch.is_grad_enabled()
     return ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, chunks, summed_loss, needs_grad
+        hidden, weight, targets, is_counted, n_chunks, mean_loss, needs_grad
     )
 
 
@@ -119,16 +93,23 @@ class ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        chunks: int,
-        summed_loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+        is_counted: Tensor,
+        n_chunks: int,
+        mean_loss: LossFunction,
         needs_grad: bool,
     ) -> Tensor:
-        """Return the loss, see `lm_head_loss`; `hidden` and `weight` have the matmuls' dtype."""
-        n_counted = (targets != IGNORE_INDEX).sum()
+        """Return the loss, see `mean_in_chunks`; `hidden` and `weight` have the matmuls' dtype."""
+
+        def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+            # The mean's gradient would underflow in float16.
+            return mean_loss(hidden, weight, targets) * len(targets)
+
+        n_counted = is_counted.sum()
         total = torch.zeros((), device=hidden.device)
         d_hidden, d_weight = [], torch.zeros_like(weight, dtype=torch.float32)
-        for h, target in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
-            fraction = (target != IGNORE_INDEX).sum() / len(target)  # that is counted
+        chunks = (tensor.chunk(n_chunks) for tensor in (hidden, targets, is_counted))
+        for h, target, counted in zip(*chunks, strict=True):
+            fraction = counted.sum() / len(target)
             if not needs_grad:
                 total += weigh(summed_loss(h, weight, target), fraction)
                 continue
@@ -148,7 +129,7 @@ class ChunkedLoss(torch.autograd.Function):
         """Scale the gradients by the count; in the forward pass, float16 would underflow."""
         d_hidden, d_weight, n_counted = ctx.saved_tensors
         scale, dtype = d_loss / n_counted, d_hidden.dtype
-        return (d_hidden * scale).to(dtype), (d_weight * scale).to(dtype), None, None, None, None
+        return (d_hidden * scale).to(dtype), (d_weight * scale).to(dtype), *5 * (None,)
 
 
 def weigh(value: Tensor, fraction: Tensor) -> Tensor:
@@ -184,58 +165,3 @@ def _checkpointed(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     if torch.is_grad_enabled():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return forward(*args, **kwargs)
-
-
-# --- compiling --------------------------------------------------------------------------------
-
-
-class CompiledBlocks(nn.Module):
-    """A GPT that runs compiled, block by block, when it is called through this module.
-
-    Its embeddings are another compiled part, and so is the loss with the last LayerNorm. Called
-    directly, the same GPT runs eagerly, on inputs of any shape.
-    """
-
-    def __init__(self, model: Any) -> None:  # noqa: ANN401 - a GPT
-        super().__init__()
-        self.model = model
-        compiled: Any = partial(torch.compile, dynamic=False)
-        # A tuple keeps the blocks from being registered as submodules a second time.
-        self.blocks = (nn.ModuleList(map(compiled, model.transformer.h)),)
-        self.ends = {"embed": compiled(model.embed), "loss": compiled(model.loss)}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a GPT's
-        """Call the GPT with its parts replaced by the compiled ones."""
-        model: Any = self.model
-        eager = model.transformer.h
-        (model.transformer.h,) = self.blocks
-        vars(model).update(self.ends)
-        try:
-            return model(*args, **kwargs)
-        finally:
-            model.transformer.h = eager
-            for name in self.ends:
-                delattr(model, name)
-
-
-# --- residual stream and activation ------------------------------------------------------------
-
-
-def residual_stream(x: Tensor) -> Tensor:
-    """Cast the residual stream to bfloat16 under bfloat16 autocast.
-
-    This halves the memory traffic of LayerNorms and residual additions. float16's range would be
-    too small.
-    """
-    kind = x.device.type
-    is_enabled = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast does not know `meta`
-    return x.bfloat16() if is_enabled and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
-
-
-def gelu(x: Tensor) -> Tensor:
-    """Return GPT-2's tanh-approximated GELU (Hendrycks & Gimpel 2016, section 2)."""
-    if x.is_cuda and torch.compiler.is_compiling():
-        # The same function with one exponential, since 0.5 (1 + tanh u) is the sigmoid of 2u. On a
-        # GPU, tanh takes longer than reading and writing the tensor.
-        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    return F.gelu(x, approximate="tanh")

@@ -129,8 +129,8 @@ class FSDP(Ranks):
 
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offload = fsdp.CPUOffloadPolicy() if self.cpu_offload else fsdp.OffloadPolicy()
-        # A block's inputs are not cast: `ops.residual_stream` chooses their dtype. On a CPU, blocks
-        # are gathered in float32: LayerNorm does not accept other gains under CPU autocast.
+        # A block's inputs are not cast: `model.residual_stream` chooses their dtype. On a CPU,
+        # blocks are gathered in float32: LayerNorm accepts no other gains under CPU autocast.
         mixed_precision = fsdp.MixedPrecisionPolicy(
             param_dtype=self.dtype if self.device.type == "cuda" else torch.float32,
             reduce_dtype=torch.float32,

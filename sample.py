@@ -28,7 +28,8 @@ from corpus.shards import Manifest
 from corpus.sources import describe_file
 from formats.load import load_with_state, newest_run
 from hellaswag import score_tokens
-from model import GPT, KVCache
+from model import GPT
+from ops import KVCache
 from runtime.cli import PathOrName, bad_numbers, parse_flags, print_error, run_command
 from runtime.device import DeviceName, select_device, tune_malloc
 from runtime.distributed import is_main

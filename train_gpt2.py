@@ -24,11 +24,12 @@ from evaluation import evaluate, fit_max_minutes
 from formats.checkpoint import copy_weights
 from formats.load import load_model
 from lr_schedule import settings_at
-from model import GPT, Block, Linear
-from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
+from model import GPT, IGNORE_INDEX, Block, Linear
+from ops import checkpoint_activations
 from optimizers import Muon
 from runtime.cli import run_command
 from runtime.distributed import raise_on_all_ranks
+from runtime.precision import autocast
 from spelling import share_by_spelling
 from training.run import Run, start_run
 from training.trainer import Numbers, Trainer
@@ -99,7 +100,14 @@ def compile_model(model: GPT, run: Run) -> nn.Module:
     is_one_gpu = run.ranks.device.type == "cuda" and run.ranks.world_size == 1
     if is_one_gpu and run.config.parallel == "ddp" and run.model_config.n_layer <= 12:
         return cast(nn.Module, torch.compile(model, dynamic=False))
-    return CompiledBlocks(model)
+    return compile_by_block(model)
+
+
+def compile_by_block(model: GPT) -> GPT:
+    """Compile embeddings, blocks and loss in place, one by one."""
+    for part in (model.embed, *model.transformer.h, model.loss):
+        part.compile(dynamic=False)
+    return model
 
 
 def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
@@ -196,7 +204,7 @@ def train_step(trainer: Trainer, step: int) -> Numbers:
         # Backward passes add up gradients, so each loss is divided by the number of micro-steps.
         # Only the last one averages the gradients over the ranks: once per step is enough.
         with run.ranks.accumulate(trainer.model, is_last=micro_step == micro_steps - 1):
-            with run.autocast():
+            with autocast(run.ranks.device, run.dtype):
                 loss = trainer.model(inputs, targets).loss
             scaler.scale(loss / micro_steps).backward()
         numbers.add(micro_steps, train_loss=loss, masked=(targets == IGNORE_INDEX).any())

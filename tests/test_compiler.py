@@ -17,7 +17,6 @@ from torch._inductor.runtime.triton_compat import OutOfResources
 
 import model as model_module
 from model import GPT, Block, GPTConfig
-from ops import CompiledBlocks
 from runtime import compiler
 from runtime.compiler import (
     compile_error,
@@ -25,6 +24,7 @@ from runtime.compiler import (
     remove_incomplete_libraries,
     show_compiling,
 )
+from train_gpt2 import compile_by_block
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_blocks_that_all_differ_are_all_compiled_for_training_and_validation(mon
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     model = GPT(GPTConfig(block_size=16, n_layer=5, n_head=2, n_embd=32))  # 8 is torch's limit
-    trained, idx = CompiledBlocks(model), torch.zeros(1, 16, dtype=torch.int64)
+    trained, idx = compile_by_block(model), torch.zeros(1, 16, dtype=torch.int64)
     counters["stats"].clear()
     trained(idx, idx)
     with torch.no_grad():

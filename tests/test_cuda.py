@@ -12,12 +12,13 @@ from corpus.shards import open_shards
 from dataloader import validation_batches
 from formats.huggingface import save_pretrained
 from hellaswag import evaluate_hellaswag, load_examples, score_rows
-from model import GPT, GPTConfig
-from ops import IGNORE_INDEX, CompiledBlocks, checkpoint_activations
+from model import GPT, IGNORE_INDEX, GPTConfig
+from ops import checkpoint_activations
 from runtime.distributed import DistInfo
 from runtime.errors import is_out_of_memory
 from runtime.precision import autocast
 from sample import generate_tokens
+from train_gpt2 import compile_by_block
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 needs_gpu = pytest.mark.skipif(not GPUS, reason="this machine has no CUDA GPU")
@@ -27,7 +28,7 @@ CONFIG = GPTConfig(block_size=128, n_layer=2, n_head=2, n_embd=64)
 COMPILERS = {
     "eager": lambda model: model,
     "one graph": partial(torch.compile, dynamic=False, fullgraph=True),
-    "blocks": CompiledBlocks,
+    "blocks": compile_by_block,
 }
 
 
@@ -52,7 +53,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(both, compile_as, chunks, check
     targets = idx.roll(-1, 1).masked_fill(torch.rand(idx.shape) < 0.1, IGNORE_INDEX)
     results = []
     for model, device in zip(both, (CPU, CUDA), strict=True):
-        model.loss_chunks = chunks
+        model.loss.chunks = chunks
         checkpoint_activations(model.transformer.h, checkpointing)
         trained = compile_as(model) if device == CUDA else model
         loss = trained(idx.to(device), targets.to(device)).loss

@@ -18,7 +18,7 @@ from dataloader import (
     validation_batches,
     validation_fingerprint,
 )
-from ops import IGNORE_INDEX
+from model import IGNORE_INDEX
 from runtime.distributed import DistInfo
 
 CPU = torch.device("cpu")

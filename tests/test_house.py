@@ -25,7 +25,6 @@ FLOORS = (
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-MAX_TRAINING_IMPORTS = 9
 WINGS = ("runtime", "formats", "corpus", "training", "bench")
 PATHS = [path for part in (".", *WINGS) for path in sorted((ROOT / part).glob("[!.]*.py"))]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
@@ -97,9 +96,8 @@ def test_module_imports_go_down_and_it_says_what_it_is_for(module):
     assert ast.get_docstring(tree)
 
 
-def test_train_gpt2_imports_few_modules_and_runtime_not_the_model():
-    """Who changes the training script opens few files; `runtime` serves any model."""
-    assert len({*imported_modules(parse("train_gpt2"))}) <= MAX_TRAINING_IMPORTS
+def test_runtime_does_not_import_the_model():
+    """It serves any model."""
     for module in MODULES:
         if module.startswith("runtime."):
             assert "model" not in imported_modules(parse(module)), module

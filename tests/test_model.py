@@ -6,8 +6,8 @@ from conftest import randomize_weights
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import GPT, GPT2_SIZES, GPTConfig, KVCache
-from ops import IGNORE_INDEX
+from model import GPT, GPT2_SIZES, IGNORE_INDEX, GPTConfig
+from ops import KVCache
 
 pytestmark = pytest.mark.gpt2
 

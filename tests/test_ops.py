@@ -1,11 +1,14 @@
+from copy import deepcopy
+
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 from conftest import needs_compiler
 from torch._dynamo.utils import counters
 
-from model import GPT, GPTConfig
-from ops import CompiledBlocks, checkpoint_activations, lm_head_loss
+from model import GPT, GPTConfig, Loss
+from ops import checkpoint_activations, mean_in_chunks
+from train_gpt2 import compile_by_block
 
 
 @pytest.fixture(autouse=True)
@@ -15,25 +18,25 @@ def _seed():
 
 @pytest.mark.slow
 @needs_compiler
-def test_compiled_blocks_leave_the_model_itself_eager():
+def test_compile_by_block_makes_a_graph_for_all_blocks_and_none_for_other_shapes():
     model = GPT(GPTConfig(block_size=16, n_layer=3, n_head=2, n_embd=32), loss_chunks=2)
     idx, targets = torch.randint(50257, (2, 2, 16))
-    names, blocks = [*model.state_dict()], [*model.transformer.h]
+    names = [*model.state_dict()]
     expected = torch.autograd.grad(model(idx, targets).loss, [*model.parameters()])
-    trained, graphs = CompiledBlocks(model), counters["stats"]
+    graphs = counters["stats"]
+    compile_by_block(model)
     graphs.clear()
-    found = torch.autograd.grad(trained(idx, targets=targets).loss, [*model.parameters()])
+    found = torch.autograd.grad(model(idx, targets=targets).loss, [*model.parameters()])
     assert graphs["unique_graphs"] == 3  # one of the three blocks, one of each end
     for gradient, other in zip(found, expected, strict=True):
         assert (gradient - other).abs().max() <= 1e-5
-    with torch.no_grad():  # an evaluation's shapes compile nothing
-        for length in range(1, 16):
-            model(idx[:, :length])
-    trained(idx, targets=targets)
-    assert graphs["unique_graphs"] == 3
+    other = deepcopy(model)
+    with torch.no_grad():
+        other.transformer.wpe.weight.add_(1.0)
+        with torch.compiler.set_stance("force_eager"):  # as in evaluations
+            logits = [other(idx[:, :length]).logits for length in range(1, 11)]
+        assert not torch.allclose(logits[0], model(idx[:, :1]).logits)  # it has its own weights
     assert [*model.state_dict()] == names
-    assert [*model.transformer.h] == blocks
-    assert len({*trained.parameters()}) == len({*model.parameters()})
 
 
 class GraphIsMade(Exception):  # noqa: N818 - it ends the compilation, whose code nobody runs
@@ -52,9 +55,10 @@ def test_compiled_loss_chunks_wait_for_the_gradient_of_the_one_before():
 
     options = {"post_grad_custom_post_pass": keep, "force_disable_caches": True}
     with torch.autocast("cpu", torch.bfloat16), inductor_config.patch(options):
-        loss = torch.compile(lm_head_loss, dynamic=False)
+        loss, targets = torch.compile(mean_in_chunks, dynamic=False), torch.randint(V, (N,))
+        mean_loss = Loss(None, None, GPTConfig(vocab_size=V - 1), chunks).mean_loss
         with pytest.raises(RuntimeError, match="GraphIsMade"):
-            loss(hidden, weight, torch.randint(V, (N,)), GPTConfig(vocab_size=V - 1), chunks, False)
+            loss(mean_loss, hidden, weight, targets, targets >= 0, chunks)
 
     def is_before(node, later):
         return node in later.all_input_nodes or any(

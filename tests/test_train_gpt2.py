@@ -38,8 +38,7 @@ from dataloader import Batch
 from formats.checkpoint import CheckpointWriter, verify_checkpoint
 from formats.load import latest_checkpoint, load_model
 from formats.metrics import STANDARD_METRICS, logged_values, read_metrics
-from model import GPT, GPTConfig
-from ops import IGNORE_INDEX
+from model import GPT, IGNORE_INDEX, GPTConfig
 from parallel import SINGLE_PROCESS
 from runtime.errors import UserError
 from runtime.precision import make_deterministic

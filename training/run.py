@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from runtime import distributed
 from runtime.compiler import prepare_compiler
 from runtime.device import tune_malloc
 from runtime.distributed import DistInfo, print0
-from runtime.precision import autocast, make_deterministic
+from runtime.precision import make_deterministic
 from training.checks import check_ranks_agree, run_preflight
 from training.config import TrainConfig
 from training.folder import explain_failures, lock_run_folder
@@ -62,10 +62,6 @@ class Run:
     def micro_steps(self, step: int) -> int:
         """Return the number of micro-batches of each rank in the update after `step` updates."""
         return windows_at(self.config, step) // (self.micro_batch_size * self.ranks.world_size)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Run matmuls of float32 parameters in the run's dtype."""
-        return autocast(self.ranks.device, self.dtype)
 
 
 @contextmanager

@@ -230,6 +230,8 @@ class Trainer:
         later, so the first step only prints a warning.
         """
         steps_done = step - self.start_step
+        if steps_done and not self._unused:
+            return
         if steps_done == 0:
             distributed.check_same_on_all_ranks(
                 "the numbers of train_step", [str([*numbers.values])]
