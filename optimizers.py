@@ -71,8 +71,11 @@ class Muon(torch.optim.Optimizer):
                     rows[parameter] = [*group["rows"]] or [len(parameter)]  # one matrix
         for (_, _, momentum), parameters in by_settings.items():
             updates |= zip(parameters, self._next_updates(parameters, momentum), strict=True)
-        with self.ranks.gathered(updates, self.dtype) as full:
-            self._orthogonalize([m for p in full for m in torch.split(full[p], rows[p])])
+        full = self.ranks.gather_all([*updates.values()], self.dtype)
+        split = map(torch.split, full, (rows[parameter] for parameter in updates))
+        self._orthogonalize([matrix for matrices in split for matrix in matrices])
+        for parameter, update in zip(updates, full, strict=True):
+            updates[parameter] = self.ranks.shard(update, parameter)
         for (lr, weight_decay, _), parameters in by_settings.items():
             torch._foreach_mul_(parameters, 1 - lr * weight_decay)
             torch._foreach_add_(parameters, [updates[p] for p in parameters], alpha=-lr)

@@ -1,25 +1,23 @@
 """Training as a single process, with DDP or with FSDP2, behind the same methods.
 
 `Ranks` is a single process, and its methods do almost nothing. `DDP` and `FSDP` override those in
-which several processes exchange data. To follow a run on one GPU, you do not need this file.
+which several processes exchange data.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from runtime.distributed import DistInfo, all_reduce_sum
 
 Model = TypeVar("Model", bound=nn.Module)
-TensorDict = dict[Tensor, Tensor]  # by parameter
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,9 @@ class Ranks(DistInfo):
         """Return this rank's shard of a tensor that every rank has, placed like `like`."""
         return full
 
-    @contextmanager
-    def gathered(self, shards: TensorDict, dtype: torch.dtype) -> Iterator[TensorDict]:
-        """Yield full tensors on the device; what the body writes to them goes back to `shards`.
-
-        Tensors that are exchanged are cast to `dtype` for it.
-        """
-        yield shards
+    def gather_all(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """Return the full tensors on the device; those that are exchanged are cast to `dtype`."""
+        return tensors
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return the part of a tensor that this rank holds."""
@@ -119,7 +113,7 @@ class FSDP(Ranks):
     dtype: torch.dtype = torch.float32
 
     def build(self, new_model: Callable[[], Model], unit: type[nn.Module]) -> Model:
-        """Build a model and shard each block as soon as it exists: no rank ever holds all blocks.
+        """Build a model, then shard each block and the rest.
 
         Parameters keep the values from their constructors, which must be the same on every rank.
         """
@@ -137,7 +131,9 @@ class FSDP(Ranks):
             cast_forward_inputs=False,
         )
 
-        def shard_unit(_parent: nn.Module, _name: str, module: nn.Module) -> None:
+        with self.device:
+            model = new_model()
+        for module in [*model.modules()]:
             if isinstance(module, unit):
                 fsdp.fully_shard(
                     module,
@@ -146,9 +142,6 @@ class FSDP(Ranks):
                     mp_policy=mixed_precision,
                     offload_policy=offload,
                 )
-
-        with register_module_module_registration_hook(shard_unit), self.device:
-            model = new_model()
         # The root holds the tied embedding and LM head. Like an unsharded model, it is gathered in
         # float32, because HellaSwag and sampling need its logits in full precision.
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
@@ -176,18 +169,17 @@ class FSDP(Ranks):
         mesh, placements = cast(Any, like).device_mesh, cast(Any, like).placements
         return distribute_tensor(full, mesh, placements, src_data_rank=None).to(like.device)
 
-    @contextmanager
-    def gathered(self, shards: TensorDict, dtype: torch.dtype) -> Iterator[TensorDict]:
-        """Gather all shards of a shape together, and replace them by new ones after the body."""
-        by_shape = defaultdict(list)
-        for key, shard in shards.items():
-            by_shape[shard.shape].append(key)
-        stacks = [torch.stack([shards[key] for key in keys]) for keys in by_shape.values()]
-        gathered = [self.gather(each.to(self.device, dtype)).to(each.dtype) for each in stacks]
-        every_key = [key for keys in by_shape.values() for key in keys]
-        yield dict(zip(every_key, [t for full in gathered for t in full], strict=True))
-        for keys, full, stack in zip(by_shape.values(), gathered, stacks, strict=True):
-            shards |= zip(keys, self.shard(full, stack).unbind(), strict=True)
+    def gather_all(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+        """Gather all tensors of a shape together."""
+        by_shape = defaultdict[torch.Size, list[int]](list)
+        for index, tensor in enumerate(tensors):
+            by_shape[tensor.shape].append(index)
+        full = dict[int, Tensor]()
+        for indices in by_shape.values():
+            stack = torch.stack([tensors[index] for index in indices])
+            gathered = self.gather(stack.to(self.device, dtype)).to(stack.dtype)
+            full |= zip(indices, gathered, strict=True)
+        return [full[index] for index in range(len(tensors))]
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return the rank's shard as a plain tensor."""

@@ -16,11 +16,9 @@ from time import perf_counter
 
 import runtime.threads  # noqa: F401 - must be imported before torch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim import AdamW
 
 from corpus.shards import open_shards
 from formats.huggingface import save_pretrained
@@ -28,6 +26,7 @@ from model import GPT, ModelOutput
 from runtime.cli import run_command
 from runtime.device import peak_memory_gib, select_device
 from runtime.precision import autocast, select_dtype
+from train_plain import build_optimizer, read_batches
 from training.config import TrainConfig
 from training.resume import parse_config
 
@@ -60,11 +59,15 @@ def train(enabled: Collection[str], config: TrainConfig, device: torch.device) -
     dtype = select_dtype("auto" if "bfloat16" in enabled else "float32", device)
     torch.set_float32_matmul_precision("high" if "TF32" in enabled else "highest")
     model = plain_model(enabled, config, device)
-    optimizer = build_optimizer(model, config, fused="fused AdamW" in enabled)
+    is_fused = "fused AdamW" in enabled or None  # None: torch chooses the implementation
+    optimizer = build_optimizer(model, config.max_lr, config.weight_decay, is_fused)
+    batch_size = config.total_batch_size // config.block_size
+    shards = open_shards(config.data_dir, "train")
+    batches = read_batches(shards, config.block_size, batch_size, device)
     compiled = torch.compile(model, dynamic=False) if "compile" in enabled else model
     flash = nullcontext() if "flash attention" in enabled else sdpa_kernel(SDPBackend.MATH)
     with flash:
-        for inputs, targets in itertools.islice(read_batches(config, device), config.max_steps):
+        for inputs, targets in itertools.islice(batches, config.max_steps):
             with autocast(device, dtype):
                 loss = compiled(inputs, targets).loss
             loss.backward()
@@ -72,17 +75,6 @@ def train(enabled: Collection[str], config: TrainConfig, device: torch.device) -
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             yield loss.item()  # waits for the device
-
-
-def read_batches(config: TrainConfig, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets, (B, T) int64 each, from the training tokens in order."""
-    shape, count = (-1, config.block_size), config.total_batch_size
-    shards = open_shards(config.data_dir, "train")
-    used = (shards.total_tokens - 1) // count * count
-    for start in itertools.count(0, count):
-        tokens = shards.read(start % used, count + 1).astype(np.int64)
-        on_device = torch.from_numpy(tokens).to(device)
-        yield on_device[:-1].view(shape), on_device[1:].view(shape)
 
 
 def plain_model(enabled: Collection[str], config: TrainConfig, device: torch.device) -> nn.Module:
@@ -115,16 +107,6 @@ class HuggingFaceGPT2(nn.Module):
         """Return Hugging Face's loss; with `shift_labels`, targets are already one token ahead."""
         loss = self.model(input_ids=idx, labels=targets, shift_labels=targets).loss
         return ModelOutput(None, loss)
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool) -> AdamW:
-    """Build AdamW with GPT-3's betas; unless `fused`, torch chooses the implementation."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=config.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=fused or None)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+"""The first chapter trains as train_gpt2.py does."""
+
+import re
+
+import pytest
+from conftest import series
+
+import train_gpt2
+import train_plain
+
+
+@pytest.mark.gpt2
+def test_losses_are_those_of_train_gpt2_without_what_it_adds(
+    tiny_data, tmp_path, capsys, monkeypatch
+):
+    """The windows of 80 steps are more than one epoch."""
+    monkeypatch.setattr(train_plain, "STEPS", 80)
+    shared = [f"--data-dir={tiny_data}", "--n-layer=2", "--n-head=2", "--n-embd=32"]
+    shared += ["--block-size=32"]
+    train_plain.main(shared)
+    losses = [float(loss) for loss in re.findall(r"\| loss (\S+)", capsys.readouterr().out)]
+    rate = train_plain.LEARNING_RATE
+    train_gpt2.main(
+        [
+            *shared,
+            *("--no-shuffle", "--warmup-steps=0", f"--max-lr={rate}", f"--min-lr={rate}"),
+            *("--max-steps=80", f"--total-batch-size={32 * train_plain.BATCH_SIZE}"),
+            *("--micro-batch-size=4", "--beta2=0.95", "--device=cpu", "--dtype=float32"),
+            *("--no-compile", "--val-every=0", "--hellaswag-every=0", "--sample-every=0"),
+            *(f"--out-dir={tmp_path}", "--run-name=a"),
+        ]
+    )
+    expected = [*series(tmp_path / "a", "train_loss").values()]
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses[-1] < losses[0] - 2
