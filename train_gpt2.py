@@ -149,12 +149,12 @@ def build_optimizers(model: GPT, run: Run) -> list[Optimizer]:
         {"params": vectors, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.adam_beta2)
-    optimizers.append(AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=True))
+    adamw = AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=True)
     if config.spelling_share:
         wte = model.get_parameter("transformer.wte.weight")
         share = share_by_spelling(wte, config.spelling_share, run.ranks)
-        optimizers[-1].register_step_pre_hook(share)
-    return optimizers
+        adamw.register_step_pre_hook(share)  # changes the gradient of `wte`
+    return [*optimizers, adamw]
 
 
 # --- training ---------------------------------------------------------------------------------
