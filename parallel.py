@@ -5,7 +5,7 @@ which several processes exchange data.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -66,9 +66,18 @@ class Ranks(DistInfo):
         """Return the full tensors on the device; those that are exchanged are cast to `dtype`."""
         return tensors
 
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor that this rank holds."""
-        return tensor
+    def copy_to_host(self, tensors: Mapping[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
+        """Gather tensors one at a time; return copies on the CPU if `is_kept`, else none."""
+        copies = dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            full = self.gather(tensor)
+            if is_kept:  # not in pinned memory: torch would round each size up to a power of two
+                copies[name] = full.contiguous().to("cpu", copy=True)
+        return copies
+
+    def local_parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the parts of tensors that this rank holds."""
+        return tensors
 
     def reshard(self, model: nn.Module) -> None:
         """Free the parameters that a forward pass without a backward pass leaves gathered."""
@@ -181,9 +190,9 @@ class FSDP(Ranks):
             full |= zip(indices, gathered, strict=True)
         return [full[index] for index in range(len(tensors))]
 
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return the rank's shard as a plain tensor."""
-        return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+    def local_parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the rank's shards as plain tensors."""
+        return {n: x.to_local() if hasattr(x, "to_local") else x for n, x in tensors.items()}
 
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, block by block."""

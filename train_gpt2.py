@@ -239,9 +239,10 @@ def save(trainer: Trainer, step: int) -> None:
     """
     trainer.read_numbers()
     with trainer.run_log.paused():
-        trainer.check_finite(step)
-        # The state has all that is not a tensor: step, position, settings, random generators, …
-        trainer.writer.save(trainer.run_state(step), trainer)
+        contents = trainer.contents()  # tensors and numbers of model and optimizers, by name
+        trainer.check_finite(step, contents)
+        # The state has all the rest: step, position, settings, random generators, …
+        trainer.writer.save(trainer.state_after(step, contents), contents)
 
 
 if __name__ == "__main__":

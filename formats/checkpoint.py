@@ -21,8 +21,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import quote, unquote
 
 import torch
@@ -32,8 +33,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from formats.code_hashes import CORE_FILES, code_hashes
-from formats.huggingface import check_tensors, is_finite, read_tensors
 from formats.metrics import validations
+from formats.tensors import check_tensors, find_nonfinite, read_tensors
 from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS, Ranks
 from runtime.cli import print_error, shell_line
@@ -51,7 +52,7 @@ OWN = "trainer."  # prefix of the tensors of `Trainer.state`
 
 
 @dataclass(frozen=True)
-class RunState:
+class TrainerState:
     """Content of `trainer_state.json`: a run's state except its tensors."""
 
     step: int
@@ -71,7 +72,7 @@ class RunState:
     optimizers: list[str]
     """Class names of the optimizers."""
     optimizer_values: dict[str, Any]
-    """Optimizer state other than tensors, as JSON values: see `optimizer_state`."""
+    """Optimizer state other than tensors, as JSON values: see `Contents`."""
     position: int = 0
     """Windows of the data order that the updates have consumed."""
     optimizer_groups: list[dict[str, float]] = field(default_factory=list)
@@ -82,22 +83,22 @@ class RunState:
     """Hashes of the code that trained: see `code_hashes`. Older checkpoints have none by file."""
 
 
-class TrainerState(Protocol):
-    """Attributes of `training.run.Trainer` that are saved or restored."""
+class Contents(NamedTuple):
+    """All that training changes and a checkpoint holds, by name: see `collect`."""
 
-    raw_model: GPT
-    """Neither compiled nor wrapped. It may be sharded."""
-    optimizers: Sequence[Optimizer]
-    scaler: torch.amp.GradScaler
-    state: dict[str, Tensor | float]
-    """The user's own numbers and tensors."""
+    model: dict[str, Tensor]
+    """Parameters and persistent buffers; tied ones appear once."""
+    optimizer: dict[str, Any]
+    """The optimizers' state by key and parameter, as `exp_avg.transformer.wte.weight`."""
+    own: dict[str, Any]
+    """The values of `Trainer.state`, as `trainer.NAME`."""
 
 
 class Checkpoint(NamedTuple):
     """A checkpoint's folder and the state read from it."""
 
     path: Path
-    state: RunState
+    state: TrainerState
 
 
 # --- saving -----------------------------------------------------------------------------------
@@ -135,25 +136,22 @@ class CheckpointWriter:
         """Updates done at the last call of `save`."""
         code_hashes()  # read the code that runs now, because files may be edited during the run
 
-    def check(self, trainer: TrainerState) -> None:
+    def check(self, contents: Contents) -> None:
         """Raise UserError if a resume could not restore all that a checkpoint would hold now.
 
         The first call, before the first step, notes the values that a resume will build again.
         """
-        optimizers = optimizer_state(trainer)
-        parameters = dict(trainer.raw_model.named_parameters())
         first_names = dict[int, str]()
-        for name, value in optimizers.items():
+        for name, value in contents.optimizer.items():
             _kind_of(name, value)
             if isinstance(value, Tensor) and first_names.setdefault(id(value), name) != name:
                 same = first_names[id(value)]
                 raise UserError(f"{name} and {same} are one tensor: give each parameter its own")
             is_like = isinstance(value, Tensor) and value.dim() > 0
-            like = parameters[split_name(name)[1]] if is_like else None
+            like = contents.model[split_name(name)[1]] if is_like else None
             if getattr(value, "placements", None) != getattr(like, "placements", None):
                 raise UserError(f"{name} is not sharded like its parameter: use torch.zeros_like")
-        values = model_state(trainer.raw_model) | own_state(trainer)
-        kinds = {name: _kind_of(name, value) for name, value in values.items()}
+        kinds = {n: _kind_of(n, value) for n, value in (contents.model | contents.own).items()}
         self._built = self._built or kinds
         for name in sorted(kinds.keys() | self._built.keys()):
             now, built = kinds.get(name, "missing"), self._built.get(name, "missing")
@@ -163,23 +161,20 @@ class CheckpointWriter:
                 raise UserError(f"{problem} step and is {now} now: {fix}")
 
     @torch.no_grad()
-    def save(self, state: RunState, trainer: TrainerState) -> None:
+    def save(self, state: TrainerState, contents: Contents) -> None:
         """Wait for the previous checkpoint, copy the current state, and start to write the copy.
 
         If the model is sharded, every rank must call this: tensors are gathered one at a time.
         """
         self.wait()
-        self.check(trainer)
+        self.check(contents)
         self.saved_step = state.step
-        others = tensors_of(optimizer_state(trainer) | own_state(trainer))
-        saved = {MODEL_NAME: model_state(trainer.raw_model), OPTIMIZER_NAME: others}
-        copies: dict[str, dict[str, Tensor]] = {file: {} for file in saved}
-        for file, tensors in saved.items():
-            for name, tensor in tensors.items():
-                full = self.ranks.gather(tensor)
-                # Not into pinned memory: torch would round each tensor up to a power of two.
-                if self.checkpoints_dir is not None:
-                    copies[file][name] = full.contiguous().to("cpu", copy=True)
+        others = tensors_of(contents.optimizer | contents.own)
+        is_kept = self.checkpoints_dir is not None
+        copies = {
+            MODEL_NAME: self.ranks.copy_to_host(contents.model, is_kept),
+            OPTIMIZER_NAME: self.ranks.copy_to_host(others, is_kept),
+        }
         if self.checkpoints_dir is not None:
             path = self.checkpoints_dir / f"step_{state.step:08d}"
             self._last = self._thread.submit(self._write, path, state, copies)
@@ -203,7 +198,7 @@ class CheckpointWriter:
             self.wait()
         self._thread.shutdown()
 
-    def _write(self, path: Path, state: RunState, copies: dict[str, dict[str, Tensor]]) -> None:
+    def _write(self, path: Path, state: TrainerState, copies: dict[str, dict[str, Tensor]]) -> None:
         """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
@@ -252,6 +247,27 @@ def _manifest_entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
+def collect(model: nn.Module, optimizers: Sequence[Optimizer], own: Mapping[str, Any]) -> Contents:
+    """Collect what a checkpoint holds of a raw model, its optimizers and `Trainer.state`.
+
+    Raise UserError for values that have no name: state of the optimizers that belongs to no
+    parameter of the model, and keys that are not texts.
+    """
+    names: dict[object, str] = {p: name for name, p in model.named_parameters()}
+    values = dict[str, Any]()
+    for optimizer in optimizers:
+        for owner, state in optimizer.state.items():
+            if owner not in names or not all(isinstance(key, str) for key in state):
+                where = f"{type(optimizer).__name__}.state of {names.get(owner, repr(owner)):.60}"
+                keys = "its keys must be a parameter of the model, then a text"
+                problem = f"a checkpoint cannot hold {where}: {keys}"
+                raise UserError(f"{problem}; keep other values in Trainer.state")
+            values |= {join_name(key, names[owner]): value for key, value in state.items()}
+    if other := [name for name in own if not isinstance(name, str)]:
+        raise UserError(f"Trainer.state has the key {other[0]!r:.60}: use a text as each key")
+    return Contents(model_state(model), values, {f"{OWN}{n}": value for n, value in own.items()})
+
+
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a raw model's parameters and persistent buffers by name; tied ones appear once."""
     state = model.state_dict(keep_vars=True)
@@ -259,37 +275,20 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if names[id(tensor)] == name}
 
 
-def optimizer_state(trainer: TrainerState) -> dict[str, Any]:
-    """Return the optimizers' state by key and parameter, as `exp_avg.transformer.wte.weight`.
+def join_name(key: str, parameter: str) -> str:
+    """Return the name of a parameter's state under a key; a dot in the key becomes `%2E`.
 
-    A dot in a key becomes `%2E`; `split_name` reverses this. Raise UserError for state that belongs
-    to no parameter of the model.
+    The key `trainer` becomes `%74rainer`, because names that begin with `trainer.` are those of
+    `Trainer.state`.
     """
-    names: dict[object, str] = {p: name for name, p in trainer.raw_model.named_parameters()}
-    values = dict[str, Any]()
-    for optimizer in trainer.optimizers:
-        for owner, state in optimizer.state.items():
-            if owner not in names or not all(isinstance(key, str) for key in state):
-                where = f"{type(optimizer).__name__}.state of {names.get(owner, repr(owner)):.60}"
-                keys = "its keys must be a parameter of the model, then a text"
-                problem = f"a checkpoint cannot hold {where}: {keys}"
-                raise UserError(f"{problem}; keep other values in Trainer.state")
-            for key, value in state.items():
-                values[f"{quote(key).replace('.', '%2E')}.{names[owner]}"] = value
-    return values
+    quoted = "%74rainer" if key == "trainer" else quote(key).replace(".", "%2E")
+    return f"{quoted}.{parameter}"
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the key and the parameter's name from a name of `optimizer_state`."""
+    """Return the key and the parameter's name from what `join_name` returned."""
     key, _, parameter = name.partition(".")
     return unquote(key), parameter
-
-
-def own_state(trainer: TrainerState) -> dict[str, Any]:
-    """Return the values of `Trainer.state`, by names that the optimizers' state cannot have."""
-    if other := [name for name in trainer.state if not isinstance(name, str)]:
-        raise UserError(f"Trainer.state has the key {other[0]!r:.60}: use a text as each key")
-    return {f"{OWN}{name}": value for name, value in trainer.state.items()}
 
 
 def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -310,23 +309,29 @@ def _kind_of(name: str, value: object) -> str:
     is_plain = type(value) in (Tensor, nn.Parameter) or hasattr(value, "full_tensor")
     if isinstance(value, Tensor) and is_plain and not name.endswith("_extra_state"):
         kind = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-        with suppress(Exception):  # safetensors raises several classes
-            save({"x": torch.empty(0, dtype=value.dtype, layout=value.layout)})
+        if _can_save(value.dtype, value.layout):
             return kind
     fix = "keep plain tensors, numbers and texts in the state, each under its own name"
     raise UserError(f"a checkpoint cannot hold {name}, a {kind}: {fix}")
 
 
-def find_nonfinite(trainer: TrainerState, ranks: Ranks = SINGLE_PROCESS) -> str | None:
+@cache
+def _can_save(dtype: torch.dtype, layout: torch.layout) -> bool:
+    with suppress(Exception):  # safetensors raises several classes
+        save({"x": torch.empty(0, dtype=dtype, layout=layout)})
+        return True
+    return False
+
+
+def find_nonfinite_on_ranks(contents: Contents, ranks: Ranks = SINGLE_PROCESS) -> str | None:
     """Return the name of a parameter, or of an optimizer's tensor, that is not finite.
 
     Return None if all are finite. Buffers, such as masks, may be infinite. Every process must call
     this; all get the same name.
     """
-    state = dict(trainer.raw_model.named_parameters()) | tensors_of(optimizer_state(trainer))
-    floats = {name: ranks.local(x) for name, x in state.items() if x.is_floating_point()}
-    bad = next((name for name, tensor in floats.items() if not is_finite(tensor)), "")
-    return next(filter(None, gather_text(bad)), None)
+    parameters = {n: x for n, x in contents.model.items() if isinstance(x, nn.Parameter)}
+    bad = find_nonfinite(ranks.local_parts(parameters | tensors_of(contents.optimizer)))
+    return next(filter(None, gather_text(bad or "")), None)
 
 
 def rng_states() -> list[dict[str, str]]:
@@ -370,14 +375,14 @@ def verify_checkpoint(checkpoint: Path, names: Sequence[str] = FILE_NAMES) -> No
             raise UserError(f"{checkpoint / name} is damaged: {problem}")
 
 
-def read_state(checkpoint: Path) -> RunState:
+def read_state(checkpoint: Path) -> TrainerState:
     """Read a checkpoint's `trainer_state.json`, without fields that this version does not have."""
     path = checkpoint / STATE_NAME
     try:
         values = read_json(path)
         if "position" not in values:  # an older checkpoint
             values["position"] = values["tokens_seen"] // values["model_config"]["block_size"]
-        state = RunState(**_known_fields(RunState, values))
+        state = TrainerState(**_known_fields(TrainerState, values))
         return replace(state, model_config=_known_fields(GPTConfig, state.model_config))
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} is not a trainer state: {error}") from None
@@ -388,7 +393,9 @@ def _known_fields(config_class: type[Any], values: Mapping[str, Any]) -> dict[st
     return {f.name: values[f.name] for f in fields(config_class) if f.name in values}
 
 
-def warn_if_code_changed(path: Path, state: RunState, files: Sequence[str] = CORE_FILES) -> None:
+def warn_if_code_changed(
+    path: Path, state: TrainerState, files: Sequence[str] = CORE_FILES
+) -> None:
     """Warn if `files` changed since a checkpoint was saved; older checkpoints have no hashes."""
     current = code_hashes()
     edits = [file for file in files if state.code.get(file, current[file]) != current[file]]
@@ -402,36 +409,42 @@ def warn_if_code_changed(path: Path, state: RunState, files: Sequence[str] = COR
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, trainer: TrainerState, ranks: Ranks = SINGLE_PROCESS
+    checkpoint: Checkpoint,
+    model: GPT,
+    optimizers: Sequence[Optimizer],
+    scaler: torch.amp.GradScaler,
+    own: dict[str, Tensor | float],
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> None:
-    """Restore the model, optimizers, loss scaler, `state` and this rank's random generators.
+    """Restore the model, optimizers, loss scaler, `Trainer.state` and this rank's generators.
 
     Every process must call this. The optimizers' hyperparameters (`param_groups`) are left
     unchanged. Hashes are not checked here: see `verify_checkpoint`.
     """
     path, state = checkpoint
     with raise_on_all_ranks():
-        built = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+        built = [type(optimizer).__name__ for optimizer in optimizers]
         if built != state.optimizers:
-            saved, builds = (" and ".join(names) for names in (state.optimizers, built))
-            problem = f"{path} was trained with {saved}, but this run builds {builds}"
+            trained, builds = (" and ".join(names) for names in (state.optimizers, built))
+            problem = f"{path} was trained with {trained}, but this run builds {builds}"
             new_run = f"start a new run with {shell_line('--init-from', path)}"
             raise UserError(f"{problem}: use the same --optimizer, or {new_run}")
-        copy_state(read_tensors(path / MODEL_NAME), trainer.raw_model, path, ranks)
+        copy_state(read_tensors(path / MODEL_NAME), model, path, ranks)
         warn_if_code_changed(path, state)
         values = read_tensors(path / OPTIMIZER_NAME) | state.optimizer_values
-        own = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
-        _load_own(trainer, own | state.own, path, ranks)
-    _load_optimizers(values, trainer, ranks)
+        saved = {n.removeprefix(OWN): values.pop(n) for n in list(values) if n.startswith(OWN)}
+        _load_own(own, saved | state.own, path, ranks)
+    _load_optimizers(values, model, optimizers, ranks)
     if state.grad_scaler:
-        trainer.scaler.load_state_dict(state.grad_scaler)
+        scaler.load_state_dict(state.grad_scaler)
     restore_rng_states(state.rng_states, ranks.rank)
 
 
 @torch.no_grad()
-def _load_own(trainer: TrainerState, saved: Mapping[str, Any], path: Path, ranks: Ranks) -> None:
+def _load_own(
+    own: dict[str, Tensor | float], saved: Mapping[str, Any], path: Path, ranks: Ranks
+) -> None:
     """Set the values of `Trainer.state` that were saved; print a line about all others."""
-    own = trainer.state
     for name in own.keys() & saved.keys():
         built, value = own[name], saved[name]
         if isinstance(built, Tensor):
@@ -444,13 +457,15 @@ def _load_own(trainer: TrainerState, saved: Mapping[str, Any], path: Path, ranks
         print0(f"note: {path} and Trainer.state do not both have {other}: not resumed")
 
 
-def _load_optimizers(values: Mapping[str, Any], trainer: TrainerState, ranks: Ranks) -> None:
-    """Set the optimizers' state from the values that `optimizer_state` returned.
+def _load_optimizers(
+    values: Mapping[str, Any], model: GPT, optimizers: Sequence[Optimizer], ranks: Ranks
+) -> None:
+    """Set the optimizers' state from `Contents.optimizer`.
 
     `Optimizer.load_state_dict` would cast it to the dtype of the parameters.
     """
-    parameters: dict[str, Tensor] = dict(trainer.raw_model.named_parameters())
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # AdamW's step counts stay on the CPU, unless a GPU reads them.
     on_cpu = {p for g in groups if not (g.get("fused") or g.get("capturable")) for p in g["params"]}
     states = defaultdict[Tensor, dict[str, Any]](dict)
@@ -463,7 +478,7 @@ def _load_optimizers(values: Mapping[str, Any], trainer: TrainerState, ranks: Ra
             # Without the copy, the entire file would stay mapped into memory.
             value = (ranks.shard(value, parameter) if value.dim() else value).clone()
         states[parameter][key] = value
-    for optimizer in trainer.optimizers:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             optimizer.state.update({p: states[p] for p in group["params"] if p in states})
 

@@ -11,6 +11,7 @@ import torch
 from formats import checkpoint, huggingface
 from formats.code_hashes import MODEL_FILES
 from formats.metrics import BEST_SUFFIX, RUNS, find_run, is_run, validations
+from formats.tensors import read_tensors
 from model import GPT, GPTConfig
 from runtime.cli import print_error, shell_line
 from runtime.distributed import is_main, print0
@@ -139,7 +140,7 @@ def load_with_state(
     try:
         checkpoint.verify_checkpoint(path, (checkpoint.MODEL_NAME, checkpoint.STATE_NAME))
         state = checkpoint.read_state(path)
-        tensors = huggingface.read_tensors(path / checkpoint.MODEL_NAME)
+        tensors = read_tensors(path / checkpoint.MODEL_NAME)
     except (FileNotFoundError, UserError):  # UserError: deleted while it was read
         if path.exists():
             raise

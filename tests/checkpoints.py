@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from formats.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    RunState,
+    TrainerState,
+    collect,
     load_checkpoint,
-    optimizer_state,
     others_of,
     read_state,
     rng_states,
@@ -56,8 +56,17 @@ def new_trainer(config=TINY, kind="AdamW"):
     return SimpleNamespace(raw_model=model, optimizers=optimizers, scaler=scaler, state={})
 
 
+def contents(trainer):
+    return collect(trainer.raw_model, trainer.optimizers, trainer.state)
+
+
+def restore(checkpoint, trainer, ranks=SINGLE_PROCESS):
+    parts = trainer.raw_model, trainer.optimizers, getattr(trainer, "scaler", None), trainer.state
+    load_checkpoint(checkpoint, *parts, ranks)
+
+
 def run_state(step, trainer, train_config=None):
-    return RunState(
+    return TrainerState(
         step=step,
         position=step * 4,
         tokens_seen=step * 64,
@@ -68,14 +77,14 @@ def run_state(step, trainer, train_config=None):
         grad_scaler={},
         val_fingerprint="def",
         optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
-        optimizer_values=others_of(optimizer_state(trainer)),
+        optimizer_values=others_of(contents(trainer).optimizer),
     )
 
 
 def save(folder, step, trainer, train_config=None, keep=0):
     """Save a checkpoint, wait for it and return its folder."""
     with CheckpointWriter(folder, keep) as writer:
-        writer.save(run_state(step, trainer, train_config), trainer)
+        writer.save(run_state(step, trainer, train_config), contents(trainer))
     return folder / f"step_{step:08d}"
 
 
@@ -88,7 +97,7 @@ def save_run(run_dir, config=None, step=1):
 
 def load(path, trainer, ranks=SINGLE_PROCESS):
     state = read_state(path)
-    load_checkpoint(Checkpoint(path, state), trainer, ranks)
+    restore(Checkpoint(path, state), trainer, ranks)
     return state
 
 

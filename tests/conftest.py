@@ -158,13 +158,13 @@ def fake_checkpoint(run_dir, step, **settings):
     """A checkpoint whose tensor files are empty."""
     from checkpoints import write_manifest
 
-    from formats.checkpoint import Checkpoint, RunState, read_state
+    from formats.checkpoint import Checkpoint, TrainerState, read_state
     from model import GPTConfig
     from runtime.files import write_json
 
     path = run_dir / "checkpoints" / f"step_{step:08d}"
     path.mkdir(parents=True)
-    state = RunState(step, 0, asdict(GPTConfig()), settings, "a", [], {}, "v", ["AdamW"], {})
+    state = TrainerState(step, 0, asdict(GPTConfig()), settings, "a", [], {}, "v", ["AdamW"], {})
     write_json(path / "trainer_state.json", asdict(state))
     for name in ("model.safetensors", "optimizer.safetensors"):
         (path / name).touch()

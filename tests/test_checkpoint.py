@@ -11,6 +11,7 @@ from checkpoints import (
     OPTIMIZERS,
     TENSOR_FILES,
     assert_same_parameters,
+    contents,
     load,
     new_trainer,
     rewrite_state,
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from formats import checkpoint
 from formats.checkpoint import (
     CheckpointWriter,
-    find_nonfinite,
+    find_nonfinite_on_ranks,
     verify_checkpoint,
 )
 from formats.huggingface import save_pretrained
@@ -98,7 +99,7 @@ def check(dist_info):
     train(trainer, 2)
     torch.rand(dist_info.rank)  # from here on each rank has random numbers of its own
     with CheckpointWriter(folder if ranks.rank == 0 else None, ranks=ranks) as writer:
-        writer.save(run_state(2, trainer), trainer)
+        writer.save(run_state(2, trainer), contents(trainer))
     barrier()
     train(trainer, 2)
     other, model = sharded(), trainer.raw_model
@@ -113,7 +114,7 @@ def check(dist_info):
     path = folder / ("step_00000002" if dist_info.rank == 0 else "nothing")
     error, message = (ValueError, "rank 1: .*nothing") if dist_info.rank == 0 else (SystemExit, "2")
     with pytest.raises(error, match=message):
-        load_checkpoint(Checkpoint(path, state), other, ranks)
+        restore(Checkpoint(path, state), other, ranks)
     torch.manual_seed(1)  # the same on each rank
     source = GPT(GPTConfig(32, 100, n_layer=2, n_head=2, n_embd=16))
     copy_weights(source, model, ranks)
@@ -155,21 +156,21 @@ def test_checkpoint_has_plain_names_and_a_manifest(saved):
 def test_find_nonfinite_names_the_tensor():
     trainer = new_trainer()
     train(trainer, 1)
-    assert find_nonfinite(trainer) is None
+    assert find_nonfinite_on_ranks(contents(trainer)) is None
     trainer.optimizers[0].state[trainer.raw_model.lm_head.weight]["exp_avg_sq"][3, 4] = -math.inf
-    assert find_nonfinite(trainer) == f"exp_avg_sq.{WTE}"
+    assert find_nonfinite_on_ranks(contents(trainer)) == f"exp_avg_sq.{WTE}"
 
 
 def test_writer_warns_of_an_old_checkpoint_that_it_cannot_delete(saved, capsys):
     path, trainer = saved
     path.with_name(f".{path.name}.deleted").touch()  # no folder can be renamed to a file's name
     with CheckpointWriter(path.parent, keep=1) as writer:
-        writer.save(run_state(4, trainer), trainer)
+        writer.save(run_state(4, trainer), contents(trainer))
         writer.wait()
         assert writer.error is None
         assert "step_00000003' -> " in capsys.readouterr().out.removeprefix("warning: ")
         path.with_name(".step_00000005.tmp").touch()  # nor is one made where a file is
-        writer.save(run_state(5, trainer), trainer)
+        writer.save(run_state(5, trainer), contents(trainer))
         writer.wait()
         assert "step_00000005 was not saved" in str(writer.error)
 
@@ -316,7 +317,7 @@ def test_writer_saves_each_step_as_it_was_though_training_goes_on(tmp_path):
             for name, parameter in trainer.raw_model.named_parameters():
                 tensors[f"exp_avg_sq.{name}"] = trainer.optimizers[0].state[parameter]["exp_avg_sq"]
             expected.append({name: value.detach().clone() for name, value in tensors.items()})
-            writer.save(run_state(step, trainer), trainer)
+            writer.save(run_state(step, trainer), contents(trainer))
             with torch.no_grad():
                 for value in tensors.values():
                     value.add_(1.0)
@@ -338,10 +339,10 @@ def test_writer_says_saved_once_the_checkpoint_is_complete_and_is_waited_for(tmp
 
     writer = CheckpointWriter(tmp_path, on_saved=on_saved)
     with pytest.raises(KeyboardInterrupt), writer:  # noqa: PT012
-        writer.save(run_state(1, trainer), trainer)
+        writer.save(run_state(1, trainer), contents(trainer))
         events.append("training")
         goes_on.set()
-        writer.save(run_state(2, trainer), trainer)
+        writer.save(run_state(2, trainer), contents(trainer))
         raise KeyboardInterrupt  # which the second save survives
     assert events == ["training", 1, 2]
 
@@ -415,7 +416,7 @@ def test_optimizer_state_of_any_kind_comes_back_in_its_dtype(kept, tmp_path):
 def test_a_buffer_of_any_dtype_comes_back_and_need_not_be_finite(buffer, tmp_path):
     trainer = keeping(lambda _: {}, mine=buffer.clone())
     other = keeping(lambda _: {}, mine=torch.zeros_like(buffer))
-    assert find_nonfinite(trainer) is None
+    assert find_nonfinite_on_ranks(contents(trainer)) is None
     path = save(tmp_path, 1, trainer)
     load(path, other)
     assert torch.equal(other.raw_model.mine, buffer)
@@ -472,12 +473,12 @@ def test_writer_refuses_what_a_resume_could_not_restore(change, message, tmp_pat
     trainer = new_trainer()
     trainer.state["seen"] = torch.zeros(2)
     with CheckpointWriter(tmp_path) as writer:
-        writer.check(trainer)
+        writer.check(contents(trainer))
         train(trainer, 1)
-        writer.check(trainer)
+        writer.check(contents(trainer))
         change(trainer)
         with pytest.raises(UserError, match=message):
-            writer.save(run_state(1, new_trainer()), trainer)
+            writer.save(run_state(1, new_trainer()), contents(trainer))
     assert not [*tmp_path.iterdir()]
 
 
@@ -487,7 +488,7 @@ def test_writer_refuses_a_dtype_that_no_file_can_hold(tmp_path):
         CheckpointWriter(tmp_path) as writer,
         pytest.raises(UserError, match="mine, a complex"),
     ):
-        writer.check(trainer)
+        writer.check(contents(trainer))
 
 
 def test_writer_asks_to_stop_after_a_mistake_in_the_code_and_not_for_a_full_disk(
@@ -497,7 +498,7 @@ def test_writer_asks_to_stop_after_a_mistake_in_the_code_and_not_for_a_full_disk
     for error in (OSError(28, "No space left"), KeyError("a mistake")):
         monkeypatch.setattr(checkpoint, "save_file", Mock(side_effect=error))
         with CheckpointWriter(tmp_path, on_failed=lambda: asked.append(1)) as writer:
-            writer.save(run_state(1, trainer), trainer)
+            writer.save(run_state(1, trainer), contents(trainer))
         assert (writer.error is error) == isinstance(error, KeyError)
         assert len(asked) == isinstance(error, KeyError)
 
@@ -506,6 +507,6 @@ def test_writer_asks_to_stop_after_a_mistake_in_what_follows_a_save(tmp_path):
     asked, mistake = [], KeyError("a mistake")
     saved, on_failed = Mock(side_effect=mistake), lambda: asked.append(1)
     with CheckpointWriter(tmp_path, on_saved=saved, on_failed=on_failed) as writer:
-        writer.save(run_state(1, trainer := new_trainer()), trainer)
+        writer.save(run_state(1, trainer := new_trainer()), contents(trainer))
     assert (writer.error, asked) == (mistake, [1])
     verify_checkpoint(tmp_path / "step_00000001")

@@ -2,7 +2,6 @@ import itertools
 import re
 import timeit
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ from corpus.shards import Manifest
 from formats.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    RunState,
+    TrainerState,
+    collect,
     copy_weights,
-    find_nonfinite,
+    find_nonfinite_on_ranks,
     load_checkpoint,
     read_state,
     rng_states,
@@ -111,17 +111,17 @@ def test_no_path_takes_twice_the_model(tmp_path, tiny_data):
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    trainer = SimpleNamespace(raw_model=model, optimizers=optimizers, state={})
-    state = RunState(1, 1, asdict(deep), {}, "", rng_states(), {}, "", ["AdamW"], {})
+    contents = collect(model, optimizers, {})
+    state = TrainerState(1, 1, asdict(deep), {}, "", rng_states(), {}, "", ["AdamW"], {})
     with CheckpointWriter(tmp_path / "checkpoints") as writer:
-        assert 3 * size <= peak_bytes(writer.save, state, trainer) < 3.1 * size
-    assert peak_bytes(find_nonfinite, trainer) < 0.01 * size
+        assert 3 * size <= peak_bytes(writer.save, state, contents) < 3.1 * size
+    assert peak_bytes(find_nonfinite_on_ranks, contents) < 0.01 * size
     in_file = 1
     assert peak_bytes(load_model, tmp_path) < (in_file + 1.2) * size
     in_file = 3
     path = latest_checkpoint(tmp_path)
-    trainer.raw_model, trainer.optimizers = resumed, resumed_optimizers
-    peak = peak_bytes(load_checkpoint, Checkpoint(path, read_state(path)), trainer)
+    found = Checkpoint(path, read_state(path))
+    peak = peak_bytes(load_checkpoint, found, resumed, resumed_optimizers, None, {})
     assert peak < (in_file + 3.1) * size  # moments and, as in a step, gradients
     assert peak_bytes(copy_weights, model, resumed, SINGLE_PROCESS) < 0.01 * size
     peak = peak_bytes(generate_tokens, model, idx.repeat(4, 1), 8)

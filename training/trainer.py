@@ -16,8 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from dataloader import ShardedDataLoader
-from formats import checkpoint
-from formats.checkpoint import Checkpoint, CheckpointWriter
+from formats.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    Contents,
+    TrainerState,
+    collect,
+    find_nonfinite_on_ranks,
+    load_checkpoint,
+    others_of,
+    rng_states,
+)
 from formats.code_hashes import code_diff, code_hashes
 from formats.load import RUN_CONFIG_NAME, describe_best
 from model import GPT
@@ -136,7 +145,8 @@ class Trainer:
         """Continue where a checkpoint ended, with everything that a step depends on."""
         self.start_step, self.batches.position = resumed.state.step, resumed.state.position
         self.run_log.start_at(self.start_step, self.batches.tokens_seen)
-        checkpoint.load_checkpoint(resumed, self, self.run.ranks)
+        model, own, ranks = self.raw_model, self.state, self.run.ranks
+        load_checkpoint(resumed, model, self.optimizers, self.scaler, own, ranks)
         self.settings.load_state(resumed.state.optimizer_groups)
         print0(f"resumed from {resumed.path}")
 
@@ -155,7 +165,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(self.run_log)
             stack.enter_context(self.writer)  # exits before the log, in which it writes
-            self.writer.check(self)
+            self.writer.check(self.contents())
             self.run_log.start(run.train_shards.fingerprint, run.val_fingerprint)
             stack.callback(gc.unfreeze)  # `_after_first_step` calls gc.freeze()
             stack.enter_context(self.batches)
@@ -252,7 +262,7 @@ class Trainer:
     def _after_first_step(self) -> None:
         """Raise UserError on all ranks if a resume could not restore the state."""
         with distributed.raise_on_all_ranks():
-            self.writer.check(self)
+            self.writer.check(self.contents())
             self.settings.state()
         # Later collections would rescan all compiled objects, for half a second on one rank while
         # the others wait.
@@ -275,9 +285,9 @@ class Trainer:
         print0("a float16 gradient overflowed, normal a few times at the start: no update was made")
         return False
 
-    def check_finite(self, step: int) -> None:
+    def check_finite(self, step: int, contents: Contents) -> None:
         """Raise DivergedError on every rank if a weight or a moment is not finite."""
-        if name := checkpoint.find_nonfinite(self, self.run.ranks):
+        if name := find_nonfinite_on_ranks(contents, self.run.ranks):
             self._raise_diverged(step, f"{name} is not finite")
 
     def _raise_diverged(self, step: int, reason: str) -> NoReturn:
@@ -286,9 +296,13 @@ class Trainer:
 
     # --- saving and the end ---------------------------------------------------------------------
 
-    def run_state(self, step: int) -> checkpoint.RunState:
+    def contents(self) -> Contents:
+        """Return all that training changes in the model, the optimizers and `state`, by name."""
+        return collect(self.raw_model, self.optimizers, self.state)
+
+    def state_after(self, step: int, contents: Contents) -> TrainerState:
         """Return all that a checkpoint saves after `step` updates, except the tensors."""
-        return checkpoint.RunState(
+        return TrainerState(
             step=step,
             position=self.batches.position,
             tokens_seen=self.batches.tokens_seen,
@@ -296,12 +310,12 @@ class Trainer:
             train_config=self.run.config.saved(),
             data_fingerprint=self.run.train_shards.fingerprint,
             val_fingerprint=self.run.val_fingerprint,
-            rng_states=checkpoint.rng_states(),
+            rng_states=rng_states(),
             grad_scaler=self.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
-            optimizer_values=checkpoint.others_of(checkpoint.optimizer_state(self)),
+            optimizer_values=others_of(contents.optimizer),
             optimizer_groups=self.settings.state(),
-            own=checkpoint.others_of(self.state),
+            own=others_of(self.state),
             code=code_hashes(),
         )
 
