@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, Field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
@@ -23,6 +23,7 @@ from runtime.errors import DivergedError, RunStopped, UserError, is_out_of_memor
 from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
+Result = TypeVar("Result")
 PathOrName = Annotated[str, Path]  # the type of a flag for a path, whose `~` is expanded, or a name
 # Other ranks wait before they print an error. If rank 0 has failed, too, torchrun ends them first.
 RANK_0_SECONDS = 5
@@ -37,9 +38,7 @@ METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 # --- flags ------------------------------------------------------------------------------------
 
 
-def parse_flags(
-    config_class: type[Config], args: Sequence[str] | None = None, default: Config | None = None
-) -> Config:
+def parse_flags(config_class: type[Config], args: Sequence[str] | None = None) -> Config:
     """Build a dataclass from command-line flags: one flag per field, its docstring as the help.
 
     `--help` prints each flag with its default and the first sentence of its docstring, and exits.
@@ -50,19 +49,32 @@ def parse_flags(
     Args:
         config_class: the dataclass.
         args: command-line arguments, by default the ones of this process.
-        default: provides the values of flags that are not passed.
 
     Raises:
         UserError: a flag is unknown or its value is invalid; the message is one line.
     """
+    values = read_flags(config_class, args)
+    return with_flags(lambda: config_class(**values))
+
+
+def read_flags(config_class: type[Any], args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the values of the flags that are passed, by field; see `parse_flags`."""
     args = sys.argv[1:] if args is None else args
     dashed = [re.sub(r"^--[\w-]+(?==|$)", lambda m: m[0].replace("_", "-"), arg) for arg in args]
-    try:
-        given, unknown = _new_parser(config_class, default).parse_known_intermixed_args(dashed)
+
+    def read() -> dict[str, Any]:
+        given, unknown = _new_parser(config_class).parse_known_intermixed_args(dashed)
         if unknown:
             raise UserError(_explain_unknown(unknown, config_class))
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
-        return replace(cast(Any, default), **values) if default else config_class(**values)
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
+
+    return with_flags(read)
+
+
+def with_flags(use: Callable[[], Result]) -> Result:
+    """Return what `use` returns; an error of it also names `--help`."""
+    try:
+        return use()
     except UserError as error:
         raise UserError(f"{error} (--help lists the flags)") from None
 
@@ -155,7 +167,7 @@ def _explain_unknown(unknown: Sequence[str], config_class: type[Any]) -> str:
     return "; ".join(problems) or f"unexpected argument {unknown[0]!r}{hint}"
 
 
-def _new_parser(config_class: type[Any], default: object | None) -> argparse.ArgumentParser:
+def _new_parser(config_class: type[Any]) -> argparse.ArgumentParser:
     """Create a parser whose result contains only the flags that are passed."""
     parser = _Parser(
         usage=argparse.SUPPRESS,
@@ -170,7 +182,6 @@ def _new_parser(config_class: type[Any], default: object | None) -> argparse.Arg
         if field.name in titles:
             group = parser.add_argument_group(titles[field.name])
         value = field.default_factory() if callable(field.default_factory) else field.default
-        value = getattr(default, field.name, value)
         _add_flag(group, field, kinds[field.name], value, docstrings.get(field.name, ""))
     return parser
 

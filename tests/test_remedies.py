@@ -208,12 +208,12 @@ def test_remedy_of_a_batch_that_is_too_large(run, monkeypatch):
 
 
 def test_remedy_of_a_compiler_that_fails(run, monkeypatch):
-    class Failing(Module):
-        def forward(self, *_):
-            raise Unsupported("x")
+    def fail(*_):
+        raise Unsupported("x")
 
-    def compiled(module, **_):
-        return Failing() if isinstance(module, Module) else lambda *_: (None, True)
+    def compiled(function, **_):
+        is_part = isinstance(getattr(function, "__self__", None), Module)  # of the model
+        return fail if is_part else lambda *_: (None, True)
 
     monkeypatch.setattr(torch, "compile", compiled)
     prepare_compiler.cache_clear()

@@ -1,8 +1,6 @@
 """Flags, the checkpoint to resume from, and the settings that must match it."""
 
-import argparse
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from formats import load
 from formats.checkpoint import STATE_NAME, Checkpoint, read_state, verify_checkpoint
 from formats.metrics import BEST_SUFFIX, RUNS, find_run, is_run
 from model import GPTConfig
-from runtime.cli import parse_flags, usable_settings
+from runtime.cli import read_flags, usable_settings, with_flags
 from runtime.distributed import print0
 from runtime.errors import UserError
 from runtime.files import read_json
@@ -31,23 +29,20 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     context. A resumed run keeps its warm-up when `--max-steps` changes, so that the schedule so far
     does not change.
     """
-    locate = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("config", "resume", "out-dir", "run-name", "init-from"):
-        kind = str if flag == "run-name" else os.path.expanduser
-        locate.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}", nargs="?", type=kind)
-    given, _ = locate.parse_known_args(args)
-    checkpoint, source = None, None
-    defaults = read_recipe(Path(given.config)) if given.config else TrainConfig()
-    out_dir = Path(given.out_dir or defaults.out_dir)
-    if given.resume and (path := _find_resume_checkpoint(given.resume, out_dir, given.run_name)):
-        checkpoint = Checkpoint(path, read_state(path))
-        defaults = _saved_config(checkpoint)
-    if given.init_from and out_dir != RUNS:
-        name = given.init_from.removesuffix(BEST_SUFFIX)
+    flags = read_flags(TrainConfig, args)
+    checkpoint, source, recipe = None, None, flags.get("config")
+    defaults = read_recipe(recipe) if recipe else TrainConfig()
+    out_dir, init_from = flags.get("out_dir", defaults.out_dir), flags.get("init_from")
+    if resume := flags.get("resume"):
+        path = _find_resume_checkpoint(resume, out_dir, flags.get("run_name"))
+        if path is not None:
+            checkpoint = Checkpoint(path, read_state(path))
+            defaults = _saved_config(checkpoint)
+    if init_from and out_dir != RUNS:
+        name = init_from.removesuffix(BEST_SUFFIX)
         if is_run(run := find_run(name, out_dir)) and run != Path(name):
-            given.init_from = f"{run}{given.init_from.removeprefix(name)}"
-            args = [*args, "--init-from", given.init_from]
-    init_from = given.init_from or defaults.init_from
+            init_from = flags["init_from"] = f"{run}{init_from.removeprefix(name)}"
+    init_from = init_from or defaults.init_from
     if init_from in ("scratch", "resume"):  # nanoGPT's values
         fix = "leave it out for new weights, or use --resume auto to continue a run"
         raise UserError(f"--init-from {init_from} is not a model: {fix}")
@@ -55,7 +50,7 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     if checkpoint is None and init_from and is_new_size:
         source = load.model_config_of(init_from)
         defaults = _with_model_settings(defaults, source)
-    config = parse_flags(TrainConfig, args, defaults)
+    config = with_flags(lambda: replace(defaults, **flags))
     if source is not None:
         _check_size(config, source)
     if checkpoint is not None:
@@ -64,18 +59,17 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
             config = replace(config, max_steps=defaults.max_steps)  # set by an earlier start
         if config.warmup_steps is None and config.warmup != defaults.warmup < config.max_steps:
             config = replace(config, warmup_steps=defaults.warmup)
-        if given.config:
-            _note_unused(Path(given.config), config, args)
+        if recipe:
+            _note_unused(recipe, config, flags)
     return config, checkpoint
 
 
-def _note_unused(path: Path, config: TrainConfig, args: Sequence[str]) -> None:
+def _note_unused(path: Path, config: TrainConfig, flags: Collection[str]) -> None:
     """Print the settings in `--config` that a resumed run does not use, unless flags replace them.
 
     With `--max-minutes` and `--init-from`, a new run does not use all of them either.
     """
-    flags = {arg.partition("=")[0].replace("-", "_") for arg in args}
-    replaced = {flag.removeprefix("__").removeprefix("no_") for flag in flags}
+    replaced = {*flags}
     if config.max_minutes is not None:
         replaced.add("max_steps")
     if config.init_from is not None:
