@@ -259,8 +259,9 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_state(trainer: TrainerState) -> dict[str, Any]:
     """Return the optimizers' state by key and parameter, as `exp_avg.transformer.wte.weight`.
 
-    A dot in a key becomes `%2E`; `split_name` reverses this. Raise UserError for state that belongs
-    to no parameter of the model.
+    A dot in a key becomes `%2E`, and the key `trainer` becomes `%74rainer`, because the names that
+    `own_state` returns begin with `trainer.`; `split_name` reverses both. Raise UserError for state
+    that belongs to no parameter of the model.
     """
     names: dict[object, str] = {p: name for name, p in trainer.raw_model.named_parameters()}
     values = dict[str, Any]()
@@ -272,7 +273,8 @@ def optimizer_state(trainer: TrainerState) -> dict[str, Any]:
                 problem = f"a checkpoint cannot hold {where}: {keys}"
                 raise UserError(f"{problem}; keep other values in Trainer.state")
             for key, value in state.items():
-                values[f"{quote(key).replace('.', '%2E')}.{names[owner]}"] = value
+                quoted = "%74rainer" if key == "trainer" else quote(key).replace(".", "%2E")
+                values[f"{quoted}.{names[owner]}"] = value
     return values
 
 
