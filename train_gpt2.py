@@ -199,7 +199,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> StepNumbers:
         scaler.unscale_(optimizer)
     totals = Numbers(sums)
     totals["grad_norm"] = norm = ranks.grad_norm(raw_model.parameters())
-    # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
+    # The numbers' one all-reduce. It also lets all ranks stop together if one received a signal.
     totals["stop"] = run.stop.signal
     trainer.check_step(step - run.start_step, totals)
     numbers = StepNumbers(step + 1, trainer.batches.tokens_seen, ranks.average(totals))
