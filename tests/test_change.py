@@ -631,6 +631,40 @@ def test_an_edit_of_the_optimizer_trains_on_ranks_resumes_and_exports(patched, t
     succeed(commands, "export", "--model=runs/whole", "--out=exported")
 
 
+SOAP_CHECK = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from train_gpt2 import SOAP
+
+class Products(TorchDispatchMode):
+    seen = []
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default:
+            is_basis = result.size(0) == result.size(1)
+            self.seen.append((is_basis, torch.get_float32_matmul_precision()))
+        return result
+
+torch.set_float32_matmul_precision("high")
+p = torch.nn.Parameter(torch.rand(4, 6))
+optimizer = SOAP([p], {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.9)})
+for _ in range(11):
+    p.grad = torch.rand(4, 6)
+    with Products():
+        optimizer.step()
+assert set(Products.seen) == {(True, "highest"), (False, "high")}, Products.seen
+assert Products.seen.count((True, "highest")) == 2 * 11 + 2
+"""
+
+
+def test_soap_multiplies_what_its_bases_come_from_in_float32(patched, tmp_path):
+    script = tmp_path / "soap.py"
+    commands = patched("soap")
+    script.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path / 'copy')!r})\n{SOAP_CHECK}")
+    done = commands.run(script)
+    assert done.code == 0, done.stderr
+
+
 def first_update(commands, flags, more=()):
     """The change of each parameter in a run's only step, in which the flags `more` act."""
     train(commands, *flags, *more, "--max-steps=1", "--run-name=one")
