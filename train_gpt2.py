@@ -193,7 +193,7 @@ def train_step(run: Run, trainer: Trainer, step: int) -> StepNumbers:
             scaler.scale(loss / micro_steps).backward()
         scalars = Numbers(train_loss=loss, masked=(targets == IGNORE_INDEX).any())
         for name, scalar in scalars.items():
-            mean = scalar.detach() / micro_steps
+            mean = torch.as_tensor(scalar).detach() / micro_steps
             sums[name] = sums[name] + mean if name in sums else mean
     for optimizer in trainer.optimizers:
         scaler.unscale_(optimizer)

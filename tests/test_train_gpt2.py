@@ -8,6 +8,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import replace
+from decimal import Decimal
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -702,6 +703,16 @@ def test_numbers_that_are_added_together_replace_none(add):
     numbers = Numbers(train_loss=1.0)
     with pytest.raises(UserError, match="already logs a number named 'train_loss'"):
         add(numbers)
+
+
+def test_numbers_are_scalar_tensors_or_floats():
+    on_device = torch.ones((), requires_grad=True)
+    numbers = Numbers(a=on_device, b=torch.ones(1), c=np.float32(0.5), d=Decimal(2), e=np.int64(3))
+    assert numbers["a"] is on_device  # not read, so that the host need not wait
+    assert [type(value) for value in list(numbers.values())[1:]] == [float, float, float, int]
+    for value in ("high", None, torch.ones(2)):
+        with pytest.raises(UserError, match=r"^mine is logged as .* not a number: use one number"):
+            numbers["mine"] = value
 
 
 def test_trainer_names_parameters_that_are_missing_in_the_optimizers_or_twice():

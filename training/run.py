@@ -41,7 +41,7 @@ from training.groups import GroupSettings, check_optimizers
 from training.memory import find_device, split_batch
 from training.plan import describe_plan, print_plan
 from training.resume import parse_config
-from training.run_log import RunLog, warn_on_write_error
+from training.run_log import RunLog, as_number, warn_on_write_error
 from training.stopping import StopRequest
 
 PREEMPTED_NAME = "PREEMPTED"
@@ -60,12 +60,13 @@ class StepNumbers(NamedTuple):
 
 
 class Numbers(UserDict[str, Any]):
-    """Numbers to log, by name; raises UserError if a name is set twice."""
+    """Numbers to log, by name; raises UserError if a name is set twice or a value is no number."""
 
     def __setitem__(self, name: str, number: Tensor | float) -> None:
         if name in self:
             raise UserError(f"train_step already logs a number named {name!r}: rename yours")
-        super().__setitem__(name, number)
+        is_scalar = isinstance(number, Tensor) and not number.dim()  # stays on the device
+        super().__setitem__(name, number if is_scalar else as_number(name, number))
 
     def __ior__(self, numbers: Any) -> Self:  # type: ignore[misc, override] # noqa: ANN401
         self.update(numbers)
