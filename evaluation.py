@@ -24,7 +24,7 @@ from runtime.precision import eval_mode
 from sample import cache_agrees, generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
-from training.run import Run, Trainer
+from training.run import Run, StepNumbers, Trainer
 from training.stopping import EvaluationStopped
 
 TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # how much of an evaluation --max-minutes times
@@ -147,9 +147,7 @@ def write_samples(run: Run, trainer: Trainer) -> dict[str, float]:
 # --- --max-minutes ----------------------------------------------------------------------------
 
 
-def fit_max_minutes(
-    run: Run, trainer: Trainer, train_step: Callable[[Run, Trainer, int], object]
-) -> Run:
+def fit_max_minutes(run: Run, trainer: Trainer, train_step: Callable[..., StepNumbers]) -> Run:
     """Return the run with the number of steps that fits into `--max-minutes`.
 
     Time a step, a part of a validation and a part of HellaSwag. Every process must call this.
@@ -157,7 +155,8 @@ def fit_max_minutes(
     begun, config = perf_counter(), run.config
     assert config.max_minutes is not None
     with trainer.batches:  # if the batch grows during training, the last is the largest
-        step_seconds = time_call(partial(train_step, run, trainer, config.max_steps - 1), run)
+        step = partial(run.fit_micro_batch, train_step, trainer, config.max_steps - 1)
+        step_seconds = time_call(step, run)
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]

@@ -162,7 +162,7 @@ def train(run: Run, trainer: Trainer) -> None:
                     save(run, trainer, step)
                 run.finish(step)
                 break
-            trainer.unread.append(train_step(run, trainer, step))
+            trainer.unread.append(run.fit_micro_batch(train_step, trainer, step))
             run.read_numbers(trainer, keep=run.reads_late)  # on a GPU, of the step before
             if step == run.start_step:
                 trainer.after_first_step(run.writer)

@@ -4,9 +4,9 @@ import gc
 import math
 import sys
 from collections import UserDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,7 +30,7 @@ from runtime.cli import shell_line
 from runtime.compiler import prepare_compiler
 from runtime.device import LateNumbers, tune_malloc
 from runtime.distributed import DistInfo, is_main, print0
-from runtime.errors import DivergedError, UserError, is_user_error
+from runtime.errors import DivergedError, UserError, is_out_of_memory, is_user_error
 from runtime.files import write_json
 from runtime.precision import autocast, make_deterministic
 from spelling import share_by_spelling
@@ -110,6 +110,30 @@ class Run:
     def micro_steps(self, step: int) -> int:
         """Return the number of micro-batches of each rank in the update after `step` updates."""
         return windows_at(self.config, step) // (self.micro_batch_size * self.ranks.world_size)
+
+    def fit_micro_batch(
+        self, train_step: Callable[..., StepNumbers], trainer: "Trainer", step: int
+    ) -> StepNumbers:
+        """Make a step; if memory runs out, repeat it with half of an `auto` micro-batch.
+
+        The estimate of `auto` does not know the activations of an edited model. The step has the
+        same windows. If the update may have begun, or with several processes, raise the error.
+        """
+        batches, n_complete = trainer.batches, trainer.n_complete
+        position, size = batches.position, batches.micro_batch_size
+        try:
+            return train_step(replace(self, micro_batch_size=size), trainer, step)
+        except RuntimeError as error:
+            is_auto = self.config.micro_batch_size == "auto" and self.ranks.world_size == 1
+            may_repeat = is_auto and size > 1 and trainer.n_complete == n_complete
+            if not (may_repeat and is_out_of_memory(error)):
+                raise
+        half = size // 2 if size % 2 == 0 else 1
+        print0(f"out of memory: repeating the step with --micro-batch-size {half}, not {size}")
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+        trainer.batches = replace(batches, position=position, micro_batch_size=half).__enter__()
+        return self.fit_micro_batch(train_step, trainer, step)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Run matmuls of float32 parameters in the run's dtype."""
@@ -266,6 +290,8 @@ class Trainer:
     """Numbers of the last steps, oldest first: see `Run.read_numbers`."""
     unused: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that no gradient has reached so far, during the first steps."""
+    n_complete: int = 0
+    """Steps of this process whose backward passes are complete."""
 
     def __post_init__(self) -> None:
         check_optimizers(self.raw_model, self.optimizers)
@@ -284,6 +310,7 @@ class Trainer:
         it would silently keep its initial value. An expert of a mixture may get its first token
         later, so the first step only prints a warning.
         """
+        self.n_complete += 1
         if step == 0:
             distributed.check_same_on_all_ranks("the numbers of train_step", [str([*numbers])])
         found = self.unused if step else dict(self.raw_model.named_parameters())
