@@ -7,60 +7,69 @@ from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+from runtime.cli import print_error
 
 ROOT = Path(__file__).parent.parent
 # Training may load the page, the figures and the command line, but computes nothing with them.
-SKIPPED = {"web.py", "plot.py", "runtime/cli.py"}
+SKIPPED = {"web.py", "plot.py", "report.py", "runtime/cli.py"}
 
 
 @cache  # later edits do not change what runs
 def code_hashes(program: str = "train_gpt2.py") -> dict[str, str]:
-    """Return the hash of each file of the project that a program can import, sorted by name.
+    """Return the hash of each file of the project that a program can import, sorted by name."""
+    return {f: code_hash(text) for f, text in imported_files(ROOT, program) if f not in SKIPPED}
 
-    The files are found by the imports in their code, so all ranks have the same list, which
-    includes the modules that an edit added and modules that only some ranks import.
+
+def imported_files(folder: Path, program: str) -> list[tuple[str, bytes]]:
+    """Return path and text of each file in a folder that a program can import, sorted by path.
+
+    The imports in the code decide, so all ranks have the same list, which includes the modules that
+    an edit added and modules that only some ranks import.
     """
-    hashes, files = dict[str, str](), {program}
-    # If pip has installed this project, libraries are next to its files.
-    libraries = {path.name.partition("-")[0] for path in ROOT.glob("*.dist-info")}
-    while files:
-        file = files.pop()
-        source = (ROOT / file).read_bytes()
-        hashes[file] = code_hash(source)
-        for path in {*_imports(file, source)} - SKIPPED - hashes.keys():
-            if (ROOT / path).is_file() and path.partition("/")[0] not in libraries:
-                files.add(path)
-    return dict(sorted(hashes.items()))
+    texts, paths = dict[str, bytes](), [program]
+    while paths:
+        path = paths.pop()
+        # A library is next to this project's files if pip has installed both.
+        is_library = any(folder.glob(f"{path.partition('/')[0]}-*.dist-info"))
+        if path not in texts and (folder / path).is_file() and not is_library:
+            texts[path] = (folder / path).read_bytes()
+            with suppress(SyntaxError):  # the import shows it
+                paths += _imports(path, ast.parse(texts[path]))
+    return sorted(texts.items())
 
 
-def _imports(file: str, source: bytes) -> Iterator[str]:
-    """Yield the files that a file may import, whether they exist or not."""
-    for node in ast.walk(ast.parse(source)):
-        names = list[str]()
-        match node:
-            case ast.Import():
-                names = [alias.name for alias in node.names]
-            case ast.ImportFrom():
-                package = file.split("/")[: -node.level] if node.level else []
-                module = [*package, *filter(None, [node.module])]
-                names = [".".join([*module, alias.name]) for alias in node.names]
-            case ast.Call(
-                ast.Name(function) | ast.Attribute(_, function), [ast.Constant(str(name)), *_]
-            ):
-                is_import = function in ("import_module", "__import__")
-                names = [name.lstrip(".")] * is_import
+def _imports(file: str, tree: ast.Module) -> Iterator[str]:
+    """Yield the paths of files that a file may import, whether they exist or not."""
+    for node in ast.walk(tree):
+        names: list[Any] = []
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = file.split("/")[: -getattr(node, "level", 0) or 0]
+            module = [*package, getattr(node, "module", None) or ""]
+            names = [".".join([*module, alias.name]) for alias in node.names]
+        elif getattr(getattr(node, "func", None), "attr", None) == "import_module":  # a call
+            names = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
         for name in names:
-            parts = name.split(".")
-            for end in range(1, len(parts) + 1):
-                path = "/".join(parts[:end])
-                yield from (f"{path}.py", f"{path}/__init__.py")
+            path = Path(*str(name).split("."))
+            for each in (path, *path.parents[:-1]):
+                yield from (f"{each.as_posix()}.py", f"{each.as_posix()}/__init__.py")
 
 
 def code_diff() -> bytes:
-    """Return the changes of tracked files since the last commit; empty if git has none to show."""
-    command = ("git", "diff", "--relative", "--no-color", "--no-ext-diff", "HEAD")
-    with suppress(OSError):  # no git
-        return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout
+    """Return the changes of tracked files since the last commit; empty if there are none.
+
+    If the code is in a repository that git cannot read, print a warning with git's reason.
+    """
+    options = ("--relative", "--no-color", "--no-ext-diff", "HEAD", "--")
+    commands = (("git", "rev-parse", "HEAD", "--"), ("git", "diff", *options))
+    try:  # the first command has clearer errors
+        _, done = (subprocess.run(c, cwd=ROOT, capture_output=True, check=True) for c in commands)
+        return done.stdout
+    except (OSError, subprocess.CalledProcessError) as error:  # OSError: no git
+        reason = getattr(error, "stderr", b"").decode(errors="replace") or str(error)
+    if any((folder / ".git").exists() for folder in (ROOT, *ROOT.absolute().parents)):
+        print_error(f"warning: code.diff is missing: {' '.join(reason.split())}")
     return b""
 
 

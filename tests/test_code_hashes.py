@@ -1,3 +1,4 @@
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -137,5 +138,26 @@ def test_diff_has_the_edits_since_the_last_commit_in_the_codes_own_folder(tmp_pa
     assert b"+++ b/model.py\n" in diff
     assert b"+x = 2\n" in diff
     assert b"other.py" not in diff
-    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+
+
+def test_diff_that_git_cannot_show_is_missed_aloud(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(code_hashes, "ROOT", tmp_path / "code")
+    (tmp_path / "code").mkdir()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    path, said = os.environ["PATH"], "warning: code.diff is missing: "
+    for folder in (tmp_path, path):  # without git, and with it
+        monkeypatch.setenv("PATH", str(folder))
+        assert code_hashes.code_diff() == b""  # no repository: there is nothing to miss
+        assert capsys.readouterr().err == ""
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    assert code_hashes.code_diff() == b""  # no commit
+    assert capsys.readouterr().err == f"{said}fatal: bad revision 'HEAD'\n"
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert code_hashes.code_diff() == b""
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"{said}fatal: detected dubious ownership in repository at ")
+    assert warning.endswith(f"git config --global --add safe.directory {tmp_path}\n")
+    assert warning.count("\n") == 1
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code_hashes.code_diff() == b""
+    assert capsys.readouterr().err == f"{said}[Errno 2] No such file or directory: 'git'\n"
