@@ -389,7 +389,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
     edited(changed, "model.py", "gelu(self.c_fc(x))", "torch.relu(self.c_fc(x))")
     edited(changed, "lr_schedule.py", "if step < config.warmup", "if config.warmup > step")
     unused = "def unused() -> None: ...\n\n\ndef main"  # in a file that is not compared
-    with edited(changed, "hellaswag.py", "def main", unused) as other:
+    with edited(changed, "plot.py", "def main", unused) as other:
         flags = run_flags(tiny_data, "--block-size=64", "--run-name=a", "--max-steps=4")
         train(other, *flags)
         train(other, *flags, "--resume=auto", "--max-steps=5")  # by its own code
@@ -401,7 +401,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
         ("export", f"--model={run}", f"--out={changed.folder}/exported"),
     ):
         done = succeed(commands, script, *more)
-        edits = "model.py, lr_schedule.py" if script == "train_gpt2" else "model.py"
+        edits = "lr_schedule.py, model.py" if script == "train_gpt2" else "model.py"
         said = f"warning: {run}/checkpoints/step_00000005 was saved by different code ({edits}): "
         assert done.stderr.count(said) == 1, done.stderr
 
