@@ -70,7 +70,8 @@ class FineWebConfig:
     with `---`, or that otherwise has only tables and .txt files named train, test and so on, the
     train files are read, and the validation or else the test files are the validation text."""
     text_field: str = "text"
-    """Column of tables, or field of JSON lines, that holds the text."""
+    """Column of tables, or field of JSON lines, that holds the text; `doc.text` is the field `text`
+    of an object `doc`."""
     separator: str = ""
     """Text between the documents of a file, such as '<|endoftext|>', or '\\n' for a document per
     line."""

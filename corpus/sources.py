@@ -332,8 +332,10 @@ def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            _check_text_field(file.schema_arrow.names, field, str(path))
-            tables = file.iter_batches(TABLE_ROWS, columns=[field])
+            names = file.schema_arrow.names
+            column = next((n for n in names if f"{field}.".startswith(f"{n}.")), field)
+            _check_text_field(names, column, str(path))
+            tables = file.iter_batches(TABLE_ROWS, columns=[column])
             yield from _column_texts(tables, field, str(path))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {error}") from None
@@ -355,9 +357,9 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
         problem = f"{where}: not JSON ({getattr(error, 'msg', error)})"
         other_fix = "if objects have several lines, use jq -c . FILE > NEW_FILE.jsonl"
         raise UserError(f"{problem}: correct or delete the line; {other_fix}") from None
-    _check_text_field(value if isinstance(value, dict) else (), field, where)
-    text = _string(value[field], field, where)
-    return text.encode(errors="replace").decode()  # JSON can have half of a surrogate pair
+    text = _text_of(value, field, where)
+    # JSON can have half of a surrogate pair. It becomes U+FFFD, as in tiktoken.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_csv(path: Path, field: str = "text") -> Iterator[str]:
@@ -438,20 +440,31 @@ def _check_text_field(names: Collection[str], field: str, where: str) -> None:
         raise UserError(f"{where}: expected a field `{field}` with the text, found {found}")
 
 
-def _string(value: object, field: str, where: str) -> str:
-    if not isinstance(value, str | None):
-        raise UserError(f"{where}: `{field}` is {type(value).__name__}, not a string")
-    return value or ""  # null is an empty document
+def _text_of(row: object, field: str, where: str, above: str = "") -> str:
+    """Return the string in a field of a row: `text` or, for `text` in an object `doc`, `doc.text`.
+
+    Null, also instead of the object, is an empty document. `above` is the prefix of the names.
+    """
+    values = {above + name: value for name, value in row.items()} if isinstance(row, dict) else {}
+    names = (name for name in values if f"{field}.".startswith(f"{name}."))
+    value = values.get(name := max(names, key=len, default=field), 0)
+    if isinstance(value, dict):
+        return _text_of(value, field, where, f"{name}.")
+    if value is not None:
+        _check_text_field(values, field, where)
+        if not isinstance(value, str):
+            raise UserError(f"{where}: `{field}` is {type(value).__name__}, not a string")
+    return value or ""
 
 
 def _column_texts(tables: Iterable[Any], field: str, origin: str) -> Iterator[str]:
     """Yield the strings in a column of Arrow tables; errors count the rows from 1."""
     row = 0
     for table in tables:
-        _check_text_field(table.schema.names, field, origin)
-        for value in table.column(field):
+        columns = [name for name in table.schema.names if f"{field}.".startswith(f"{name}.")]
+        for value in table.select(columns or table.schema.names).to_pylist():
             row += 1
-            yield _string(value.as_py(), field, f"{origin}, row {row}")
+            yield _text_of(value, field, f"{origin}, row {row}")
 
 
 def hub_source(
