@@ -284,7 +284,9 @@ def find_reader(path: Path) -> "Reader":
     with open_bytes(path) as file:
         head = file.peek()
     kinds = (kind for magic, kind in MAGIC.items() if re.match(magic, head, re.DOTALL))
-    kind = next(kinds, READERS.get(decompressed_name(path).suffix.lower(), read_plain))
+    # A link without an ending is read as the file that it leads to.
+    name = decompressed_name(path if path.suffix else path.resolve())
+    kind = next(kinds, READERS.get(name.suffix.lower(), read_plain))
     if isinstance(kind, str):
         raise UserError(f"{path}: {kind}")
     return kind

@@ -143,6 +143,16 @@ def test_read_file_recognizes_json_lines_and_compression_by_content(tmp_path):
         assert [*read_file(tmp_path / name, "text")] == ["once"], name
 
 
+def test_read_file_goes_by_the_name_of_a_link_or_else_of_its_file(tmp_path):
+    table = "id,text\n1,once"
+    for link, file in {"a.csv": "0a1b", "b.txt": "b.csv", "c": "c.csv", "d": "d"}.items():
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        (tmp_path / "cache" / file).write_text(table)
+        (tmp_path / link).symlink_to(f"cache/{file}")
+        expected = table if link in ("b.txt", "d") else "once"
+        assert [*read_file(tmp_path / link, "text")] == [expected]
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
 @pytest.mark.parametrize("codec", ["gzip", "bz2", "zstd", "lz4", "zstd --long"])
 @pytest.mark.parametrize("block_bytes", [10, 1 << 20])
