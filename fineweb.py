@@ -70,8 +70,8 @@ class FineWebConfig:
     with `---`, or that otherwise has only tables and .txt files named train, test and so on, the
     train files are read, and the validation or else the test files are the validation text."""
     text_field: str = "text"
-    """Column of tables, or field of JSON lines, that holds the text; `doc.text` is the field `text`
-    of an object `doc`."""
+    """Column of tables, or field of JSON lines, that holds the text; for the field `text` in an
+    object `doc`, it is `doc.text`."""
     separator: str = ""
     """Text between the documents of a file, such as '<|endoftext|>', or '\\n' for a document per
     line."""
@@ -129,7 +129,7 @@ def main() -> None:
         print(make_shards(config, open_source, folder))
     manifest = Manifest.load(folder)
     if manifest and manifest.complete:
-        from training.propose import propose_training  # imports torch, which takes seconds
+        from training.propose import OTHER_RECIPE, propose_training  # imports torch: takes seconds
 
         train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
         loss, bits = unigram_baseline(train, val)
@@ -138,7 +138,9 @@ def main() -> None:
         # An installed package has no recipes.
         if config.propose and (Path(__file__).parent / "recipes").is_dir():
             try:
-                print("next:", shell_line(*propose_training(folder, manifest)))
+                print("next:", command := shell_line(*propose_training(folder, manifest)))
+                if "gpt2-124m.json" in command:
+                    print(OTHER_RECIPE)
             except UserError as error:  # the dataset may still be of use
                 print(error)
     else:
@@ -267,7 +269,7 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
 
 
 def open_files(config: FineWebConfig, earlier: dict[str, Any]) -> Source:
-    """Return the local files of `--source`, of which `earlier` lists those that are unchanged."""
+    """Return the source of local files; unchanged files of an earlier identity are not read."""
     known = earlier.get("contents", {})
     files = sources.local_files(config.source, config.text_field, known)
     paths, val_paths = sources.choose_splits(config.source, files)

@@ -227,8 +227,8 @@ def local_files(patterns: tuple[str, ...], field: str = "text", known: Known = N
 def folder_files(folder: Path, field: str, known: Known) -> list[Path]:
     """Return the text files in and below a folder; print how many files are skipped, and why.
 
-    The files are sorted by a hash of their names, so that validation, which comes first, has files
-    of all kinds. Files that an earlier run read are known to be texts.
+    The files are sorted by a hash of their names, so that validation, which comes first, has all
+    kinds of files. Files that an earlier run read are known to be texts.
     """
     paths = [path for path in walk_folder(folder) if path.is_file()]
     texts, reasons = [], dict[str, str]()

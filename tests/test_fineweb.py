@@ -69,6 +69,19 @@ def test_main_writes_the_tokens_of_every_document_and_proposes_a_training(make, 
     assert proposal.startswith(command)
 
 
+def test_main_proposes_the_published_recipe_for_much_text_and_names_the_other(make, tmp_path):
+    flags = ["--source", write_texts(tmp_path / "a.jsonl", TEXTS[:20]), "--data-dir", "d"]
+    assert "fast.json" not in make(*flags)
+    manifest = read_json(Path("d/manifest.json"))
+    for shard, tokens in zip(manifest["shards"], (100_000_000, 9_853_000_000), strict=True):
+        shard["tokens"] = tokens  # as of the default source
+    write_json(Path("d/manifest.json"), manifest)
+    *_, proposal, other = make(*flags).splitlines()
+    assert proposal.endswith(f" --config {ROOT}/recipes/gpt2-124m.json --data-dir d --run-name d")
+    assert other.startswith("or, on 35 % of the tokens: --config recipes/gpt2-124m-fast.json --max")
+    assert "measured on small models only" in other
+
+
 @pytest.mark.parametrize("kind", ["jsonl.gz", "json.zst", "parquet"])
 def test_main_makes_the_same_shards_of_every_kind_of_file(made, make, tmp_path, kind):
     """A null is an empty document."""
