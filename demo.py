@@ -46,7 +46,8 @@ def main() -> None:
     args = sys.argv[1:]
     has_text = bool(args) and not args[0].startswith("-")
     config = parse_flags(DemoConfig, ["--text", *args] if has_text else args)
-    texts = [Path(path).resolve() for path in config.text]
+    # A file keeps the name of its link, which may have the ending that the linked file lacks.
+    texts = [p.resolve() if p.is_dir() else p.absolute() for p in map(Path, config.text)]
     os.chdir(Path(__file__).parent)  # the commands are here, and the run is written here
     start = time.perf_counter()
     name = re.sub(r"[^\w.-]+", "-", texts[0].stem) if texts else new_name()

@@ -26,7 +26,7 @@ from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
 from training.run import Run
 from training.stopping import StopRequested
-from training.trainer import Trainer
+from training.trainer import Numbers, Trainer
 
 TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # how much of an evaluation --max-minutes times
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
@@ -159,7 +159,7 @@ def write_samples(trainer: Trainer) -> dict[str, float]:
 # --- --max-minutes ----------------------------------------------------------------------------
 
 
-def fit_max_minutes(trainer: Trainer, train_step: Callable[[Trainer, int], object]) -> Run:
+def fit_max_minutes(trainer: Trainer, train_step: Callable[[Trainer, int], Numbers]) -> Run:
     """Return the run with the number of steps that fits into `--max-minutes`.
 
     Time a step, a part of a validation and a part of HellaSwag. Every process must call this, with
@@ -167,8 +167,13 @@ def fit_max_minutes(trainer: Trainer, train_step: Callable[[Trainer, int], objec
     """
     begun, run, config = perf_counter(), trainer.run, trainer.run.config
     assert config.max_minutes is not None
-    with trainer.batches:  # if the batch grows during training, the last is the largest
-        step_seconds = time_call(partial(train_step, trainer, config.max_steps - 1), run)
+    trainer.batches.__enter__()
+    try:  # if the batch grows during training, the last is the largest
+        step = partial(trainer.make, train_step, config.max_steps - 1)
+        step_seconds = time_call(step, run)
+    finally:
+        trainer.batches.__exit__()
+    run = trainer.run  # with the micro-batch that fits
     tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
     val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
     examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]

@@ -53,7 +53,7 @@ NOTES = {
     "\r\n": "a line ends with CRLF; for fewer tokens, use tr -d '\\r' < FILE > NEW_FILE",
 }
 Batch = tuple[list[Document], TokenArray]  # documents and their ids
-OpenSource = Callable[[str | None], Source]  # the argument is the commit that an earlier run read
+OpenSource = Callable[[dict[str, Any]], Source]  # the argument is what an earlier run recorded
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class FineWebConfig:
     with `---`, or that otherwise has only tables and .txt files named train, test and so on, the
     train files are read, and the validation or else the test files are the validation text."""
     text_field: str = "text"
-    """Column of tables, or field of JSON lines, that holds the text."""
+    """Column of tables, or field of JSON lines, that holds the text; for the field `text` in an
+    object `doc`, it is `doc.text`."""
     separator: str = ""
     """Text between the documents of a file, such as '<|endoftext|>', or '\\n' for a document per
     line."""
@@ -128,7 +129,7 @@ def main() -> None:
         print(make_shards(config, open_source, folder))
     manifest = Manifest.load(folder)
     if manifest and manifest.complete:
-        from training.propose import propose_training  # imports torch, which takes seconds
+        from training.propose import OTHER_RECIPE, propose_training  # imports torch: takes seconds
 
         train, val = (shards.open_shards(folder, split) for split in ("train", "val"))
         loss, bits = unigram_baseline(train, val)
@@ -137,7 +138,9 @@ def main() -> None:
         # An installed package has no recipes.
         if config.propose and (Path(__file__).parent / "recipes").is_dir():
             try:
-                print("next:", shell_line(*propose_training(folder, manifest)))
+                print("next:", command := shell_line(*propose_training(folder, manifest)))
+                if "gpt2-124m.json" in command:
+                    print(OTHER_RECIPE)
             except UserError as error:  # the dataset may still be of use
                 print(error)
     else:
@@ -151,20 +154,24 @@ def make_shards(config: FineWebConfig, open_source: OpenSource, folder: Path) ->
     if not found and any(folder.glob("[!.]*.npy")):
         raise UserError(f"{folder} has .npy files of other programs: choose another --data-dir")
     separator = config.separator.replace(r"\n", "\n").replace(r"\t", "\t")
-    source = open_source(found.source.get("revision") if found else None)
-    source = replace(source, separator=separator)
-    val_paths = sources.local_files(config.val_source, config.text_field)
+    own = Manifest.load(folder, part)
+    earlier = own.source if own else found.source if found else {}
+    source = replace(open_source(earlier), separator=separator)
+    known = earlier.get("contents", {})
+    val_paths = sources.local_files(config.val_source, config.text_field, known)
     val_paths = val_paths or ([] if config.val_share else [*source.val_paths])
-    val_source = replace(sources.file_source(val_paths, config.text_field), separator=separator)
+    val_source = sources.file_source(val_paths, config.text_field, known)
+    val_source = replace(val_source, separator=separator)
     val_files = val_source.identity["files"]
     if any(file in source.identity.get("files", ()) for file in val_files):
         raise UserError("--source and --val-source have a file in common: move one of them")
     options: dict[str, Any] = {"separator": config.separator, "val share": config.val_share}
     text_field = config.text_field if config.text_field != "text" else None
-    options |= {"text field": text_field, "val files": val_files}
+    contents = source.identity.get("contents", {}) | val_source.identity["contents"]
+    options |= {"text field": text_field, "val files": val_files, "contents": contents}
     identity = source.identity | part.identity | {k: v for k, v in options.items() if v}
     expected = Manifest(identity, VOCAB_SHA256, config.shard_size, max_tokens=config.max_tokens)
-    manifest = Manifest.load(folder, part) or expected
+    manifest = own or expected
     for each in (found or expected, manifest):
         shards.check_same_dataset(folder, each, expected)
     shards.verify_shards(folder, manifest.shards)
@@ -238,15 +245,15 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     """Return a name for the data folder of `--source`, and a function that opens the source."""
     first = config.source[0]
-    is_file_name = Path(first).suffix.lower() in (*sources.READERS, *sources.CODECS)
     has_name = first in sources.SOURCES or first in sources.FINEWEB
-    if not has_name and (is_file_name or sources.local_paths(first)):
-        files = sources.local_files(config.source, config.text_field)
-        paths, val_paths = sources.choose_splits(config.source, files)
-        base = (Path(first) if Path(first).exists() else paths[0].parent).resolve()
+    matches = [] if has_name else sources.local_paths(first)
+    if not matches and Path(first).suffix.lower() in (*sources.READERS, *sources.CODECS):
+        raise UserError(f"{first}: no such file or folder")
+    if matches:
+        is_pattern = matches[0].is_file() and not Path(first).exists()
+        base = (matches[0].parent if is_pattern else matches[0]).resolve()
         name = sources.decompressed_name(base).stem if base.is_file() else base.name
-        source = replace(sources.file_source(paths, config.text_field), val_paths=val_paths)
-        return name, lambda _: source
+        return name, partial(open_files, config)
     if len(config.source) > 1:
         raise UserError(f"--source {' '.join(config.source)}: pass a single name, or only files")
     if first in sources.SOURCES:
@@ -259,6 +266,14 @@ def find_source(config: FineWebConfig) -> tuple[str, OpenSource]:
     subset = config.name or ("sample-10BT" if first in sources.FINEWEB else None)
     name = dataset.split("/")[1] + (f"-{subset.removeprefix('sample-')}" if subset else "")
     return name, partial(sources.hub_source, dataset, subset, config.revision, config.text_field)
+
+
+def open_files(config: FineWebConfig, earlier: dict[str, Any]) -> Source:
+    """Return the source of local files; unchanged files of an earlier identity are not read."""
+    known = earlier.get("contents", {})
+    files = sources.local_files(config.source, config.text_field, known)
+    paths, val_paths = sources.choose_splits(config.source, files)
+    return replace(sources.file_source(paths, config.text_field, known), val_paths=val_paths)
 
 
 if __name__ == "__main__":

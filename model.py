@@ -122,6 +122,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         (B, H, T, D).
     """
+    if q.device.type == "mps":  # torch 2.11 would mix up the sequences (pytorch/pytorch#181133)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     n_queries, n_keys = q.size(2), k.size(2)
     # One query alone is the last token, which attends to all keys.
     bias = None if n_queries in (1, n_keys) else causal_lower_right(n_queries, n_keys)

@@ -5,8 +5,8 @@ which several processes exchange data.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -102,9 +102,30 @@ class DDP(Ranks):
         wrapped.broadcast_buffers = False  # as an attribute: torch deprecates the argument
         return wrapped
 
-    def accumulate(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
-        """Only add up gradients on this rank, except in the last micro-step."""
-        return nullcontext() if is_last else cast(DistributedDataParallel, model).no_sync()
+    @contextmanager
+    def accumulate(self, model: nn.Module, is_last: bool) -> Iterator[None]:
+        """Only add up gradients on this rank, except in the last micro-step.
+
+        A rank may not use a parameter in that micro-step, for example an expert without tokens. DDP
+        would wait for its gradient, so this adds a gradient of 0. A parameter to which no rank
+        added a gradient in any micro-step has none afterwards, as in a single process.
+        """
+        if not is_last:
+            with cast(DistributedDataParallel, model).no_sync():
+                yield
+            return
+        before = {p: p.grad for p in model.parameters() if p.requires_grad}
+        yield
+        # DDP has replaced the other gradients by views of its buckets, or they were views before.
+        idle = [p for p, g in before.items() if p.grad is g and getattr(g, "_base", None) is None]
+        without = {i: p for i, p in enumerate(before) if p.grad is None}
+        counts = torch.ones(len(before), device=self.device)  # of ranks with a gradient
+        if idle:
+            counts[[*without]] = 0
+            torch.autograd.backward(idle, [torch.zeros_like(p) for p in idle])
+        all_reduce_sum(counts)
+        for parameter in (p for i, p in without.items() if not counts[i]):
+            parameter.grad = None
 
 
 @dataclass(frozen=True)

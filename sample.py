@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from corpus.shards import Manifest
-from corpus.sources import describe_file
+from corpus.sources import hash_ends
 from formats.load import load_with_state, newest_run
 from hellaswag import score_tokens
 from model import GPT
@@ -130,7 +130,7 @@ def main() -> None:
         dataset = Manifest.load(Path(settings.get("data_dir", "")))
         files = dataset.source.get("files", ()) if dataset and config.score.is_file() else ()
         seen = {file["sha256 of head and tail"] for file in files}  # a copy may have another name
-        if seen and describe_file(config.score)["sha256 of head and tail"] in seen:
+        if seen and hash_ends(config.score) in seen:
             print_error(f"note: the model was trained on {config.score}: new texts may score worse")
         return
     if config.interactive:

@@ -178,7 +178,7 @@ def train(trainer: Trainer) -> None:
                 save(trainer, step)
             if trainer.ends(step):
                 break
-            trainer.log(train_step(trainer, step))
+            trainer.log(trainer.make(train_step, step))
         trainer.finish(step)
 
 
@@ -213,7 +213,7 @@ def train_step(trainer: Trainer, step: int) -> Numbers:
     norm = run.ranks.grad_norm(raw_model.parameters())
     numbers.set(grad_norm=norm, stop=run.stop.signal)
     trainer.check_step(step, numbers)
-    # The step's one all-reduce. It also lets all ranks stop together if one received a signal.
+    # The numbers' one all-reduce. It also lets all ranks stop together if one received a signal.
     numbers.average(run.ranks)
     # With float16, both optimizers skip an overflow together, so the numbers are read here.
     is_finite = not scaler.is_enabled() or trainer.is_finite(numbers)

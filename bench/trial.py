@@ -26,7 +26,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,7 +50,7 @@ from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
 from runtime.cli import PathOrName, bad_numbers, format_duration, raise_problems, run_command
 from runtime.device import select_device
-from runtime.errors import UserError
+from runtime.errors import FolderInUseError, UserError
 from runtime.files import lock_folder, write_json
 
 HIGHER_IS_BETTER = re.compile("acc|tokens_per_second|mfu")
@@ -356,11 +355,15 @@ class Trial:
 
 
 def wait_for_lock(run_dir: Path, stopped: Event) -> None:
-    """Wait while a run is in progress that a killed trial left behind."""
-    while not stopped.is_set():
-        with suppress(UserError), lock_folder(run_dir, RUN_LOCK_NAME):
-            return
-        stopped.wait(1)
+    """Wait while a run is in progress that a killed trial left behind, and print why once."""
+    reason = ""
+    while not stopped.wait(bool(reason)):  # at most a second
+        try:
+            with lock_folder(run_dir, RUN_LOCK_NAME):
+                return
+        except FolderInUseError as error:
+            if not reason:
+                print(reason := f"waiting: {error}", flush=True)
 
 
 def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:

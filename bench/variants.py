@@ -7,13 +7,12 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.measurement import ROOT, device_label, provenance, run_python
 from corpus.shards import open_shards
+from formats.code_hashes import imported_files
 from formats.metrics import find_run
 from runtime.cli import as_flags, flag_of
 from runtime.device import select_device
@@ -183,7 +182,8 @@ def copy_code(
         if missing := [file for file in files if not (source / file).is_file()]:
             raise UserError(f"{missing[0]} is not a file in {source}")
         git("add", "--update", **inside)
-        git("add", "--force", "--", *imported_files(source), *files, **inside)
+        imported = (path for path, _ in imported_files(source, "train_gpt2.py"))
+        git("add", "--force", "--", *imported, *files, **inside)
     for patch in patches:
         try:
             git("apply", "--cached", Path(patch).absolute(), **environment)
@@ -195,25 +195,12 @@ def copy_code(
     return target, git("write-tree", **environment), hashlib.sha256(read.encode()).hexdigest()
 
 
-def imported_files(folder: Path) -> set[str]:
-    """Return the files in a folder that `train_gpt2.py` imports, directly or through each other."""
-    finder = ModuleFinder([str(folder)])
-    try:
-        with suppress(SyntaxError):  # training shows it
-            finder.run_script(str(folder / "train_gpt2.py"))
-    except AttributeError:  # cpython's ModuleFinder does not know namespace packages
-        raise UserError(
-            f"{folder} has a folder of modules without an __init__.py: add it"
-        ) from None
-    paths = [vars(module)["__file__"] for module in finder.modules.values()]
-    return {Path(path).relative_to(folder).as_posix() for path in paths if path}
-
-
 def git(*args: str | Path, **environment: str) -> str:
     """Run git in this checkout; return its output, or raise UserError with its first error."""
     command, env = ["git", *args], {**os.environ, **environment}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=False)
     if done.returncode:
-        error = done.stderr.decode(errors="replace").partition("\n")[0]
-        raise UserError(error.removeprefix("error: "))
+        error = done.stderr.decode(errors="replace").removeprefix("error: ")
+        is_of_owner = "safe.directory" in error  # the fix is in the last line
+        raise UserError(" ".join(error.split()) if is_of_owner else error.partition("\n")[0])
     return done.stdout.decode(errors="replace").strip()

@@ -70,7 +70,8 @@ def read_parts(folder: Path) -> dict[str, Any] | None:
     parts = [read_json(path) for path in sorted(folder.glob("part_*_of_*.json"))]
     if not parts:
         return None
-    sources = [{k: v for k, v in part["source"].items() if k != "part"} for part in parts]
+    own = ("part", "contents")  # the other machines' copies of the files have other stamps
+    sources = [{k: v for k, v in part["source"].items() if k not in own} for part in parts]
     datasets = [(source, part["max_tokens"]) for source, part in zip(sources, parts, strict=True)]
     has_all = datasets.count(datasets[0]) == len(parts) == sources[0]["parts"]
     return parts[0] | {

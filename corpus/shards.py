@@ -95,7 +95,8 @@ class Manifest:
     @property
     def identity(self) -> dict[str, Any]:
         """The values that must not change when a dataset is resumed."""
-        source = {name: value for name, value in self.source.items() if name != "part"}
+        source = {k: v for k, v in self.source.items() if k not in ("part", "contents")}
+        source["contents of files"] = [*self.source.get("contents", {}).values()]
         return source | {"shard size": self.shard_size, "tokenizer": self.tokenizer_sha256}
 
     def without_changing_shards(self) -> "Manifest":
@@ -129,7 +130,7 @@ def check_same_dataset(folder: Path, found: Manifest, expected: Manifest) -> Non
     """Raise if the dataset in `folder` is not the expected one."""
     for name in found.identity | expected.identity:
         old, new = found.identity.get(name), expected.identity.get(name)
-        if old != new:
+        if old != new and old != []:  # earlier versions did not hash the contents
             change = f"other {name}" if "files" in name else f"{name} {old} instead of {new}"
             fix = f"use the flags that made it, choose another --data-dir, or delete {folder}"
             raise UserError(f"{folder} holds another dataset ({change}): {fix}")

@@ -17,7 +17,7 @@ import platform
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from corpus.parts import FULL_DATASET, Part
 from formats.hub import explain_hub_errors, resolve_revision
 from runtime.errors import UserError
-from runtime.files import check_downloaded
+from runtime.files import check_downloaded, sha256_of
 from tokenizer import CUT, WORD_END
 
 FINEWEB = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -58,6 +58,8 @@ MAX_DOCUMENT_CHARS = 1 << 26  # between two separators
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 Cursor = dict[str, int]  # place of a document: number of its `file`, and of its `text` in that file
+Known = Mapping[str, list[str]]  # hashes of files that an earlier run read: ends, and all
+NONE: Known = {}
 
 
 class Document(NamedTuple):
@@ -127,9 +129,15 @@ def split_texts(file: SourceFile, separator: str) -> Iterator[str]:
     yield rest
 
 
-def file_source(paths: Sequence[Path], field: str = "text") -> Source:
+def file_source(paths: Sequence[Path], field: str = "text", known: Known = NONE) -> Source:
     """Return a source of local files, in order; files of unknown type are read as plain text."""
-    identity = {"kind": "files", "files": [describe_file(path) for path in paths]}
+    stamps = [(stamp_of(path), path) for path in paths]
+    contents = {s: known.get(s) or [hash_ends(p), sha256_of(p)] for s, p in stamps}
+    files = [
+        {"name": path.name, "bytes": path.stat().st_size, "sha256 of head and tail": ends}
+        for path, (ends, _) in zip(paths, contents.values(), strict=True)
+    ]
+    identity = {"kind": "files", "files": files, "contents": contents}
     return Source(identity, lambda: [local_file(path, field) for path in paths])
 
 
@@ -138,15 +146,19 @@ def local_file(path: Path, field: str = "text") -> SourceFile:
     return SourceFile(partial(read_file, path, field), find_reader(path) is read_plain)
 
 
-def describe_file(path: Path) -> dict[str, str | int]:
-    """Return a file's name, size and hash of both ends, which change with nearly every edit."""
-    size = path.stat().st_size
+def hash_ends(path: Path) -> str:
+    """Return a hash of a file's head and tail, which change with nearly every edit."""
     with path.open("rb") as file:
         ends = file.read(HASHED_BYTES)
-        file.seek(max(0, size - HASHED_BYTES))
-        ends += file.read()
-    digest = hashlib.sha256(ends).hexdigest()
-    return {"name": path.name, "bytes": size, "sha256 of head and tail": digest}
+        file.seek(max(0, path.stat().st_size - HASHED_BYTES))
+        return hashlib.sha256(ends + file.read()).hexdigest()
+
+
+def stamp_of(path: Path) -> str:
+    """Return a hash of a file's name, place, size and times, which changes when it is written."""
+    stat = path.stat()
+    times = stat.st_mtime_ns, stat.st_ctime_ns  # programs can set only the first one
+    return hash_of_name(repr((path.name, os.path.realpath(path), stat.st_size, times))).hex()
 
 
 def stdlib_source() -> Source:
@@ -198,7 +210,7 @@ def local_paths(pattern: str) -> list[Path]:
     return sorted(path for path in found if path.match(below[0] or "*"))
 
 
-def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
+def local_files(patterns: tuple[str, ...], field: str = "text", known: Known = NONE) -> list[Path]:
     """Return the files of paths, folders and globs, each once; a glob's matches are sorted."""
     paths = []
     for pattern in patterns:
@@ -207,24 +219,25 @@ def local_files(patterns: tuple[str, ...], field: str = "text") -> list[Path]:
         for path in matches:
             if not (path.is_file() or path.is_dir()):  # a pipe can be read only once
                 raise UserError(f"{path} is not a regular file: write its text to a file first")
-            paths += folder_files(path, field) if path.is_dir() else [path]
+            paths += folder_files(path, field, known) if path.is_dir() else [path]
     # Links may lead to the same file.
     return [*{os.path.realpath(path): path for path in paths}.values()]
 
 
-def folder_files(folder: Path, field: str) -> list[Path]:
+def folder_files(folder: Path, field: str, known: Known) -> list[Path]:
     """Return the text files in and below a folder; print how many files are skipped, and why.
 
-    The files are sorted by a hash of their names, so that validation, which comes first, has files
-    of all kinds.
+    The files are sorted by a hash of their names, so that validation, which comes first, has all
+    kinds of files. Files that an earlier run read are known to be texts.
     """
     paths = [path for path in walk_folder(folder) if path.is_file()]
     texts, reasons = [], dict[str, str]()
     for path in sorted(paths, key=lambda path: hash_of_name(path.relative_to(folder).as_posix())):
         try:
-            next(read_file(path, field), None)
-            if find_reader(path) is not read_parquet:
-                check_utf8(path)
+            if stamp_of(path) not in known:
+                next(read_file(path, field), None)
+                if find_reader(path) is not read_parquet:
+                    check_utf8(path)
             texts.append(path)
         except (UserError, OSError) as error:
             # Errors of one kind have the same first words, apart from the path and numbers.
@@ -284,7 +297,9 @@ def find_reader(path: Path) -> "Reader":
     with open_bytes(path) as file:
         head = file.peek()
     kinds = (kind for magic, kind in MAGIC.items() if re.match(magic, head, re.DOTALL))
-    kind = next(kinds, READERS.get(decompressed_name(path).suffix.lower(), read_plain))
+    # A link without an ending is read as the file that it leads to.
+    name = decompressed_name(path if path.suffix else path.resolve())
+    kind = next(kinds, READERS.get(name.suffix.lower(), read_plain))
     if isinstance(kind, str):
         raise UserError(f"{path}: {kind}")
     return kind
@@ -332,8 +347,10 @@ def read_parquet(path: Path, field: str = "text") -> Iterator[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            _check_text_field(file.schema_arrow.names, field, str(path))
-            tables = file.iter_batches(TABLE_ROWS, columns=[field])
+            names = file.schema_arrow.names
+            column = next((n for n in names if f"{field}.".startswith(f"{n}.")), field)
+            _check_text_field(names, column, str(path))
+            tables = file.iter_batches(TABLE_ROWS, columns=[column])
             yield from _column_texts(tables, field, str(path))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {error}") from None
@@ -355,9 +372,9 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
         problem = f"{where}: not JSON ({getattr(error, 'msg', error)})"
         other_fix = "if objects have several lines, use jq -c . FILE > NEW_FILE.jsonl"
         raise UserError(f"{problem}: correct or delete the line; {other_fix}") from None
-    _check_text_field(value if isinstance(value, dict) else (), field, where)
-    text = _string(value[field], field, where)
-    return text.encode(errors="replace").decode()  # JSON can have half of a surrogate pair
+    text = _text_of(value, field, where)
+    # JSON can have half of a surrogate pair. It becomes U+FFFD, as in tiktoken.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_csv(path: Path, field: str = "text") -> Iterator[str]:
@@ -438,32 +455,43 @@ def _check_text_field(names: Collection[str], field: str, where: str) -> None:
         raise UserError(f"{where}: expected a field `{field}` with the text, found {found}")
 
 
-def _string(value: object, field: str, where: str) -> str:
-    if not isinstance(value, str | None):
-        raise UserError(f"{where}: `{field}` is {type(value).__name__}, not a string")
-    return value or ""  # null is an empty document
+def _text_of(row: object, field: str, where: str, above: str = "") -> str:
+    """Return the string in a field of a row: `text` or, for `text` in an object `doc`, `doc.text`.
+
+    Null, also instead of the object, is an empty document. `above` is the prefix of the names.
+    """
+    values = {above + name: value for name, value in row.items()} if isinstance(row, dict) else {}
+    names = (name for name in values if f"{field}.".startswith(f"{name}."))
+    value = values.get(name := max(names, key=len, default=field), 0)
+    if isinstance(value, dict):
+        return _text_of(value, field, where, f"{name}.")
+    if value is not None:
+        _check_text_field(values, field, where)
+        if not isinstance(value, str):
+            raise UserError(f"{where}: `{field}` is {type(value).__name__}, not a string")
+    return value or ""
 
 
 def _column_texts(tables: Iterable[Any], field: str, origin: str) -> Iterator[str]:
     """Yield the strings in a column of Arrow tables; errors count the rows from 1."""
     row = 0
     for table in tables:
-        _check_text_field(table.schema.names, field, origin)
-        for value in table.column(field):
+        columns = [name for name in table.schema.names if f"{field}.".startswith(f"{name}.")]
+        for value in table.select(columns or table.schema.names).to_pylist():
             row += 1
-            yield _string(value.as_py(), field, f"{origin}, row {row}")
+            yield _text_of(value, field, f"{origin}, row {row}")
 
 
 def hub_source(
-    dataset: str, name: str | None, revision: str | None, field: str, known_revision: str | None
+    dataset: str, name: str | None, revision: str | None, field: str, earlier: Mapping[str, Any]
 ) -> Source:
     """Return a source that streams a dataset (OWNER/NAME, configuration) from the hub.
 
-    The default `revision` is `known_revision`, the commit that an earlier run read; without one, it
-    is the newest commit.
+    The default `revision` is the commit in the identity that an earlier run recorded; without one,
+    it is the newest commit.
     """
-    commit = known_revision
-    if known_revision is None or revision not in (None, known_revision):
+    commit = earlier.get("revision")
+    if commit is None or revision not in (None, commit):
         commit = resolve_revision(dataset, revision)
 
     def open_files() -> list[SourceFile]:

@@ -32,7 +32,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from formats.code_hashes import CORE_FILES, code_hashes
+from formats.code_hashes import code_hashes
 from formats.metrics import validations
 from formats.tensors import check_tensors, find_nonfinite, read_tensors
 from model import GPT, GPTConfig
@@ -393,12 +393,13 @@ def _known_fields(config_class: type[Any], values: Mapping[str, Any]) -> dict[st
     return {f.name: values[f.name] for f in fields(config_class) if f.name in values}
 
 
-def warn_if_code_changed(
-    path: Path, state: TrainerState, files: Sequence[str] = CORE_FILES
-) -> None:
-    """Warn if `files` changed since a checkpoint was saved; older checkpoints have no hashes."""
-    current = code_hashes()
-    edits = [file for file in files if state.code.get(file, current[file]) != current[file]]
+def warn_if_code_changed(path: Path, state: TrainerState, program: str = "train_gpt2.py") -> None:
+    """Warn if files that `program` imports have changed since a checkpoint was saved.
+
+    Checkpoints of earlier versions have the hashes of fewer files, or of none.
+    """
+    current = code_hashes(program).items()
+    edits = [file for file, digest in current if state.code.get(file, digest) != digest]
     if edits and is_main():
         # On stderr, because `sample.py` prints texts on stdout.
         names = ", ".join(edits)

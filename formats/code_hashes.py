@@ -1,32 +1,75 @@
-"""The code that runs: hashes of the core's files, and its difference from the last commit."""
+"""The code that runs: hashes of its files, and its difference from the last commit."""
 
 import ast
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+from runtime.cli import print_error
 
 ROOT = Path(__file__).parent.parent
-MODEL_FILES = ("model.py", "ops.py")  # they determine what a model computes
-CORE_FILES = (
-    *("train_gpt2.py", "evaluation.py", "parallel.py", *MODEL_FILES),
-    *("dataloader.py", "lr_schedule.py", "optimizers.py", "spelling.py"),
-    *("runtime/permutation.py", "training/config.py"),
-)
+# Training may load the page, the figures and the command line, but computes nothing with them.
+SKIPPED = {"web.py", "plot.py", "report.py", "runtime/cli.py"}
 
 
 @cache  # later edits do not change what runs
-def code_hashes() -> dict[str, str]:
-    """Return the hash of each core file."""
-    return {file: code_hash((ROOT / file).read_bytes()) for file in CORE_FILES}
+def code_hashes(program: str = "train_gpt2.py") -> dict[str, str]:
+    """Return the hash of each file of the project that a program can import, sorted by name."""
+    return {f: code_hash(text) for f, text in imported_files(ROOT, program) if f not in SKIPPED}
+
+
+def imported_files(folder: Path, program: str) -> list[tuple[str, bytes]]:
+    """Return path and text of each file in a folder that a program can import, sorted by path.
+
+    The imports in the code decide, so all ranks have the same list, which includes the modules that
+    an edit added and modules that only some ranks import.
+    """
+    texts, paths = dict[str, bytes](), [program]
+    while paths:
+        path = paths.pop()
+        # A library is next to this project's files if pip has installed both.
+        is_library = any(folder.glob(f"{path.partition('/')[0]}-*.dist-info"))
+        if path not in texts and (folder / path).is_file() and not is_library:
+            texts[path] = (folder / path).read_bytes()
+            with suppress(SyntaxError):  # the import shows it
+                paths += _imports(path, ast.parse(texts[path]))
+    return sorted(texts.items())
+
+
+def _imports(file: str, tree: ast.Module) -> Iterator[str]:
+    """Yield the paths of files that a file may import, whether they exist or not."""
+    for node in ast.walk(tree):
+        names: list[Any] = []
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = file.split("/")[: -getattr(node, "level", 0) or 0]
+            module = [*package, getattr(node, "module", None) or ""]
+            names = [".".join([*module, alias.name]) for alias in node.names]
+        elif getattr(getattr(node, "func", None), "attr", None) == "import_module":  # a call
+            names = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+        for name in names:
+            path = Path(*str(name).split("."))
+            for each in (path, *path.parents[:-1]):
+                yield from (f"{each.as_posix()}.py", f"{each.as_posix()}/__init__.py")
 
 
 def code_diff() -> bytes:
-    """Return the changes of tracked files since the last commit; empty if git has none to show."""
-    command = ("git", "diff", "--relative", "--no-color", "--no-ext-diff", "HEAD")
-    with suppress(OSError):  # no git
-        return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout
+    """Return the changes of tracked files since the last commit; empty if there are none.
+
+    If the code is in a repository that git cannot read, print a warning with git's reason.
+    """
+    options = ("--relative", "--no-color", "--no-ext-diff", "HEAD", "--")
+    commands = (("git", "rev-parse", "HEAD", "--"), ("git", "diff", *options))
+    try:  # the first command has clearer errors
+        _, done = (subprocess.run(c, cwd=ROOT, capture_output=True, check=True) for c in commands)
+        return done.stdout
+    except (OSError, subprocess.CalledProcessError) as error:  # OSError: no git
+        reason = getattr(error, "stderr", b"").decode(errors="replace") or str(error)
+    if any((folder / ".git").exists() for folder in (ROOT, *ROOT.absolute().parents)):
+        print_error(f"warning: code.diff is missing: {' '.join(reason.split())}")
     return b""
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from formats import checkpoint, huggingface
-from formats.code_hashes import MODEL_FILES
 from formats.metrics import BEST_SUFFIX, RUNS, find_run, is_run, validations
 from formats.tensors import read_tensors
 from model import GPT, GPTConfig
@@ -148,7 +147,7 @@ def load_with_state(
     with torch.device(device):
         model = GPT(GPTConfig(**state.model_config))
     checkpoint.copy_state(tensors, model, path)
-    checkpoint.warn_if_code_changed(path, state, MODEL_FILES)
+    checkpoint.warn_if_code_changed(path, state, "model.py")
     return model.eval(), checkpoint.Checkpoint(path, state)
 
 

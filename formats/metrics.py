@@ -68,7 +68,7 @@ def read_metrics(path: str | Path) -> Records:
     """
     records: dict[tuple[int, bool], dict[str, Any]] = {}
     validated = None
-    for record in _read_lines(path):
+    for record in read_lines(path):
         before, validated = validated, record.get("val_fingerprint", validated)
         if before not in (None, validated):
             for earlier in records.values():
@@ -105,7 +105,7 @@ def hellaswag_references(total: int) -> dict[str, float]:
 
 def logged_values(path: Path, name: str) -> list[Any]:
     """Return every value logged under a name, in the order of logging."""
-    return [record[name] for record in _read_lines(path) if name in record]
+    return [record[name] for record in read_lines(path) if name in record]
 
 
 def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -114,7 +114,7 @@ def validations(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {r["step"]: r for r in records if r.get("val_loss") is not None}
 
 
-def _read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a metrics file, if it exists; skip incomplete lines."""
     for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():
         with suppress(ValueError, RecursionError):

@@ -5,9 +5,10 @@ import os
 import re
 import struct
 import sys
+import tempfile
 import threading
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from tqdm import tqdm
 
 from runtime.distributed import is_main
 
-LOCK_SECONDS = 10  # another rank may hold a lock because it deletes the same files
+LOCK_SECONDS = 10  # another rank may hold a lock because it deletes the same file
+# Sources in torch's cache, each in a folder of two characters, with its library next to it.
+CACHED_SOURCES = ("??/*.main.cpp", f"??/c{'?' * 51}.cpp")  # the others test the CPU's instructions
 SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
 
 
@@ -35,18 +38,31 @@ def compile_error(error: Exception) -> str | None:
 
 def _cause_and_fix(error: Exception) -> tuple[str, str]:
     """Return why torch.compile failed, and the fix with the error's first line."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # torch.compile has imported it
-
     inner = getattr(error, "inner_exception", error)  # Dynamo may have wrapped it
     first_line = str(inner).strip().partition("\n")[0]
-    cause, fix = "torch.compile failed", f"delete the compile cache {cache_dir()}"
+    cause, fix = "torch.compile failed", f"delete the compile cache {cache_folder()}"
     if missing := re.search(r"Python\.h|C(\+\+)? compiler", str(error)):
         cause, fix = f"no {missing[0]}", "apt install g++ python3-dev"
-    elif " " in cache_dir():  # the compiler's command does not quote paths
-        fix = f"set TORCHINDUCTOR_CACHE_DIR to a path without a space, unlike {cache_dir()}"
+    elif " " in cache_folder():  # the compiler's command does not quote paths
+        fix = f"set TORCHINDUCTOR_CACHE_DIR to a path without a space, unlike {cache_folder()}"
     elif " " in torch.__path__[0]:
         fix += f", or install torch in a path without a space, unlike {torch.__path__[0]}"
     return cause, f"{fix}, or add --no-compile ({type(inner).__name__}: {first_line})"
+
+
+def cache_folder() -> str:
+    """Return torch's folder for compiled code, which it finds with TORCHINDUCTOR_CACHE_DIR.
+
+    Set the variable if torch 2.11 or 2.12 would need the name of a user who has none, as in a
+    container that runs with the number of a user of its host.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # torch internals may change
+
+    try:
+        return cache_dir()
+    except (KeyError, OSError):  # OSError: from Python 3.13, or because it cannot be created
+        folder = Path(tempfile.gettempdir(), f"torchinductor_uid_{os.getuid()}")
+        return os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 @functools.cache  # because it compiles a function
@@ -83,23 +99,24 @@ def prepare_compiler(device: torch.device) -> str | None:
 def remove_incomplete_libraries() -> None:
     """Delete libraries in torch's cache that a process was writing when it was killed.
 
-    torch would load them in every later start. The locks tell whether another process is writing.
+    torch would load them in every later start. A lock tells whether another process is writing one.
+    The folder may also hold files of other programs, such as conda environments.
     """
     from torch._inductor.codecache import get_lock_dir
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    paths = [path for path in Path(cache_dir()).rglob("*.*o") if _is_incomplete(path)]
-    with ExitStack() as stack, suppress(Timeout):
-        for lock in Path(get_lock_dir()).glob("*.lock") if paths else ():
-            stack.enter_context(FileLock(lock, timeout=LOCK_SECONDS))
-        for path in filter(_is_incomplete, paths):
-            path.unlink()
-            print(f"note: {path} was incomplete, and is compiled again", flush=True)
+    sources = [path for names in CACHED_SOURCES for path in Path(cache_folder()).glob(names)]
+    libraries = [path.with_suffix(suffix) for path in sources for suffix in (".so", ".o")]
+    for path in filter(_is_incomplete, libraries):
+        lock = FileLock(Path(get_lock_dir(), f"{path.name.partition('.')[0]}.lock"))
+        with suppress(Timeout), lock.acquire(LOCK_SECONDS):
+            if _is_incomplete(path):
+                path.unlink()
+                print(f"note: {path} was incomplete, and is compiled again", flush=True)
 
 
 def _is_incomplete(path: Path) -> bool:
     """Return whether a library is shorter than its header states (ELF, Linux)."""
-    if sys.platform != "linux" or path.suffix not in (".so", ".o") or not path.is_file():
+    if sys.platform != "linux" or not path.is_file():
         return False
     with path.open("rb") as file:
         header = file.read(64)  # the linker writes it last

@@ -21,6 +21,10 @@ class UserError(ValueError):
     """
 
 
+class FolderInUseError(UserError):
+    """Another process holds the lock of a folder."""
+
+
 class DivergedError(FloatingPointError):
     """The loss, a gradient, a weight or a moment is not finite; every rank raises it together."""
 

@@ -17,11 +17,12 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from runtime.errors import UserError
+from runtime.errors import FolderInUseError, UserError
 
 URL_SECRETS = re.compile(r"(?<=://)[^\s/'\"]*@|\?[\w.%-]+=[^\s'\"]*")  # password, query
 LFS_POINTER = b"version https://git-lfs"
-SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in os.environ
+# Names in os.environ with a word that ends so, such as HF_TOKEN, but not TOKENIZED_DATA.
+SECRET_NAME = re.compile(r"((KEY|TOKEN|SECRET|CREDENTIAL)S?|PASSW[A-Z]*)(?![A-Z])", re.IGNORECASE)
 # Errors of network disks and FUSE for what they do not support; 524 is Linux's own ENOTSUPP.
 UNSUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, 524)
 
@@ -160,7 +161,8 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
         remedy: what a user can do if the folder cannot be locked.
 
     Raises:
-        UserError: another process holds the lock, or the folder cannot be written or locked.
+        FolderInUseError: another process holds the lock.
+        UserError: the folder cannot be written or locked.
     """
     owner = path / f"{file_name}.owner"
     try:
@@ -177,7 +179,7 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
             process = " on ".join(owner.read_text().split()[:2])
             age = timedelta(seconds=round(max(0, time.time() - owner.stat().st_mtime)))
             fix += f"; process {process} has held it for {age}: if that has ended, delete {owner}"
-        raise UserError(f"another process is at work in {path}: {fix}") from None
+        raise FolderInUseError(f"another process is at work in {path}: {fix}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be written and locked ({error}): {remedy}") from None
     with lock:
@@ -189,8 +191,12 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
 
 
 def redact_secrets(message: str) -> str:
-    """Remove the environment's secrets, and the user, password and query of URLs."""
+    """Remove the environment's secrets, and the user, password and query of URLs.
+
+    A path in a folder that exists is not a secret, and shorter values may occur in any text.
+    """
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= 8:  # shorter ones may occur in any text
+        is_path = os.path.isdir(os.path.dirname(value))
+        if SECRET_NAME.search(name) and len(value) >= 8 and not is_path:
             message = message.replace(value, "***")
     return URL_SECRETS.sub("", message)

@@ -389,7 +389,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
     edited(changed, "model.py", "gelu(self.c_fc(x))", "torch.relu(self.c_fc(x))")
     edited(changed, "lr_schedule.py", "if step < config.warmup", "if config.warmup > step")
     unused = "def unused() -> None: ...\n\n\ndef main"  # in a file that is not compared
-    with edited(changed, "hellaswag.py", "def main", unused) as other:
+    with edited(changed, "plot.py", "def main", unused) as other:
         flags = run_flags(tiny_data, "--block-size=64", "--run-name=a", "--max-steps=4")
         train(other, *flags)
         train(other, *flags, "--resume=auto", "--max-steps=5")  # by its own code
@@ -401,7 +401,7 @@ def test_a_run_of_other_code_is_resumed_sampled_scored_and_exported_with_a_warni
         ("export", f"--model={run}", f"--out={changed.folder}/exported"),
     ):
         done = succeed(commands, script, *more)
-        edits = "model.py, lr_schedule.py" if script == "train_gpt2" else "model.py"
+        edits = "lr_schedule.py, model.py" if script == "train_gpt2" else "model.py"
         said = f"warning: {run}/checkpoints/step_00000005 was saved by different code ({edits}): "
         assert done.stderr.count(said) == 1, done.stderr
 
@@ -629,6 +629,40 @@ def test_an_edit_of_the_optimizer_trains_on_ranks_resumes_and_exports(patched, t
         done = commands.run("train_gpt2", *flags, "--parallel=fsdp")
         assert_refused(done, "--optimizer soap requires --parallel ddp")
     succeed(commands, "export", "--model=runs/whole", "--out=exported")
+
+
+SOAP_CHECK = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from train_gpt2 import SOAP
+
+class Products(TorchDispatchMode):
+    seen = []
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default:
+            is_basis = result.size(0) == result.size(1)
+            self.seen.append((is_basis, torch.get_float32_matmul_precision()))
+        return result
+
+torch.set_float32_matmul_precision("high")
+p = torch.nn.Parameter(torch.rand(4, 6))
+optimizer = SOAP([p], {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.9)})
+for _ in range(11):
+    p.grad = torch.rand(4, 6)
+    with Products():
+        optimizer.step()
+assert set(Products.seen) == {(True, "highest"), (False, "high")}, Products.seen
+assert Products.seen.count((True, "highest")) == 2 * 11 + 2
+"""
+
+
+def test_soap_multiplies_what_its_bases_come_from_in_float32(patched, tmp_path):
+    script = tmp_path / "soap.py"
+    commands = patched("soap")
+    script.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path / 'copy')!r})\n{SOAP_CHECK}")
+    done = commands.run(script)
+    assert done.code == 0, done.stderr
 
 
 def first_update(commands, flags, more=()):

@@ -381,6 +381,8 @@ def keeping(kept, **buffers):
         lambda p: {"momentum.fast": torch.rand_like(p), "100% slow.": torch.rand_like(p)},
         lambda p: {"seen": 2**60, "name": "a.b", "scale": 0.1, "nothing": None},
         lambda p: {"phase": torch.rand_like(p).to(torch.complex64), "is_on": p > 0},
+        lambda p: {"trainer": torch.rand_like(p), "%74rainer": torch.rand_like(p)},
+        lambda p: {"trainer": 7, "trainer.": torch.rand_like(p)},
     ],
 )
 def test_optimizer_state_of_any_kind_comes_back_in_its_dtype(kept, tmp_path):
@@ -401,6 +403,19 @@ def test_optimizer_state_of_any_kind_comes_back_in_its_dtype(kept, tmp_path):
                 assert torch.equal(value, after[key])
             else:
                 assert value == after[key]
+
+
+def test_optimizer_state_named_trainer_and_own_state_of_the_same_name_both_come_back(tmp_path):
+    name = "transformer.wte.weight"
+    trainer, other = (keeping(lambda p: {"trainer": torch.rand_like(p)}) for _ in range(2))
+    train(trainer, 1)
+    trainer.state[name], other.state[name] = torch.rand(2, 3), torch.zeros(2, 3)
+    load(save(tmp_path, 1, trainer), other)
+    assert torch.equal(other.state[name], trainer.state[name])
+    states = [
+        each.optimizers[0].state[each.raw_model.get_parameter(name)] for each in (trainer, other)
+    ]
+    assert torch.equal(states[0]["trainer"], states[1]["trainer"])
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from checkpoints import new_trainer, run_state
 
 from formats import code_hashes
 from formats.checkpoint import CheckpointWriter, warn_if_code_changed
-from formats.code_hashes import CORE_FILES, MODEL_FILES, code_hash
+from formats.code_hashes import code_hash
 
 SOURCE = '''
 """A module."""
@@ -44,34 +45,73 @@ def test_hash_changes_if_the_code_does(text, replacement, is_same):
     assert (code_hash(SOURCE.encode()) == code_hash(edited.encode())) == is_same
 
 
-def test_hashes_are_of_the_code_that_runs_and_not_of_later_edits(tmp_path, monkeypatch):
+PROJECT = {
+    "train_gpt2.py": "import torch\nfrom training.run import x\nimport model, web",
+    "model.py": "import importlib\nimportlib.import_module('pack.sub.late')",
+    "training/__init__.py": "",
+    "training/run.py": "from . import groups\nfrom .deep.rows import a, b",
+    "training/groups.py": "import train_gpt2\ndef f():\n    import mine",
+    "training/deep/rows.py": "from .. import memory\nfrom ... import outside",
+    "training/memory.py": "",
+    "mine.py": "import pack.module as m",
+    "pack/module.py": "",  # a package without __init__.py
+    "pack/sub/__init__.py": "",
+    "pack/sub/late.py": "",
+}
+NOT_IMPORTED = {
+    **{"web.py": "import report", "report.py": "", "notes.py": "", "tests/test_model.py": ""},
+    **{"torch/__init__.py": "", "torch-2.11.0.dist-info/METADATA": ""},  # all are in site-packages
+}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A small project, which stands for this one."""
     monkeypatch.setattr(code_hashes, "ROOT", tmp_path)
+    for file, source in (PROJECT | NOT_IMPORTED).items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(source)
     code_hashes.code_hashes.cache_clear()
-    for file in CORE_FILES:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).touch()
+    yield tmp_path
+    code_hashes.code_hashes.cache_clear()
+
+
+def test_hashes_are_of_the_code_that_runs_and_not_of_later_edits(project):
     CheckpointWriter(None)
-    (tmp_path / "model.py").write_text("x = 1\n")
-    assert code_hashes.code_hashes() == dict.fromkeys(CORE_FILES, code_hash(b""))
-    code_hashes.code_hashes.cache_clear()
+    (project / "model.py").write_text("x = 1\n")
+    assert code_hashes.code_hashes()["model.py"] == code_hash(PROJECT["model.py"].encode())
+
+
+def test_hashes_are_of_all_files_that_a_program_imports(project):
+    expected = {file: code_hash(source.encode()) for file, source in sorted(PROJECT.items())}
+    assert [*code_hashes.code_hashes().items()] == [*expected.items()]
+    assert [*code_hashes.code_hashes("mine.py")] == ["mine.py", "pack/module.py"]
+
+
+def test_hashes_of_this_project_leave_out_what_computes_nothing():
+    hashes = code_hashes.code_hashes()
+    assert {"training/groups.py", "formats/checkpoint.py", "sample.py"} <= hashes.keys()
+    assert not {"web.py", "plot.py", "runtime/cli.py", "export.py", "demo.py"} & hashes.keys()
 
 
 def test_warning_names_the_files_that_changed(capsys, monkeypatch):
     state = run_state(1, new_trainer())
 
-    def warning(code, *files):
-        warn_if_code_changed(Path("step_1"), replace(state, code=code), *files)
+    def warning(code, *program):
+        warn_if_code_changed(Path("step_1"), replace(state, code=code), *program)
         return capsys.readouterr().err
 
     code = code_hashes.code_hashes()
     older = {"model.py GPT": "0", "ops.py cross_entropy": "0"}
-    assert warning(code) == warning({}) == warning(older) == ""
-    edited = code | {"model.py": "0", "lr_schedule.py": "0"}
+    few = {file: code[file] for file in ("model.py", "lr_schedule.py", "training/config.py")}
+    assert warning(code) == warning({}) == warning(older) == warning(few) == ""
+    edited = {"model.py": "0", "lr_schedule.py": "0"}
     said = "warning: step_1 was saved by different code ({}): results may differ\n"
-    assert warning(edited) == said.format("model.py, lr_schedule.py")
-    assert warning(edited, MODEL_FILES) == said.format("model.py")
+    assert warning(few | edited) == said.format("lr_schedule.py, model.py")
+    assert warning(code | edited, "model.py") == said.format("model.py")
+    assert warning(code | {"training/groups.py": "0"}) == said.format("training/groups.py")
     monkeypatch.setenv("RANK", "1")
-    assert warning(edited) == ""
+    assert warning(code | edited) == ""
 
 
 def test_diff_has_the_edits_since_the_last_commit_in_the_codes_own_folder(tmp_path, monkeypatch):
@@ -98,5 +138,26 @@ def test_diff_has_the_edits_since_the_last_commit_in_the_codes_own_folder(tmp_pa
     assert b"+++ b/model.py\n" in diff
     assert b"+x = 2\n" in diff
     assert b"other.py" not in diff
-    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+
+
+def test_diff_that_git_cannot_show_is_missed_aloud(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(code_hashes, "ROOT", tmp_path / "code")
+    (tmp_path / "code").mkdir()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    path, said = os.environ["PATH"], "warning: code.diff is missing: "
+    for folder in (tmp_path, path):  # without git, and with it
+        monkeypatch.setenv("PATH", str(folder))
+        assert code_hashes.code_diff() == b""  # no repository: there is nothing to miss
+        assert capsys.readouterr().err == ""
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    assert code_hashes.code_diff() == b""  # no commit
+    assert capsys.readouterr().err == f"{said}fatal: bad revision 'HEAD'\n"
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert code_hashes.code_diff() == b""
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"{said}fatal: detected dubious ownership in repository at ")
+    assert warning.endswith(f"git config --global --add safe.directory {tmp_path}\n")
+    assert warning.count("\n") == 1
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code_hashes.code_diff() == b""
+    assert capsys.readouterr().err == f"{said}[Errno 2] No such file or directory: 'git'\n"

@@ -86,6 +86,20 @@ def test_demo_trains_on_a_text_of_ones_own_and_resumes_it(tmp_path):
         assert "Traceback" not in error
 
 
+def test_demo_passes_a_link_by_its_own_name(tmp_path):
+    """The name of the file that it leads to may lack the ending that tells how to read it."""
+    code = copy_code(tmp_path / "code")
+    (code / "fineweb.py").write_text("import sys; print(sys.argv); raise SystemExit(7)")
+    (tmp_path / "0a1b").write_text("id,text\n1,Some words.")
+    (tmp_path / "train.csv").symlink_to("0a1b")
+    (tmp_path / "texts").mkdir()
+    command = [sys.executable, code / "demo.py", "train.csv", "texts/.."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    source = ["fineweb.py", "--source", str(tmp_path / "train.csv"), str(tmp_path)]
+    assert str(source)[:-1] in done.stdout
+    assert done.returncode == 7
+
+
 def test_step_draws_while_a_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "REDRAW_SECONDS", 0.01)

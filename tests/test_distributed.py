@@ -73,6 +73,49 @@ def test_two_ranks_reduce_agree_and_average_gradients_on_the_last_micro_step_onl
     check_on_ranks(commands, RANK_CHECK, tmp_path)
 
 
+IDLE_CHECK = """
+import torch
+from parallel import DDP, Ranks
+
+# The experts that are used in a step: for each micro-step, those of rank 0 and of rank 1.
+STEPS = [
+    [([0], [1]), ([2], [0])],  # each on one rank, and expert 2 only in the last micro-step
+    [([0, 1], []), ([], [])],  # only before the last micro-step
+    [([0, 1, 2, 3], [0, 1, 2, 3]), ([0, 1, 2, 3], [0, 1, 2, 3])],
+    [([], []), ([], [3])],
+    [([], []), ([], [])],
+]
+
+def train(ranks, places):
+    torch.manual_seed(0)
+    raw = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(5))
+    raw.forward = lambda x, used: sum(raw[i](x).square().sum() for i in [*used, 4])
+    model, missing = ranks.wrap(raw), []
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01, weight_decay=0.5)
+    for step, micro_steps in enumerate(STEPS):
+        batches = [(used[place], place) for used in micro_steps for place in places]
+        for n, (used, place) in enumerate(batches):
+            with ranks.accumulate(model, is_last=n == len(batches) - 1):
+                inputs = torch.full((2, 3), step + 0.5 * place)
+                (model(inputs, used) / len(batches)).backward()
+        missing.append([p.grad is None for p in raw.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return raw, missing
+
+def check(dist_info):
+    raw, missing = train(DDP(**vars(dist_info)), [dist_info.rank])
+    alone, missing_alone = train(Ranks(), [0, 1])
+    assert missing == missing_alone  # a gradient of 0 would decay the weights and the moments
+    for p, q in zip(raw.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+"""
+
+
+def test_two_ranks_train_like_one_if_some_of_them_do_not_use_a_parameter(commands, tmp_path):
+    check_on_ranks(commands, IDLE_CHECK, tmp_path)
+
+
 def test_world_size_without_a_rank_is_one_process(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert read_dist_env("cpu") == DistInfo()

@@ -138,6 +138,29 @@ def test_redact_secrets_keeps_the_address(message, expected, monkeypatch):
     assert redact_secrets(message) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_secret"),
+    [
+        ("HF_TOKEN", "hf_abcdefgh", True),
+        ("HF_TOKEN_2", "hf_abcdefgh", True),
+        ("AWS_SECRET_ACCESS_KEY", "/abcd/efghijkl+mn/o", True),
+        ("SECRET_KEY_BASE", "abcdefgh", True),
+        ("PGPASSWORD", "abcdefgh", True),
+        ("TOKENIZED_DATA", "data/of-fineweb", False),
+        ("TOKENIZER", "gpt2-medium", False),
+        ("KEYBOARD_LAYOUT", "us-international", False),
+        ("TOKENS_DIR", "{tmp_path}/tokens-of-fineweb", False),
+        ("MONKEY", "{tmp_path}/", False),
+    ],
+)
+def test_redact_secrets_keeps_paths_and_what_is_named_like_a_secret(
+    name, value, is_secret, monkeypatch, tmp_path
+):
+    value = value.format(tmp_path=tmp_path)
+    monkeypatch.setenv(name, value)
+    assert redact_secrets(f"no {value} there") == f"no {'***' if is_secret else value} there"
+
+
 @contextmanager
 def largest_file(size):
     """As a full disk: a file of this process may not grow beyond `size` bytes."""

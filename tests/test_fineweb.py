@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import sys
 from pathlib import Path
 
 import fineweb_runs
@@ -11,6 +12,7 @@ from conftest import ROOT
 from fineweb_runs import contents, fineweb_in, reference, texts_of, tokens_of, write_texts
 
 import fineweb
+from corpus import sources
 from corpus.shards import Manifest, open_shards, verify_shards
 from fineweb import FineWebConfig
 from runtime.errors import UserError
@@ -65,6 +67,19 @@ def test_main_writes_the_tokens_of_every_document_and_proposes_a_training(make, 
     recipe = f"{ROOT}/recipes/gpt2-4m.json"
     command = f"next: python {ROOT}/train_gpt2.py --config {recipe} --data-dir d --run-name d "
     assert proposal.startswith(command)
+
+
+def test_main_proposes_the_published_recipe_for_much_text_and_names_the_other(make, tmp_path):
+    flags = ["--source", write_texts(tmp_path / "a.jsonl", TEXTS[:20]), "--data-dir", "d"]
+    assert "fast.json" not in make(*flags)
+    manifest = read_json(Path("d/manifest.json"))
+    for shard, tokens in zip(manifest["shards"], (100_000_000, 9_853_000_000), strict=True):
+        shard["tokens"] = tokens  # as of the default source
+    write_json(Path("d/manifest.json"), manifest)
+    *_, proposal, other = make(*flags).splitlines()
+    assert proposal.endswith(f" --config {ROOT}/recipes/gpt2-124m.json --data-dir d --run-name d")
+    assert other.startswith("or, on 35 % of the tokens: --config recipes/gpt2-124m-fast.json --max")
+    assert "measured on small models only" in other
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "json.zst", "parquet"])
@@ -280,6 +295,108 @@ def test_main_refuses_other_data_in_the_same_folder(make, drive, tmp_path):
                 make(*flags, "--data-dir", "d")
         assert contents(Path("d")) == before
         make(*same)
+
+
+@pytest.fixture
+def opened():
+    """Names of the files that were opened, in order, since the list was cleared."""
+    names, is_on = [], True
+    sys.addaudithook(lambda event, args: is_on and event == "open" and names.append(args[0]))
+    yield names
+    is_on = False
+
+
+def test_rerun_opens_only_files_whose_times_changed(make, drive, tmp_path, opened, monkeypatch):
+    """A change between the hashed ends of a file is noticed, also if its time is set back."""
+    for name in ("a.jsonl", "b.txt", "c.jsonl"):
+        write_texts(tmp_path / "mine" / name, TEXTS[:40])
+    write_texts(tmp_path / "val.txt", TEXTS[:9])
+    flags = ["--source", "mine", "--val-source", "val.txt", SIZE, "--data-dir", "d"]
+
+    def names():
+        texts = {"a.jsonl", "b.txt", "c.jsonl", "val.txt"}
+        return [name for path in opened if (name := os.path.basename(str(path))) in texts]
+
+    drive(*flags, kill_at=5)
+    make(*flags[:-1], "e")
+    from_the_start = len(names())
+    opened.clear()
+    make(*flags)  # resumes; neither checks nor hashes the files again
+    assert len(names()) < from_the_start / 2
+    opened.clear()
+    assert "; finished earlier, and unchanged" in make(*flags)
+    assert names() == []
+    (tmp_path / "mine/b.txt").touch()
+    assert "; finished earlier, and unchanged" in make(*flags)
+    assert {*names()} == {"b.txt"}
+
+    monkeypatch.setattr(sources, "HASHED_BYTES", 9)
+    make(*flags[:-1], "f")
+    for path in (tmp_path / "mine/a.jsonl", tmp_path / "val.txt"):
+        before, times = path.read_text(), path.stat()
+        path.write_text(before.replace("fox", "dog"))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with pytest.raises(
+            UserError, match=r"another dataset \(other contents of files\): use the"
+        ):
+            make(*flags[:-1], "f")
+        path.write_text(before)
+    assert "; finished earlier, and unchanged" in make(*flags[:-1], "f")
+
+
+# What fineweb.py wrote before it recorded the contents and times of files.
+OLD_SHARDS = {
+    "val_000000": (10, "5f7b6096cae7ad57c535d1b4401cbdff920952a875371539365af84dd5838db6"),
+    "train_000001": (12, "4f48e28534ebe4c698bb72fc53986c86d2d283c5a214a45f39d937740db97e52"),
+    "train_000002": (12, "5807b545ebad7c85981927f0e714e4a1b6a1df73a7e61d293390236cb67c0ec6"),
+    "train_000003": (2, "5a4c1a3411ee6b84de60e873fe6699759a00df9e4947cbf7f6efce2ff5af16fe"),
+}
+OLD_FILES = {
+    "files": ("a.csv", 103, "dde90898fb97bbe99332fb9410dbbf607589c9fa929f1f76a068f4fd03980be3"),
+    "val files": ("b.txt", 44, "930667f8dfeff6907165b3fca1aa587795bd19dd01f9207134d4881669fb01ee"),
+}
+OLD_MANIFEST = {
+    "source": {"kind": "files"}
+    | {
+        kind: [dict(zip(("name", "bytes", "sha256 of head and tail"), file, strict=True))]
+        for kind, file in OLD_FILES.items()
+    },
+    "tokenizer_sha256": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "shard_size": 12,
+    "shards": [
+        {"file": f"{n}.npy", "split": n.partition("_")[0], "tokens": tokens, "sha256": sha256}
+        for n, (tokens, sha256) in OLD_SHARDS.items()
+    ],
+    "documents": 2,
+    "complete": True,
+    "max_tokens": None,
+    "progress": {"cursor": {"file": 0, "text": 0}, "tokens": 10, "documents": 0},
+    "val_span": 0,
+    "format": 1,
+}
+
+
+def test_dataset_of_an_earlier_version_is_finished(make):
+    rows = [
+        "To be, or not to be: that is the question.",
+        "Whether it is nobler in the mind to suffer.",
+    ]
+    table = "id,text\n" + "".join(f'{i},"{row}"\n' for i, row in enumerate(rows, 1))
+    Path("a.csv").write_text(table)
+    Path("b.txt").write_text("The slings and arrows of outrageous fortune.")
+    flags = ["--source=a.csv", "--val-source=b.txt", "--shard-size=12", "--data-dir=d"]
+    make(*flags)
+    write_json(Path("d/manifest.json"), OLD_MANIFEST)
+    before = contents(Path("d"))
+    assert "2 documents, 36 tokens, 10 of them for validation, 4 shards; finished" in make(*flags)
+    assert contents(Path("d")) == before
+    Path("a.csv").write_text(table.replace("suffer", "endure"))
+    with pytest.raises(UserError, match=r"another dataset \(other files\)"):
+        make(*flags)
+    Path("a.csv").write_text(table)
+    write_json(Path("d/manifest.json"), OLD_MANIFEST | {"complete": False})
+    assert "; finished" not in make(*flags)  # resumed
+    assert contents(Path("d"), "*.npy").items() <= before.items()
 
 
 def test_main_refuses_a_second_writer(made, make):

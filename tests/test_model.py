@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import randomize_weights
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import GPT, GPT2_SIZES, IGNORE_INDEX, GPTConfig
+from model import GPT, GPT2_SIZES, IGNORE_INDEX, GPTConfig, causal_attention
 from ops import KVCache
 
 pytestmark = pytest.mark.gpt2
@@ -153,6 +154,34 @@ def test_gpt_with_cache_equals_without(ends):
 
     assert cache.length == BLOCK_SIZE
     assert (torch.cat(pieces, dim=1) - expected).abs().max() <= 1e-5
+
+
+class OnMPS(torch.Tensor):
+    device = torch.device("mps")
+
+
+class Layouts(TorchDispatchMode):
+    """Notes whether queries, keys and values of attention are contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "attention" in str(function):
+            self.seen.append([x.is_contiguous() for x in args[:3]])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 5), (5, 5)])
+def test_attention_copies_queries_keys_and_values_on_mps_only(T, S):
+    stacked = [torch.rand(2, n, 96).split(32, dim=2)[0] for n in (T, S, S)]  # as c_attn has them
+    q, k, v = (x.view(2, -1, 4, 8).transpose(1, 2) for x in stacked)
+    with torch.no_grad(), Layouts() as layouts:
+        expected = causal_attention(q, k, v)
+        found = causal_attention(*(x.as_subclass(OnMPS) for x in (q, k, v)))
+    assert layouts.seen == [[False] * 3, [True] * 3]
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
 
 
 def test_residual_stream_is_bfloat16_under_its_autocast_only():

@@ -35,7 +35,7 @@ def proposed(tokens):
         (3_000_000, "4m", SMALL.format(4096, 3662, 0.2)),
         (7_300_000, "4m", ""),
         (1_900_000_000, "82m", ""),
-        (2_000_000_000, "124m-fast", ""),
+        (2_000_000_000, "124m", ""),
     ],
 )
 def test_propose_training_makes_five_passes_at_most_and_five_samples(

@@ -1,11 +1,15 @@
 import json
 import math
+import re
+from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 from run_files import log_step, new_log
 
 from formats.metrics import logged_values
+from runtime.errors import UserError
 from training import run_log
 from training.run_log import format_step
 
@@ -32,6 +36,32 @@ def test_record_is_in_the_file_at_once_with_null_for_what_is_not_finite(tmp_path
         text = (tmp_path / "metrics.jsonl").read_text()  # as after a kill
     record = '{"step": 1, "a": null, "b": null, "c": 0.1, "d": "text"}'
     assert text == f'{record}\n{{"saved_step": 1}}\n'
+
+
+def test_evaluation_logs_numbers_of_any_library_and_names_what_is_none(tmp_path):
+    numbers = {
+        "a": np.array([0.5, 1.0], np.float32).mean(),
+        "b": np.int64(3),
+        "c": np.bool_(True),
+        "d": np.array(0.25),
+        "e": Decimal("0.125"),
+        "f": torch.tensor(1.5, requires_grad=True),
+        "g": 2**60 + 1,
+    }
+    with new_log(tmp_path) as log:
+        with log.evaluation(1) as record:
+            record |= numbers
+        for value in ("high", None, [0.5], 1j, torch.ones(2), np.ones(2)):
+            with (
+                pytest.raises(
+                    UserError, match=f"mine is logged as {re.escape(repr(value))}, .* me"
+                ),
+                log.evaluation(2) as record,
+            ):
+                record["mine"] = value
+    (line,) = lines_of(tmp_path)
+    expected = {"a": 0.75, "b": 3, "c": 1, "d": 0.25, "e": 0.125, "f": 1.5, "g": 2**60 + 1}
+    assert {name: line[name] for name in numbers} == expected
 
 
 def test_incomplete_last_line_is_ended_before_the_next_record(tmp_path):

@@ -38,9 +38,47 @@ def test_read_jsonl_names_the_bad_line(tmp_path, row, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "once"}\n\n{"text": "\\ud800"}\n' + row + b"\n")
     lines = sources.read_jsonl(path)
-    assert (next(lines), next(lines)) == ("once", "?")
+    assert (next(lines), next(lines)) == ("once", "\ufffd")
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 4: .*({message})"):
         next(lines)
+
+
+def test_half_of_a_surrogate_pair_has_the_ids_that_tiktoken_reads(tmp_path):
+    path = tmp_path / "a.jsonl"
+    texts = ["caf\ud83d time", "\ude00\ud83d", "\ufeff\U0001f600?", "\ud83d\ud83d"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    batches = fineweb.tokenize_documents(file_source([path]).documents(None), workers=1)
+    ids = [int(id) for _, tokens in batches for id in tokens if id != 50256]
+    assert ids == [id for text in texts for id in gpt2_encoding().encode_ordinary(text)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_text_field_may_be_inside_an_object(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+
+    def texts(field, *rows):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist([*rows]), path)
+        return [*read_file(path, field)]
+
+    rows = [{"doc": {"text": "once", "part": {"text": "deep"}, "id": 1}}, {"doc": None}]
+    assert texts("doc.text", *rows) == ["once", ""]
+    assert texts("doc.part.text", *rows) == ["deep", ""]
+    assert texts("doc.text", {"doc.text": "flat", "doc": {"text": "once"}}) == ["flat"]
+    assert texts("a.b.text", {"a.b": {"text": "once"}}) == ["once"]
+    for field, found in [
+        ("text", "doc"),
+        ("doc", "doc.text, doc.part, doc.id"),
+        ("doc.part", "doc.part.text"),
+        ("doc.none", "doc.text, doc.part, doc.id"),
+    ]:
+        with pytest.raises(
+            UserError, match=f"field `{field}` with the text, found {found}: choose"
+        ):
+            texts(field, *rows)
+    with pytest.raises(UserError, match=r"1: `doc.id` is int, not a string"):
+        texts("doc.id", *rows)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -103,6 +141,16 @@ def test_read_file_recognizes_json_lines_and_compression_by_content(tmp_path):
     }.items():
         (tmp_path / name).write_bytes(content)
         assert [*read_file(tmp_path / name, "text")] == ["once"], name
+
+
+def test_read_file_goes_by_the_name_of_a_link_or_else_of_its_file(tmp_path):
+    table = "id,text\n1,once"
+    for link, file in {"a.csv": "0a1b", "b.txt": "b.csv", "c": "c.csv", "d": "d"}.items():
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        (tmp_path / "cache" / file).write_text(table)
+        (tmp_path / link).symlink_to(f"cache/{file}")
+        expected = table if link in ("b.txt", "d") else "once"
+        assert [*read_file(tmp_path / link, "text")] == [expected]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])

@@ -13,11 +13,11 @@ import pytest
 from conftest import ROOT
 from run_files import log_step, new_log
 
-from formats.metrics import read_metrics
+from formats.metrics import read_lines, read_metrics
 from report import collect_run
 from runtime.files import write_json
 from train_gpt2 import main
-from training.trackers import TRACKERS, Tracker, tracker_id
+from training.trackers import TRACKERS, Tracker, skip_sent, tracker_id
 
 
 class Recorder:
@@ -117,6 +117,38 @@ def test_tracker_id_stays_with_a_run_and_not_with_its_copy_or_another_of_its_nam
     assert tracker_id(tmp_path / "old", "wandb") == "given"
 
 
+def test_values_of_earlier_starts_are_not_sent_again(monkeypatch, tmp_path):
+    """A resumed run repeats steps; a killed run may lack the evaluation of its last step."""
+    run_dir, recorders = tmp_path / "a", []
+
+    def start(run_dir, *_):
+        tracker_id(run_dir, "wandb")
+        recorder = Recorder(run_dir, {}, 0)
+        recorders.append(recorder)
+        return Tracker(skip_sent(run_dir, "wandb", recorder.log), recorder.finish)
+
+    def session(folder, start_step, end, tracker, *, evaluates=True):
+        recorders.clear()
+        with new_log(folder, start_step, logger=(tracker,)) as log:
+            for step in range(start_step + 1, end + 1):
+                log_step(log, step)
+            if evaluates:
+                with log.evaluation(end) as record:
+                    record["val_loss"] = 1.0
+        values = [value for recorder in recorders for value in recorder.values]
+        return sorted(step for step, name, _ in values if name in ("train_loss", "val_loss"))
+
+    monkeypatch.setitem(TRACKERS, "wandb", start)
+    monkeypatch.setitem(TRACKERS, "trackio", lambda *_: Tracker(list, list))
+    run_dir.mkdir()
+    assert session(run_dir, 0, 3, "trackio") == []  # with another tracker
+    assert session(run_dir, 2, 4, "wandb", evaluates=False) == [3, 4]
+    assert session(run_dir, 2, 4, "wandb") == [4]  # only the evaluation
+    assert session(run_dir, 2, 5, "wandb") == [5, 5]
+    shutil.copytree(run_dir, tmp_path / "copy")
+    assert session(tmp_path / "copy", 2, 4, "wandb") == [3, 4, 4]  # it has an id of its own
+
+
 def test_missing_package_is_refused(monkeypatch, tiny_flags, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it was not installed
     with pytest.raises(ValueError, match=r"--logger wandb needs .* pip install -r requirements"):
@@ -206,5 +238,12 @@ def test_library_has_the_run_and_its_resumed_part(commands, tmp_path, tracker):
         assert done.code == 0, done
         assert "warning: --logger" not in done.stdout
     values = {"tensorboard": tensorboard_values, "wandb": wandb_values, "trackio": trackio_values}
-    shown, expected = by_step(values[tracker](run_dir)), by_step(measured(run_dir))
+    found = [*values[tracker](run_dir)]
+    steps = [step for step, name, _ in found if name == "train_loss"]
+    assert steps == list(range(1, 11))
+    shown, expected = by_step(found), by_step(measured(run_dir))
+    if tracker != "tensorboard":  # which cannot replace the values of steps 5 to 8
+        lines = [line for line in read_lines(run_dir / "metrics.jsonl") if "step" in line]
+        first = [(r["step"], n, x) for r in reversed(lines) for n, x in r.items() if n != "step"]
+        expected = {key: by_step(first)[key] for key in expected}
     assert {key: shown[key] for key in expected} == pytest.approx(expected, rel=1e-6)

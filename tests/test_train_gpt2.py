@@ -8,6 +8,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import replace
+from decimal import Decimal
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ from runtime.errors import UserError
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
+from training import memory
 from training.groups import check_optimizers
 from training.stopping import StopRequest
 from training.trainer import Numbers, Trainer
@@ -377,6 +379,52 @@ def test_fit_max_minutes_times_evaluations_in_eval_mode(tiny_data, tmp_path):
 
 
 @pytest.mark.gpt2
+@pytest.mark.parametrize(("first_calls", "more"), [(3, []), (0, ["--max-minutes=0.01"])])
+def test_auto_micro_batch_that_runs_out_of_memory_is_halved_with_the_same_data(
+    tiny_flags, tmp_path, capsys, monkeypatch, first_calls, more
+):
+    """Also if some micro-steps fit; later starts of the run and a resume halve it, too."""
+    fitting = [first_calls]
+
+    def limited(*args, cross_entropy=F.cross_entropy, **kwargs):
+        loss = cross_entropy(*args, **kwargs)
+        if loss.requires_grad and len(args[0]) > 2 * 16:
+            fitting[0] -= 1
+            if fitting[0] < 0:
+                loss.register_hook(run_out)
+        return loss
+
+    def run_out(_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setitem(memory.MAX_MICRO_BATCH_TOKENS, "cpu", 4 * 16)
+    flags = [*tiny_flags, "--block-size=16", "--micro-batch-size=auto", "--loss-chunks=1"]
+    with monkeypatch.context() as small_memory:
+        small_memory.setattr(F, "cross_entropy", limited)
+        main([*flags, "--run-name=auto", *more])
+    said = "out of memory: repeating the step with --micro-batch-size 2, not 4"
+    assert said in capsys.readouterr().out
+    config = json.loads((tmp_path / "runs/auto/config.json").read_text())
+    assert config["micro_batch_size"] == "auto"
+    given = [f"--max-steps={config['max_steps']}", "--micro-batch-size=2", "--run-name=given"]
+    main([*flags, *given])
+    # A validation has the first size, so its sum is rounded differently.
+    assert_same_run(tmp_path / "runs/auto", tmp_path / "runs/given", tolerance=2e-6)
+
+
+@pytest.mark.gpt2
+def test_out_of_memory_is_an_error_once_the_update_has_begun(tiny_flags, monkeypatch):
+    def step(self, adamw_step=torch.optim.AdamW.step):
+        adamw_step(self)
+        monkeypatch.undo()  # the next time, there is enough memory
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(UserError, match="smaller --micro-batch-size; no checkpoint yet"):
+        main([*tiny_flags, "--micro-batch-size=auto", "--run-name=a"])
+
+
+@pytest.mark.gpt2
 def test_max_minutes_trains_as_the_number_of_steps_that_it_found(tiny_flags, tmp_path, capsys):
     """Digit for digit, dropout's random numbers included; a resume keeps the number."""
     flags = [*tiny_flags, f"--hellaswag-data={HELLASWAG}", "--block-size=64", "--optimizer=muon"]
@@ -705,6 +753,17 @@ def test_numbers_refuse_a_name_that_is_used_twice(add):
         add(numbers, two)
     numbers.average(SINGLE_PROCESS)
     assert numbers.read() == {"train_loss": 2.0, "lr": 0.1}
+
+
+def test_numbers_are_scalar_tensors_or_floats():
+    numbers = Numbers(1)
+    numbers.set(a=torch.ones((), requires_grad=True), b=torch.ones(1), c=np.float32(0.5))
+    numbers.set(d=Decimal(2), e=np.int64(3))
+    kinds = [type(value) for value in numbers.values.values()]
+    assert kinds == [torch.Tensor, float, float, float, int]  # no tensor is read: no host waits
+    for value in ("high", None, torch.ones(2)):
+        with pytest.raises(UserError, match=r"^mine is logged as .* not a number: use one number"):
+            numbers.set(mine=value)
 
 
 def test_check_optimizers_names_parameters_that_are_missing_or_twice():

@@ -425,12 +425,20 @@ def test_a_run_that_a_killed_trial_left_behind_is_waited_for(tmp_path, capsys):
     with lock_folder(run_dir, RUN_LOCK_NAME):
         thread = Thread(target=opened.train, args=("screening", [(base, 1)]))
         thread.start()
-        while "runs to do: 1" not in shown:
+        while f"waiting: another process is at work in {run_dir}: " not in shown:
             shown += capsys.readouterr().out
         (run_dir / "metrics.jsonl").write_text('{"finished_step": 200}\n')
     thread.join()
     assert opened.failures == {}  # it was not started: it has no code
     assert ": finished; 1 of 1" in capsys.readouterr().out
+
+
+def test_a_run_whose_folder_cannot_be_locked_is_not_waited_for(tmp_path):
+    base, opened = variant(), Trial(replace(CONFIG, jobs=1), tmp_path, {}, [])
+    (tmp_path / base.run_name(1)).touch()  # no folder
+    opened.train("screening", [(base, 1)])
+    [problem] = opened.failures.values()
+    assert "cannot be written and locked" in problem
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def check_lengths(config: TrainConfig, train_tokens: int, val_tokens: int) -> No
 
 
 def describe_software(config: TrainConfig, dtype: torch.dtype) -> list[str]:
-    """Return this rank's versions, dtype, hashes of the core and flags, one per line."""
+    """Return this rank's versions, dtype, hashes of the code and flags, one per line."""
     settings = {"resume": config.resume} | config.saved()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}"
     code = [f"{file} with code {digest}" for file, digest in code_hashes().items()]

@@ -140,8 +140,7 @@ class RunLog:
             yield metrics
         if not metrics:
             return
-        # A custom evaluation may return tensors.
-        values = {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
+        values = {name: as_number(name, value) for name, value in metrics.items()}
         values["evaluation_seconds"] = self._step_begun - step_begun
         self.record(step=step, tokens_seen=self.tokens_seen, **values)
         print0(" | ".join([f"step {step}", *(f"{n} {value:.5g}" for n, value in values.items())]))
@@ -183,6 +182,16 @@ class RunLog:
         numbers = {name: x for name, x in finite.items() if isinstance(x, int | float)}
         if "step" in numbers:
             self._trackers.log(int(numbers.pop("step")), numbers)
+
+
+def as_number(name: str, value: Any) -> float:  # noqa: ANN401 - what a modified trainer logs
+    """Return a logged number, which may be of NumPy, torch or `decimal`, as an int or a float."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+        return number if isinstance(number, int) else float(number)
+    except (TypeError, ValueError, RuntimeError):  # such as a tensor of several numbers
+        problem = f"{name} is logged as {value!r:.80}, which is not a number"
+        raise UserError(f"{problem}: use one number for each name, such as a mean") from None
 
 
 @contextmanager

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from formats.metrics import METRICS_NAME, read_lines
 from runtime.distributed import print0
 from runtime.errors import UserError
 from runtime.files import read_json, write_json
 
+Log = Callable[[int, Mapping[str, float]], object]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 PROJECT = "gpt2"  # in W&B, unless WANDB_PROJECT names another
 PACKAGES = ("tensorboard", "wandb", "trackio")  # trackers that need the package of the same name
@@ -29,7 +31,7 @@ WANDB_SECONDS = 60  # maximum time that a run waits for W&B at its end
 class Tracker(NamedTuple):
     """Functions that report a run to a tracker."""
 
-    log: Callable[[int, Mapping[str, float]], object]
+    log: Log
     """Adds the metrics of a step."""
     finish: Callable[[], object]
     """Waits until everything is written or sent."""
@@ -46,8 +48,25 @@ def tracker_id(run_dir: Path, tracker: str, given: str | None = None) -> str:
     if original.is_file() and not original.samefile(path) and read_json(original) == saved:
         saved = {}
     run_id = given or saved.get("id") or secrets.token_hex(4)
-    write_json(path, {"id": run_id, "folder": str(run_dir.resolve())})
+    is_new = run_id != saved.get("id")
+    write_json(path, {"id": run_id, "folder": str(run_dir.resolve()), "is_new": is_new})
     return str(run_id)
+
+
+def skip_sent(run_dir: Path, tracker: str, log: Log) -> Log:
+    """Return `log` without values that earlier starts logged, unless the tracker's id is new.
+
+    For trackers that would show both values of a step which a resumed run repeats.
+    """
+    is_new = read_json(run_dir / "trackers" / f"{tracker}.json")["is_new"]
+    records = () if is_new else read_lines(run_dir / METRICS_NAME)
+    sent = {(r["step"], name) for r in records if "step" in r for name in r if r[name] is not None}
+
+    def log_new(step: int, values: Mapping[str, float]) -> None:
+        if new := {name: value for name, value in values.items() if (step, name) not in sent}:
+            log(step, new)
+
+    return log_new
 
 
 def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
@@ -71,7 +90,7 @@ def start_tensorboard(run_dir: Path, settings: Mapping[str, Any], start_step: in
 def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
     """Report to Weights & Biases, configured with `wandb login` and WANDB_* environment variables.
 
-    A resumed run continues under its id.
+    A resumed run continues under its id. W&B keeps the first values of steps that it repeats.
     """
     import wandb
 
@@ -85,17 +104,21 @@ def start_wandb(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
         settings=wandb.Settings(console="off", finish_timeout=WANDB_SECONDS),
     )
     run.define_metric("*", step_metric="step")
-    return Tracker(lambda step, values: run.log({"step": step, **values}), run.finish)
+    log = skip_sent(run_dir, "wandb", lambda step, values: run.log({"step": step, **values}))
+    return Tracker(log, run.finish)
 
 
-def start_trackio(run_dir: Path, settings: Mapping[str, Any], start_step: int) -> Tracker:
-    """Report to Trackio; a resumed run continues under its name, which ends with its id."""
+def start_trackio(run_dir: Path, settings: Mapping[str, Any], _: int) -> Tracker:
+    """Report to Trackio; a resumed run continues under its name, which ends with its id.
+
+    Trackio keeps the first values of steps that a resumed run repeats.
+    """
     import trackio
 
     name = f"{run_dir.name}-{tracker_id(run_dir, 'trackio')}"
-    resume = "allow" if start_step else "never"
-    run: Any = trackio.init(project=PROJECT, name=name, config=dict(settings), resume=resume)
-    return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
+    run: Any = trackio.init(project=PROJECT, name=name, config=dict(settings), resume="allow")
+    log = skip_sent(run_dir, "trackio", lambda step, values: run.log(dict(values), step=step))
+    return Tracker(log, run.finish)
 
 
 # Arguments: the run's folder (its name is the run's name), the settings as JSON values, and the

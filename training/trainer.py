@@ -6,11 +6,11 @@
 import gc
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +34,16 @@ from parallel import Ranks
 from runtime import distributed
 from runtime.cli import shell_line
 from runtime.distributed import is_main, print0
-from runtime.errors import DivergedError, UserError, is_user_error
+from runtime.errors import DivergedError, UserError, is_out_of_memory, is_user_error
 from runtime.files import write_json
 from training.folder import resume_hint
 from training.groups import GroupSettings, check_optimizers
 from training.run import Run
-from training.run_log import RunLog, warn_on_write_error
+from training.run_log import RunLog, as_number, warn_on_write_error
 
 PREEMPTED_NAME = "PREEMPTED"
 CODE_DIFF_NAME = "code.diff"  # changes since the last commit, if there are any
 STEPS_WITHOUT_GRADIENT = 20  # a parameter that has none after as many steps is a mistake
-
-
-_ALREADY_LOGS = "train_step already logs a number named {!r}: rename yours"
 
 
 class Numbers:
@@ -54,7 +51,9 @@ class Numbers:
 
     They are added up on the device, averaged over the ranks, and read by the host later, so that a
     GPU does not wait for it. `step` is the number of updates done, this one included; `known` are
-    numbers that need no device, the same on every rank. Raises UserError if a name is used twice.
+    numbers that need no device, the same on every rank.
+
+    Raises UserError if a name is used twice, or for a value that is not a number.
     """
 
     def __init__(self, step: int, **known: float) -> None:
@@ -65,23 +64,20 @@ class Numbers:
         self._times_added = Counter[str]()
         self._metrics: dict[str, float] | None = None
 
-    def add(self, micro_steps: int, **scalars: Tensor) -> None:
-        """Add a micro-step's scalars: their means over all `micro_steps` are logged."""
-        for name, scalar in scalars.items():
-            mean = scalar.detach() / micro_steps
-            if self._times_added[name] == 0:
-                self.set(**{name: mean})
-            elif self._times_added[name] < micro_steps:
-                self.values[name] = self.values[name] + mean
-            else:
-                raise UserError(_ALREADY_LOGS.format(name))
+    def add(self, micro_steps: int, **scalars: Any) -> None:  # noqa: ANN401
+        """Add a micro-step's numbers: their means over all `micro_steps` are logged."""
+        for name, value in scalars.items():
+            if name in self._known or self._times_added[name] >= micro_steps:
+                raise UserError(f"train_step already logs a number named {name!r}: rename yours")
+            stays_on_device = isinstance(value, Tensor) and not value.dim()
+            scalar = value.detach() if stays_on_device else as_number(name, value)
+            mean = scalar / micro_steps if micro_steps > 1 else scalar
+            self.values[name] = self.values[name] + mean if name in self.values else mean
             self._times_added[name] += 1
 
-    def set(self, **scalars: Tensor | float) -> None:
-        """Set numbers of the whole step."""
-        if used := [*(scalars.keys() & (self.values.keys() | self._known.keys()))]:
-            raise UserError(_ALREADY_LOGS.format(used[0]))
-        self.values |= scalars
+    def set(self, **scalars: Any) -> None:  # noqa: ANN401
+        """Set numbers of the whole step: scalar tensors, or any other numbers."""
+        self.add(1, **scalars)
 
     def average(self, ranks: Ranks) -> None:
         """Average over the ranks in one all-reduce, without waiting for the device.
@@ -140,6 +136,7 @@ class Trainer:
         )
         self._unread = deque[tuple[Numbers, int]]()  # of the last steps, with their `tokens_seen`
         self._unused = dict[str, nn.Parameter]()  # parameters without a gradient so far
+        self._n_checked = 0  # steps whose backward passes are complete
 
     def restore(self, resumed: Checkpoint) -> None:
         """Continue where a checkpoint ended, with everything that a step depends on."""
@@ -168,7 +165,8 @@ class Trainer:
             self.writer.check(self.contents())
             self.run_log.start(run.train_shards.fingerprint, run.val_fingerprint)
             stack.callback(gc.unfreeze)  # `_after_first_step` calls gc.freeze()
-            stack.enter_context(self.batches)
+            self.batches.__enter__()
+            stack.callback(lambda: self.batches.__exit__())  # `make` may replace them
             self._stack = stack.pop_all()
         return self
 
@@ -193,6 +191,30 @@ class Trainer:
         """Return whether to save a checkpoint after `step` updates that is not saved yet."""
         is_new = step not in (self.start_step, self.writer.saved_step)
         return is_new and (self.ends(step) or self.is_due(self.run.config.checkpoint_every, step))
+
+    def make(self, train_step: Callable[["Trainer", int], Numbers], step: int) -> Numbers:
+        """Make a step; if memory runs out, repeat it with half of an `auto` micro-batch.
+
+        The estimate of `auto` does not know the activations of an edited model. The step has the
+        same windows. If the update may have begun, or with several processes, raise the error.
+        """
+        run, n_checked, position = self.run, self._n_checked, self.batches.position
+        try:
+            return train_step(self, step)
+        except RuntimeError as error:
+            is_auto = run.config.micro_batch_size == "auto" and run.ranks.world_size == 1
+            may_repeat = is_auto and run.micro_batch_size > 1 and self._n_checked == n_checked
+            if not (may_repeat and is_out_of_memory(error)):
+                raise
+        size = run.micro_batch_size
+        half = size // 2 if size % 2 == 0 else 1
+        print0(f"out of memory: repeating the step with --micro-batch-size {half}, not {size}")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.run = replace(run, micro_batch_size=half)
+        self.batches.__exit__()
+        self.batches = replace(self.batches, position=position, micro_batch_size=half).__enter__()
+        return self.make(train_step, step)
 
     # --- numbers --------------------------------------------------------------------------------
 
@@ -239,6 +261,7 @@ class Trainer:
         it would silently keep its initial value. An expert of a mixture may get its first token
         later, so the first step only prints a warning.
         """
+        self._n_checked += 1
         steps_done = step - self.start_step
         if steps_done and not self._unused:
             return
