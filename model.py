@@ -56,8 +56,7 @@ class GPTConfig:
     def residual_std(self) -> float:
         """Standard deviation of the initial `c_proj` weights (GPT-2 paper, section 2.3).
 
-        Each of the 2 * n_layer residual additions adds variance; the smaller weights compensate
-        for it.
+        Each of the 2 * n_layer residual additions adds variance; smaller weights compensate.
         """
         return 0.02 / math.sqrt(2 * self.n_layer)
 
@@ -83,8 +82,7 @@ class ModelOutput(NamedTuple):
 class Linear(nn.Linear):
     """A linear layer with GPT-2's initial values: weights N(0, std), biases 0.
 
-    If its weight stacks several matrices, such as queries, keys and values, `n_out` has the rows of
-    each one: Muon updates them separately.
+    If its weight stacks matrices, such as queries, keys and values, `n_out` has the rows of each.
     """
 
     def __init__(
@@ -118,9 +116,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q: (B, H, T, D) queries.
         k: (B, H, S, D) keys. With a cache, S >= T: the queries belong to the last T tokens.
         v: (B, H, S, D) values.
-
-    Returns:
-        (B, H, T, D).
     """
     if q.device.type == "mps":  # torch 2.11 would mix up the sequences (pytorch/pytorch#181133)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -203,10 +198,9 @@ class Transformer(nn.Module):
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """Cast the residual stream to bfloat16 under bfloat16 autocast.
+    """Cast the residual stream to bfloat16 under bfloat16 autocast; float16's range is too small.
 
-    This halves the memory traffic of LayerNorms and residual additions. float16's range would be
-    too small.
+    This halves the memory traffic of LayerNorms and residual additions.
     """
     kind = x.device.type
     is_enabled = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast does not know `meta`
@@ -228,14 +222,10 @@ class Embeddings(nn.Module):
 
 
 def lm_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits of training, validation, HellaSwag and sampling.
+    """Return the logits of training, validation, HellaSwag and sampling, in float32.
 
-    Args:
-        hidden: (..., C) the last layer's output.
-        weight: (padded_vocab_size, C) the LM head. Its padding makes the product fast.
-
-    Returns:
-        (..., padded_vocab_size), float32.
+    (..., C) hidden states and the (padded_vocab_size, C) LM head -> (..., padded_vocab_size). The
+    padding makes the product fast.
     """
     return F.linear(hidden, weight).float()
 
@@ -262,11 +252,8 @@ def training_loss(logits: Tensor, targets: Tensor, config: GPTConfig) -> Tensor:
 
     Args:
         logits: (N, padded_vocab_size) float32, of some of the tokens.
-        targets: (N,) int64 next tokens; `IGNORE_INDEX` is not counted.
+        targets: (N,) int64 next tokens; the mean is over those that are not `IGNORE_INDEX`.
         config: may have coefficients of the loss.
-
-    Returns:
-        A mean over the counted tokens, a float32 scalar.
     """
     return cross_entropy(logits, targets, config.vocab_size)
 
@@ -304,12 +291,7 @@ class Loss(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. Each layer's constructor sets its initial values.
-
-    Args:
-        config: the dimensions.
-        loss_chunks: number of chunks in which the loss is computed, see `ops.mean_in_chunks`.
-    """
+    """The language model; `loss_chunks` is for `ops.mean_in_chunks`."""
 
     def __init__(self, config: GPTConfig, loss_chunks: int = 1) -> None:
         super().__init__()
@@ -330,14 +312,9 @@ class GPT(nn.Module):
         return x
 
     def hidden_states(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Return the last layer's normalized output, from which the LM head computes logits.
+        """Return the last layer's normalized output: (B, T, C), in the autocast dtype or float32.
 
-        Args:
-            idx: (B, T) int64 token ids.
-            cache: holds keys and values of earlier tokens; this call appends its own.
-
-        Returns:
-            (B, T, C), in the autocast dtype or float32.
+        `cache` holds keys and values of earlier tokens; this call appends its own.
         """
         return self.transformer.ln_f(self.residual(idx, cache))
 
@@ -354,16 +331,15 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> ModelOutput:
-        """Return next-token logits or, with `targets`, the mean loss.
+        """Return `(logits, None)` or, with `targets`, `(None, loss)`.
+
+        The loss is float32, in nats per token: `training_loss` in training mode, else
+        `cross_entropy`.
 
         Args:
             idx: (B, T) int64 token ids, T <= block_size.
             targets: (B, T) int64 ids of the next tokens; `IGNORE_INDEX` is not counted.
             cache: see `hidden_states`.
-
-        Returns:
-            `(logits, None)` without targets, else `(None, loss)`. The loss is float32, in nats per
-            token: `training_loss` in training mode, `cross_entropy` in eval mode.
         """
         x = self.residual(idx, cache)  # (B, T, C)
         if targets is None:

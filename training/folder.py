@@ -7,11 +7,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
-from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, latest_checkpoint
+from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, describe_best, latest_checkpoint
 from formats.metrics import METRICS_NAME, logged_values
 from runtime.cli import as_flags, shell_line
 from runtime.compiler import compile_error
-from runtime.distributed import barrier, gather_text, is_lost_process, is_main, raise_on_all_ranks
+from runtime.distributed import (
+    barrier,
+    gather_text,
+    is_lost_process,
+    is_main,
+    print0,
+    raise_on_all_ranks,
+)
 from runtime.errors import LOST_PROCESS, DivergedError, RunStopped, UserError, is_out_of_memory
 from runtime.files import lock_folder
 from training.config import TrainConfig
@@ -91,6 +98,16 @@ def resume_hint(run_dir: Path) -> str:
     if (checkpoint := latest_checkpoint(run_dir)) is None:
         return "no checkpoint yet: start over with the same command and another --run-name"
     return f"last checkpoint {checkpoint.name}, resume with {shell_line('--resume', run_dir)}"
+
+
+def print_next_commands(run_dir: Path) -> None:
+    """Print what to do with a run that is complete, and its best validation loss."""
+    if is_main():
+        path, exported = shell_line(run_dir), shell_line(Path("exported") / run_dir.name)
+        print0(f"sample      python sample.py --model {path}")
+        print0(f"figures     python plot.py {path}")
+        print0(f"export      python export.py --model {path} --out {exported}")
+        print0(f"{describe_best(run_dir)}done: {run_dir}")
 
 
 def lower_rate_command(run_dir: Path, config: TrainConfig) -> str:

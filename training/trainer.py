@@ -1,7 +1,4 @@
-"""State of training, and everything that acts on it around a step: numbers, checks, the end.
-
-`train_gpt2.train` calls `Trainer` in the order of the loop; `Trainer.run` has what is fixed.
-"""
+"""State of training, and all that acts on it around a step: numbers, checks, saving, the end."""
 
 import gc
 import math
@@ -9,26 +6,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from dataloader import ShardedDataLoader
-from formats.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    Contents,
-    TrainerState,
-    collect,
-    find_nonfinite_on_ranks,
-    load_checkpoint,
-    others_of,
-    rng_states,
-)
+from formats import checkpoint
+from formats.checkpoint import Checkpoint, CheckpointWriter, Contents
 from formats.code_hashes import code_diff, code_hashes
-from formats.load import RUN_CONFIG_NAME, describe_best
+from formats.load import RUN_CONFIG_NAME
 from model import GPT
 from parallel import Ranks
 from runtime import distributed
@@ -36,7 +23,7 @@ from runtime.cli import shell_line
 from runtime.distributed import is_main, print0
 from runtime.errors import DivergedError, UserError, is_out_of_memory, is_user_error
 from runtime.files import write_json
-from training.folder import resume_hint
+from training.folder import print_next_commands, resume_hint
 from training.groups import GroupSettings, check_optimizers
 from training.run import Run
 from training.run_log import RunLog, as_number, warn_on_write_error
@@ -69,9 +56,11 @@ class Numbers:
         for name, value in scalars.items():
             if name in self._known or self._times_added[name] >= micro_steps:
                 raise UserError(f"train_step already logs a number named {name!r}: rename yours")
-            stays_on_device = isinstance(value, Tensor) and not value.dim()
-            scalar = value.detach() if stays_on_device else as_number(name, value)
-            mean = scalar / micro_steps if micro_steps > 1 else scalar
+            if isinstance(value, Tensor) and not value.dim():
+                value = value.detach()  # it stays on the device
+            elif not isinstance(value, int | float):
+                value = as_number(name, value)
+            mean = value / micro_steps if micro_steps > 1 else value
             self.values[name] = self.values[name] + mean if name in self.values else mean
             self._times_added[name] += 1
 
@@ -82,8 +71,7 @@ class Numbers:
     def average(self, ranks: Ranks) -> None:
         """Average over the ranks in one all-reduce, without waiting for the device.
 
-        The averages are copied to the host behind the work that is queued now. `read` waits for
-        this copy, where `Tensor.tolist` would also wait for all work that was queued later.
+        A copy to the host is queued, too: `Tensor.tolist` would also wait for later work.
         """
         self._averages = averages = ranks.average(self.values.values())
         if averages.is_cuda:
@@ -104,7 +92,7 @@ class Numbers:
 
 @dataclass
 class Trainer:
-    """A run's state, which a step changes and a checkpoint saves; trains as a context manager."""
+    """A run's state, which a step changes and a checkpoint saves, and what acts on it."""
 
     run: Run
     raw_model: GPT
@@ -143,15 +131,12 @@ class Trainer:
         self.start_step, self.batches.position = resumed.state.step, resumed.state.position
         self.run_log.start_at(self.start_step, self.batches.tokens_seen)
         model, own, ranks = self.raw_model, self.state, self.run.ranks
-        load_checkpoint(resumed, model, self.optimizers, self.scaler, own, ranks)
+        checkpoint.load_checkpoint(resumed, model, self.optimizers, self.scaler, own, ranks)
         self.settings.load_state(resumed.state.optimizer_groups)
         print0(f"resumed from {resumed.path}")
 
     def __enter__(self) -> Self:
-        """Write `config.json` and `code.diff`; log, save and read batches until the exit.
-
-        Before, the run's folder holds only a lock, and it is removed if the run cannot start.
-        """
+        """Write `config.json` and `code.diff`; log, save and read batches until the exit."""
         run = self.run
         run.stop.raise_if_requested()
         with distributed.raise_on_all_ranks():
@@ -173,8 +158,6 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
-    # --- turns of the loop ----------------------------------------------------------------------
-
     def steps(self) -> range:
         """Return the numbers of updates done at the start of each turn, one more than updates."""
         return range(self.start_step, self.run.config.max_steps + 1)
@@ -195,8 +178,8 @@ class Trainer:
     def make(self, train_step: Callable[["Trainer", int], Numbers], step: int) -> Numbers:
         """Make a step; if memory runs out, repeat it with half of an `auto` micro-batch.
 
-        The estimate of `auto` does not know the activations of an edited model. The step has the
-        same windows. If the update may have begun, or with several processes, raise the error.
+        The estimate of `auto` does not know an edited model's activations. The windows stay. If the
+        update may have begun, or with several processes, raise the error.
         """
         run, n_checked, position = self.run, self._n_checked, self.batches.position
         try:
@@ -216,8 +199,6 @@ class Trainer:
         self.batches = replace(self.batches, position=position, micro_batch_size=half).__enter__()
         return self.make(train_step, step)
 
-    # --- numbers --------------------------------------------------------------------------------
-
     def log(self, numbers: Numbers) -> None:
         """Log what `train_step` returns: on a GPU, once the next step is queued."""
         self._unread.append((numbers, self.batches.tokens_seen))
@@ -227,7 +208,7 @@ class Trainer:
 
     @property
     def steps_unread(self) -> int:
-        """Number of the newest steps whose numbers are not read yet: on a CPU, none."""
+        """Number of steps whose numbers are not read yet when a step is logged: none on a CPU."""
         return int(self.run.ranks.device.type == "cuda")
 
     def read_numbers(self, keep: int = 0) -> None:
@@ -252,14 +233,11 @@ class Trainer:
                 self.is_finite(numbers)
             self.run_log.step(numbers.step, tokens_seen, metrics)
 
-    # --- checks ---------------------------------------------------------------------------------
-
     def check_step(self, step: int, numbers: Numbers) -> None:
         """Check the first steps since this start; every process must call this in each step.
 
-        Raise if the ranks log numbers of different names, or if a parameter never has a gradient:
-        it would silently keep its initial value. An expert of a mixture may get its first token
-        later, so the first step only prints a warning.
+        Raise if the ranks log numbers of different names, or if a parameter never has a gradient.
+        An expert of a mixture may get its first token later, so the first step only warns.
         """
         self._n_checked += 1
         steps_done = step - self.start_step
@@ -310,22 +288,20 @@ class Trainer:
 
     def check_finite(self, step: int, contents: Contents) -> None:
         """Raise DivergedError on every rank if a weight or a moment is not finite."""
-        if name := find_nonfinite_on_ranks(contents, self.run.ranks):
+        if name := checkpoint.find_nonfinite_on_ranks(contents, self.run.ranks):
             self._raise_diverged(step, f"{name} is not finite")
 
     def _raise_diverged(self, step: int, reason: str) -> NoReturn:
         self.run_log.record(diverged_step=step)
         raise DivergedError(f"training diverged at step {step} ({reason})")
 
-    # --- saving and the end ---------------------------------------------------------------------
-
     def contents(self) -> Contents:
         """Return all that training changes in the model, the optimizers and `state`, by name."""
-        return collect(self.raw_model, self.optimizers, self.state)
+        return checkpoint.collect(self.raw_model, self.optimizers, self.state)
 
-    def state_after(self, step: int, contents: Contents) -> TrainerState:
+    def state_after(self, step: int, contents: Contents) -> checkpoint.TrainerState:
         """Return all that a checkpoint saves after `step` updates, except the tensors."""
-        return TrainerState(
+        return checkpoint.TrainerState(
             step=step,
             position=self.batches.position,
             tokens_seen=self.batches.tokens_seen,
@@ -333,20 +309,19 @@ class Trainer:
             train_config=self.run.config.saved(),
             data_fingerprint=self.run.train_shards.fingerprint,
             val_fingerprint=self.run.val_fingerprint,
-            rng_states=rng_states(),
+            rng_states=checkpoint.rng_states(),
             grad_scaler=self.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
-            optimizer_values=others_of(contents.optimizer),
+            optimizer_values=checkpoint.others_of(contents.optimizer),
             optimizer_groups=self.settings.state(),
-            own=others_of(self.state),
+            own=checkpoint.others_of(self.state),
             code=code_hashes(),
         )
 
     def finish(self, step: int) -> None:
         """Print how the run ended; create the file `PREEMPTED` if the run should be resumed.
 
-        Every process must call this, after `step` updates that are saved. A signal is ignored if
-        the run completed anyway.
+        Every process must call this. A signal is ignored if the run completed anyway.
         """
         folder, stop = self.run.folder, self.run.stop
         self.writer.wait()
@@ -368,12 +343,7 @@ class Trainer:
         distributed.barrier()  # until rank 0 has written the file
         if reason is None:
             self.run_log.record(finished_step=step)
-            if is_main():
-                path, exported = shell_line(folder), Path("exported") / folder.name
-                print0(f"sample      python sample.py --model {path}")
-                print0(f"figures     python plot.py {path}")
-                print0(f"export      python export.py --model {path} --out {shell_line(exported)}")
-                print0(f"{describe_best(folder)}done: {folder}")
+            print_next_commands(folder)
             return
         if reason == "failure":  # only the process that could not save has the error
             raise error or SystemExit(2)
