@@ -77,9 +77,9 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
 
 def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
     make = r"try python fineweb\.py --source stdlib, then the command that it prints; use --data"
-    with pytest.raises(UserError, match=rf"no tokens for training in {tmp_path}/none: {make}"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/none has no tokens for training: {make}"):
         open_shards(tmp_path / "none", "train")
-    with pytest.raises(UserError, match=rf"no tokens for validation in {tmp_path}: {make}"):
+    with pytest.raises(UserError, match=rf"{tmp_path} has no tokens for validation: {make}"):
         open_shards(tmp_path, "val")
     Manifest({}, "another", 10, complete=True).save(tmp_path)
     with pytest.raises(ValueError, match="the tokens of another tokenizer"):
