@@ -21,6 +21,10 @@ class UserError(ValueError):
     """
 
 
+class LockedError(UserError):
+    """Another process has locked a folder."""
+
+
 class DivergedError(FloatingPointError):
     """The loss, a gradient, a weight or a moment is not finite; every rank raises it together."""
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from runtime.errors import UserError
+from runtime.errors import LockedError, UserError
 
 URL_SECRETS = re.compile(r"(?<=://)[^\s/'\"]*@|\?[\w.%-]+=[^\s'\"]*")  # password, query
 LFS_POINTER = b"version https://git-lfs"
@@ -160,7 +160,8 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
         remedy: what a user can do if the folder cannot be locked.
 
     Raises:
-        UserError: another process holds the lock, or the folder cannot be written or locked.
+        LockedError: another process holds the lock.
+        UserError: the folder cannot be written or locked.
     """
     owner = path / f"{file_name}.owner"
     try:
@@ -177,7 +178,7 @@ def lock_folder(path: Path, file_name: str, remedy: str = "use another folder") 
             process = " on ".join(owner.read_text().split()[:2])
             age = timedelta(seconds=round(max(0, time.time() - owner.stat().st_mtime)))
             fix += f"; process {process} has held it for {age}: if that has ended, delete {owner}"
-        raise UserError(f"another process is at work in {path}: {fix}") from None
+        raise LockedError(f"another process is at work in {path}: {fix}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be written and locked ({error}): {remedy}") from None
     with lock:
