@@ -26,8 +26,10 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, median, stdev
@@ -44,7 +46,16 @@ from bench import ledger
 from bench.ledger import CONFIRMATION, SCREENING, gain
 from bench.measurement import measure_in_turn, provenance, run_python, split_flags
 from bench.statistics import MAX_PAIRS, interval, load_stats, pairs_needed, verdict
-from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
+from bench.variants import (
+    BASE,
+    SAMPLED,
+    THREADS,
+    WORKTREE,
+    Variant,
+    build_variants,
+    git,
+    split_edit,
+)
 from formats.load import RUN_LOCK_NAME
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
@@ -65,8 +76,8 @@ class TrialConfig:
     edit: tuple[PathOrName, ...] = ()
     """Edits, each compared with the base: a patch, a JSON file of settings, the folder of another
     checkout, worktree (the uncommitted changes) or base, with flags in the same text, as in
-    "lion.patch --max-lr=1e-4". worktree takes changed files, new files that the code imports, and
-    files that the text names, as in "worktree table.json"."""
+    "lion.patch --max-lr=1e-4". worktree takes changed files, new Python files, and files that the
+    text names, as in "worktree table.json"."""
     base: str | None = None
     """Patch that the base and the patches and settings of --edit have in common, with flags in the
     same text."""
@@ -169,9 +180,12 @@ class Trial:
             slot = slots.get()
             place = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
             try:
-                wait_for_lock(self.folder / name, stopped)
-                if not self.is_over(variant, seed):
-                    self.run(variant.changed(seed=seed, **place), lambda _: stopped.is_set(), slot)
+                with wait_for_lock(self.folder, f".{name}.lock", stopped):  # against other trials
+                    with wait_for_lock(self.folder / name, RUN_LOCK_NAME, stopped):
+                        pass  # a killed trial has left no process behind
+                    if not self.is_over(variant, seed):
+                        run = variant.changed(seed=seed, **place)
+                        self.run(run, lambda _: stopped.is_set(), slot)
             finally:
                 slots.put(slot)
 
@@ -190,7 +204,7 @@ class Trial:
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         command: list[str | Path] = [variant.code / "train_gpt2.py", *variant.flags]
-        run_python(*command, folder=Path.cwd(), is_done=is_done, environment=environment)
+        run_python(*command, is_done=is_done, environment=environment)
 
     def is_over(self, variant: Variant, seed: int) -> bool:
         """Return whether a run is finished or has diverged."""
@@ -227,12 +241,12 @@ class Trial:
         measures = {v.name: partial(self.step_time, v) for pair in new.values() for v in pair}
         *_, (results, failures) = measure_in_turn(measures, ROUNDS)
         log_times = {name: np.log(units["ms per step"]) for name, units in results.items()}
-        for key, (base, edit) in new.items():
-            if not {base.name, edit.name} & failures.keys():
-                logs = log_times[edit.name] - log_times[base.name]
-                ratio = math.exp(logs.mean())
-                self.ledger["edits"][key]["cost"] = ratio, ratio * interval([*logs])
-        self.save()
+        with self.changed_ledger():
+            for key, (base, edit) in new.items():
+                if not {base.name, edit.name} & failures.keys():
+                    logs = log_times[edit.name] - log_times[base.name]
+                    ratio = math.exp(logs.mean())
+                    self.ledger["edits"][key]["cost"] = ratio, ratio * interval([*logs])
 
     def step_time(self, variant: Variant, _: float) -> dict[str, float]:
         """Return the median time of the first steps of a run, without the very first."""
@@ -286,11 +300,11 @@ class Trial:
         runs = [(v, seed) for key, pair in pairs.items() for v in pair for seed in seeds[key]]
         self.train(stage, sorted(runs, key=lambda run: run[1]))
         answers = {key: self.answer(stage, key, pair, seeds[key]) for key, pair in pairs.items()}
-        for key, answer in answers.items():
-            versions = [version.digest for version in pairs[key]]
-            about = (stage, *versions, self.config.metric, f"from seed {seeds[key][0]}")
-            self.ledger["edits"][key]["answers"][" ".join(about)] = answer
-        self.save()
+        with self.changed_ledger():
+            for key, answer in answers.items():
+                versions = [version.digest for version in pairs[key]]
+                about = (stage, *versions, self.config.metric, f"from seed {seeds[key][0]}")
+                self.ledger["edits"][key]["answers"][" ".join(about)] = answer
         return answers
 
     def power(self, base: Variant, seeds: Sequence[int]) -> str:
@@ -315,18 +329,25 @@ class Trial:
         A new confirmation gets seeds that no other confirmation with this base has used. Edits that
         are confirmed together share them, and with them the runs of the base.
         """
-        known, n = self.ledger["confirmations"], self.config.confirm
-        first = 1 + max((max(seeds) for seeds in known.values()), default=1000)
-        found = dict[str, list[int]]()
-        for name, (base, edit) in pairs.items():
-            key = f"{base.digest} {edit.digest} {self.config.metric} {n}"
-            found[name] = known.setdefault(key, [*range(first, first + n)])
-        self.save()
+        found, n = dict[str, list[int]](), self.config.confirm
+        with self.changed_ledger():
+            known = self.ledger["confirmations"]
+            first = 1 + max((max(seeds) for seeds in known.values()), default=1000)
+            for name, (base, edit) in pairs.items():
+                key = f"{base.digest} {edit.digest} {self.config.metric} {n}"
+                found[name] = known.setdefault(key, [*range(first, first + n)])
         return found
 
-    def save(self) -> None:
-        """Write the ledger."""
-        write_json(self.folder / ledger.NAME, self.ledger)
+    @contextmanager
+    def changed_ledger(self) -> Iterator[None]:
+        """Read what other trials have added to the ledger; write it when the body has changed it.
+
+        The ledger is locked while the body runs.
+        """
+        with wait_for_lock(self.folder, ".ledger.lock", Event()):
+            self.ledger |= ledger.read(self.folder)
+            yield
+            write_json(self.folder / ledger.NAME, self.ledger)
 
     def answer(self, stage: str, key: str, pair: Pair, seeds: Sequence[int]) -> dict[str, Any]:
         """Compare two versions with these seeds; return the answer with its numbers."""
@@ -341,6 +362,8 @@ class Trial:
             for name in (*self.config.tune, *["max_steps"] * self.config.equal_time)
         ]
         text = "; ".join((text, *changed))
+        if SAMPLED in str(pair[1].conditions):
+            text += "; large files were compared with earlier runs by size, time and samples"
         if cost := self.ledger["edits"][key].get("cost"):
             text += f"; a step takes {cost[0]:.2f} ± {cost[1]:.1g} times as long"
         has_mean = len(finished) == len(seeds) and "no verdict" not in text
@@ -354,16 +377,19 @@ class Trial:
         }
 
 
-def wait_for_lock(run_dir: Path, stopped: Event) -> None:
-    """Wait while a run is in progress that a killed trial left behind, and print why once."""
-    reason = ""
-    while not stopped.wait(bool(reason)):  # at most a second
-        try:
-            with lock_folder(run_dir, RUN_LOCK_NAME):
-                return
-        except FolderInUseError as error:
-            if not reason:
-                print(reason := f"waiting: {error}", flush=True)
+@contextmanager
+def wait_for_lock(folder: Path, name: str, stopped: Event) -> Iterator[None]:
+    """Lock a folder while the body runs; print a line and wait if it is locked."""
+    with ExitStack() as stack:
+        for n in count():
+            try:
+                stack.enter_context(lock_folder(folder, name, "stop it"))
+                break
+            except FolderInUseError as error:
+                if stopped.wait(0.2):
+                    raise
+                print(f"waiting: {error}\n" * (n == 0), end="", flush=True)
+        yield
 
 
 def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:
@@ -409,11 +435,11 @@ def main() -> None:
         return
     load_stats()  # raise before the first run if scipy is missing
     sources = [split_edit(edit)[0] for edit in config.edit]
-    if WORKTREE not in sources and git("status", "--porcelain"):
-        print("note: the base is the last commit, without this checkout's uncommitted changes")
     print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         base, *edits = build_variants(config.base, config.edit, flags, Path(scratch))
+        if WORKTREE not in sources and git("status", "--porcelain", "--", "."):
+            print("note: the base is the last commit, without this checkout's uncommitted changes")
         for setting in config.tune:
             base.scaled(setting, 1)  # raise before the first run
         trial = start_trial(config, flags, base, edits)
@@ -452,15 +478,15 @@ def start_trial(
     if base.settings["compile"]:
         print("note: compiling takes about a minute for each version, without a line of output")
     folder = ledger.TRIALS / base.digest
-    values: dict[str, Any] = {"edits": {}, "confirmations": {}} | ledger.read(folder)
-    commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD")}
-    values["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
-    for text, edit in zip(config.edit, edits, strict=True):
-        known = values["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
-        known |= {"edit": text, "name": edit.name, "patch": git("diff", base.tree, edit.tree)}
-        known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
-    trial = Trial(config, folder, values, gpus)
-    trial.save()
+    trial = Trial(config, folder, {"edits": {}, "confirmations": {}}, gpus)
+    commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD").strip()}
+    with trial.changed_ledger():
+        values = trial.ledger
+        values["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
+        for text, edit in zip(config.edit, edits, strict=True):
+            known = values["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
+            known |= {"edit": text, "name": edit.name, "patch": edit.patch}
+            known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
     return trial
 
 

@@ -143,6 +143,14 @@ def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):
     assert len(prints) == 4
 
 
+def test_fingerprint_without_a_manifest_is_the_one_that_runs_have_saved(tmp_path):
+    """Or else no run on such shards could be resumed; deaa4f8 computed these."""
+    for name, count in (("train_a.bin", 50_000), ("val_a.bin", 1000)):
+        (np.arange(count) % 400).astype("<u2").tofile(tmp_path / name)
+    prints = [open_shards(tmp_path, split).fingerprint for split in ("train", "val")]
+    assert prints == ["1000cc0496a369f7", "080ba3433fa75fc0"]
+
+
 @settings(max_examples=20)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),

@@ -12,11 +12,23 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN
 
-from bench import trial
+from bench import trial, variants
 from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
 from bench.statistics import interval, pairs_needed, verdict
 from bench.trial import Result, Trial, TrialConfig, describe, start_trial
-from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
+from bench.variants import (
+    BASE,
+    SAMPLED,
+    Variant,
+    build_variants,
+    content_hash,
+    copy_code,
+    hash_what_is_read,
+    new_variant,
+    open_repository,
+    patch_between,
+    split_edit,
+)
 from formats.load import RUN_LOCK_NAME
 from runtime.files import lock_folder
 
@@ -214,6 +226,50 @@ def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
     assert json.loads((tmp_path / NAME).read_text()) == ledger
 
 
+def test_two_trials_keep_each_others_answers_and_have_their_own_seeds(tmp_path):
+    trials = {n: Trial(replace(CONFIG, confirm=2), tmp_path, {"edits": {}}, []) for n in "ab"}
+    for opened in trials.values():
+        opened.ledger["confirmations"] = {}
+    for name, opened in trials.items():  # both are open, and neither has read the other's
+        with opened.changed_ledger():
+            opened.ledger["edits"][name] = {"answers": {}}
+    seeds = [
+        opened.fresh_seeds({name: (variant(), variant(name, max_lr=lr))})[name]
+        for lr, (name, opened) in enumerate(trials.items(), start=1)
+    ]
+    assert seeds == [[1001, 1002], [1003, 1004]]
+    assert json.loads((tmp_path / NAME).read_text())["edits"].keys() == {"a", "b"}
+
+
+def test_a_trial_waits_for_the_run_of_another_and_does_not_train_it_again(tmp_path, capsys):
+    wait = "import time\nwhile not Path('go').exists(): time.sleep(0.01)\n"
+    starts = f"with open({str(tmp_path / 'starts')!r}, 'a') as file: file.write('x')\n"
+    wait = wait.replace("'go'", repr(str(tmp_path / "go")))
+    (tmp_path / "train_gpt2.py").write_text(
+        FAKE_TRAINING.replace("folder.mkdir", f"{starts}{wait}folder.mkdir")
+    )
+    base, shown = variant()._replace(code=tmp_path), ""
+    trials = [Trial(replace(CONFIG, jobs=1), tmp_path / "runs", {}, []) for _ in range(2)]
+    threads = [Thread(target=each.train, args=("screening", [(base, 1)])) for each in trials]
+    for thread in threads:
+        thread.start()
+    while "waiting: another process is at work" not in shown:
+        shown += capsys.readouterr().out
+    (tmp_path / "go").touch()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "starts").read_text() == "x"
+    assert [each.failures for each in trials] == [{}, {}]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_locked_is_a_failed_run(tmp_path):
+    (tmp_path / "runs").mkdir(mode=0o500)
+    opened = Trial(replace(CONFIG, jobs=1), tmp_path / "runs", {}, [])
+    opened.train("screening", [(variant(), 1)])
+    assert "cannot be written and locked" in "".join(opened.failures.values())
+
+
 def test_a_run_that_failed_while_tuning_leaves_no_verdict(tmp_path):
     base, edit = variant(), variant("x", max_lr=1.0)
     run_dir = tmp_path / edit.run_name(1)
@@ -265,6 +321,174 @@ def test_an_edit_is_a_path_with_files_and_flags():
     )
 
 
+def test_an_edit_with_an_apostrophe_is_a_name_in_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="No closing quotation: a name may have "):
+        split_edit("ann's.patch --max-lr=1e-3")
+    assert split_edit('"ann\'s.patch" --seed=1') == ("ann's.patch", [], ("--seed=1",))
+    (tmp_path / "ann's idea.patch").touch()
+    assert split_edit("ann's idea.patch") == ("ann's idea.patch", [], ())
+    assert len(split_edit("base " + "--logger=x " * 500)[2]) == 500  # longer than any file name
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """Code that reads files and variables, and a function that hashes all that it reads."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("code/assets", "data/more", "run/checkpoints", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "code/m.py").write_text("it's = getenv('FACTOR'), open(\"rates.json\")  # 'a'")
+    (tmp_path / "code/link").symlink_to(tmp_path / "outside")
+    for name in ("code/words.txt", "code/.table", "outside/x", "rates.json", "data/a.npy", "t.bin"):
+        (tmp_path / name).write_text("1" * 5000)
+    (tmp_path / "run/checkpoints/w").write_text("1")
+    settings = {"data_dir": "data", "init_from": "run@best", "table": "t.bin", "out_dir": "./data"}
+    return lambda: hash_what_is_read(tmp_path / "code", settings, content_hash)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("code/words.txt", "code/.table", "code/assets/new.md", "outside/x", "rates.json"),
+        *("data/a.npy", "data/new", "run/checkpoints/w", "t.bin"),
+    ],
+)
+def test_runs_are_the_same_only_if_all_that_they_read_is(name, reader, tmp_path, monkeypatch):
+    before = reader()
+    (tmp_path / name).write_text("1" * 4000 + "2" * 1000)
+    assert reader() != before
+
+
+def test_runs_are_the_same_whatever_they_do_not_read(reader, tmp_path, monkeypatch):
+    before = reader()
+    for name in ("notes.txt", "data/more/x", "data/.lock"):
+        (tmp_path / name).write_text("1")
+    (tmp_path / "code/__pycache__").mkdir()
+    (tmp_path / "code/__pycache__/m.pyc").write_text("1")
+    monkeypatch.setenv("OTHER", "1")
+    assert reader() == before
+    monkeypatch.setenv("FACTOR", "3")
+    three = reader()
+    monkeypatch.setenv("FACTOR", "50")
+    assert len({str(reader()), str(three), str(before)}) == 3
+    assert "50" not in str(reader())  # it may be a password
+
+
+def test_large_data_is_compared_by_samples_and_the_answer_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "HASHED_BYTES", 1_000_000)
+    path = tmp_path / "train.npy"
+    path.write_bytes(bytes(3_000_000))
+    before = content_hash(tmp_path)
+    assert before.endswith(SAMPLED)
+    assert content_hash(tmp_path) == before
+    with path.open("r+b") as file:
+        file.seek(1_500_000)
+        file.write(bytes([1] * 12_000))
+    os.utime(path, ns=(0, 0))
+    changed = content_hash(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(1_500_000)
+        file.write(bytes(12_000))
+    os.utime(path, ns=(0, 0))
+    assert len({before, changed, content_hash(tmp_path)}) == 3
+    sampled = variant("x")._replace(conditions={"read": {"data": before}})
+    opened = Trial(CONFIG, tmp_path, {"edits": {"x": {}}}, [])
+    text = "large files were compared with earlier runs by size, time and samples"
+    assert text in opened.answer(SCREENING, "x", (variant(), sampled), [1])["text"]
+    assert text not in opened.answer(SCREENING, "x", (variant(), variant("x")), [1])["text"]
+
+
+def run_git(folder, *args):
+    identity = ("-c", "user.name=A", "-c", "user.email=a@example.com")
+    return subprocess.check_output(["git", *identity, *args], cwd=folder, text=True)
+
+
+ODD_CONFIGURATION = {
+    **{"core.autocrlf": "true", "core.safecrlf": "true", "core.quotepath": "true"},
+    **{"color.ui": "always", "apply.whitespace": "error", "diff.external": "false"},
+    **{"diff.noprefix": "true", "diff.mnemonicPrefix": "true", "diff.suppressBlankEmpty": "true"},
+}
+
+
+@pytest.fixture
+def kept(checkout, tmp_path):
+    """A function that keeps a change as a patch, and checks what the patch gives in a clone."""
+    for name, value in ODD_CONFIGURATION.items():
+        run_git(checkout, "config", name, value)
+    run_git(tmp_path, "clone", "-q", "checkout", "clone")
+    (tmp_path / "copies").mkdir()
+    repository = open_repository(tmp_path / "copies")
+    base = copy_code(repository, tmp_path / "copies/base", [])
+
+    def keep(*changes):
+        shutil.rmtree(tmp_path / "copies/edit", ignore_errors=True)
+        edit = copy_code(repository, tmp_path / "copies/edit", *changes)
+        patch = json.loads(json.dumps(patch_between(repository, base, edit)))
+        (tmp_path / "kept.patch").write_bytes(patch.encode())
+        run_git(tmp_path / "clone", "apply", "--index", "../kept.patch")
+        assert run_git(tmp_path / "clone", "write-tree").strip() == edit
+        return patch
+
+    return keep
+
+
+def test_a_kept_patch_gives_odd_files_back_whatever_the_configuration_is(kept, checkout, tmp_path):
+    files = {
+        **{"table.txt": b"a\r\nb\nc \n\n", "tables/ä b.bin": bytes(range(256))},
+        **{"lr_schedule.py": b"", "ops.py": b"no end", "model.py": b"\r\n# a\r\n"},
+    }
+    (checkout / "tables").mkdir()
+    for name, end in files.items():
+        path = checkout / name
+        path.write_bytes((path.read_bytes() if path.exists() else b"") + end)
+    (checkout / "lr_schedule.py").rename(checkout / "renamed.py")
+    (checkout / "sample.py").chmod(0o755)
+    (checkout / "link").symlink_to("../outside")
+    (tmp_path / "outside").write_text("1")
+    patch = kept([], checkout, ["table.txt", "tables", "link"])
+    assert "\nrename to renamed.py\n" in patch
+    assert "\n+a\r\n+b\n" in patch
+    for name in (*files, "renamed.py", "sample.py"):
+        if name != "lr_schedule.py":
+            copies = [tmp_path / folder / name for folder in ("clone", "copies/edit")]
+            assert [p.read_bytes() for p in copies] == 2 * [(checkout / name).read_bytes()]
+    assert (tmp_path / "clone/sample.py").stat().st_mode & 0o100
+    assert (tmp_path / "copies/edit/link").read_text() == "1"
+    run_git(tmp_path / "clone", "reset", "-q", "--hard")
+    (checkout / "latin.txt").write_bytes(b"caf\xe9\n")
+    kept([], checkout, ["latin.txt"])
+    assert (tmp_path / "clone/latin.txt").read_bytes() == b"caf\xe9\n"
+
+
+@pytest.mark.slow
+def test_each_patch_of_edits_is_kept(kept, tmp_path):
+    for path in sorted((ROOT / "edits").iterdir()):
+        kept([str(path)])
+        run_git(tmp_path / "clone", "reset", "-q", "--hard")
+
+
+def test_code_in_a_folder_of_a_larger_repository_is_copied(tmp_path, monkeypatch):
+    code = tmp_path / "all/gpt"
+    code.mkdir(parents=True)
+    monkeypatch.setattr(variants, "ROOT", code)
+    (code / "train_gpt2.py").write_text("x = 1\n")
+    (tmp_path / "all/other").write_text("1")
+    run_git(tmp_path, "init", "-q", "all")
+    repository = open_repository(tmp_path)
+    with pytest.raises(ValueError, match=r"gpt is not in the last commit: commit it with git add"):
+        copy_code(repository, tmp_path / "none", [])
+    run_git(code, "add", "-A", "..")
+    run_git(code, "commit", "-qm", "all")
+    (code / "train_gpt2.py").write_text("x = 2\n")
+    for name, flag in (("outer", "--no-relative"), ("inner", "--relative")):
+        (tmp_path / f"{name}.patch").write_text(run_git(code, "diff", flag))
+        copy_code(repository, tmp_path / name, [str(tmp_path / f"{name}.patch")])
+        assert (tmp_path / name / "train_gpt2.py").read_text() == "x = 2\n"
+    copy_code(repository, tmp_path / "base", [])
+    assert [path.name for path in (tmp_path / "base").iterdir()] == ["train_gpt2.py"]
+    assert (tmp_path / "base/train_gpt2.py").read_text() == "x = 1\n"
+
+
 def write_patch(checkout, name, path, *replacements):
     """Write a patch that replaces texts in a file of the checkout."""
     text = changed = (checkout / path).read_text()
@@ -291,7 +515,7 @@ def test_a_run_is_named_after_what_its_flags_mean(flags, checkout, tmp_path, tin
     flags = [*flags, f"--data-dir={data}"]
 
     def digest(*more):
-        return new_variant(BASE, (checkout, "tree", "hash"), [*flags, *more]).digest
+        return new_variant(BASE, (checkout, ""), [*flags, *more]).digest
 
     named = digest("--config=recipe.json")
     assert digest("--max_lr", "4e-3", "--config=recipe.json") == named
@@ -302,10 +526,10 @@ def test_a_run_is_named_after_what_its_flags_mean(flags, checkout, tmp_path, tin
     np.save(data / "val_000000.npy", tokens[::-1])
     assert digest("--config=recipe.json") != named
     np.save(data / "val_000000.npy", tokens)
-    found = new_variant(BASE, (checkout, "tree", "hash"), [*flags, "--config=recipe.json"])
+    found = new_variant(BASE, (checkout, ""), [*flags, "--config=recipe.json"])
     assert found.digest == named
     assert {"torch", "python"} <= found.conditions["versions"].keys()
-    for name, value in (("device", "H100"), ("threads", 2), ("versions", {}), ("code", "")):
+    for name, value in (("device", "H100"), ("threads", 2), ("versions", {}), ("read", {})):
         assert found._replace(conditions=found.conditions | {name: value}).digest != named
 
 
@@ -336,7 +560,7 @@ def test_settings_are_those_of_the_patched_code(flags, checkout, tmp_path):
 
 
 @pytest.mark.slow
-def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, checkout, tmp_path):
+def test_worktree_takes_changed_files_and_new_python_files(flags, checkout, tmp_path):
     """The base has neither; the index stays as it was, and a note starts no run again."""
     (checkout / "ops.py").write_text(f"import new\n{(checkout / 'ops.py').read_text()}")
     (checkout / "new.py").write_text("import deeper.still\n")
@@ -354,17 +578,17 @@ def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, 
     base, worktree, other = built("first", "worktree", "other")
     names = ("demo.py", "new.py", "deeper/still.py", "unrelated.py", "table.json", "picture.png")
     assert [(base.code / name).exists() for name in names] == [True] + [False] * 5
-    assert [(worktree.code / name).exists() for name in names] == [False, True, True] + [False] * 3
+    assert [(worktree.code / name).exists() for name in names] == [False] + [True] * 3 + [False] * 2
     assert (worktree.code / "deeper/__init__.py").exists()
-    assert worktree.tree == other.tree
-    for note in ("notes.txt", "README.md"):
-        (checkout / note).write_text("a note")
+    assert worktree.patch == other.patch
+    assert worktree.digest == other.digest
+    (checkout / "notes.txt").write_text("a note")
     _, noted = built("second", "worktree")
     assert noted.digest == worktree.digest
     _, named = built("third", "worktree table.json")
     assert (named.code / "table.json").exists()
     status = subprocess.check_output(["git", "status", "--porcelain"], cwd=checkout, text=True)
-    assert status.splitlines()[:3] == [" M README.md", " D demo.py", " M ops.py"]
+    assert status.splitlines()[:2] == [" D demo.py", " M ops.py"]
 
 
 # --- the command ------------------------------------------------------------------------------
