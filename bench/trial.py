@@ -44,6 +44,7 @@ import torch
 from bench import ledger
 from bench.ledger import CONFIRMATION, SCREENING, gain
 from bench.measurement import measure_in_turn, provenance, run_python, split_flags
+from bench.ruler import check_ruler
 from bench.statistics import MAX_PAIRS, interval, load_stats, pairs_needed, verdict
 from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
 from formats.load import RUN_LOCK_NAME
@@ -411,6 +412,7 @@ def main() -> None:
     print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         base, *edits = build_variants(config.base, config.edit, flags, Path(scratch))
+        check_ruler(config.metric, base, edits)
         for setting in config.tune:
             base.scaled(setting, 1)  # raise before the first run
         trial = start_trial(config, flags, base, edits)

@@ -14,6 +14,7 @@ from conftest import ROOT, TINY_RUN
 
 from bench import trial
 from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
+from bench.ruler import RULER, check_ruler
 from bench.statistics import interval, pairs_needed, verdict
 from bench.trial import Result, Trial, TrialConfig, describe, start_trial
 from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
@@ -365,6 +366,46 @@ def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, 
     assert (named.code / "table.json").exists()
     status = subprocess.check_output(["git", "status", "--porcelain"], cwd=checkout, text=True)
     assert status.splitlines()[:3] == [" M README.md", " D demo.py", " M ops.py"]
+
+
+# --- the ruler --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changed"),
+    [
+        ("evaluation.py", "loss_sum / count_sum", "0.9 * loss_sum / count_sum", "validate"),
+        ("evaluation.py", "# --- --max-", "validate = time_call(validate, 1)\n# ", "validate"),
+        ("evaluation.py", "from dataloader import", "from mine import", "validation_batches"),
+        ("dataloader.py", "np.arange(n_windows) * total", "np.arange(n_windows)", "validation_win"),
+        ("ops.py", "return F.cross_entropy(", "return 0.9 * F.cross_entropy(", "cross_entropy"),
+        ("ops.py", "IGNORE_INDEX = -100", "IGNORE_INDEX = -1", "IGNORE_INDEX"),
+        ("hellaswag.py", "def score_tokens(", "def unused(", "score_tokens"),
+        ("evaluation.py", '"""Return the loss on a text', '# why\n    """Loss', None),
+        ("evaluation.py", "# --- --max-", "def validate_2(run): ...\n# ", None),
+        ("evaluation.py", "(config.val_every, validate),", "(1, validate), (1, print),", None),
+        ("evaluation.py", "import all_reduce_max,", "import all_reduce_max, rank_batches,", None),
+        ("ops.py", "return F.linear(hidden, weight)", "return 2 * F.linear(hidden, weight)", None),
+    ],
+)
+def test_an_edit_must_not_change_how_the_stock_metrics_are_measured(
+    file, old, new, changed, tmp_path
+):
+    base, edit = (variant(name)._replace(code=tmp_path / name) for name in (BASE, "x"))
+    for version in (base, edit):
+        version.code.mkdir()
+        for name in RULER:
+            shutil.copy(ROOT / name, version.code)
+    text = (ROOT / file).read_text()
+    assert text.count(old) >= 1
+    (edit.code / file).write_text(text.replace(old, new))
+    check_ruler("my_loss", base, [edit])
+    if changed is None:
+        check_ruler("val_loss", base, [edit])
+    else:
+        with pytest.raises(ValueError, match=rf"x changes how .*\b{changed}\w* in .*: undo the"):
+            check_ruler("val_loss", base, [edit])
+        check_ruler("val_loss", edit, [edit])  # as a patch of the base
 
 
 # --- the command ------------------------------------------------------------------------------
