@@ -216,7 +216,7 @@ def new_variant(
     output = run_python("-P", "-c", PRINT_SETTINGS, folder, *flags)
     settings = json.loads(output.strip().rpartition("\n")[2])
     if settings.pop("max_minutes") is not None:
-        raise UserError("leave out --max-minutes: use --equal-time to compare at equal time")
+        raise UserError("leave out --max-minutes: a trial compares equal numbers of --max-steps")
     device = select_device(settings["device"])
     if device.type == "cpu" and "--compile" not in flags:
         flags, settings = ("--no-compile", *flags), settings | {"compile": False}
