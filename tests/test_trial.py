@@ -322,7 +322,7 @@ def test_a_metric_that_the_base_lacks_ends_the_trial_after_its_first_run(tmp_pat
         opened = Trial(config, tmp_path, ledger, [])
         with pytest.raises(ValueError, match=r"--metric my_loss is not a number in .*use a name"):
             opened.compare(SCREENING, {"x": (lacking, having)}, {"x": [1, 2]})
-        assert len([*tmp_path.glob("*-seed*")]) == n_runs
+        assert len([*tmp_path.glob("[!.]*-seed*")]) == n_runs
     opened = Trial(config, tmp_path / "other", ledger, [])
     (tmp_path / "other").mkdir()
     pair = having._replace(name=BASE), lacking._replace(name="x")
