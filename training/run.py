@@ -60,7 +60,7 @@ class StepNumbers(NamedTuple):
 
 
 class Numbers(UserDict[str, Any]):
-    """Numbers to log, by name; raises UserError if a name is set twice or a value is no number."""
+    """Numbers to log, by name; raises UserError for a name set twice or a value that is not one."""
 
     def __setitem__(self, name: str, number: Tensor | float) -> None:
         if name in self:
