@@ -99,7 +99,9 @@ def test_demo_trains_on_a_text_of_ones_own_and_resumes_it(tmp_path):
 def test_demo_passes_a_link_by_its_own_name(tmp_path):
     """The name of the file that it leads to may lack the ending that tells how to read it."""
     code = copy_code(tmp_path / "code")
-    (code / "fineweb.py").write_text("import sys; print(sys.argv); raise SystemExit(7)")
+    fineweb = (code / "fineweb.py").read_text()
+    printed = "import sys; print(sys.argv); raise SystemExit(7)"
+    (code / "fineweb.py").write_text(fineweb.replace("run_command(main)", printed))
     (tmp_path / "0a1b").write_text("id,text\n1,Some words.")
     (tmp_path / "train.csv").symlink_to("0a1b")
     (tmp_path / "texts").mkdir()
