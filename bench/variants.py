@@ -308,7 +308,8 @@ def git(*args: str | Path, environment: Mapping[str, str] = os.environ) -> str:
     command = ["git", *args]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
     if done.returncode:
-        error = done.stderr.decode(errors="replace").partition("\n")[0]
+        error = done.stderr.decode(errors="replace").removeprefix("error: ")
+        is_of_owner = "safe.directory" in error  # the fix is in the last line
         fix = ": run git init, git add and git commit" * ("not a git repository" in error)
-        raise UserError(f"{error.removeprefix('error: ')}{fix}")
+        raise UserError(" ".join(error.split()) if is_of_owner else error.partition("\n")[0] + fix)
     return done.stdout.decode(errors="surrogateescape")
