@@ -9,20 +9,23 @@ Each step is a command of this project, printed before it runs.
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from corpus.shards import Manifest
-from formats.metrics import read_metrics
+from formats.metrics import logged_values, read_metrics
 from runtime.cli import PathOrName, format_duration, parse_flags, run_command
 from runtime.errors import RunStopped, UserError
+from runtime.files import read_json
 
 REDRAW_SECONDS = 60.0
+OTHER_NAMES = ("stdlib", "trials")  # folders of this command without a text, and of bench.trial
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def main() -> None:
     texts = [p.resolve() if p.is_dir() else p.absolute() for p in map(Path, config.text)]
     os.chdir(Path(__file__).parent)  # the commands are here, and the run is written here
     start = time.perf_counter()
-    name = re.sub(r"[^\w.-]+", "-", texts[0].stem) if texts else new_name()
+    name = find_name(*texts) if texts else new_name()
     run_dir, export_dir = Path("runs", name), Path("exported", name)
     if texts:
         train = prepare(texts, name)
@@ -59,18 +62,19 @@ def main() -> None:
         train = ["--config=recipes/demo.json", f"--run-name={name}"]
         train += ["--max-steps=270"] if config.short else []
     print(f"\nevery minute, the loss curve so far: {run_dir / 'figures' / 'loss.png'}")
+    (run_dir / "PREEMPTED").unlink(missing_ok=True)  # written if the trainer is stopped
     step("shards → a GPT-2", "train_gpt2.py", *train, meanwhile=("plot.py", str(run_dir)))
+    metrics = run_dir / "metrics.jsonl"
+    if (run_dir / "PREEMPTED").exists() or not logged_values(metrics, "finished_step"):
+        raise RunStopped("the run is not complete; on your own text, the same command continues it")
     prompt = [] if texts else ["--prompt=def read"]
     step("samples", "sample.py", f"--model={run_dir}", *prompt, "--num-samples=2")
     if not texts:
         scored = (f"--model={run_dir}", "--data=assets/hellaswag_sample.jsonl")
         step("HellaSwag scorer on 24 sample rows (NOT the benchmark)", "hellaswag.py", *scored)
-    if export_dir.exists():
-        print(f"\n{export_dir} is kept from an earlier export; delete it to export again")
-    else:
-        step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
+    step("export for Hugging Face", "export.py", f"--model={run_dir}", f"--out={export_dir}")
     step("figures", "plot.py", str(run_dir))
-    scores = [r for r in read_metrics(run_dir / "metrics.jsonl") if "val_loss" in r]
+    scores = [r for r in read_metrics(metrics) if "val_loss" in r]
     losses = [score["val_loss"] for score in scores]
     if not texts and losses[-1] > losses[0] - 1:
         raise RunStopped(f"the model did not learn: validation losses {losses}")
@@ -91,7 +95,7 @@ def prepare(texts: list[Path], name: str) -> list[str]:
     from training.propose import propose_training  # imports torch, which takes seconds
 
     data_dir = Path("data", name)
-    print(f"tokens, run and export are named {name}: a changed text needs another file name")
+    print(f"tokens, run and export are named {name}; a changed text gets another name")
     source = (*map(str, texts), f"--data-dir={data_dir}", "--no-propose")
     step("your text → token shards", "fineweb.py", "--source", *source)
     manifest = Manifest.load(data_dir)
@@ -103,6 +107,33 @@ def prepare(texts: list[Path], name: str) -> list[str]:
         step("how long will it take?", "train_gpt2.py", *train, "--plan")
         print("Ctrl-C saves the run, and the same command continues it.", flush=True)
     return [*train, "--resume=auto"]
+
+
+def find_name(text: Path, *more: Path) -> str:
+    """Return the name whose dataset has exactly these texts, else the first unused name.
+
+    The first choice is the name of the file without its ending, or the name of the folder.
+    """
+    from fineweb import FineWebConfig, find_source
+
+    with redirect_stdout(None):  # fineweb.py prints the same
+        _, open_source = find_source(FineWebConfig(source=tuple(map(str, (text, *more)))))
+    identity, unused = open_source({}).identity, list[str]()
+    hashes = [*identity["contents"].values()]
+    names = [text.name, text.stem] if text.is_dir() else [text.stem, text.name]
+    names += [f"{text.name}-{number}" for number in range(2, 1000)]
+    for name in (re.sub(r"[^\w.-]+", "-", name) for name in names):
+        data, run_config = Path("data", name), Path("runs", name, "config.json")
+        if run_config.exists() and read_json(run_config).get("data_dir") != str(data):
+            continue
+        if manifest := Manifest.load(data):
+            # Earlier versions did not record the contents.
+            known = [*manifest.source.get("contents", identity["contents"]).values()]
+            if (manifest.source.get("files"), known) == (identity["files"], hashes):
+                return name
+        if not (any(data.glob("[!.]*")) or name in OTHER_NAMES):
+            unused.append(name)
+    return unused[0]
 
 
 def new_name() -> str:
@@ -117,14 +148,19 @@ def step(title: str, script: str, *flags: str, meanwhile: Sequence[str] = ()) ->
     Every minute, run `meanwhile` without output: it may fail as long as there is nothing to show.
     """
     print(f"\n=== {title}\n$ python {shlex.join([script, *flags])}", flush=True)
-    with subprocess.Popen([sys.executable, script, *flags]) as child:  # lets it save on Ctrl-C
+    with subprocess.Popen([sys.executable, script, *flags]) as child:
+        signal.signal(signal.SIGTERM, lambda *_: child.terminate())  # a run is saved first
+        signal.signal(signal.SIGINT, lambda *_: None)  # the terminal also sends it to the child
         while meanwhile and child.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(REDRAW_SECONDS)
                 break
             subprocess.run([sys.executable, *meanwhile], capture_output=True, check=False)
-        if code := child.wait():
-            raise SystemExit(code)
+        code = child.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if code:
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

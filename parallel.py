@@ -119,7 +119,7 @@ class DDP(Ranks):
         # DDP has replaced the other gradients by views of its buckets, or they were views before.
         idle = [p for p, g in before.items() if p.grad is g and getattr(g, "_base", None) is None]
         without = {i: p for i, p in enumerate(before) if p.grad is None}
-        counts = torch.ones(len(before), device=self.device)  # of ranks with a gradient
+        counts = torch.ones(len(before), device=self.device)  # ranks with a gradient
         if idle:
             counts[[*without]] = 0
             torch.autograd.backward(idle, [torch.zeros_like(p) for p in idle])

@@ -2,11 +2,12 @@
 
 Python's own HTTP server, on the loopback interface only, serves `assets/page.html` and answers its
 requests. A request is a POST of JSON, and its answer is a stream of JSON lines. Each has
-`{"error": text}` as its last line if something is wrong.
+`{"error": text}` as its last line if something is wrong. One request computes at a time; until it
+is their turn, the others get `{"waiting": true}` each second.
 
     /list_models    the models, each with the steps of its run's checkpoints
     /continue_text  the pieces of a continuation, one by one
-    /look_inside    the likeliest tokens after some tokens
+    /look_inside    the most likely tokens after some tokens
     /score_text     the pieces of a text with their losses, then the mean
 
 A *piece* is the smallest number of tokens whose bytes are whole characters: its text, ids,
@@ -20,11 +21,11 @@ import socket
 import webbrowser
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -32,7 +33,8 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint import complete_checkpoints
-from formats.load import load_model
+from formats.huggingface import HF_WEIGHTS_NAME
+from formats.load import find_checkpoint, is_hugging_face, load_model
 from formats.metrics import find_run, is_run
 from model import GPT
 from runtime.errors import UserError, is_user_error
@@ -75,10 +77,21 @@ class Models(NamedTuple):
         path = newest if step is None else saved.get(step)
         if path is None:
             raise UserError(f"the checkpoint of step {step} was deleted: choose another one")
-        return kept_model(path, self.device)
+        return kept_model(path, self.device, version(path))
 
 
-kept_model = lru_cache(maxsize=3)(load_model)  # the last ones that were used stay in memory
+@lru_cache(maxsize=3)  # the last ones that were used stay in memory
+def kept_model(source: str | Path, device: torch.device, _version: object) -> GPT:
+    """Load a model, unless this version of it is in memory."""
+    return load_model(source, device)
+
+
+def version(source: str | Path) -> object:
+    """Return values that change when a model's weights are written again; on the hub, never."""
+    path = find_run(source) if is_hugging_face(source) else find_checkpoint(source)
+    weights = (path.parent if path.is_file() else path) / HF_WEIGHTS_NAME
+    found = weights.stat() if weights.exists() else None
+    return path, found and (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class Pieces:
@@ -125,6 +138,8 @@ def list_models(models: Models, _: Request, send: Send) -> None:
 
 def continue_text(models: Models, request: Request, send: Send) -> None:
     """Send the ids of the text, then each piece of its continuation."""
+    if not 0 <= (seed := int(request["seed"])) < 2**63:
+        raise UserError(f"the seed must be at least 0 and below 2**63, not {seed}")
     model, pieces = models.get(request), Pieces(send)
     ids = request.get("ids") or prompt_ids(request["text"])
     send({"prompt": ids})
@@ -141,7 +156,7 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
         torch.tensor([ids], device=models.device),
         int(request["max_new_tokens"]),
         top_k=int(request["top_k"]),
-        generator=torch.Generator(models.device).manual_seed(int(request["seed"])),
+        generator=torch.Generator(models.device).manual_seed(seed),
         dtype=models.dtype,
         on_token=send_token,
         on_logits=latest.append,
@@ -212,12 +227,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Stream the answer of a request, until it is complete or the page is closed."""
         length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(max(0, min(length, MAX_BODY)))
+        for start in range(MAX_BODY, length, MAX_BODY):  # a client that still sends gets no answer
+            self.rfile.read(min(MAX_BODY, length - start))
         if self.is_refused():
             return
         if self.path not in ANSWERS or not 0 <= length <= MAX_BODY:
             self.send_error(413 if length > MAX_BODY else 404)
         else:
-            body = self.rfile.read(length)
             self.start("application/x-ndjson")
             with suppress(ConnectionError):  # the page was closed
                 self.answer(body)
@@ -225,7 +242,11 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: bytes) -> None:
         """Compute and send an answer; an error is its last line."""
         try:
-            with self.server.lock:
+            with ExitStack() as stack:
+                if self.path != "/list_models":  # which computes nothing
+                    while not self.server.lock.acquire(timeout=1):
+                        self.send_line({"waiting": True})  # raises if the page was closed
+                    stack.callback(self.server.lock.release)
                 ANSWERS[self.path](self.server.models, json.loads(body), self.send_line)
         except ConnectionError:
             raise
@@ -271,7 +292,7 @@ def serve(models: Models, port: int, open_browser: bool) -> None:
             tunnel = f"ssh -L {port}:{LOOPBACK[1]}:{port} {socket.gethostname()}"
             print(f"on your own machine: {tunnel}, then open {url}", flush=True)
         elif open_browser:
-            webbrowser.open(url)
+            Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # w3m waits for us
         with suppress(KeyboardInterrupt):
             server.serve_forever()
         server.is_closing = True

@@ -28,6 +28,7 @@ import torch
 
 from bench.idle import TRACED, UNTRACED
 from bench.measurement import (
+    ROOT,
     TORCHRUN,
     Measure,
     device_label,
@@ -43,6 +44,7 @@ from runtime.cli import as_flags, bad_numbers, raise_problems, run_command
 from runtime.compiler import prepare_compiler
 from runtime.device import select_device
 from runtime.errors import UserError
+from runtime.files import read_json
 from runtime.precision import select_dtype
 from training.config import TrainConfig
 from training.resume import parse_config
@@ -62,7 +64,8 @@ OTHER_UNITS = {
 }
 SEQUENCES = 128  # per step of XL with --gpu; the long context is one sequence with as many tokens
 BATCH_UNIT = 16  # with several GPUs, the sequences of each in a step are a multiple of this
-TEST_FILE = "tests/test_cuda.py"
+TEST_FILE = str(ROOT / "tests/test_cuda.py")
+TRAINER = str(ROOT / "train_gpt2.py")
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,12 @@ def main() -> None:
     settings, _ = parse_config(flags)
     if config.gpu and settings.device == "auto" and select_device("auto").type != "cuda":
         raise UserError("--gpu found no usable GPU: use --device cpu for a trial run")
+    recipe = read_json(settings.config) if settings.config else {}
+    names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        if settings.data_dir == TrainConfig.data_dir:
+        if "--data-dir" not in names and "data_dir" not in recipe:
             print("tokenizing Python's standard library to train on", flush=True)
-            run_python("fineweb.py", "--source=stdlib", f"--data-dir={folder}")
+            run_python(ROOT / "fineweb.py", "--source=stdlib", f"--data-dir={folder}")
             settings = replace(settings, data_dir=Path(folder))
         open_shards(settings.data_dir, "train")  # raise for a wrong folder before measuring
         measure(Setup(config, (*flags, f"--data-dir={settings.data_dir.absolute()}"), settings))
@@ -205,7 +210,7 @@ def plain(setup: Setup, *optimizations: str) -> Measure:
 
 
 def product(
-    setup: Setup, gpus: int = 1, command: Sequence[str] = ("train_gpt2.py",), **settings: object
+    setup: Setup, gpus: int = 1, command: Sequence[str] = (TRAINER,), **settings: object
 ) -> Measure:
     """Return a measurement of `train_gpt2.py` with its defaults, except for `settings`.
 

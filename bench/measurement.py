@@ -113,7 +113,7 @@ def run_python(
     Args:
         args: arguments of Python.
         seconds: time limit.
-        folder: working directory; default: the project's folder.
+        folder: working directory; default: the one of this process.
         is_done: called with the output so far; returns whether to kill the child.
         environment: environment variables to set.
 
@@ -132,7 +132,7 @@ def run_python(
         command = [sys.executable, *args]
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         child = subprocess.Popen(
-            command, cwd=folder or ROOT, env=env, stdout=file, stderr=file, process_group=0
+            command, cwd=folder, env=env, stdout=file, stderr=file, process_group=0
         )
         try:
             while (code := child.poll()) is None and not is_done(output()) and monotonic() < end:
@@ -178,7 +178,11 @@ def store_results(out_dir: Path, device: str, name: str, measured: Mapping[str, 
 def provenance() -> dict[str, Any]:
     """Return the date, the commit and the versions of a measurement."""
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    commit = subprocess.getoutput("git describe --always --exclude=* --dirty")  # noqa: S605, S607 - a fixed command
+    commit, describe = "unknown", ("git", "describe", "--always", "--exclude=*", "--dirty")
+    with suppress(OSError, subprocess.CalledProcessError):
+        for command in (("git", "ls-files", "--error-unmatch", __file__), describe):
+            output = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        commit = output.decode().strip()
     # torch's version has its build, as in 2.13.0+cu130.
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     cudnn_version = cudnn.version() or 0  # type: ignore[no-untyped-call]  # 0 on a CPU

@@ -10,6 +10,7 @@ initial values, scaled to the width.
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,7 +28,7 @@ from tokenizer import gpt2_encoding
 from training.config import TrainConfig
 from training.recipe import read_recipe
 
-RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", Path("bench/small_gpt2.patch")
+RECIPES, SMALL_GPT2 = ROOT / "bench/recipes.json", ROOT / "bench/small_gpt2.patch"
 VAL_TOKENS, VAL_SPLIT = 524_288, 600_000  # per validation; set aside for it
 PUBLISHED_STEPS = 19_073  # for 124M with the published recipe, in batches of 524,288 tokens
 MAX_PASSES = 2  # over the text: a second teaches about as much (Muennighoff et al. 2023)
@@ -74,9 +75,10 @@ def main() -> None:
     recipes |= {file.stem: read_recipe(file) for file in config.recipe}
     for label, recipe in recipes.items():
         write_json(folder / f"{label}.json", scaled(recipe, scale))
+    patch = os.path.relpath(SMALL_GPT2)
     base, *edits = [folder / f"{label}.json" for label in recipes]
-    words = ("--base", SMALL_GPT2, "--data-dir", folder, "--config", base, "--edit", *edits)
-    print("next:", shell_line("python", "-m", "bench.trial", *words))
+    words = ("--data-dir", folder, "--config", base, "--edit", *edits)
+    print("next:", shell_line("python", "-m", "bench.trial", "--base", patch, *words))
 
 
 def tokenize(config: RecipesConfig, folder: Path) -> None:

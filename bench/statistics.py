@@ -12,6 +12,7 @@ from runtime.errors import UserError
 CONFIDENCE, POWER = 0.95, 0.8
 BETTER_BY_CHANCE = (1 - CONFIDENCE) / 2  # equal versions whose interval is on the better side of 0
 MAX_PAIRS = 1000
+ROUNDING = 1e-6  # values whose standard deviation is a smaller part of their mean are equal
 
 
 def load_stats() -> Any:  # noqa: ANN401 - a module
@@ -24,16 +25,25 @@ def load_stats() -> Any:  # noqa: ANN401 - a module
     return stats
 
 
+def spread(values: Sequence[float]) -> float:
+    """Return the standard deviation, or infinity if the values do not show one.
+
+    A single value does not, nor do equal values: a metric of few values, such as an accuracy on few
+    examples, is often equal by chance.
+    """
+    deviation = stdev(values) if len(values) > 1 else 0.0
+    return deviation if deviation > ROUNDING * abs(fmean(values)) else math.inf
+
+
 def interval(differences: Sequence[float]) -> float:
     """Return half the width of the 95 % confidence interval of the mean of paired differences.
 
     It is t s / sqrt(n), with Student's t for n - 1 degrees of freedom and the standard deviation s;
-    infinity for a single pair. Source: NIST/SEMATECH e-Handbook of Statistical Methods, 7.3.1.1.
+    infinity if that is unknown. Source: NIST/SEMATECH e-Handbook of Statistical Methods, 7.3.1.1.
     """
-    if (n := len(differences)) < 2:
-        return math.inf
-    quantile = load_stats().t.ppf((1 + CONFIDENCE) / 2, n - 1)
-    return float(quantile * stdev(differences) / math.sqrt(n))
+    n = len(differences)
+    quantile = load_stats().t.ppf((1 + CONFIDENCE) / 2, max(1, n - 1))
+    return float(quantile * spread(differences) / math.sqrt(n))
 
 
 def pairs_needed(base_values: Sequence[float], least: float) -> int:
@@ -46,7 +56,7 @@ def pairs_needed(base_values: Sequence[float], least: float) -> int:
     """
     stats, n = load_stats(), np.arange(2, MAX_PAIRS + 1)
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)
-    shift = np.sqrt(n) * least / max(math.sqrt(2) * stdev(base_values), 1e-12)
+    shift = np.sqrt(n) * least / (math.sqrt(2) * spread(base_values))
     enough = stats.nct.sf(quantile, n - 1, np.minimum(shift, 30)) >= POWER
     return int(n[enough][0]) if enough.any() else MAX_PAIRS
 

@@ -21,41 +21,61 @@ draws. The same command continues an interrupted trial.
 
 import math
 import os
-import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import fmean, median, stdev
+from statistics import fmean
 from threading import Event
 from time import monotonic
 from typing import Any, NamedTuple
 
 from runtime.threads import usable_cores
 
-import numpy as np
 import torch
 
 from bench import ledger
 from bench.ledger import CONFIRMATION, SCREENING, gain
-from bench.measurement import measure_in_turn, provenance, run_python, split_flags
-from bench.statistics import MAX_PAIRS, interval, load_stats, pairs_needed, verdict
-from bench.variants import BASE, THREADS, WORKTREE, Variant, build_variants, git, split_edit
+from bench.measurement import provenance, run_python, split_flags
+from bench.ruler import check_ruler
+from bench.statistics import MAX_PAIRS, interval, load_stats, pairs_needed, spread, verdict
+from bench.variants import (
+    BASE,
+    SAMPLED,
+    THREADS,
+    WORKTREE,
+    Variant,
+    build_variants,
+    git,
+    split_edit,
+)
 from formats.load import RUN_LOCK_NAME
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
-from runtime.cli import PathOrName, bad_numbers, format_duration, raise_problems, run_command
+from runtime.cli import (
+    PathOrName,
+    bad_numbers,
+    flag_of,
+    format_duration,
+    raise_problems,
+    run_command,
+)
 from runtime.device import select_device
 from runtime.errors import FolderInUseError, UserError
 from runtime.files import lock_folder, write_json
 
-HIGHER_IS_BETTER = re.compile("acc|tokens_per_second|mfu")
-TIMED_STEPS, ROUNDS = 10, 3  # to measure speed; a run's first step does not count
+# Ends of the names of metrics whose larger or smaller values are better.
+HIGHER = ("_acc", "_acc_norm", "_accuracy", "_tokens_per_second", "_mfu")
+LOWER = ("_loss", "_bpb", "_step_time_ms", "_evaluation_seconds", "_peak_memory_gib")
+TIMED_STEPS, ROUNDS = 100, 3  # for --cost; a run's first step, which compiles, does not count
 FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
+NTH = ("first", "second", "third", "fourth", "fifth", "another")
 
 
 @dataclass(frozen=True)
@@ -65,8 +85,8 @@ class TrialConfig:
     edit: tuple[PathOrName, ...] = ()
     """Edits, each compared with the base: a patch, a JSON file of settings, the folder of another
     checkout, worktree (the uncommitted changes) or base, with flags in the same text, as in
-    "lion.patch --max-lr=1e-4". worktree takes changed files, new files that the code imports, and
-    files that the text names, as in "worktree table.json"."""
+    "lion.patch --max-lr=1e-4". worktree takes changed files, new Python files, and files that the
+    text names, as in "worktree table.json"."""
     base: str | None = None
     """Patch that the base and the patches and settings of --edit have in common, with flags in the
     same text."""
@@ -82,14 +102,15 @@ class TrialConfig:
     tune: tuple[str, ...] = ()
     """Settings to tune, such as max_lr: the base and each edit take the best of 0.5, 1 and 2 times
     the value, and at most two steps further. Several are tuned one after the other."""
-    equal_time: bool = False
-    """Give the slower version of each pair fewer steps, so that both take the same time."""
     cost: bool = False
-    """Measure the time of a step with each edit, in turn with the base and alone."""
+    """Measure the mean time of a step with each edit, in turn with the base and alone: three times
+    the first 100 steps, or all if a run has fewer."""
     metric: str = "val_loss"
     """Number to compare, one that the runs log; its last value counts."""
     higher: bool = False
-    """Larger values of --metric are better; always on for accuracies and tokens per second."""
+    """Larger values of --metric are better, as is known of accuracies, speeds and MFU."""
+    lower: bool = False
+    """Smaller values of --metric are better, as is known of losses, times and memory."""
     jobs: int | None = None
     """Number of runs at the same time; default: one per GPU, else one per core."""
     list: bool = False
@@ -103,12 +124,14 @@ class TrialConfig:
             problems.append("--confirm-all requires --confirm")
         if not self.edit and not self.list:
             problems.append(f"--edit is missing: use a .patch, a .json, a folder or {WORKTREE}")
+        if self.is_higher_better == (self.lower or f"_{self.metric}".endswith(LOWER)):
+            problems.append(f"--metric {self.metric} has no direction: use --higher or --lower")
         raise_problems(problems)
 
     @property
     def is_higher_better(self) -> bool:
         """Whether larger values of the metric are better."""
-        return self.higher or bool(HIGHER_IS_BETTER.search(self.metric))
+        return self.higher or f"_{self.metric}".endswith(HIGHER)
 
 
 class Result(NamedTuple):
@@ -122,6 +145,8 @@ class Result(NamedTuple):
     """Step, training loss and validation loss of each record."""
     data: Sequence[str] = ()
     """Fingerprints of the data that the run read."""
+    tokens: int = 0
+    """Number of tokens that the run trained on."""
 
 
 Pair = tuple[Variant, Variant]  # base and edit
@@ -137,12 +162,16 @@ class Trial:
     gpus: Sequence[str]
     failures: dict[str, str] = field(default_factory=dict)
     """Error of each run that failed without diverging, by the run's name."""
+    edges: set[tuple[str, str]] = field(default_factory=set)
+    """Each name of a variant and setting whose best value is the last one that was tried."""
 
     # --- training -----------------------------------------------------------------------------
 
     def train(self, stage: str, runs: Sequence[tuple[Variant, int]]) -> None:
         """Train each variant with its seed, unless the run is finished or has diverged."""
         missing = {v.run_name(seed): (v, seed) for v, seed in runs if not self.is_over(v, seed)}
+        for v, seed in runs:
+            self.result(v, seed)  # raise before the first run if the base lacks the metric
         jobs = self.config.jobs or len(self.gpus) or usable_cores()
         print(f"{stage}: runs to do: {len(missing)}, {jobs} at a time", flush=True)
         start = monotonic()
@@ -169,9 +198,12 @@ class Trial:
             slot = slots.get()
             place = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
             try:
-                wait_for_lock(self.folder / name, stopped)
-                if not self.is_over(variant, seed):
-                    self.run(variant.changed(seed=seed, **place), lambda _: stopped.is_set(), slot)
+                with wait_for_lock(self.folder, f".{name}.lock", stopped):  # against other trials
+                    with wait_for_lock(self.folder / name, RUN_LOCK_NAME, stopped):
+                        pass  # a killed trial has left no process behind
+                    if not self.is_over(variant, seed):
+                        run = variant.changed(seed=seed, **place)
+                        self.run(run, lambda _: stopped.is_set(), slot)
             finally:
                 slots.put(slot)
 
@@ -179,6 +211,7 @@ class Trial:
             futures = {pool.submit(train_one, name, *run): name for name, run in runs.items()}
             try:
                 for future in as_completed(futures):
+                    self.result(*runs[futures[future]])  # raise if the base lacks the metric
                     yield futures[future], future.exception()
             finally:
                 stopped.set()
@@ -190,7 +223,7 @@ class Trial:
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         command: list[str | Path] = [variant.code / "train_gpt2.py", *variant.flags]
-        run_python(*command, folder=Path.cwd(), is_done=is_done, environment=environment)
+        run_python(*command, is_done=is_done, environment=environment)
 
     def is_over(self, variant: Variant, seed: int) -> bool:
         """Return whether a run is finished or has diverged."""
@@ -205,71 +238,75 @@ class Trial:
             return Result(f"{variant.name} diverged with seed {seed} in step {steps[-1]}")
         if not self.is_over(variant, seed):
             return Result(f"{variant.name} failed with seed {seed}")
-        if not (values := logged_values(path, metric)):
-            raise UserError(f"--metric {metric} is not in {path}: use a name there")
+        values = logged_values(path, metric)
+        if not values or isinstance(values[-1], str):
+            problem = f"--metric {metric} is not a number in {path}: use a name there"
+            if variant.name == BASE:
+                raise UserError(problem)
+            self.failures[variant.run_name(seed)] = problem
+            return Result(problem)
         if values[-1] is None:
             return Result(f"{variant.name} diverged with seed {seed}: {metric} is not finite")
-        losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in read_metrics(path)]
-        names = ("data_fingerprint", "val_fingerprint")
-        return Result("", values[-1], losses, [logged_values(path, name)[-1] for name in names])
+        records, names = read_metrics(path), ("data_fingerprint", "val_fingerprint")
+        losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in records]
+        data, tokens = [logged_values(path, name)[-1] for name in names], records[-1]["tokens_seen"]
+        return Result("", values[-1], losses, data, tokens)
 
-    # --- the same chance for both -------------------------------------------------------------
+    # --- cost and tuning ----------------------------------------------------------------------
 
-    def measure_costs(self, pairs: Mapping[str, Pair]) -> None:
-        """Measure the steps of edits that the ledger has no cost of, in turn with the base, alone.
+    def measure_cost(self, key: str, base: Variant, edit: Variant) -> None:
+        """Measure the steps of an edit in turn with the base's, alone, and keep their ratio.
 
-        A cost is the ratio of the edit's time per step to the base's, and its error.
+        The ledger has the ratio, its error, and the number of steps that were timed; ledgers of
+        earlier versions have medians of ten steps, without the number.
         """
-        new = {key: pairs[key] for key in pairs if "cost" not in self.ledger["edits"][key]}
-        if not new:
+        if len(self.ledger["edits"][key].get("cost", ())) == 3:
             return
-        print(f"timing {TIMED_STEPS} steps of each version, {ROUNDS} times", flush=True)
-        measures = {v.name: partial(self.step_time, v) for pair in new.values() for v in pair}
-        *_, (results, failures) = measure_in_turn(measures, ROUNDS)
-        log_times = {name: np.log(units["ms per step"]) for name, units in results.items()}
-        for key, (base, edit) in new.items():
-            if not {base.name, edit.name} & failures.keys():
-                logs = log_times[edit.name] - log_times[base.name]
-                ratio = math.exp(logs.mean())
-                self.ledger["edits"][key]["cost"] = ratio, ratio * interval([*logs])
-        self.save()
+        print(f"timing {TIMED_STEPS} steps of base and {edit.name}, {ROUNDS} times", flush=True)
+        with suppress(UserError):  # screening shows it
+            logs = [math.log(self.step_ms(edit) / self.step_ms(base)) for _ in range(ROUNDS)]
+            ratio = math.exp(fmean(logs))
+            with self.changed_ledger():
+                cost = [ratio, ratio * interval(logs), TIMED_STEPS]
+                self.ledger["edits"][key]["cost"] = cost
 
-    def step_time(self, variant: Variant, _: float) -> dict[str, float]:
-        """Return the median time of the first steps of a run, without the very first."""
+    def step_ms(self, variant: Variant) -> float:
+        """Return the mean time of the first steps of a run, without the very first.
+
+        It is the mean, because some optimizers do most of their work in each tenth step.
+        """
         with tempfile.TemporaryDirectory() as folder:
             times = partial(logged_values, Path(folder, "speed", METRICS_NAME), "step_time_ms")
             variant = variant.changed(out_dir=folder, run_name="speed", val_every=0)
             self.run(variant, lambda _: len(times()) > TIMED_STEPS)
-            return {"ms per step": median(times()[1:])}
-
-    def with_equal_time(self, key: str, base: Variant, edit: Variant) -> Pair:
-        """Return base and edit, the slower one with fewer steps if a difference was measured."""
-        if "cost" not in self.ledger["edits"][key]:
-            raise UserError(f"{edit.name} did not run to measure its speed: fix it or leave it out")
-        ratio, error = self.ledger["edits"][key]["cost"]
-        if abs(ratio - 1) < error:
-            return base, edit
-        fewer = {"max_steps": round(base.settings["max_steps"] * min(ratio, 1 / ratio))}
-        return (base, edit.changed(**fewer)) if ratio > 1 else (base.changed(**fewer), edit)
+            return fmean(times()[1 : TIMED_STEPS + 1] or times())
 
     def tune(self, pairs: Mapping[str, Pair], setting: str) -> dict[str, Pair]:
         """Return the pairs, each version with its best value of a setting.
 
-        The best has the best mean of the metric over the screening seeds, without a failed run.
+        The best has the best mean of the metric over the screening seeds, without a failed run. A
+        value that is not valid only loses.
         """
         seeds = range(1, self.config.seeds + 1)
         versions = [version for pair in pairs.values() for version in pair]
         tried = {v.digest: {f: v.scaled(setting, f) for f in FACTORS} for v in versions}
         best = dict[str, Variant]()
+        due = [v for scales in tried.values() for v in scales.values()]
         for more in range(MORE_FACTORS + 1):
-            due = [v for scales in tried.values() for v in scales.values()]
             self.train(f"tuning {setting}", [(v, seed) for seed in seeds for v in due])
+            flag, due = flag_of(setting), []  # an error that names the flag is about the value
+            self.failures = {name: e for name, e in self.failures.items() if flag not in e}
             for digest, scales in tried.items():
-                found = min(scales, key=lambda f: self.mean_loss(scales[f], seeds))
+                # If several are equally good, take the one that is closest to the version's value.
+                ranks = {f: (self.mean_loss(v, seeds), abs(math.log(f))) for f, v in scales.items()}
+                found = min(ranks, key=ranks.__getitem__)
                 best[digest] = scales[found]
-                edges = {min(scales): found / 2, max(scales): found * 2}
-                if found in edges and more < MORE_FACTORS:
-                    scales[edges[found]] = scales[1.0].scaled(setting, edges[found])
+                further = found * 2 if found > 1 else found / 2
+                if further not in scales and more < MORE_FACTORS:
+                    scales[further] = scales[1.0].scaled(setting, further)
+                    due.append(scales[further])
+                elif further not in scales:
+                    self.edges.add((scales[found].name, setting))
         return {key: (best[base.digest], best[edit.digest]) for key, (base, edit) in pairs.items()}
 
     def mean_loss(self, variant: Variant, seeds: Iterable[int]) -> float:
@@ -286,22 +323,20 @@ class Trial:
         runs = [(v, seed) for key, pair in pairs.items() for v in pair for seed in seeds[key]]
         self.train(stage, sorted(runs, key=lambda run: run[1]))
         answers = {key: self.answer(stage, key, pair, seeds[key]) for key, pair in pairs.items()}
-        for key, answer in answers.items():
-            versions = [version.digest for version in pairs[key]]
-            about = (stage, *versions, self.config.metric, f"from seed {seeds[key][0]}")
-            self.ledger["edits"][key]["answers"][" ".join(about)] = answer
-        self.save()
+        with self.changed_ledger():
+            for key, answer in answers.items():
+                self.ledger["edits"][key]["answers"][answer.pop("about")] = answer
         return answers
 
     def power(self, base: Variant, seeds: Sequence[int]) -> str:
         """Return a line on the pairs to confirm with; nothing if the base's spread is unknown."""
         values = [result.value for seed in seeds if not (result := self.result(base, seed)).problem]
-        if len(values) < 2:
+        if not values or math.isinf(deviation := spread(values)):
             return ""
         n, least = pairs_needed(values, self.config.least), self.config.least
-        spread = f"{len(values)} runs of the base have a standard deviation of {stdev(values):.2g}"
+        shown = f"{len(values)} runs of the base have a standard deviation of {deviation:.2g}"
         number = f"--confirm {n}{' or more' * (n == MAX_PAIRS)}"
-        return f"{spread}: {number} shows a difference of {least:g} with a probability of 80 %\n"
+        return f"{shown}: {number} shows a difference of {least:g} with a probability of 80 %\n"
 
     def may_be_confirmed(self, answer: Mapping[str, Any]) -> bool:
         """Return whether to confirm a screened edit."""
@@ -315,55 +350,90 @@ class Trial:
         A new confirmation gets seeds that no other confirmation with this base has used. Edits that
         are confirmed together share them, and with them the runs of the base.
         """
-        known, n = self.ledger["confirmations"], self.config.confirm
-        first = 1 + max((max(seeds) for seeds in known.values()), default=1000)
-        found = dict[str, list[int]]()
-        for name, (base, edit) in pairs.items():
-            key = f"{base.digest} {edit.digest} {self.config.metric} {n}"
-            found[name] = known.setdefault(key, [*range(first, first + n)])
-        self.save()
+        found, n = dict[str, list[int]](), self.config.confirm
+        with self.changed_ledger():
+            known = self.ledger["confirmations"]
+            first = 1 + max((max(seeds) for seeds in known.values()), default=1000)
+            for name, (base, edit) in pairs.items():
+                key = f"{base.digest} {edit.digest} {self.config.metric} {n}"
+                found[name] = known.setdefault(key, [*range(first, first + n)])
         return found
 
-    def save(self) -> None:
-        """Write the ledger."""
-        write_json(self.folder / ledger.NAME, self.ledger)
+    @contextmanager
+    def changed_ledger(self) -> Iterator[None]:
+        """Read what other trials have added to the ledger; write it when the body has changed it.
+
+        The ledger is locked while the body runs.
+        """
+        with wait_for_lock(self.folder, ".ledger.lock", Event()):
+            self.ledger |= ledger.read(self.folder)
+            yield
+            write_json(self.folder / ledger.NAME, self.ledger)
+
+    def about(self, stage: str, key: str, pair: Pair, seed: int) -> tuple[str, list[str]]:
+        """Return the name of an answer in the ledger, and whether it repeats a confirmation.
+
+        The same answer has the same name. With another `--least`, a confirmation is a further one.
+        """
+        digests = [version.digest for version in pair]
+        about = " ".join((stage, *digests, self.config.metric, f"from seed {seed}"))
+        if stage != CONFIRMATION:
+            return about, []
+        edits, least = self.ledger["edits"], self.config.least
+        is_other = edits[key]["answers"].get(about, {}).get("least", least) != least
+        about += f" least {least:g}" * is_other
+        same = [edit for name, edit in edits.items() if name.endswith(key.rpartition("-")[2])]
+        known = [name for edit in same for name in edit["answers"] if name.startswith(stage)]
+        n = min([*known, about].index(about), len(NTH) - 1)
+        words = f"{NTH[n]} confirmation{', with another --least' * is_other}"
+        return about, [words] * (n > 0)
 
     def answer(self, stage: str, key: str, pair: Pair, seeds: Sequence[int]) -> dict[str, Any]:
         """Compare two versions with these seeds; return the answer with its numbers."""
         results = [(self.result(pair[0], seed), self.result(pair[1], seed)) for seed in seeds]
-        finished = [(a.value, b.value) for a, b in results if not a.problem + b.problem]
+        done = [(base, edit) for base, edit in results if not base.problem + edit.problem]
         text, names = describe(self.config, stage, results), (BASE, pair[1].name)
         failures = self.failures.items()  # also of runs that tuned a setting
         if crashed := [f"{n} failed: {e}" for n, e in failures if n.rsplit("-", 2)[0] in names]:
             text = f"no verdict: {'; '.join(crashed)}"
-        changed = [
-            f"{name} {pair[0].settings[name]:g} → {pair[1].settings[name]:g}"
-            for name in (*self.config.tune, *["max_steps"] * self.config.equal_time)
-        ]
+        about, changed = self.about(stage, key, pair, seeds[0])
+        for name in self.config.tune:
+            marks = [" (at the edge)" * ((version.name, name) in self.edges) for version in pair]
+            best = [f"{v.settings[name]:g}{mark}" for v, mark in zip(pair, marks, strict=True)]
+            changed.append(f"{name} {' → '.join(best)}")
+        tokens = {(base.tokens, edit.tokens) for base, edit in done if base.tokens != edit.tokens}
+        changed += [f"tokens {before:,} → {after:,}" for before, after in tokens]
         text = "; ".join((text, *changed))
-        if cost := self.ledger["edits"][key].get("cost"):
+        if SAMPLED in str(pair[1].conditions):
+            text += "; large files were compared with earlier runs by size, time and samples"
+        if len(cost := self.ledger["edits"][key].get("cost", ())) == 3:
             text += f"; a step takes {cost[0]:.2f} ± {cost[1]:.1g} times as long"
-        has_mean = len(finished) == len(seeds) and "no verdict" not in text
-        differences = [edit - base for base, edit in finished]
+        has_mean = len(done) == len(seeds) and "no verdict" not in text
+        values = [(base.value, edit.value) for base, edit in done]
+        differences = [edit - base for base, edit in values]
         return {
-            **{"text": text, "changed": changed, "stage": stage, "metric": self.config.metric},
-            **{"seeds": [*seeds], "values": finished, "settings": [v.settings for v in pair]},
+            **{"about": about, "text": text, "changed": changed, "stage": stage},
+            **{"metric": self.config.metric, "least": self.config.least},
+            **{"seeds": [*seeds], "values": values, "settings": [v.settings for v in pair]},
             "mean": fmean(differences) if has_mean else None,
-            "half": interval(differences) if has_mean and len(seeds) > 1 else None,
+            "half": half if has_mean and (half := interval(differences)) < math.inf else None,
             "higher": self.config.is_higher_better,
         }
 
 
-def wait_for_lock(run_dir: Path, stopped: Event) -> None:
-    """Wait while a run is in progress that a killed trial left behind, and print why once."""
-    reason = ""
-    while not stopped.wait(bool(reason)):  # at most a second
-        try:
-            with lock_folder(run_dir, RUN_LOCK_NAME):
-                return
-        except FolderInUseError as error:
-            if not reason:
-                print(reason := f"waiting: {error}", flush=True)
+@contextmanager
+def wait_for_lock(folder: Path, name: str, stopped: Event) -> Iterator[None]:
+    """Lock a folder while the body runs; print a line and wait if it is locked."""
+    with ExitStack() as stack:
+        for n in count():
+            try:
+                stack.enter_context(lock_folder(folder, name, "stop it"))
+                break
+            except FolderInUseError as error:
+                if stopped.wait(0.2):
+                    raise
+                print(f"waiting: {error}\n" * (n == 0), end="", flush=True)
+        yield
 
 
 def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Result]]) -> str:
@@ -382,16 +452,17 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
     if not names and all(base.losses == edit.losses for base, edit in done):
         return f"the same, bit for bit ({n_pairs})"
     before, after = fmean(base.value for base, _ in done), fmean(edit.value for _, edit in done)
-    shown = f"{fmean(differences):+.2g} ± {interval(differences):.2g} (95 %, {n_pairs})"
-    if len(done) == 1:
-        shown = f"{differences[0]:+.2g} (1 pair: no interval)"
+    equal = " with equal differences" * (len(done) > 1)
+    width = f"({n_pairs}{equal}: no interval)"
+    if (half := interval(differences)) < math.inf:
+        width = f"± {half:.2g} (95 %, {n_pairs})"
     if names:
         words = f"not better: {names}; otherwise"
     elif stage == CONFIRMATION:
         words = f"{verdict(differences, config.least, config.is_higher_better)}:"
     else:
         words = "screened:"
-    return f"{words} {config.metric} {before:.5g} → {after:.5g}, {shown}"
+    return f"{words} {config.metric} {before:.5g} → {after:.5g}, {fmean(differences):+.2g} {width}"
 
 
 # --- command line -----------------------------------------------------------------------------
@@ -409,19 +480,19 @@ def main() -> None:
         return
     load_stats()  # raise before the first run if scipy is missing
     sources = [split_edit(edit)[0] for edit in config.edit]
-    if WORKTREE not in sources and git("status", "--porcelain"):
-        print("note: the base is the last commit, without this checkout's uncommitted changes")
     print(f"checking the flags of the base and of {len(config.edit)} edits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         base, *edits = build_variants(config.base, config.edit, flags, Path(scratch))
+        check_ruler(config.metric, base, edits)
+        if WORKTREE not in sources and git("status", "--porcelain", "--", "."):
+            print("note: the base is the last commit, without this checkout's uncommitted changes")
         for setting in config.tune:
-            base.scaled(setting, 1)  # raise before the first run
+            for version in (base, *edits):
+                version.scaled(setting, 1)  # raise before the first run
         trial = start_trial(config, flags, base, edits)
         pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
-        if config.cost or config.equal_time:
-            trial.measure_costs(pairs)
-        if config.equal_time:
-            pairs = {key: trial.with_equal_time(key, *pair) for key, pair in pairs.items()}
+        for key in pairs if config.cost else ():
+            trial.measure_cost(key, *pairs[key])
         for setting in config.tune:
             pairs = trial.tune(pairs, setting)
         seeds = range(1, config.seeds + 1)
@@ -452,15 +523,15 @@ def start_trial(
     if base.settings["compile"]:
         print("note: compiling takes about a minute for each version, without a line of output")
     folder = ledger.TRIALS / base.digest
-    values: dict[str, Any] = {"edits": {}, "confirmations": {}} | ledger.read(folder)
-    commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD")}
-    values["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
-    for text, edit in zip(config.edit, edits, strict=True):
-        known = values["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
-        known |= {"edit": text, "name": edit.name, "patch": git("diff", base.tree, edit.tree)}
-        known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
-    trial = Trial(config, folder, values, gpus)
-    trial.save()
+    trial = Trial(config, folder, {"edits": {}, "confirmations": {}}, gpus)
+    commit = {**provenance(), "commit": git("rev-parse", "--short", "HEAD").strip()}
+    with trial.changed_ledger():
+        values = trial.ledger
+        values["base"] = {**commit, **base.conditions, "flags": flags, "patch": config.base}
+        for text, edit in zip(config.edit, edits, strict=True):
+            known = values["edits"].setdefault(f"{edit.name}-{edit.digest}", {"answers": {}})
+            known |= {"edit": text, "name": edit.name, "patch": edit.patch}
+            known |= {**edit.conditions, "flags": edit.flags[len(base.flags) :]}
     return trial
 
 

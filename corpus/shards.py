@@ -304,7 +304,7 @@ def open_shards(
         fix = "try python fineweb.py --source stdlib, then the command that it prints"
         hub = f"hf download OWNER/NAME --repo-type dataset --local-dir {folder}"
         others = f"use --data-dir if the data was moved, or download shards with {hub}"
-        raise UserError(f"no tokens for {purpose} in {folder}: {fix}; {others}")
+        raise UserError(f"{folder} has no tokens for {purpose}: {fix}; {others}")
     return TokenShards(paths, _fingerprint(infos, paths))
 
 

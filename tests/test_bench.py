@@ -2,6 +2,7 @@ import json
 import math
 import os
 import socket
+import subprocess
 import sys
 from functools import partial
 
@@ -20,6 +21,7 @@ from bench.measurement import (
     TORCHRUN,
     format_results,
     measure_in_turn,
+    provenance,
     run_python,
     store_results,
 )
@@ -117,6 +119,19 @@ def test_results_are_replaced_by_name(tmp_path):
     file = json.loads(path.read_text())
     assert [file[name]["results"] for name in "ab"] == [3.0, 2.0]
     assert file["a"]["versions"]["torch"] == torch.__version__
+
+
+def test_provenance_has_the_commit_of_the_code_from_any_folder(tmp_path, monkeypatch):
+    describe = ["git", "describe", "--always", "--exclude=*", "--dirty"]
+    expected = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
+    monkeypatch.chdir(tmp_path)
+    assert provenance()["commit"] == (expected or "unknown")
+    for command in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "other"]):
+        subprocess.run(["git", *command], check=True)
+    assert provenance()["commit"] == (expected or "unknown")
+    monkeypatch.setattr(measurement, "ROOT", tmp_path)  # a copy that was not committed there
+    assert provenance()["commit"] == "unknown"
 
 
 def test_run_python_returns_all_output_and_raises_with_the_last_line():
@@ -282,9 +297,14 @@ def test_tests_are_counted_or_named_with_their_last_line(tmp_path, monkeypatch):
         (["--rounds=0"], "--rounds must be above 0, not 0"),
         (["--gpu"], "--gpu found no usable GPU: use --device cpu"),
         (["--data-dir=nowhere"], "nowhere"),
+        (["--data-dir=data/fineweb-edu-10BT"], "in data/fineweb-edu-10BT: "),  # the default
+        (["--data_dir", "data/fineweb-edu-10BT"], "in data/fineweb-edu-10BT: "),
+        (["--config=run.json"], "in data/fineweb-edu-10BT: "),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(flags, message, monkeypatch):
+def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.json").write_text('{"data_dir": "data/fineweb-edu-10BT"}')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as if there was no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench", *flags])

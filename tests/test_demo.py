@@ -1,13 +1,22 @@
+import os
+import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from conftest import copy_code
 
 import demo
+from corpus.shards import Manifest
+from corpus.sources import file_source
+from runtime.files import write_json
 
 TRAIN = """
 from pathlib import Path
 losses = '{"step": 0, "val_loss": 9}\\n{"step": 1, "val_loss": 6, "val_bpb": 3}'
+losses += '\\n{"finished_step": 1}'
 Path("runs/demo").mkdir(parents=True)
 Path("runs/demo/metrics.jsonl").write_text(losses)
 """
@@ -34,12 +43,13 @@ name = [flag for flag in sys.argv if flag.startswith("--run-name=")][-1].partiti
 if "--plan" not in sys.argv:
     Path("runs", name).mkdir(parents=True, exist_ok=True)
     losses = '{"step": 0, "val_loss": 9}\\n{"step": 1, "val_loss": 6, "val_bpb": 3}'
+    losses += '\\n{"finished_step": 1}'
     Path("runs", name, "metrics.jsonl").write_text(losses)
 """
 EXPORT = """
 import sys
 from pathlib import Path
-Path(sys.argv[-1].removeprefix("--out=")).mkdir(parents=True)
+Path(sys.argv[-1].removeprefix("--out=")).mkdir(parents=True, exist_ok=True)
 """
 
 
@@ -70,11 +80,11 @@ def test_demo_trains_on_a_text_of_ones_own_and_resumes_it(tmp_path):
     assert "--run-name=my-play" in train
     assert "held-out text    6.00 nats per token, from 9.00; 3.00 bits per byte\n" in printed
     assert printed.endswith("python sample.py --model runs/my-play --interactive\n")
-    assert "named my-play: a changed text needs another file name\n" in printed
+    assert "named my-play; a changed text gets another name\n" in printed
     exit_code, again, _ = run("my play.txt")
     assert exit_code == 0
     assert "--plan" not in again
-    assert "exported/my-play is kept from an earlier export" in again
+    assert "$ python export.py" in again
     for args, message in (
         (["short.txt"], "no training is proposed: the text in data/short is too small"),
         (["none.txt"], "none.txt does not exist: pass a file or a folder of text"),
@@ -89,7 +99,9 @@ def test_demo_trains_on_a_text_of_ones_own_and_resumes_it(tmp_path):
 def test_demo_passes_a_link_by_its_own_name(tmp_path):
     """The name of the file that it leads to may lack the ending that tells how to read it."""
     code = copy_code(tmp_path / "code")
-    (code / "fineweb.py").write_text("import sys; print(sys.argv); raise SystemExit(7)")
+    fineweb = (code / "fineweb.py").read_text()
+    printed = "import sys; print(sys.argv); raise SystemExit(7)"
+    (code / "fineweb.py").write_text(fineweb.replace("run_command(main)", printed))
     (tmp_path / "0a1b").write_text("id,text\n1,Some words.")
     (tmp_path / "train.csv").symlink_to("0a1b")
     (tmp_path / "texts").mkdir()
@@ -98,6 +110,87 @@ def test_demo_passes_a_link_by_its_own_name(tmp_path):
     source = ["fineweb.py", "--source", str(tmp_path / "train.csv"), str(tmp_path)]
     assert str(source)[:-1] in done.stdout
     assert done.returncode == 7
+
+
+STOPPED_TRAIN = """
+import signal, sys
+from pathlib import Path
+Path("runs/demo").mkdir(parents=True)
+
+def stop(*_):
+    Path("runs/demo/PREEMPTED").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+Path("runs/demo/metrics.jsonl").write_text('{"finished_step": 1}')  # of a shorter run
+print("training", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_demo_stops_with_its_trainer_and_exports_nothing(tmp_path):
+    code = copy_code(tmp_path / "code")
+    for name in ("fineweb", "export", "sample", "hellaswag", "plot"):
+        (code / f"{name}.py").write_text("")
+    (code / "train_gpt2.py").write_text(STOPPED_TRAIN)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, code / "demo.py"], **pipes) as program:
+        while program.stdout.readline() != "training\n":
+            assert program.poll() is None
+        program.send_signal(signal.SIGTERM)  # only to demo.py
+        printed, error = program.communicate()
+    assert (code / "runs/demo/PREEMPTED").exists()  # the trainer has saved the run
+    assert program.returncode == 1
+    assert error.startswith("stopped: the run is not complete")
+    assert "export.py" not in printed
+    (code / "train_gpt2.py").write_text("")  # stopped before its first step
+    shutil.rmtree(code / "runs")
+    done = subprocess.run([sys.executable, code / "demo.py"], capture_output=True, text=True)
+    assert (done.returncode, "export.py" in done.stdout) == (1, False)
+
+
+def make_data(name, *texts):
+    data = Path("data", name)
+    data.mkdir(parents=True)
+    Manifest(file_source(texts).identity, "", 1).save(data)
+    return name
+
+
+def test_find_name_keeps_the_texts_of_other_names_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in ("mine.txt", "mine.jsonl", "a/mine.txt"):
+        Path(text).parent.mkdir(exist_ok=True)
+        Path(text).write_text('{"text": "' + text + '"}')
+    for version in (0, 1):
+        Path(f"corpus-1.{version}").mkdir()
+        Path(f"corpus-1.{version}/a.txt").write_text(f"version {version}")
+    mine, rows, other = Path("mine.txt"), Path("mine.jsonl"), Path("a/mine.txt")
+    for paths in ([mine], [rows], [other], [mine, other], [mine, rows]):
+        name = demo.find_name(*paths)
+        assert not Path("data", name).exists()
+        make_data(name, *paths)
+        assert demo.find_name(*paths) == name  # the same command continues it
+    assert demo.find_name(mine) == "mine"
+    names = ["mine", "mine.jsonl", "mine.txt", "mine.txt-2", "mine.txt-3"]
+    assert sorted(os.listdir("data")) == names
+    mine.write_text("changed")
+    assert demo.find_name(mine) == "mine.txt-4"
+    assert demo.find_name(Path("corpus-1.0")) == "corpus-1.0"
+    make_data("corpus-1", Path("corpus-1.0/a.txt"))  # of an earlier version
+    assert demo.find_name(Path("corpus-1.0")) == "corpus-1"
+    assert demo.find_name(Path("corpus-1.1")) == "corpus-1.1"
+
+
+def test_find_name_avoids_the_folders_of_other_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("trials", "stdlib", "demo"):
+        Path(f"{name}.txt").write_text("To be.")
+    assert demo.find_name(Path("demo.txt")) == "demo"
+    write_json(tmp_path / "runs/demo/config.json", {"data_dir": "data/stdlib"})
+    for name in ("trials", "stdlib", "demo"):
+        assert demo.find_name(Path(f"{name}.txt")) == f"{name}.txt"
+    write_json(tmp_path / "runs/demo/config.json", {"data_dir": "data/demo"})  # data was deleted
+    assert demo.find_name(Path("demo.txt")) == "demo"
 
 
 def test_step_draws_while_a_command_runs(tmp_path, monkeypatch):

@@ -144,11 +144,27 @@ def test_main_writes_through_a_link_and_into_no_folder_that_has_files(tmp_path, 
     save_run(run)
     run_export(monkeypatch, run, out)
     before = {path: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(ValueError, match="out is not empty: delete it, or choose another with"):
-        run_export(monkeypatch, run, out)
+    run_export(monkeypatch, run, out)  # the same again
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     assert os.listdir(disk) == ["export"]
     assert sorted(os.listdir(tmp_path)) == ["disk", "out", "run"]
+    (out / "mine.txt").touch()
+    with pytest.raises(ValueError, match="out is not empty: delete it, or choose another with"):
+        run_export(monkeypatch, run, out)
+    assert before.items() < {path: path.read_bytes() for path in out.iterdir()}.items()
+
+
+def test_export_keeps_an_earlier_one_that_differs(tmp_path, monkeypatch, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    save_run(run)
+    run_export(monkeypatch, run, out)
+    (out / "README.md").write_text("my own card")
+    assert "license: mit" in run_export(monkeypatch, run, out, "--license=mit")
+    (earlier,) = tmp_path.glob("out.*")
+    assert (earlier / "README.md").read_text() == "my own card"
+    assert (
+        f"the earlier export in {out} differs: it is {earlier.name} now" in capsys.readouterr().out
+    )
 
 
 def test_card_names_a_base_model_of_the_hub_and_no_local_one(tmp_path, monkeypatch):

@@ -306,32 +306,29 @@ def opened():
     is_on = False
 
 
-def test_rerun_opens_only_files_whose_times_changed(make, drive, tmp_path, opened, monkeypatch):
+def test_rerun_opens_only_files_whose_times_changed(make, tmp_path, opened, monkeypatch):
     """A change between the hashed ends of a file is noticed, also if its time is set back."""
+    monkeypatch.setattr(sources, "HASHED_BYTES", 9)
     for name in ("a.jsonl", "b.txt", "c.jsonl"):
-        write_texts(tmp_path / "mine" / name, TEXTS[:40])
+        write_texts(tmp_path / "mine" / name, TEXTS[:20])
     write_texts(tmp_path / "val.txt", TEXTS[:9])
-    flags = ["--source", "mine", "--val-source", "val.txt", SIZE, "--data-dir", "d"]
+    flags = ["--source", "mine", "--val-source", "val.txt", "--data-dir", "d"]
 
     def names():
         texts = {"a.jsonl", "b.txt", "c.jsonl", "val.txt"}
-        return [name for path in opened if (name := os.path.basename(str(path))) in texts]
+        found = [name for path in opened if (name := os.path.basename(str(path))) in texts]
+        opened.clear()
+        return found
 
-    drive(*flags, kill_at=5)
-    make(*flags[:-1], "e")
+    make(*flags, "--max-tokens=1000")
     from_the_start = len(names())
-    opened.clear()
     make(*flags)  # resumes; neither checks nor hashes the files again
     assert len(names()) < from_the_start / 2
-    opened.clear()
     assert "; finished earlier, and unchanged" in make(*flags)
     assert names() == []
     (tmp_path / "mine/b.txt").touch()
     assert "; finished earlier, and unchanged" in make(*flags)
     assert {*names()} == {"b.txt"}
-
-    monkeypatch.setattr(sources, "HASHED_BYTES", 9)
-    make(*flags[:-1], "f")
     for path in (tmp_path / "mine/a.jsonl", tmp_path / "val.txt"):
         before, times = path.read_text(), path.stat()
         path.write_text(before.replace("fox", "dog"))
@@ -339,9 +336,8 @@ def test_rerun_opens_only_files_whose_times_changed(make, drive, tmp_path, opene
         with pytest.raises(
             UserError, match=r"another dataset \(other contents of files\): use the"
         ):
-            make(*flags[:-1], "f")
+            make(*flags)
         path.write_text(before)
-    assert "; finished earlier, and unchanged" in make(*flags[:-1], "f")
 
 
 # What fineweb.py wrote before it recorded the contents and times of files.
@@ -407,6 +403,52 @@ def test_main_refuses_a_second_writer(made, make):
 
 
 # The first tokens of a source
+
+
+MANIFEST = {  # of deaa4f8
+    "source": {
+        "kind": "files",
+        "files": [
+            {
+                **{"name": "a.txt", "bytes": 991},
+                "sha256 of head and tail": "7f0e8fdc0bec4eb5987e77f7f4a1180a"
+                "a49c742cbb30aea47a1070a90d7bc8ac",
+            },
+            {
+                **{"name": "b.jsonl", "bytes": 48},
+                "sha256 of head and tail": "a9294e84bddd51980153fabad6497b38"
+                "519b1cd500641ff8bc3846481cc1d97b",
+            },
+        ],
+    },
+    "tokenizer_sha256": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "shard_size": 100000000,
+    "shards": [
+        {
+            **{"file": "val_000000.npy", "split": "val", "tokens": 33},
+            "sha256": "17e32a8b4ac46ad38b06e0316972bbab45ee9bb0a4e6db159339c5ac9ffa4c93",
+        },
+        {
+            **{"file": "train_000001.npy", "split": "train", "tokens": 295},
+            "sha256": "78f2a5a8f5ddd198fddb96c3859d37529f6c93c278a07da8a6cc0ef488e3ece5",
+        },
+    ],
+    **{"documents": 3, "complete": True, "max_tokens": None, "progress": None},
+    **{"val_span": 328, "format": 1},
+}
+
+
+def test_a_dataset_of_an_earlier_version_is_finished(make, tmp_path):
+    (tmp_path / "a.txt").write_bytes(
+        b"".join(b"Line %d of a small text.\n" % n for n in range(1, 41))
+    )
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "one two three"}\n{"text": "four five"}\n')
+    flags = ["--source", "a.txt", "b.jsonl", "--data-dir", "d"]
+    make(*flags)
+    before = times(Path("d"))
+    write_json(Path("d/manifest.json"), MANIFEST)
+    assert "; finished earlier, and unchanged\n" in make(*flags)
+    assert times(Path("d")) == before
 
 
 def test_finished_dataset_on_a_read_only_disk_is_verified(make, tmp_path, monkeypatch):

@@ -105,6 +105,15 @@ def test_parts_of_different_sources_are_not_one_data_set(make, flags):
         make(*flags, "--data-dir=d", "--part=1/2")
 
 
+def test_parts_of_copies_with_other_times_are_one_data_set(make, flags):
+    """As on machines that each copied the files."""
+    for part in (1, 0):
+        make(*flags, "--data-dir=d", f"--part={part}/2")
+        Path("0.jsonl").touch()
+    assert tokens_of(Path("d")) == tokens_of(Path("whole"))
+    assert Manifest.load(Path("d")).complete
+
+
 def test_a_part_of_other_data_is_refused_at_once(make, flags):
     flags = [*flags, "--data-dir", "d"]
     make(*flags, "--part=0/2")

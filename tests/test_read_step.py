@@ -72,7 +72,7 @@ def test_read_step_prints_the_windows_that_the_step_trained_on(
             read(run_dir, f"--step={step}")
     config = run_dir / "config.json"
     config.write_text(config.read_text().replace(str(tiny_data), "moved"))
-    with pytest.raises(UserError, match=r"^no tokens for training in moved: .* use --data-dir if"):
+    with pytest.raises(UserError, match=r"^moved has no tokens for training: .* use --data-dir if"):
         read(run_dir, "--step=3")
     assert read(run_dir, "--step=3", f"--data-dir={tiny_data}") == printed
     (run_dir / "metrics.jsonl").write_text(json.dumps({"data_fingerprint": "other"}))

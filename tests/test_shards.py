@@ -77,9 +77,9 @@ def test_open_shards_finds_the_split_as_a_word_of_a_name(tmp_path):
 
 def test_open_shards_says_what_is_missing_and_how_to_make_it(tmp_path):
     make = r"try python fineweb\.py --source stdlib, then the command that it prints; use --data"
-    with pytest.raises(UserError, match=rf"no tokens for training in {tmp_path}/none: {make}"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/none has no tokens for training: {make}"):
         open_shards(tmp_path / "none", "train")
-    with pytest.raises(UserError, match=rf"no tokens for validation in {tmp_path}: {make}"):
+    with pytest.raises(UserError, match=rf"{tmp_path} has no tokens for validation: {make}"):
         open_shards(tmp_path, "val")
     Manifest({}, "another", 10, complete=True).save(tmp_path)
     with pytest.raises(ValueError, match="the tokens of another tokenizer"):
@@ -141,6 +141,14 @@ def test_fingerprint_changes_with_a_token_and_with_the_manifest(tmp_path):
         (tmp_path / name / "manifest.json").unlink()
         prints.add(open_shards(tmp_path / name, "train").fingerprint)
     assert len(prints) == 4
+
+
+def test_fingerprint_without_a_manifest_is_the_one_that_runs_have_saved(tmp_path):
+    """Or else no run on such shards could be resumed; deaa4f8 computed these."""
+    for name, count in (("train_a.bin", 50_000), ("val_a.bin", 1000)):
+        (np.arange(count) % 400).astype("<u2").tofile(tmp_path / name)
+    prints = [open_shards(tmp_path, split).fingerprint for split in ("train", "val")]
+    assert prints == ["1000cc0496a369f7", "080ba3433fa75fc0"]
 
 
 @settings(max_examples=20)

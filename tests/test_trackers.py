@@ -139,7 +139,7 @@ def test_values_of_earlier_starts_are_not_sent_again(monkeypatch, tmp_path):
         return sorted(step for step, name, _ in values if name in ("train_loss", "val_loss"))
 
     monkeypatch.setitem(TRACKERS, "wandb", start)
-    monkeypatch.setitem(TRACKERS, "trackio", lambda *_: Tracker(list, list))
+    monkeypatch.setitem(TRACKERS, "trackio", lambda *_: Tracker(lambda *_: None, list))
     run_dir.mkdir()
     assert session(run_dir, 0, 3, "trackio") == []  # with another tracker
     assert session(run_dir, 2, 4, "wandb", evaluates=False) == [3, 4]

@@ -12,11 +12,24 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN
 
-from bench import trial
+from bench import trial, variants
 from bench.ledger import CONFIRMATION, NAME, SCREENING, list_trials
+from bench.ruler import RULER, check_ruler
 from bench.statistics import interval, pairs_needed, verdict
-from bench.trial import Result, Trial, TrialConfig, describe, start_trial
-from bench.variants import BASE, Variant, build_variants, new_variant, split_edit
+from bench.trial import TIMED_STEPS, Result, Trial, TrialConfig, describe, start_trial
+from bench.variants import (
+    BASE,
+    SAMPLED,
+    Variant,
+    build_variants,
+    content_hash,
+    copy_code,
+    hash_what_is_read,
+    new_variant,
+    open_repository,
+    patch_between,
+    split_edit,
+)
 from formats.load import RUN_LOCK_NAME
 from runtime.files import lock_folder
 
@@ -39,6 +52,7 @@ def test_interval_is_the_paired_one_of_a_textbook():
     assert np.mean(differences) == pytest.approx(0.75)
     assert interval(differences) == pytest.approx(1.28, abs=0.005)  # -0.53 to 2.03
     assert interval([0.5]) == math.inf
+    assert interval([7 / 24 - 6 / 24, 9 / 24 - 8 / 24]) == math.inf  # equal, but for rounding
 
 
 @pytest.mark.parametrize(("effect", "n"), [(0.5, 34), (0.8, 15), (1.0, 10), (2.0, 5)])
@@ -58,6 +72,7 @@ def test_pairs_needed_are_those_of_published_tables(effect, n):
         ([-0.002, -0.003, -0.0025], False, "equivalent within 0.01"),  # it excludes 0
         ([0.001, -0.001, 0.002], False, "equivalent within 0.01"),
         ([-0.5], False, "not shown"),
+        ([-0.5, -0.5, -0.5], False, "not shown"),
     ],
 )
 def test_verdict_is_what_the_interval_shows(differences, higher, words):
@@ -95,7 +110,7 @@ BETTER = [(2.60, 2.58), (2.62, 2.61), (2.61, 2.59)]
             "better: score 1 → 2.05, +1.1 ± 0.64 (95 %, 2 fresh pairs)",
         ),
         (
-            {"metric": "score"},
+            {"metric": "score", "lower": True},
             SCREENING,
             [(1.0, 2.0)],
             "screened: score 1 → 2, +1 (1 pair: no interval)",
@@ -113,7 +128,7 @@ def test_answer_names_every_failed_run_and_is_not_better():
     text = describe(CONFIG, CONFIRMATION, [pairs[0], (pairs[1][0], diverged), pairs[2]])
     assert text == (
         "not better: x diverged with seed 2 in step 7; otherwise val_loss 2.605 → 2.585, "
-        "-0.02 ± 0 (95 %, 2 fresh pairs)"
+        "-0.02 (2 fresh pairs with equal differences: no interval)"
     )
     of_base = failure("base diverged with seed 3 in step 1")
     text = describe(CONFIG, CONFIRMATION, [pairs[0], (of_base, diverged), pairs[2]])
@@ -149,53 +164,66 @@ def test_tuning_multiplies_a_setting_and_keeps_the_ratio_of_min_lr():
 
 
 FAKE_TRAINING = """
-import json, math, sys
+import json, math, random, sys
 from pathlib import Path
 flags = dict(arg[2:].split("=") for arg in sys.argv[1:])
+if flags.get("beta1", "0") >= "1":
+    sys.exit(f"error: --beta1 {flags['beta1']} is not below 1")
 rate = float(flags.get("max-lr", 0.004))
-records = [{"step": n, "step_time_ms": 2.0, "val_loss": math.log(rate) ** 2} for n in range(12)]
+times = [1000.0, *[2.0, 2.0, 2.0, 2.0, eval(flags.get("fifth", "2.0"))] * 20]
+numbers = {"val_loss": math.log(rate) ** 2, "tokens_seen": int(flags.get("tokens", 640))}
+records = [{"step": n, "step_time_ms": ms, **numbers} for n, ms in enumerate(times)]
 records += [{"data_fingerprint": "a", "val_fingerprint": "b"}, {"finished_step": 200}]
+records += [{flags.get("metric", "other"): 1.0}]
 folder = Path(flags["out-dir"], flags["run-name"])
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
 """
 
 
-def test_a_cost_is_the_ratio_of_the_times_of_a_step_if_both_versions_run(tmp_path):
+def test_a_cost_counts_work_of_each_fifth_step_and_needs_both_versions(tmp_path):
     (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)
-    edit, ledger = variant("x")._replace(code=tmp_path), {"edits": {"x": {}}}
+    base = variant()._replace(code=tmp_path, flags=("--fifth=2+random.random()",))
+    edit = variant("x")._replace(code=tmp_path, flags=("--fifth=12+random.random()",))
+    ledger = {"edits": {"x": {"cost": [1.0, 0.1]}}}  # an earlier version's, of too few steps
     opened = Trial(CONFIG, tmp_path, ledger, [])
-    opened.measure_costs({"x": (variant()._replace(code=tmp_path / "nothing"), edit)})
-    assert ledger == {"edits": {"x": {}}}
-    opened.measure_costs({"x": (variant()._replace(code=tmp_path), edit)})
-    assert ledger == {"edits": {"x": {"cost": (1.0, 0.0)}}}
-    opened.measure_costs({"x": (variant(), variant())})  # it was measured: nothing runs
-    assert json.loads((tmp_path / NAME).read_text())["edits"]["x"]["cost"] == [1.0, 0.0]
+    opened.measure_cost("x", base._replace(code=tmp_path / "nothing"), edit)
+    assert ledger == {"edits": {"x": {"cost": [1.0, 0.1]}}}
+    opened.measure_cost("x", base, edit)
+    ratio, error, steps = ledger["edits"]["x"]["cost"]
+    assert ratio == pytest.approx(1.95, abs=0.1)  # 4.1 and 2.1 ms
+    assert 0 < error < 0.2
+    assert steps == TIMED_STEPS
+    opened.measure_cost("x", variant(), variant())  # it was measured: nothing runs
+    assert json.loads((tmp_path / NAME).read_text())["edits"]["x"]["cost"] == [ratio, error, steps]
 
 
 def test_tuning_finds_the_best_factor_and_goes_at_most_two_steps_further(tmp_path):
     (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)  # the best learning rate is 1
     opened = Trial(replace(CONFIG, seeds=1, jobs=1), tmp_path, {"edits": {"x": {}}}, [])
-    near, far = (variant("x", max_lr=rate)._replace(code=tmp_path) for rate in (0.6, 0.1))
+    near, far = variant(max_lr=0.6), variant("x", max_lr=0.1)
+    near, far = (version._replace(code=tmp_path) for version in (near, far))
     tuned = opened.tune({"x": (near, far)}, "max_lr")["x"]
     assert [version.settings["max_lr"] for version in tuned] == [1.2, 0.8]
     assert [version.settings["min_lr"] for version in tuned] == [0.002, 0.008]
-    assert len([*tmp_path.glob("x-*")]) == 9
+    assert len([*tmp_path.glob("*-seed1")]) == 9
+    assert opened.edges == {("x", "max_lr")}
+    changed = replace(CONFIG, seeds=1, jobs=1, tune=("max_lr",))
+    answer = replace(opened, config=changed).answer(SCREENING, "x", tuned, [1])
+    assert answer["changed"] == ["max_lr 1.2 → 0.8 (at the edge)"]
 
 
-def test_slower_version_gets_fewer_steps_if_a_difference_was_measured(tmp_path):
-    base, edit = variant(), variant("x")
-
-    def steps(*cost):
-        opened = Trial(CONFIG, tmp_path, {"edits": {"x": {"cost": cost}}}, [])
-        pair = opened.with_equal_time("x", base, edit)
-        return [version.settings["max_steps"] for version in pair]
-
-    assert steps(1.25, 0.1) == [200, 160]
-    assert steps(0.5, 0.1) == [100, 200]
-    assert steps(1.25, 0.3) == [200, 200]  # nothing but noise
-    with pytest.raises(ValueError, match="x did not run to measure its speed"):
-        Trial(CONFIG, tmp_path, {"edits": {"x": {}}}, []).with_equal_time("x", base, edit)
+def test_an_invalid_value_of_a_tuned_setting_only_loses(tmp_path):
+    (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)
+    base, edit = (variant(name, beta1=0.9)._replace(code=tmp_path) for name in (BASE, "x"))
+    edit = edit.changed(max_lr=0.5)
+    config = replace(CONFIG, seeds=1, jobs=1, tune=("beta1",))
+    opened = Trial(config, tmp_path, {"edits": {"x": {}}}, [])
+    pair = opened.tune({"x": (base, edit)}, "beta1")["x"]
+    assert opened.failures == {}
+    answer = opened.answer(SCREENING, "x", pair, [1])
+    assert answer["text"].startswith("screened: val_loss ")
+    assert answer["changed"] == ["beta1 0.9 → 0.9"]  # of equal ones, the version's own
 
 
 def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
@@ -210,8 +238,96 @@ def test_each_confirmation_has_seeds_that_no_decision_has_used(tmp_path):
     assert seeds("a") == seeds("a") == first
     assert seeds("a", "b") == first | {"b": [1004, 1005, 1006]}
     assert seeds("a", confirm=2) == {"a": [1007, 1008]}
-    assert seeds("a", metric="other") == {"a": [1009, 1010, 1011]}
+    assert seeds("a", metric="other_loss") == {"a": [1009, 1010, 1011]}
     assert json.loads((tmp_path / NAME).read_text()) == ledger
+
+
+def test_two_trials_keep_each_others_answers_and_have_their_own_seeds(tmp_path):
+    trials = {n: Trial(replace(CONFIG, confirm=2), tmp_path, {"edits": {}}, []) for n in "ab"}
+    for opened in trials.values():
+        opened.ledger["confirmations"] = {}
+    for name, opened in trials.items():  # both are open, and neither has read the other's
+        with opened.changed_ledger():
+            opened.ledger["edits"][name] = {"answers": {}}
+    seeds = [
+        opened.fresh_seeds({name: (variant(), variant(name, max_lr=lr))})[name]
+        for lr, (name, opened) in enumerate(trials.items(), start=1)
+    ]
+    assert seeds == [[1001, 1002], [1003, 1004]]
+    assert json.loads((tmp_path / NAME).read_text())["edits"].keys() == {"a", "b"}
+
+
+def test_a_trial_waits_for_the_run_of_another_and_does_not_train_it_again(tmp_path, capsys):
+    wait = "import time\nwhile not Path('go').exists(): time.sleep(0.01)\n"
+    starts = f"with open({str(tmp_path / 'starts')!r}, 'a') as file: file.write('x')\n"
+    wait = wait.replace("'go'", repr(str(tmp_path / "go")))
+    (tmp_path / "train_gpt2.py").write_text(
+        FAKE_TRAINING.replace("folder.mkdir", f"{starts}{wait}folder.mkdir")
+    )
+    base, shown = variant()._replace(code=tmp_path), ""
+    trials = [Trial(replace(CONFIG, jobs=1), tmp_path / "runs", {}, []) for _ in range(2)]
+    threads = [Thread(target=each.train, args=("screening", [(base, 1)])) for each in trials]
+    for thread in threads:
+        thread.start()
+    while "waiting: another process is at work" not in shown:
+        shown += capsys.readouterr().out
+    (tmp_path / "go").touch()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "starts").read_text() == "x"
+    assert [each.failures for each in trials] == [{}, {}]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_locked_is_a_failed_run(tmp_path):
+    (tmp_path / "runs").mkdir(mode=0o500)
+    opened = Trial(replace(CONFIG, jobs=1), tmp_path / "runs", {}, [])
+    opened.train("screening", [(variant(), 1)])
+    assert "cannot be written and locked" in "".join(opened.failures.values())
+
+
+def test_an_answer_tells_other_tokens_and_which_confirmation_it_is(tmp_path):
+    (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)
+    base = variant()._replace(code=tmp_path)
+    edit = variant("x", max_lr=1.0)._replace(code=tmp_path, flags=("--max-lr=1", "--tokens=1280"))
+    key, renamed = f"x-{edit.digest}", f"y-{edit.digest}"
+    ledger = {"edits": {key: {"answers": {}}, renamed: {"answers": {}}}, "confirmations": {}}
+
+    def confirm(n, least=0.01, key=key):
+        opened = Trial(replace(CONFIG, confirm=n, least=least, jobs=4), tmp_path, ledger, [])
+        pairs = {key: (base, edit)}
+        return opened.compare(CONFIRMATION, pairs, opened.fresh_seeds(pairs))[key]["text"]
+
+    first = confirm(2)
+    assert first.startswith("not shown: val_loss ")  # all pairs differ by the same
+    assert first.endswith("(2 fresh pairs with equal differences: no interval); tokens 640 → 1,280")
+    assert "; second confirmation, with another --least; tokens" in confirm(2, least=50)
+    assert "; third confirmation; tokens" in confirm(3)
+    assert "; fourth confirmation; tokens" in confirm(4, key=renamed)
+    assert confirm(2) == first
+    assert "; second confirmation, with another --least; tokens" in confirm(2, least=50)
+    answers = json.loads((tmp_path / NAME).read_text())["edits"][key]["answers"].values()
+    assert [(len(answer["seeds"]), answer["least"]) for answer in answers] == [
+        *[(2, 0.01), (2, 50), (3, 0.01)],
+    ]
+
+
+def test_a_metric_that_the_base_lacks_ends_the_trial_after_its_first_run(tmp_path):
+    (tmp_path / "train_gpt2.py").write_text(FAKE_TRAINING)
+    lacking = variant()._replace(code=tmp_path)
+    having = lacking._replace(name="x", flags=("--metric=my_loss",))
+    config = replace(CONFIG, metric="my_loss", seeds=2, jobs=1)
+    ledger = {"edits": {"x": {"answers": {}}}}
+    for n_runs in (1, 1):  # the second trial finds the run of the first
+        opened = Trial(config, tmp_path, ledger, [])
+        with pytest.raises(ValueError, match=r"--metric my_loss is not a number in .*use a name"):
+            opened.compare(SCREENING, {"x": (lacking, having)}, {"x": [1, 2]})
+        assert len([*tmp_path.glob("[!.]*-seed*")]) == n_runs
+    opened = Trial(config, tmp_path / "other", ledger, [])
+    (tmp_path / "other").mkdir()
+    pair = having._replace(name=BASE), lacking._replace(name="x")
+    answer = opened.compare(SCREENING, {"x": pair}, {"x": [1, 2]})["x"]
+    assert re.match(r"no verdict: x-\w+-seed1 failed: --metric my_loss is not", answer["text"])
 
 
 def test_a_run_that_failed_while_tuning_leaves_no_verdict(tmp_path):
@@ -265,6 +381,174 @@ def test_an_edit_is_a_path_with_files_and_flags():
     )
 
 
+def test_an_edit_with_an_apostrophe_is_a_name_in_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="No closing quotation: a name may have "):
+        split_edit("ann's.patch --max-lr=1e-3")
+    assert split_edit('"ann\'s.patch" --seed=1') == ("ann's.patch", [], ("--seed=1",))
+    (tmp_path / "ann's idea.patch").touch()
+    assert split_edit("ann's idea.patch") == ("ann's idea.patch", [], ())
+    assert len(split_edit("base " + "--logger=x " * 500)[2]) == 500  # longer than any file name
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """Code that reads files and variables, and a function that hashes all that it reads."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("code/assets", "data/more", "run/checkpoints", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "code/m.py").write_text("it's = getenv('FACTOR'), open(\"rates.json\")  # 'a'")
+    (tmp_path / "code/link").symlink_to(tmp_path / "outside")
+    for name in ("code/words.txt", "code/.table", "outside/x", "rates.json", "data/a.npy", "t.bin"):
+        (tmp_path / name).write_text("1" * 5000)
+    (tmp_path / "run/checkpoints/w").write_text("1")
+    settings = {"data_dir": "data", "init_from": "run@best", "table": "t.bin", "out_dir": "./data"}
+    return lambda: hash_what_is_read(tmp_path / "code", settings, content_hash)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("code/words.txt", "code/.table", "code/assets/new.md", "outside/x", "rates.json"),
+        *("data/a.npy", "data/new", "run/checkpoints/w", "t.bin"),
+    ],
+)
+def test_runs_are_the_same_only_if_all_that_they_read_is(name, reader, tmp_path, monkeypatch):
+    before = reader()
+    (tmp_path / name).write_text("1" * 4000 + "2" * 1000)
+    assert reader() != before
+
+
+def test_runs_are_the_same_whatever_they_do_not_read(reader, tmp_path, monkeypatch):
+    before = reader()
+    for name in ("notes.txt", "data/more/x", "data/.lock"):
+        (tmp_path / name).write_text("1")
+    (tmp_path / "code/__pycache__").mkdir()
+    (tmp_path / "code/__pycache__/m.pyc").write_text("1")
+    monkeypatch.setenv("OTHER", "1")
+    assert reader() == before
+    monkeypatch.setenv("FACTOR", "3")
+    three = reader()
+    monkeypatch.setenv("FACTOR", "50")
+    assert len({str(reader()), str(three), str(before)}) == 3
+    assert "50" not in str(reader())  # it may be a password
+
+
+def test_large_data_is_compared_by_samples_and_the_answer_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "HASHED_BYTES", 1_000_000)
+    path = tmp_path / "train.npy"
+    path.write_bytes(bytes(3_000_000))
+    before = content_hash(tmp_path)
+    assert before.endswith(SAMPLED)
+    assert content_hash(tmp_path) == before
+    with path.open("r+b") as file:
+        file.seek(1_500_000)
+        file.write(bytes([1] * 12_000))
+    os.utime(path, ns=(0, 0))
+    changed = content_hash(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(1_500_000)
+        file.write(bytes(12_000))
+    os.utime(path, ns=(0, 0))
+    assert len({before, changed, content_hash(tmp_path)}) == 3
+    sampled = variant("x")._replace(conditions={"read": {"data": before}})
+    opened = Trial(CONFIG, tmp_path, {"edits": {"x": {}}}, [])
+    text = "large files were compared with earlier runs by size, time and samples"
+    assert text in opened.answer(SCREENING, "x", (variant(), sampled), [1])["text"]
+    assert text not in opened.answer(SCREENING, "x", (variant(), variant("x")), [1])["text"]
+
+
+def run_git(folder, *args):
+    identity = ("-c", "user.name=A", "-c", "user.email=a@example.com")
+    return subprocess.check_output(["git", *identity, *args], cwd=folder, text=True)
+
+
+ODD_CONFIGURATION = {
+    **{"core.autocrlf": "true", "core.safecrlf": "true", "core.quotepath": "true"},
+    **{"color.ui": "always", "apply.whitespace": "error", "diff.external": "false"},
+    **{"diff.noprefix": "true", "diff.mnemonicPrefix": "true", "diff.suppressBlankEmpty": "true"},
+}
+
+
+@pytest.fixture
+def kept(checkout, tmp_path):
+    """A function that keeps a change as a patch, and checks what the patch gives in a clone."""
+    for name, value in ODD_CONFIGURATION.items():
+        run_git(checkout, "config", name, value)
+    run_git(tmp_path, "clone", "-q", "checkout", "clone")
+    (tmp_path / "copies").mkdir()
+    repository = open_repository(tmp_path / "copies")
+    base = copy_code(repository, tmp_path / "copies/base", [])
+
+    def keep(*changes):
+        shutil.rmtree(tmp_path / "copies/edit", ignore_errors=True)
+        edit = copy_code(repository, tmp_path / "copies/edit", *changes)
+        patch = json.loads(json.dumps(patch_between(repository, base, edit)))
+        (tmp_path / "kept.patch").write_bytes(patch.encode())
+        run_git(tmp_path / "clone", "apply", "--index", "../kept.patch")
+        assert run_git(tmp_path / "clone", "write-tree").strip() == edit
+        return patch
+
+    return keep
+
+
+def test_a_kept_patch_gives_odd_files_back_whatever_the_configuration_is(kept, checkout, tmp_path):
+    files = {
+        **{"table.txt": b"a\r\nb\nc \n\n", "tables/ä b.bin": bytes(range(256))},
+        **{"lr_schedule.py": b"", "ops.py": b"no end", "model.py": b"\r\n# a\r\n"},
+    }
+    (checkout / "tables").mkdir()
+    for name, end in files.items():
+        path = checkout / name
+        path.write_bytes((path.read_bytes() if path.exists() else b"") + end)
+    (checkout / "lr_schedule.py").rename(checkout / "renamed.py")
+    (checkout / "sample.py").chmod(0o755)
+    (checkout / "link").symlink_to("../outside")
+    (tmp_path / "outside").write_text("1")
+    patch = kept([], checkout, ["table.txt", "tables", "link"])
+    assert "\nrename to renamed.py\n" in patch
+    assert "\n+a\r\n+b\n" in patch
+    for name in (*files, "renamed.py", "sample.py"):
+        if name != "lr_schedule.py":
+            copies = [tmp_path / folder / name for folder in ("clone", "copies/edit")]
+            assert [p.read_bytes() for p in copies] == 2 * [(checkout / name).read_bytes()]
+    assert (tmp_path / "clone/sample.py").stat().st_mode & 0o100
+    assert (tmp_path / "copies/edit/link").read_text() == "1"
+    run_git(tmp_path / "clone", "reset", "-q", "--hard")
+    (checkout / "latin.txt").write_bytes(b"caf\xe9\n")
+    kept([], checkout, ["latin.txt"])
+    assert (tmp_path / "clone/latin.txt").read_bytes() == b"caf\xe9\n"
+
+
+@pytest.mark.slow
+def test_each_patch_of_edits_is_kept(kept, tmp_path):
+    for path in sorted((ROOT / "edits").iterdir()):
+        kept([str(path)])
+        run_git(tmp_path / "clone", "reset", "-q", "--hard")
+
+
+def test_code_in_a_folder_of_a_larger_repository_is_copied(tmp_path, monkeypatch):
+    code = tmp_path / "all/gpt"
+    code.mkdir(parents=True)
+    monkeypatch.setattr(variants, "ROOT", code)
+    (code / "train_gpt2.py").write_text("x = 1\n")
+    (tmp_path / "all/other").write_text("1")
+    run_git(tmp_path, "init", "-q", "all")
+    repository = open_repository(tmp_path)
+    with pytest.raises(ValueError, match=r"gpt is not in the last commit: commit it with git add"):
+        copy_code(repository, tmp_path / "none", [])
+    run_git(code, "add", "-A", "..")
+    run_git(code, "commit", "-qm", "all")
+    (code / "train_gpt2.py").write_text("x = 2\n")
+    for name, flag in (("outer", "--no-relative"), ("inner", "--relative")):
+        (tmp_path / f"{name}.patch").write_text(run_git(code, "diff", flag))
+        copy_code(repository, tmp_path / name, [str(tmp_path / f"{name}.patch")])
+        assert (tmp_path / name / "train_gpt2.py").read_text() == "x = 2\n"
+    copy_code(repository, tmp_path / "base", [])
+    assert [path.name for path in (tmp_path / "base").iterdir()] == ["train_gpt2.py"]
+    assert (tmp_path / "base/train_gpt2.py").read_text() == "x = 1\n"
+
+
 def write_patch(checkout, name, path, *replacements):
     """Write a patch that replaces texts in a file of the checkout."""
     text = changed = (checkout / path).read_text()
@@ -291,7 +575,7 @@ def test_a_run_is_named_after_what_its_flags_mean(flags, checkout, tmp_path, tin
     flags = [*flags, f"--data-dir={data}"]
 
     def digest(*more):
-        return new_variant(BASE, (checkout, "tree", "hash"), [*flags, *more]).digest
+        return new_variant(BASE, (checkout, ""), [*flags, *more]).digest
 
     named = digest("--config=recipe.json")
     assert digest("--max_lr", "4e-3", "--config=recipe.json") == named
@@ -302,10 +586,10 @@ def test_a_run_is_named_after_what_its_flags_mean(flags, checkout, tmp_path, tin
     np.save(data / "val_000000.npy", tokens[::-1])
     assert digest("--config=recipe.json") != named
     np.save(data / "val_000000.npy", tokens)
-    found = new_variant(BASE, (checkout, "tree", "hash"), [*flags, "--config=recipe.json"])
+    found = new_variant(BASE, (checkout, ""), [*flags, "--config=recipe.json"])
     assert found.digest == named
     assert {"torch", "python"} <= found.conditions["versions"].keys()
-    for name, value in (("device", "H100"), ("threads", 2), ("versions", {}), ("code", "")):
+    for name, value in (("device", "H100"), ("threads", 2), ("versions", {}), ("read", {})):
         assert found._replace(conditions=found.conditions | {name: value}).digest != named
 
 
@@ -336,7 +620,7 @@ def test_settings_are_those_of_the_patched_code(flags, checkout, tmp_path):
 
 
 @pytest.mark.slow
-def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, checkout, tmp_path):
+def test_worktree_takes_changed_files_and_new_python_files(flags, checkout, tmp_path):
     """The base has neither; the index stays as it was, and a note starts no run again."""
     (checkout / "ops.py").write_text(f"import new\n{(checkout / 'ops.py').read_text()}")
     (checkout / "new.py").write_text("import deeper.still\n")
@@ -354,17 +638,57 @@ def test_worktree_takes_changed_files_and_new_ones_that_the_code_imports(flags, 
     base, worktree, other = built("first", "worktree", "other")
     names = ("demo.py", "new.py", "deeper/still.py", "unrelated.py", "table.json", "picture.png")
     assert [(base.code / name).exists() for name in names] == [True] + [False] * 5
-    assert [(worktree.code / name).exists() for name in names] == [False, True, True] + [False] * 3
+    assert [(worktree.code / name).exists() for name in names] == [False] + [True] * 3 + [False] * 2
     assert (worktree.code / "deeper/__init__.py").exists()
-    assert worktree.tree == other.tree
-    for note in ("notes.txt", "README.md"):
-        (checkout / note).write_text("a note")
+    assert worktree.patch == other.patch
+    assert worktree.digest == other.digest
+    (checkout / "notes.txt").write_text("a note")
     _, noted = built("second", "worktree")
     assert noted.digest == worktree.digest
     _, named = built("third", "worktree table.json")
     assert (named.code / "table.json").exists()
     status = subprocess.check_output(["git", "status", "--porcelain"], cwd=checkout, text=True)
-    assert status.splitlines()[:3] == [" M README.md", " D demo.py", " M ops.py"]
+    assert status.splitlines()[:2] == [" D demo.py", " M ops.py"]
+
+
+# --- the ruler --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changed"),
+    [
+        ("evaluation.py", "loss_sum / count_sum", "0.9 * loss_sum / count_sum", "validate"),
+        ("evaluation.py", "# --- --max-", "validate = time_call(validate, 1)\n# ", "validate"),
+        ("evaluation.py", "from dataloader import", "from mine import", "validation_batches"),
+        ("dataloader.py", "np.arange(n_windows) * total", "np.arange(n_windows)", "validation_win"),
+        ("ops.py", "return F.cross_entropy(", "return 0.9 * F.cross_entropy(", "cross_entropy"),
+        ("ops.py", "IGNORE_INDEX = -100", "IGNORE_INDEX = -1", "IGNORE_INDEX"),
+        ("hellaswag.py", "def score_tokens(", "def unused(", "score_tokens"),
+        ("evaluation.py", '"""Return the loss on a text', '# why\n    """Loss', None),
+        ("evaluation.py", "# --- --max-", "def validate_2(run): ...\n# ", None),
+        ("evaluation.py", "(config.val_every, validate),", "(1, validate), (1, print),", None),
+        ("evaluation.py", "import all_reduce_max,", "import all_reduce_max, rank_batches,", None),
+        ("ops.py", "return F.linear(hidden, weight)", "return 2 * F.linear(hidden, weight)", None),
+    ],
+)
+def test_an_edit_must_not_change_how_the_stock_metrics_are_measured(
+    file, old, new, changed, tmp_path
+):
+    base, edit = (variant(name)._replace(code=tmp_path / name) for name in (BASE, "x"))
+    for version in (base, edit):
+        version.code.mkdir()
+        for name in RULER:
+            shutil.copy(ROOT / name, version.code)
+    text = (ROOT / file).read_text()
+    assert text.count(old) >= 1
+    (edit.code / file).write_text(text.replace(old, new))
+    check_ruler("my_loss", base, [edit])
+    if changed is None:
+        check_ruler("val_loss", base, [edit])
+    else:
+        with pytest.raises(ValueError, match=rf"x changes how .*\b{changed}\w* in .*: undo the"):
+            check_ruler("val_loss", base, [edit])
+        check_ruler("val_loss", edit, [edit])  # as a patch of the base
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -427,7 +751,7 @@ def test_a_run_that_a_killed_trial_left_behind_is_waited_for(tmp_path, capsys):
         thread.start()
         while f"waiting: another process is at work in {run_dir}: " not in shown:
             shown += capsys.readouterr().out
-        (run_dir / "metrics.jsonl").write_text('{"finished_step": 200}\n')
+        (run_dir / "metrics.jsonl").write_text('{"diverged_step": 7}\n')
     thread.join()
     assert opened.failures == {}  # it was not started: it has no code
     assert ": finished; 1 of 1" in capsys.readouterr().out
@@ -472,15 +796,15 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
     first, *_, last = edits.values()
     assert "+import math  # why" in first["patch"]
     assert last["flags"] == ["--max-lr=0.01"]
-    with pytest.raises(ValueError, match=r"--metric nothing is not in .*: use a name there"):
-        call(monkeypatch, capsys, *flags[:-3], "--metric=nothing")
+    with pytest.raises(ValueError, match=r"--metric no_loss is not a number in .*: use a name"):
+        call(monkeypatch, capsys, *flags[:-3], "--metric=no_loss")
 
 
 @pytest.mark.slow
 def test_killed_trial_continues_and_gives_the_same_answer(
     flags, checkout, tmp_path, monkeypatch, capsys
 ):
-    flags += ["--jobs=2", "--seeds=1", "--edit=base --weight-decay=0.3", "--equal-time"]
+    flags += ["--jobs=2", "--seeds=1", "--edit=base --weight-decay=0.3", "--cost"]
     flags += ["--tune=max_lr", "--confirm=2", "--confirm-all"]
     command = [sys.executable, "-m", "bench.trial", *flags]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
@@ -495,14 +819,12 @@ def test_killed_trial_continues_and_gives_the_same_answer(
     done = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("metrics.jsonl")}
     done = {p: content for p, content in done.items() if b"finished_step" in content}
     shown = call(monkeypatch, capsys, *flags)
-    assert "ms per step" not in shown  # the speed was measured once
+    assert "timing" not in shown  # the speed was measured once
     assert all(path.read_bytes() == content for path, content in done.items())
     again = call(monkeypatch, capsys, *flags)
     assert "confirmation: runs to do: 0" in again
     assert again.splitlines()[-1] == shown.splitlines()[-1]
-    assert re.search(
-        r"; max_lr \S+ → \S+; max_steps \d → \d; a step takes \S+ ± \S+ times as long", again
-    )
+    assert re.search(r"; max_lr .+ → .+; a step takes \S+ ± \S+ times as long", again)
     (path,) = (tmp_path / "runs/trials").glob("*/ledger.json")
     assert [*json.loads(path.read_text())["confirmations"].values()] == [[1001, 1002]]
 
@@ -513,8 +835,10 @@ def test_killed_trial_continues_and_gives_the_same_answer(
         ([], "--edit is missing: use a .patch, a .json, a folder or worktree"),
         (["--edit=x", "--confirm=1"], "--confirm must be at least 2"),
         (["--edit=x", "--confirm-all"], "--confirm-all requires --confirm"),
+        (["--edit=x", "--metric=accent"], "--metric accent has no direction: use --higher or --lo"),
+        (["--edit=x", "--higher"], "--metric val_loss has no direction"),
         (["--edit=no.patch", "--seed=3"], "leave out --seed: set by the trial for each run"),
-        (["--edit=no.patch", "--max-minutes=3"], "leave out --max-minutes: use --equal-time"),
+        (["--edit=no.patch", "--max-minutes=3"], "leave out --max-minutes: a trial compares"),
         (["--edit=no.patch", "--max-step=3"], "unknown flag --max-step: did you mean --max-steps"),
     ],
 )

@@ -9,12 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 from conftest import ROOT, TINY_RUN
+from run_files import append_records
 
 import web
+from formats.huggingface import save_pretrained
 from formats.load import load_model
 from sample import describe_loss, generate, generate_tokens, text_loss
 
@@ -88,6 +91,14 @@ def wait_for(page, text, panel=0):
     return section.locator(".text").text_content()
 
 
+INSIDE = """selector => {
+  const part = document.querySelector(selector).getBoundingClientRect();
+  const box = document.querySelector(".text").getBoundingClientRect();
+  const inside = part.top >= 0 && part.bottom <= innerHeight;
+  return inside && (selector[0] === "#" || part.bottom <= box.bottom);
+}"""
+
+
 def visible(text):
     return text.replace("\n", "⏎").replace(" ", "·")
 
@@ -119,6 +130,50 @@ def test_page_continues_as_generate_and_branches(run_dir, server, page):
     assert likeliest.first.evaluate("e => e === document.activeElement")
     page.keyboard.press("Escape")
     assert tokens.nth(1).evaluate("e => e === document.activeElement")
+
+
+@pytest.mark.slow
+def test_page_shows_the_end_of_a_long_text_and_the_list_within_the_window(server, page):
+    page.set_viewport_size({"width": 400, "height": 700})
+    page.goto(address(server))
+    page.fill("#prompt", "word " * 3000)
+    set_number(page, "max_new_tokens", "40")
+    page.get_by_role("button", name="Continue").click()
+    wait_for(page, "done: 40 tokens")
+    assert page.evaluate(INSIDE, ".token:last-child")
+    tops = "es => new Set(es.map(e => e.getBoundingClientRect().top)).size"
+    assert page.locator(".buttons button").evaluate_all(tops) == 1
+    page.locator(".token").last.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate(INSIDE, "#likeliest")
+    focused, likeliest = "e => e === document.activeElement", page.locator("#likeliest button")
+    for key, place in (("ArrowDown", 1), ("ArrowUp", 0), ("ArrowUp", 9), ("ArrowDown", 0)):
+        page.keyboard.press(key)
+        assert likeliest.nth(place).evaluate(focused)
+    page.keyboard.press("Enter")
+    wait_for(page, "done: 40 tokens")
+    assert page.locator(".token").first.evaluate(focused)
+    page.fill("#seed", "99999999999999999999")
+    page.get_by_role("button", name="Another seed").click()
+    assert page.locator("#seed").evaluate(focused)  # the browser names the limit there
+    page.fill("#seed", "9007199254740990")
+    page.get_by_role("button", name="Another seed").click()
+    wait_for(page, "done: 40 tokens")
+    assert page.input_value("#seed") == "9007199254740991"
+
+
+@pytest.mark.slow
+def test_page_tells_that_another_one_computes(server, page):
+    page.goto(address(server))
+    page.fill("#prompt", "One two three")
+    page.get_by_role("button", name="Score").click()
+    wait_for(page, "nats per token")
+    with server.lock:
+        page.locator(".token").last.hover()
+        page.locator("#likeliest").get_by_text("Waiting until another page").wait_for()
+        page.get_by_role("button", name="Continue").click()
+        wait_for(page, "Waiting until another page has its answer")
+    wait_for(page, "done")
 
 
 @pytest.mark.slow
@@ -179,7 +234,7 @@ def test_page_stops_and_moves_through_checkpoints(run_dir, tmp_path, page):
 
 
 def post(server, path, body=b"{}", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request("POST", path, body, {name.title(): value for name, value in headers.items()})
     response = connection.getresponse()
     return response.status, response.read().decode()
@@ -192,8 +247,10 @@ def test_server_refuses_other_sites_paths_and_large_bodies(server):
     assert post(server, "/list_models", host="localhost.evil.example:80")[0] == 403
     assert post(server, "/list_models", origin="http://evil.example")[0] == 403
     assert post(server, "/list_models", origin="null")[0] == 403
-    assert post(server, "/../model.py")[0] == 404
-    assert post(server, "/score_text", b" " * 1_000_001)[0] == 413
+    assert post(server, "/../model.py", b" " * 1_000_000)[0] == 404
+    for size in (1_000_001, 5_000_000):  # the answer comes after the body
+        assert post(server, "/score_text", b" " * size)[0] == 413
+        assert post(server, "/score_text", b" " * size, host="evil.example")[0] == 403
     assert server.server_address[0] == "127.0.0.1"
 
 
@@ -203,11 +260,71 @@ def test_an_error_is_the_last_line_of_an_answer(server, capfd):
         ({"temperature": -1}, "temperature"),
         ({"temperature": 1, "step": 5}, "the checkpoint of step 5 was deleted"),
         ({"temperature": 1, "top_p": 2}, "--top-p must be at most 1, not 2"),
+        ({"temperature": 1, "seed": 2**63}, f"at least 0 and below 2**63, not {2**63}"),
+        ({"temperature": 1, "seed": -1}, "at least 0 and below 2**63, not -1"),
     ):
         status, lines = post(server, "/continue_text", json.dumps(request | wrong).encode())
         assert status == 200
         assert message in json.loads(lines.splitlines()[-1])["error"]
     assert "Traceback" not in capfd.readouterr().err
+
+
+def mean_loss(server, model=0):
+    body = json.dumps({"model": model, "step": None, "text": "Once upon a time"}).encode()
+    return json.loads(post(server, "/score_text", body)[1].splitlines()[-1])["mean"]
+
+
+def test_a_run_or_export_that_is_written_again_is_loaded_again(run_dir, tmp_path):
+    run, old = shutil.copytree(run_dir, tmp_path / "run"), run_dir / "checkpoints/step_00000004"
+    losses = [text_loss(load_model(path), "Once upon a time") for path in (run_dir, old)]
+    assert losses[0] != losses[1]
+    save_pretrained(load_model(run_dir), tmp_path)
+    with serving(run, tmp_path / "model.safetensors", f"{run}@best") as server:
+        append_records(run, {"step": 8, "val_loss": 1.0})  # the best step from now on
+        assert [mean_loss(server, model) for model in range(3)] == [pytest.approx(losses[0])] * 3
+        shutil.rmtree(run / "checkpoints/step_00000008")
+        shutil.copytree(old, run / "checkpoints/step_00000008")
+        save_pretrained(load_model(old), tmp_path)
+        assert [mean_loss(server, model) for model in range(3)] == [pytest.approx(losses[1])] * 3
+
+
+def test_who_waits_for_another_page_is_told_and_lists_do_not_wait(server):
+    def first_line(path, body):
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        connection.request("POST", path, body)
+        answer = connection.getresponse()
+        return json.loads(answer.readline()), answer
+
+    with server.lock:  # as while another request computes
+        assert "models" in first_line("/list_models", "{}")[0]
+        body = '{"model": 0, "step": null, "text": "Once upon a time"}'
+        told, answer = first_line("/score_text", body)
+        assert told == {"waiting": True}
+    assert "mean" in json.loads(answer.read().splitlines()[-1])
+
+
+BROWSER = """#!{python}
+import sys, urllib.request
+from pathlib import Path
+Path(__file__).with_name("page").write_bytes(urllib.request.urlopen(sys.argv[1]).read())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="a script as a browser")
+def test_a_browser_in_the_foreground_gets_the_page(run_dir, tmp_path):
+    script, got = tmp_path / "browser", tmp_path / "page"
+    script.write_text(BROWSER.format(python=sys.executable))
+    script.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {n: value for n, value in os.environ.items() if n != "SSH_CONNECTION"}
+    command = [sys.executable, ROOT / "sample.py", f"--model={run_dir}", "--web", f"--port={port}"]
+    with subprocess.Popen(command, env=variables | {"BROWSER": str(script)}) as program:
+        while not (got.exists() and b"</html>" in got.read_bytes()):
+            assert program.poll() is None
+            time.sleep(0.05)
+        program.send_signal(signal.SIGINT)
 
 
 def test_a_port_that_is_taken_is_one_line_with_the_next_free_one(commands, run_dir):
