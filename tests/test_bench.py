@@ -297,9 +297,15 @@ def test_tests_are_counted_or_named_with_their_last_line(tmp_path, monkeypatch):
         (["--rounds=0"], "--rounds must be above 0, not 0"),
         (["--gpu"], "--gpu found no usable GPU: use --device cpu"),
         (["--data-dir=nowhere"], "nowhere"),
-        (["--data-dir=data/fineweb-edu-10BT"], "in data/fineweb-edu-10BT: "),  # the default
-        (["--data_dir", "data/fineweb-edu-10BT"], "in data/fineweb-edu-10BT: "),
-        (["--config=run.json"], "in data/fineweb-edu-10BT: "),
+        (
+            ["--data-dir=data/fineweb-edu-10BT"],
+            "data/fineweb-edu-10BT has no tokens for training",
+        ),  # the default
+        (
+            ["--data_dir", "data/fineweb-edu-10BT"],
+            "data/fineweb-edu-10BT has no tokens for training",
+        ),
+        (["--config=run.json"], "data/fineweb-edu-10BT has no tokens for training"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, monkeypatch):
