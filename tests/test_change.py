@@ -123,7 +123,7 @@ MISTAKE = (
 )
 MISTAKES = {  # a line of the code, before which the mistake is made
     "model": ("model.py", "B, T, C = x.shape"),
-    "loss": ("ops.py", "return cross_entropy(logits, targets, config.vocab_size)"),
+    "loss": ("model.py", "return cross_entropy(logits, targets, config.vocab_size)"),
     "loader": ("dataloader.py", "first = position + self.dist_info.rank"),
     "evaluation": ("evaluation.py", "device, vocab_size = run.ranks.device"),
     "schedule": ("lr_schedule.py", 'return {"lr": learning_rate'),
@@ -295,7 +295,7 @@ def test_other_logits_are_those_of_every_use_and_are_not_exported(patched, tiny_
     done = commands.run("export", "--model=runs/a", "--out=exported")
     assert_refused(done, "this model's logits are not GPT-2's")
     # With a cap of nearly nothing, every use sees equal logits.
-    with edited(commands, "ops.py", "15 *", "1e-9 *") as capped:
+    with edited(commands, "model.py", "15 *", "1e-9 *") as capped:
         train(capped, *flags, "--run-name=capped", "--max-steps=1")
         for name in ("train_loss", "val_loss"):
             losses = logged(capped, "capped", name).values()

@@ -661,14 +661,19 @@ def test_worktree_takes_changed_files_and_new_python_files(flags, checkout, tmp_
         ("evaluation.py", "# --- --max-", "validate = time_call(validate, 1)\n# ", "validate"),
         ("evaluation.py", "from dataloader import", "from mine import", "validation_batches"),
         ("dataloader.py", "np.arange(n_windows) * total", "np.arange(n_windows)", "validation_win"),
-        ("ops.py", "return F.cross_entropy(", "return 0.9 * F.cross_entropy(", "cross_entropy"),
-        ("ops.py", "IGNORE_INDEX = -100", "IGNORE_INDEX = -1", "IGNORE_INDEX"),
+        ("model.py", "return F.cross_entropy(", "return 0.9 * F.cross_entropy(", "cross_entropy"),
+        ("model.py", "IGNORE_INDEX = -100", "IGNORE_INDEX = -1", "IGNORE_INDEX"),
         ("hellaswag.py", "def score_tokens(", "def unused(", "score_tokens"),
         ("evaluation.py", '"""Return the loss on a text', '# why\n    """Loss', None),
         ("evaluation.py", "# --- --max-", "def validate_2(run): ...\n# ", None),
         ("evaluation.py", "(config.val_every, validate),", "(1, validate), (1, print),", None),
         ("evaluation.py", "import all_reduce_max,", "import all_reduce_max, rank_batches,", None),
-        ("ops.py", "return F.linear(hidden, weight)", "return 2 * F.linear(hidden, weight)", None),
+        (
+            "model.py",
+            "return F.linear(hidden, weight)",
+            "return 2 * F.linear(hidden, weight)",
+            None,
+        ),
     ],
 )
 def test_an_edit_must_not_change_how_the_stock_metrics_are_measured(
@@ -771,7 +776,7 @@ def test_runs_that_fail_are_named_and_a_diverged_one_is_not_repeated(
 ):
     loss = "return cross_entropy(logits, targets, config.vocab_size)"
     write_patch(checkout, "comment.patch", "model.py", ("import math", "import math  # why"))
-    write_patch(checkout, "nan.patch", "ops.py", (loss, f"{loss} * math.nan"))
+    write_patch(checkout, "nan.patch", "model.py", (loss, f"{loss} * math.nan"))
     write_patch(
         checkout, "broken.patch", "lr_schedule.py", ("progress = (", "progress = 1 / 0 * (")
     )
