@@ -122,12 +122,12 @@ MISTAKE = (
     'if __import__("os").environ.get("RANK", "1") == "1":\n{}raise ValueError("my mistake")\n{}'
 )
 MISTAKES = {  # a line of the code, before which the mistake is made
-    "model": ("model.py", "B, T, C = x.shape"),
-    "loss": ("model.py", "return cross_entropy(logits, targets, config.vocab_size)"),
-    "loader": ("dataloader.py", "first = position + self.dist_info.rank"),
-    "evaluation": ("evaluation.py", "device, vocab_size = run.ranks.device"),
-    "schedule": ("lr_schedule.py", 'return {"lr": learning_rate'),
-    "optimizer": ("optimizers.py", "rows, updates, by_settings = {}"),
+    "the model": ("model.py", "B, T, C = x.shape"),
+    "the loss": ("model.py", "return cross_entropy(logits, targets, config.vocab_size)"),
+    "the loader": ("dataloader.py", "first = position + self.dist_info.rank"),
+    "an evaluation": ("evaluation.py", "device, vocab_size = run.ranks.device"),
+    "the schedule": ("lr_schedule.py", 'return {"lr": learning_rate'),
+    "an optimizer": ("optimizers.py", "rows, updates, by_settings = {}"),
 }
 
 
@@ -141,7 +141,7 @@ def test_a_mistake_in_an_edit_shows_its_file_and_line_on_its_rank(patched, tiny_
     indent = lines[number].partition(line[0])[0]
     more = (MISTAKE.format(f"{indent}    ", indent) + line).partition(line)[0]
     flags = run_flags(tiny_data, "--micro-batch-size=2", "--optimizer=muon")
-    modes = [[], ["--compile"]] if place == "model" and has_compiler else [[]]
+    modes = [[], ["--compile"]] if place == "the model" and has_compiler else [[]]
     with edited(commands, file, lines[number].strip(), more + lines[number].strip()) as wrong:
         runs = [
             wrong.run("train_gpt2", *flags, f"--run-name=a{len(mode)}", *mode) for mode in modes
@@ -157,8 +157,8 @@ def test_a_mistake_in_an_edit_shows_its_file_and_line_on_its_rank(patched, tiny_
 @pytest.mark.parametrize("name", ["stop", "masked", "lr", "train_loss", "grad_norm"])
 def test_a_number_of_ones_own_cannot_have_a_name_of_the_step(patched, tiny_data, name):
     commands = patched()
-    before = '    totals["grad_norm"] = norm'
-    mine = f'    totals["{name}"] = torch.tensor(0.25)\n{before}'
+    before = "    numbers.set(grad_norm=norm"
+    mine = f"    numbers.set({name}=torch.tensor(0.25))\n{before}"
     with edited(commands, "train_gpt2.py", before, mine) as changed:
         done = changed.run("train_gpt2", *run_flags(tiny_data))
     assert_refused(done, f"train_step already logs a number named '{name}': rename yours")
@@ -166,8 +166,10 @@ def test_a_number_of_ones_own_cannot_have_a_name_of_the_step(patched, tiny_data,
 
 def test_numbers_that_differ_from_rank_to_rank_are_an_error(patched, tiny_data):
     commands = patched()
-    before = '    totals["grad_norm"] = norm'
-    mine = f'    totals["code" if ranks.rank else "prose"] = torch.tensor(1.0)\n{before}'
+    before = "    numbers.set(grad_norm=norm"
+    mine = (
+        f'    numbers.set(**{{"code" if run.ranks.rank else "prose": torch.tensor(1.0)}})\n{before}'
+    )
     with edited(commands, "train_gpt2.py", before, mine) as changed:
         done = changed.run_ranks(2, "train_gpt2", *run_flags(tiny_data, "--micro-batch-size=2"))
     assert done.code == 2
