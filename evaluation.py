@@ -162,8 +162,8 @@ def write_samples(trainer: Trainer) -> dict[str, float]:
 def fit_max_minutes(trainer: Trainer, train_step: Callable[[Trainer, int], Numbers]) -> Run:
     """Return the run with the number of steps that fits into `--max-minutes`.
 
-    Time a step, a part of a validation and a part of HellaSwag. Every process must call this, with
-    a trainer that it does not use any more.
+    Time a step, a part of a validation and a part of HellaSwag. Every process must call this. The
+    trainer's weights change, so build another one for training.
     """
     begun, run, config = perf_counter(), trainer.run, trainer.run.config
     assert config.max_minutes is not None

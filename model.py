@@ -252,7 +252,7 @@ def training_loss(logits: Tensor, targets: Tensor, config: GPTConfig) -> Tensor:
 
     Args:
         logits: (N, padded_vocab_size) float32, of some of the tokens.
-        targets: (N,) int64 next tokens; the mean is over those that are not `IGNORE_INDEX`.
+        targets: (N,) int64 next tokens; the mean leaves out `IGNORE_INDEX`.
         config: may have coefficients of the loss.
     """
     return cross_entropy(logits, targets, config.vocab_size)

@@ -63,7 +63,7 @@ class Ranks(DistInfo):
         return full
 
     def gather_all(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-        """Return the full tensors on the device; those that are exchanged are cast to `dtype`."""
+        """Return the full tensors on the device, cast to `dtype` if they are exchanged."""
         return tensors
 
     def copy_to_host(self, tensors: Mapping[str, Tensor], is_kept: bool) -> dict[str, Tensor]:

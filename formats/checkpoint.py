@@ -278,8 +278,8 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 def join_name(key: str, parameter: str) -> str:
     """Return the name of a parameter's state under a key; a dot in the key becomes `%2E`.
 
-    The key `trainer` becomes `%74rainer`, because names that begin with `trainer.` are those of
-    `Trainer.state`.
+    The key `trainer` becomes `%74rainer`, because the names of `Trainer.state` begin with
+    `trainer.`.
     """
     quoted = "%74rainer" if key == "trainer" else quote(key).replace(".", "%2E")
     return f"{quoted}.{parameter}"

@@ -71,7 +71,7 @@ class Numbers:
     def average(self, ranks: Ranks) -> None:
         """Average over the ranks in one all-reduce, without waiting for the device.
 
-        A copy to the host is queued, too: `Tensor.tolist` would also wait for later work.
+        This also queues a copy to the host: `Tensor.tolist` would wait for later work.
         """
         self._averages = averages = ranks.average(self.values.values())
         if averages.is_cuda:
@@ -122,7 +122,7 @@ class Trainer:
             run.ranks,
             run.stop.request,
         )
-        self._unread = deque[tuple[Numbers, int]]()  # of the last steps, with their `tokens_seen`
+        self._unread = deque[tuple[Numbers, int]]()  # numbers of the last steps, tokens seen
         self._unused = dict[str, nn.Parameter]()  # parameters without a gradient so far
         self._n_checked = 0  # steps whose backward passes are complete
 
