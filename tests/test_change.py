@@ -297,7 +297,7 @@ def test_other_logits_are_those_of_every_use_and_are_not_exported(patched, tiny_
     done = commands.run("export", "--model=runs/a", "--out=exported")
     assert_refused(done, "this model's logits are not GPT-2's")
     # With a cap of nearly nothing, every use sees equal logits.
-    with edited(commands, "model.py", "15 *", "1e-9 *") as capped:
+    with edited(commands, "model.py", "return 15 *", "return 1e-9 *") as capped:
         train(capped, *flags, "--run-name=capped", "--max-steps=1")
         for name in ("train_loss", "val_loss"):
             losses = logged(capped, "capped", name).values()
