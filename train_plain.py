@@ -25,7 +25,7 @@ from dataloader import Batch, count_windows, read_windows, to_batch
 from model import GPT, GPTConfig
 from runtime.cli import parse_flags, run_command
 
-STEPS = 150
+STEPS = 80
 BATCH_SIZE = 8  # windows in a step
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-3, 0.1, (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
