@@ -24,6 +24,7 @@ from corpus.shards import TokenShards, open_shards
 from dataloader import Batch, count_windows, read_windows, to_batch
 from model import GPT, GPTConfig
 from runtime.cli import parse_flags, run_command
+from runtime.errors import UserError
 
 STEPS = 80
 BATCH_SIZE = 8  # windows in a step
@@ -51,7 +52,10 @@ class PlainConfig:
     def model_config(self) -> GPTConfig:
         """Return the dimensions of the model; its vocabulary is GPT-2's."""
         sizes = {"n_layer": self.n_layer, "n_head": self.n_head, "n_embd": self.n_embd}
-        return GPTConfig(block_size=self.block_size, **sizes)
+        try:
+            return GPTConfig(block_size=self.block_size, **sizes)
+        except ValueError as error:
+            raise UserError(f"{error}: change the flag") from None
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -77,7 +81,11 @@ def read_batches(
 
     `targets` are `inputs` one token ahead: (B, T) int64 each.
     """
-    n_windows = count_windows(shards.total_tokens, block_size)
+    if not (n_windows := count_windows(shards.total_tokens, block_size)):
+        problem = (
+            f"the text has {shards.total_tokens} tokens, no more than --block-size {block_size}"
+        )
+        raise UserError(f"{problem}: use a smaller --block-size, or add text")
     for first in count(0, batch_size):
         windows = np.arange(first, first + batch_size) % n_windows
         tokens = read_windows(shards, windows * block_size, block_size, GPTConfig().vocab_size)

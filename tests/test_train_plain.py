@@ -7,6 +7,7 @@ from conftest import series
 
 import train_gpt2
 import train_plain
+from runtime.errors import UserError
 
 
 @pytest.mark.gpt2
@@ -33,3 +34,15 @@ def test_losses_are_those_of_train_gpt2_without_what_it_adds(
     expected = [*series(tmp_path / "a", "train_loss").values()]
     assert losses == pytest.approx(expected, abs=1e-5)
     assert losses[-1] < losses[0] - 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--block-size=20000"], "the text has 18000 tokens, .*: use a smaller --block-size, or"),
+        (["--n-embd=100", "--n-head=3"], "n_embd 100 must be a multiple of n_head 3: change"),
+    ],
+)
+def test_what_cannot_be_trained_is_an_error_in_one_line(tiny_data, flags, message):
+    with pytest.raises(UserError, match=message):
+        train_plain.main([f"--data-dir={tiny_data}", "--n-layer=1", *flags])
