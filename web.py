@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -205,6 +205,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, models: Models) -> None:
         self.models, self.lock = models, Lock()  # one computation at a time
+        self.computing = current_thread()  # or the last one that computed
         self.is_closing = False
         super().__init__((LOOPBACK[1], port), Handler)
 
@@ -247,6 +248,7 @@ class Handler(BaseHTTPRequestHandler):
                     while not self.server.lock.acquire(timeout=1):
                         self.send_line({"waiting": True})  # raises if the page was closed
                     stack.callback(self.server.lock.release)
+                    self.server.computing = current_thread()
                 ANSWERS[self.path](self.server.models, json.loads(body), self.send_line)
         except ConnectionError:
             raise
@@ -296,7 +298,10 @@ def serve(models: Models, port: int, open_browser: bool) -> None:
         with suppress(KeyboardInterrupt):
             server.serve_forever()
         server.is_closing = True
-        server.lock.acquire()  # if Python exits while a thread computes, torch aborts
+        server.lock.acquire()
+        # If Python exits while a thread computes or frees tensors, torch aborts.
+        if server.computing is not current_thread():
+            server.computing.join()
 
 
 def new_server(models: Models, port: int) -> Server:
