@@ -5,14 +5,11 @@ confirmations use and the measured speeds are decided once.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import ScalarFormatter
-
 from bench.statistics import BETTER_BY_CHANCE
-from plot import BLUE, GRAY, RED, new_axes, plain, save_figure
 from runtime.files import read_json
 
 TRIALS, NAME = Path("runs/trials"), "ledger.json"
@@ -47,24 +44,22 @@ def ranked(ledger: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, An
 def table(ledger: Mapping[str, Any]) -> list[str]:
     """Return the answers as the lines of a Markdown table, best first.
 
-    `lines` has the lines that the patch adds and removes, and `step` the time of a step divided by
-    the base's, if it was measured.
+    `lines` has the lines that the patch adds and removes.
     """
-    rows = [("edit", "lines", "step", "difference", "pairs", "verdict"), ("---",) * 6]
+    rows = [("edit", "lines", "difference", "pairs", "verdict"), ("---",) * 5]
     for edit, answer in ranked(ledger):
         patch = edit["patch"].splitlines()
         lines = [sum(s[:1] == sign and s[:3] != 3 * sign for s in patch) for sign in "+-"]
-        step = "{:.2f}±{:.1g}".format(*edit["cost"]) if "cost" in edit else ""
         verdict, mean, half = answer["text"].partition(":")[0], answer["mean"], answer["half"]
         difference = "" if mean is None else f"{mean:+.3f}" + (f"±{half:.3f}" if half else "")
         name = ", ".join((f"`{edit.get('edit', edit['name'])}`", *answer.get("changed", ())))
-        numbers = ("+{}/-{}".format(*lines), step, difference, str(len(answer["seeds"])))
+        numbers = ("+{}/-{}".format(*lines), difference, str(len(answer["seeds"])))
         rows.append((name, *numbers, verdict))
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def list_trials() -> Iterator[str]:
-    """Yield the lines of all ledgers; draw a figure for each."""
+    """Yield the lines of all ledgers."""
     for folder in sorted(path for path in TRIALS.glob("*") if path.is_dir()):
         if not (ledger := read(folder)):
             yield f"{folder}: not read, because an earlier version made it"
@@ -77,26 +72,3 @@ def list_trials() -> Iterator[str]:
         chance = f"chance alone gives {BETTER_BY_CHANCE * len(confirmed):.2g}"
         count = f"edits tried: {len(ledger['edits'])}; confirmations: {len(confirmed)}"
         yield f"{count}; better: {better}, of which {chance} if no edit has an effect"
-        yield from map(str, draw_forest(rows, folder))
-
-
-def draw_forest(rows: Sequence[tuple[Any, dict[str, Any]]], folder: Path) -> Iterator[Path]:
-    """Draw the mean and the interval of each answer, a figure for each metric."""
-    for metric in sorted({answer["metric"] for _, answer in rows}):
-        shown = [row for row in rows if row[1]["metric"] == metric and row[1]["mean"] is not None]
-        if not shown:
-            continue
-        [axes] = new_axes(f"{len(shown)} answers: edit minus base", "")
-        axes.figure.set_figheight(1.8 + 0.28 * len(shown))  # type: ignore[union-attr]
-        for stage, color in ((CONFIRMATION, BLUE), (SCREENING, GRAY)):
-            lines = [(n, answer) for n, (_, answer) in enumerate(shown) if answer["stage"] == stage]
-            for n, answer in lines:
-                axes.errorbar(answer["mean"], n, xerr=answer["half"], fmt="o", color=color, ms=4)
-            axes.errorbar([], [], fmt="o", color=color, label=stage)
-        axes.axvline(0, color=RED, linewidth=1)
-        axes.set_yticks(range(len(shown)), [plain(edit["name"]) for edit, _ in shown])
-        axes.invert_yaxis()
-        axes.grid(axis="x", color=axes.get_ygridlines()[0].get_color(), linewidth=0.8)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_xlabel(f"difference of {metric}, with the 95 % interval", color=GRAY)
-        yield save_figure(axes, folder / f"{metric}.png", is_over_tokens=False)

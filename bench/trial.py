@@ -15,19 +15,18 @@ demo's model it takes 25 s for each new code and then saves 10 % of a step.
 2. Confirmation, with `--confirm`: the base and the edits that were better by at least `--least`,
    with seeds from 1001 on that no confirmation has used. Only this gives a verdict.
 
-`runs/trials/HASH` has the runs and the ledger of all edits of this base, which `--list` prints and
-draws. The same command continues an interrupted trial.
+`runs/trials/HASH` has the runs and the ledger of all edits of this base, which `--list` prints.
+The same command continues an interrupted trial.
 """
 
 import math
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -73,7 +72,6 @@ from runtime.files import lock_folder, write_json
 # Ends of the names of metrics whose larger or smaller values are better.
 HIGHER = ("_acc", "_acc_norm", "_accuracy", "_tokens_per_second", "_mfu")
 LOWER = ("_loss", "_bpb", "_step_time_ms", "_evaluation_seconds", "_peak_memory_gib")
-TIMED_STEPS, ROUNDS = 100, 3  # for --cost; a run's first step, which compiles, does not count
 FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
 NTH = ("first", "second", "third", "fourth", "fifth", "another")
 
@@ -95,18 +93,14 @@ class TrialConfig:
     confirm: int = 0
     """Number of pairs to confirm edits with that are better by at least --least, with fresh seeds;
     0 = only screen."""
-    confirm_all: bool = False
-    """Confirm all edits."""
     least: float = 0.01
     """Smallest difference of interest, in the unit of --metric."""
     tune: tuple[str, ...] = ()
     """Settings to tune, such as max_lr: the base and each edit take the best of 0.5, 1 and 2 times
     the value, and at most two steps further. Several are tuned one after the other."""
-    cost: bool = False
-    """Measure the mean time of a step with each edit, in turn with the base and alone: three times
-    the first 100 steps, or all if a run has fewer."""
     metric: str = "val_loss"
-    """Number to compare, one that the runs log; its last value counts."""
+    """Number to compare, one that the runs log. Its last value counts, of step_time_ms the mean of
+    all steps but the first: use it with --jobs 1 and --confirm, whose runs are new."""
     higher: bool = False
     """Larger values of --metric are better, as is known of accuracies, speeds and MFU."""
     lower: bool = False
@@ -114,14 +108,12 @@ class TrialConfig:
     jobs: int | None = None
     """Number of runs at the same time; default: one per GPU, else one per core."""
     list: bool = False
-    """Print the ledger of all trials, best first, and draw their differences; train nothing."""
+    """Print the ledger of all trials, best first; train nothing."""
 
     def __post_init__(self) -> None:
         problems = bad_numbers(self, ("seeds", "jobs", "least"))
         if self.confirm == 1:
             problems.append("--confirm must be at least 2: a single pair has no interval")
-        if self.confirm_all and not self.confirm:
-            problems.append("--confirm-all requires --confirm")
         if not self.edit and not self.list:
             problems.append(f"--edit is missing: use a .patch, a .json, a folder or {WORKTREE}")
         if self.is_higher_better == (self.lower or f"_{self.metric}".endswith(LOWER)):
@@ -196,14 +188,21 @@ class Trial:
 
         def train_one(name: str, variant: Variant, seed: int) -> None:
             slot = slots.get()
-            place = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
+            own = {"run_name": name, "out_dir": self.folder.absolute(), "resume": "auto"}
             try:
                 with wait_for_lock(self.folder, f".{name}.lock", stopped):  # against other trials
                     with wait_for_lock(self.folder / name, RUN_LOCK_NAME, stopped):
                         pass  # a killed trial has left no process behind
                     if not self.is_over(variant, seed):
-                        run = variant.changed(seed=seed, **place)
-                        self.run(run, lambda _: stopped.is_set(), slot)
+                        place = {"OMP_NUM_THREADS": str(THREADS)}
+                        if self.gpus:
+                            place["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+                        run_python(
+                            variant.code / "train_gpt2.py",
+                            *variant.changed(seed=seed, **own).flags,
+                            is_done=lambda _: stopped.is_set(),
+                            environment=place,
+                        )
             finally:
                 slots.put(slot)
 
@@ -216,14 +215,6 @@ class Trial:
             finally:
                 stopped.set()
                 pool.shutdown(cancel_futures=True)
-
-    def run(self, variant: Variant, is_done: Callable[[str], bool], slot: int = 0) -> None:
-        """Run a variant's `train_gpt2.py` until it ends or is done."""
-        environment = {"OMP_NUM_THREADS": str(THREADS)}
-        if self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
-        command: list[str | Path] = [variant.code / "train_gpt2.py", *variant.flags]
-        run_python(*command, is_done=is_done, environment=environment)
 
     def is_over(self, variant: Variant, seed: int) -> bool:
         """Return whether a run is finished or has diverged."""
@@ -250,36 +241,10 @@ class Trial:
         records, names = read_metrics(path), ("data_fingerprint", "val_fingerprint")
         losses = [(r["step"], r.get("train_loss"), r.get("val_loss")) for r in records]
         data, tokens = [logged_values(path, name)[-1] for name in names], records[-1]["tokens_seen"]
-        return Result("", values[-1], losses, data, tokens)
+        value = fmean(values[1:] or values) if metric == "step_time_ms" else values[-1]
+        return Result("", value, losses, data, tokens)
 
-    # --- cost and tuning ----------------------------------------------------------------------
-
-    def measure_cost(self, key: str, base: Variant, edit: Variant) -> None:
-        """Measure the steps of an edit in turn with the base's, alone, and keep their ratio.
-
-        The ledger has the ratio, its error, and the number of steps that were timed; ledgers of
-        earlier versions have medians of ten steps, without the number.
-        """
-        if len(self.ledger["edits"][key].get("cost", ())) == 3:
-            return
-        print(f"timing {TIMED_STEPS} steps of base and {edit.name}, {ROUNDS} times", flush=True)
-        with suppress(UserError):  # screening shows it
-            logs = [math.log(self.step_ms(edit) / self.step_ms(base)) for _ in range(ROUNDS)]
-            ratio = math.exp(fmean(logs))
-            with self.changed_ledger():
-                cost = [ratio, ratio * interval(logs), TIMED_STEPS]
-                self.ledger["edits"][key]["cost"] = cost
-
-    def step_ms(self, variant: Variant) -> float:
-        """Return the mean time of the first steps of a run, without the very first.
-
-        It is the mean, because some optimizers do most of their work in each tenth step.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            times = partial(logged_values, Path(folder, "speed", METRICS_NAME), "step_time_ms")
-            variant = variant.changed(out_dir=folder, run_name="speed", val_every=0)
-            self.run(variant, lambda _: len(times()) > TIMED_STEPS)
-            return fmean(times()[1 : TIMED_STEPS + 1] or times())
+    # --- tuning -------------------------------------------------------------------------------
 
     def tune(self, pairs: Mapping[str, Pair], setting: str) -> dict[str, Pair]:
         """Return the pairs, each version with its best value of a setting.
@@ -337,12 +302,6 @@ class Trial:
         shown = f"{len(values)} runs of the base have a standard deviation of {deviation:.2g}"
         number = f"--confirm {n}{' or more' * (n == MAX_PAIRS)}"
         return f"{shown}: {number} shows a difference of {least:g} with a probability of 80 %\n"
-
-    def may_be_confirmed(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether to confirm a screened edit."""
-        if answer["mean"] is None or answer["text"].startswith("the same"):
-            return False
-        return self.config.confirm_all or gain(answer) >= self.config.least
 
     def fresh_seeds(self, pairs: Mapping[str, Pair]) -> dict[str, list[int]]:
         """Return the seeds of the confirmation of each pair, and keep them.
@@ -406,8 +365,6 @@ class Trial:
         text = "; ".join((text, *changed))
         if SAMPLED in str(pair[1].conditions):
             text += "; large files were compared with earlier runs by size, time and samples"
-        if len(cost := self.ledger["edits"][key].get("cost", ())) == 3:
-            text += f"; a step takes {cost[0]:.2f} ± {cost[1]:.1g} times as long"
         has_mean = len(done) == len(seeds) and "no verdict" not in text
         values = [(base.value, edit.value) for base, edit in done]
         differences = [edit - base for base, edit in values]
@@ -491,8 +448,6 @@ def main() -> None:
                 version.scaled(setting, 1)  # raise before the first run
         trial = start_trial(config, flags, base, edits)
         pairs = {f"{edit.name}-{edit.digest}": (base, edit) for edit in edits}
-        for key in pairs if config.cost else ():
-            trial.measure_cost(key, *pairs[key])
         for setting in config.tune:
             pairs = trial.tune(pairs, setting)
         seeds = range(1, config.seeds + 1)
@@ -501,7 +456,7 @@ def main() -> None:
         answers = trial.compare(SCREENING, pairs, dict.fromkeys(pairs, seeds))
         print(known or trial.power(before, seeds), end="", flush=True)
         if config.confirm:
-            chosen = {key: pairs[key] for key in pairs if trial.may_be_confirmed(answers[key])}
+            chosen = {key: pairs[key] for key in pairs if gain(answers[key]) >= config.least}
             answers |= trial.compare(CONFIRMATION, chosen, trial.fresh_seeds(chosen))
     print(*(f"{edit.name}: {answers[key]['text']}" for key, (_, edit) in pairs.items()), sep="\n")
 
