@@ -406,7 +406,7 @@ def describe(config: TrialConfig, stage: str, pairs: Sequence[tuple[Result, Resu
     differences = [edit.value - base.value for base, edit in done]
     fresh = "fresh " * (stage == CONFIRMATION)
     n_pairs = f"{len(done)} {fresh}pair{'s' * (len(done) > 1)}"
-    if not names and all(base.losses == edit.losses for base, edit in done):
+    if not names and all((b.losses, b.value) == (e.losses, e.value) for b, e in done):
         return f"the same, bit for bit ({n_pairs})"
     before, after = fmean(base.value for base, _ in done), fmean(edit.value for _, edit in done)
     equal = " with equal differences" * (len(done) > 1)
