@@ -91,8 +91,8 @@ def compile_model(model: GPT, run: Run) -> nn.Module:
     """Compile the model as one graph on one GPU, or else block by block.
 
     One graph makes a step of 12 layers a little faster, but compiles longer, and of 48 layers far
-    too long. On a CPU it is not faster. With several processes, blocks let the exchange of gradients
-    overlap the backward pass.
+    too long. On a CPU it is not faster. With several processes, blocks let the exchange of
+    gradients overlap the backward pass.
     """
     if not run.compiles:
         return model
