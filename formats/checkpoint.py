@@ -187,7 +187,6 @@ class CheckpointWriter:
         """
         while all_reduce_max(not self._last.done()):
             wait_for([self._last], timeout=1)  # Ctrl-C can interrupt this wait
-        self._last.result()
 
     def __enter__(self) -> Self:
         return self
@@ -202,21 +201,19 @@ class CheckpointWriter:
         """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
-            try:
-                with write_folder(path) as folder:
-                    for name, tensors in copies.items():
-                        save_file(tensors, folder / name)
-                    write_json(folder / STATE_NAME, asdict(state))
-                    files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
-                    manifest = {"format": CHECKPOINT_FORMAT, "files": files}
-                    write_json(folder / CHECKPOINT_MANIFEST, manifest)
-            except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
-                self.error = UserError(f"{path} was not saved: {error}")
-                print0(f"warning: {self.error}")
-            else:
-                self.on_saved(state.step, path)
-                if self.keep:
-                    self._delete_old(path)
+            with write_folder(path) as folder:
+                for name, tensors in copies.items():
+                    save_file(tensors, folder / name)
+                write_json(folder / STATE_NAME, asdict(state))
+                files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
+                manifest = {"format": CHECKPOINT_FORMAT, "files": files}
+                write_json(folder / CHECKPOINT_MANIFEST, manifest)
+            self.on_saved(state.step, path)
+            if self.keep:
+                self._delete_old(path)
+        except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
+            self.error = UserError(f"{path} was not saved: {error}")
+            print0(f"warning: {self.error}")
         except Exception as error:  # the next checkpoint would also fail
             self.error = error
             self.on_failed()
