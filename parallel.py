@@ -75,10 +75,6 @@ class Ranks(DistInfo):
                 copies[name] = full.contiguous().to("cpu", copy=True)
         return copies
 
-    def local_parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the parts of tensors that this rank holds."""
-        return tensors
-
     def reshard(self, model: nn.Module) -> None:
         """Free the parameters that a forward pass without a backward pass leaves gathered."""
 
@@ -210,10 +206,6 @@ class FSDP(Ranks):
             gathered = self.gather(stack.to(self.device, dtype)).to(stack.dtype)
             full |= zip(indices, gathered, strict=True)
         return [full[index] for index in range(len(tensors))]
-
-    def local_parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the rank's shards as plain tensors."""
-        return {n: x.to_local() if hasattr(x, "to_local") else x for n, x in tensors.items()}
 
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, block by block."""

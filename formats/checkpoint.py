@@ -320,14 +320,16 @@ def _can_save(dtype: torch.dtype, layout: torch.layout) -> bool:
     return False
 
 
-def find_nonfinite_on_ranks(contents: Contents, ranks: Ranks = SINGLE_PROCESS) -> str | None:
+def find_nonfinite_on_ranks(contents: Contents) -> str | None:
     """Return the name of a parameter, or of an optimizer's tensor, that is not finite.
 
     Return None if all are finite. Buffers, such as masks, may be infinite. Every process must call
     this; all get the same name.
     """
     parameters = {n: x for n, x in contents.model.items() if isinstance(x, nn.Parameter)}
-    bad = find_nonfinite(ranks.local_parts(parameters | tensors_of(contents.optimizer)))
+    tensors = parameters | tensors_of(contents.optimizer)
+    shards = {n: x.to_local() if hasattr(x, "to_local") else x for n, x in tensors.items()}
+    bad = find_nonfinite(shards)
     return next(filter(None, gather_text(bad or "")), None)
 
 

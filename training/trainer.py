@@ -288,7 +288,7 @@ class Trainer:
 
     def check_finite(self, step: int, contents: Contents) -> None:
         """Raise DivergedError on every rank if a weight or a moment is not finite."""
-        if name := checkpoint.find_nonfinite_on_ranks(contents, self.run.ranks):
+        if name := checkpoint.find_nonfinite_on_ranks(contents):
             self._raise_diverged(step, f"{name} is not finite")
 
     def _raise_diverged(self, step: int, reason: str) -> NoReturn:
