@@ -293,7 +293,7 @@ def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def others_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are not tensors, which `trainer_state.json` has."""
     return {name: value for name, value in values.items() if not isinstance(value, Tensor)}
 

@@ -312,9 +312,9 @@ class Trainer:
             rng_states=checkpoint.rng_states(),
             grad_scaler=self.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
-            optimizer_values=checkpoint.others_of(contents.optimizer),
+            optimizer_values=checkpoint.plain_values(contents.optimizer),
             optimizer_groups=self.settings.state(),
-            own=checkpoint.others_of(self.state),
+            own=checkpoint.plain_values(self.state),
             code=code_hashes(),
         )
 
