@@ -86,7 +86,7 @@ def draw_forest(rows: Sequence[tuple[Any, dict[str, Any]]], folder: Path) -> Ite
         shown = [row for row in rows if row[1]["metric"] == metric and row[1]["mean"] is not None]
         if not shown:
             continue
-        [axes] = new_axes(f"{len(shown)} answers: edit minus base", "")
+        axes = new_axes(f"{len(shown)} answers: edit minus base", "")
         axes.figure.set_figheight(1.8 + 0.28 * len(shown))  # type: ignore[union-attr]
         for stage, color in ((CONFIRMATION, BLUE), (SCREENING, GRAY)):
             lines = [(n, answer) for n, (_, answer) in enumerate(shown) if answer["stage"] == stage]
