@@ -46,8 +46,7 @@ class Ranks(DistInfo):
             else torch.full((), float(value), device=self.device)
             for value in scalars
         ]
-        total = all_reduce_sum(torch.stack(values))
-        return total if self.world_size == 1 else total / self.world_size
+        return all_reduce_sum(torch.stack(values)) / self.world_size
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return the global L2 norm of the parameters' gradients, a scalar on the device."""
