@@ -13,6 +13,7 @@ same command: it continues after the last finished shard. To add a source, see `
 import itertools
 import math
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -33,14 +34,7 @@ from corpus.shards import Manifest, ShardWriter, TokenArray
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import (
-    PathOrName,
-    bad_numbers,
-    parse_flags,
-    raise_problems,
-    run_command,
-    shell_line,
-)
+from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
 from runtime.errors import UserError
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
@@ -138,7 +132,7 @@ def main() -> None:
         # An installed package has no recipes.
         if config.propose and (Path(__file__).parent / "recipes").is_dir():
             try:
-                print("next:", command := shell_line(*propose_training(folder, manifest)))
+                print("next:", command := shlex.join(propose_training(folder, manifest)))
                 if "gpt2-124m.json" in command:
                     print(OTHER_RECIPE)
             except UserError as error:  # the dataset may still be of use

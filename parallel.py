@@ -46,8 +46,7 @@ class Ranks(DistInfo):
             else torch.full((), float(value), device=self.device)
             for value in scalars
         ]
-        total = all_reduce_sum(torch.stack(values))
-        return total if self.world_size == 1 else total / self.world_size
+        return all_reduce_sum(torch.stack(values)) / self.world_size
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return the global L2 norm of the parameters' gradients, a scalar on the device."""
@@ -74,10 +73,6 @@ class Ranks(DistInfo):
             if is_kept:  # not in pinned memory: torch would round each size up to a power of two
                 copies[name] = full.contiguous().to("cpu", copy=True)
         return copies
-
-    def local_parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the parts of tensors that this rank holds."""
-        return tensors
 
     def reshard(self, model: nn.Module) -> None:
         """Free the parameters that a forward pass without a backward pass leaves gathered."""
@@ -210,10 +205,6 @@ class FSDP(Ranks):
             gathered = self.gather(stack.to(self.device, dtype)).to(stack.dtype)
             full |= zip(indices, gathered, strict=True)
         return [full[index] for index in range(len(tensors))]
-
-    def local_parts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the rank's shards as plain tensors."""
-        return {n: x.to_local() if hasattr(x, "to_local") else x for n, x in tensors.items()}
 
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, block by block."""

@@ -80,7 +80,7 @@ def plot_run(run_dir: Path, folder: Path | None = None) -> list[Path]:
     if len(Series.of(records, "hellaswag_acc_norm").values):
         drawn.append(_draw_hellaswag(records, title, figures / "hellaswag.png"))
     for name in filter(str.isidentifier, user_metrics(records)):  # the figure's file has the name
-        [axes], series = new_axes(title, name), Series.of(records, name)
+        axes, series = new_axes(title, name), Series.of(records, name)
         _plot_line(axes, series, f"{series.values[-1]:.4g}", BLUE)
         drawn.append(save_figure(axes, figures / f"own_{name}.png"))
     return drawn
@@ -88,7 +88,7 @@ def plot_run(run_dir: Path, folder: Path | None = None) -> list[Path]:
 
 def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     """Plot the validation losses of several runs in one file."""
-    [axes], lines = new_axes(f"{len(run_dirs)} runs", "validation loss (nats per token)"), []
+    axes, lines = new_axes(f"{len(run_dirs)} runs", "validation loss (nats per token)"), []
     for run_dir, name in zip(run_dirs, unique_names(run_dirs), strict=True):
         line = Series.of(read_run(run_dir), "val_loss")
         if not len(line.values):
@@ -100,20 +100,18 @@ def plot_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     return save_figure(axes, path)
 
 
-def new_axes(title: str, *quantities: str) -> list[Axes]:
-    """Return axes over training tokens, one below the other, in a new figure of this style."""
-    size = (8, 2 + 2.5 * len(quantities))
-    figure = Figure(figsize=size, dpi=120, facecolor="white", layout="constrained")
-    panels = figure.subplots(len(quantities), sharex=True, squeeze=False)[:, 0]
-    for axes, quantity in zip(panels, quantities, strict=True):
-        axes.set_ylabel(quantity, color=GRAY)
-        axes.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.grid(axis="y", color=PALE, linewidth=0.8)
-        axes.tick_params(colors=GRAY, length=0, labelsize=9)
-    panels[0].set_title(plain(title), color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
-    panels[-1].set_xlabel("training tokens", color=GRAY)
-    return [*panels]
+def new_axes(title: str, quantity: str) -> Axes:
+    """Return axes over training tokens, in a new figure of this style."""
+    figure = Figure(figsize=(8, 4.5), dpi=120, facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(plain(title), color=INK, fontsize=12, fontweight="bold", loc="left", pad=10)
+    axes.set_xlabel("training tokens", color=GRAY)
+    axes.set_ylabel(quantity, color=GRAY)
+    axes.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="y", color=PALE, linewidth=0.8)
+    axes.tick_params(colors=GRAY, length=0, labelsize=9)
+    return axes
 
 
 def plain(text: str) -> str:
@@ -147,7 +145,7 @@ def save_figure(axes: Axes, path: Path, is_over_tokens: bool = True) -> Path:
 
 
 def _draw_loss(records: Records, title: str, path: Path) -> Path:
-    [axes] = new_axes(title, "loss (nats per token)")
+    axes = new_axes(title, "loss (nats per token)")
     train, val = Series.of(records, "train_loss"), Series.of(records, "val_loss")
     if len(train.values):
         axes.plot(*train, color=BLUE, linewidth=0.6, alpha=0.3)
@@ -162,7 +160,7 @@ def _draw_loss(records: Records, title: str, path: Path) -> Path:
 def _draw_hellaswag(records: Records, title: str, path: Path) -> Path:
     accuracy = Series.of(records, "hellaswag_acc_norm")
     total = int(Series.of(records, "hellaswag_total").values[-1])
-    [axes] = new_axes(f"{title}\n{total:,} examples", "HellaSwag accuracy (acc_norm)")
+    axes = new_axes(f"{title}\n{total:,} examples", "HellaSwag accuracy (acc_norm)")
     error = np.sqrt(accuracy.values * (1 - accuracy.values) / total)
     band = (accuracy.tokens, accuracy.values - error, accuracy.values + error)
     axes.fill_between(*band, color=BLUE, alpha=0.15, linewidth=0, label="± 1 standard error")

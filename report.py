@@ -66,8 +66,7 @@ def warn_if_not_comparable(run_dirs: Sequence[Path]) -> None:
 
 def what_is_measured(run_dir: Path) -> dict[str, Any]:
     """Return what comparable runs have in common: data and settings, or None if not known."""
-    path = run_dir / "config.json"
-    settings = read_json(path) if path.is_file() else {}
+    settings = read_settings(run_dir)
     measured = {name: settings.get(name) for name in ("block_size", "val_tokens")}
     for name in ("data_fingerprint", "val_fingerprint"):
         logged = metrics.logged_values(run_dir / metrics.METRICS_NAME, name)
@@ -75,12 +74,17 @@ def what_is_measured(run_dir: Path) -> dict[str, Any]:
     return measured
 
 
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """Return the settings in a run's `config.json`; none if it does not exist."""
+    path = run_dir / "config.json"
+    return read_json(path) if path.is_file() else {}
+
+
 def collect_run(run_dir: Path) -> dict[str, Any]:
     """Collect what the page shows about a run, as JSON values."""
     records, path = metrics.read_run(run_dir), run_dir / metrics.METRICS_NAME
     resumed = [step for step in metrics.logged_values(path, "resumed_from") if step]  # 0: a new run
-    config_path = run_dir / "config.json"
-    settings = read_json(config_path) if config_path.is_file() else {}
+    settings = read_settings(run_dir)
     if settings.get("warmup_steps") is None and "max_steps" in settings:
         settings["warmup_steps"] = default_warmup_steps(settings["max_steps"])
     step, tokens = records[-1]["step"], records[-1]["tokens_seen"]

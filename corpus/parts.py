@@ -62,6 +62,14 @@ class Part:
 FULL_DATASET = Part()
 
 
+def of_all_parts(source: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a manifest's source that are the same in all parts.
+
+    The `contents` are not: the machines' copies of the files have different stamps.
+    """
+    return {k: v for k, v in source.items() if k not in ("part", "contents")}
+
+
 def read_parts(folder: Path) -> dict[str, Any] | None:
     """Read the manifests of a dataset's parts as one manifest; without parts, return None.
 
@@ -70,8 +78,7 @@ def read_parts(folder: Path) -> dict[str, Any] | None:
     parts = [read_json(path) for path in sorted(folder.glob("part_*_of_*.json"))]
     if not parts:
         return None
-    own = ("part", "contents")  # the other machines' copies of the files have other stamps
-    sources = [{k: v for k, v in part["source"].items() if k not in own} for part in parts]
+    sources = [of_all_parts(part["source"]) for part in parts]
     datasets = [(source, part["max_tokens"]) for source, part in zip(sources, parts, strict=True)]
     has_all = datasets.count(datasets[0]) == len(parts) == sources[0]["parts"]
     return parts[0] | {

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from corpus.parts import FULL_DATASET, Part, read_parts
+from corpus.parts import FULL_DATASET, Part, of_all_parts, read_parts
 from runtime.cli import shell_line
 from runtime.errors import UserError
 from runtime.files import atomic_write, check_downloaded, read_json, sha256_of, write_json
@@ -95,9 +95,9 @@ class Manifest:
     @property
     def identity(self) -> dict[str, Any]:
         """The values that must not change when a dataset is resumed."""
-        source = {k: v for k, v in self.source.items() if k not in ("part", "contents")}
-        source["contents of files"] = [*self.source.get("contents", {}).values()]
-        return source | {"shard size": self.shard_size, "tokenizer": self.tokenizer_sha256}
+        contents = [*self.source.get("contents", {}).values()]
+        values = {"shard size": self.shard_size, "tokenizer": self.tokenizer_sha256}
+        return of_all_parts(self.source) | {"contents of files": contents} | values
 
     def without_changing_shards(self) -> "Manifest":
         """Return an unfinished manifest without the shards that change when tokens are added."""

@@ -187,7 +187,6 @@ class CheckpointWriter:
         """
         while all_reduce_max(not self._last.done()):
             wait_for([self._last], timeout=1)  # Ctrl-C can interrupt this wait
-        self._last.result()
 
     def __enter__(self) -> Self:
         return self
@@ -202,21 +201,19 @@ class CheckpointWriter:
         """Write a checkpoint, which gets its name once it is complete; then delete old ones."""
         self.error = None
         try:
-            try:
-                with write_folder(path) as folder:
-                    for name, tensors in copies.items():
-                        save_file(tensors, folder / name)
-                    write_json(folder / STATE_NAME, asdict(state))
-                    files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
-                    manifest = {"format": CHECKPOINT_FORMAT, "files": files}
-                    write_json(folder / CHECKPOINT_MANIFEST, manifest)
-            except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
-                self.error = UserError(f"{path} was not saved: {error}")
-                print0(f"warning: {self.error}")
-            else:
-                self.on_saved(state.step, path)
-                if self.keep:
-                    self._delete_old(path)
+            with write_folder(path) as folder:
+                for name, tensors in copies.items():
+                    save_file(tensors, folder / name)
+                write_json(folder / STATE_NAME, asdict(state))
+                files = {name: _manifest_entry(folder / name) for name in FILE_NAMES}
+                manifest = {"format": CHECKPOINT_FORMAT, "files": files}
+                write_json(folder / CHECKPOINT_MANIFEST, manifest)
+            self.on_saved(state.step, path)
+            if self.keep:
+                self._delete_old(path)
+        except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
+            self.error = UserError(f"{path} was not saved: {error}")
+            print0(f"warning: {self.error}")
         except Exception as error:  # the next checkpoint would also fail
             self.error = error
             self.on_failed()
@@ -296,7 +293,7 @@ def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def others_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are not tensors, which `trainer_state.json` has."""
     return {name: value for name, value in values.items() if not isinstance(value, Tensor)}
 
@@ -323,14 +320,16 @@ def _can_save(dtype: torch.dtype, layout: torch.layout) -> bool:
     return False
 
 
-def find_nonfinite_on_ranks(contents: Contents, ranks: Ranks = SINGLE_PROCESS) -> str | None:
+def find_nonfinite_on_ranks(contents: Contents) -> str | None:
     """Return the name of a parameter, or of an optimizer's tensor, that is not finite.
 
     Return None if all are finite. Buffers, such as masks, may be infinite. Every process must call
     this; all get the same name.
     """
     parameters = {n: x for n, x in contents.model.items() if isinstance(x, nn.Parameter)}
-    bad = find_nonfinite(ranks.local_parts(parameters | tensors_of(contents.optimizer)))
+    tensors = parameters | tensors_of(contents.optimizer)
+    shards = {n: x.to_local() if hasattr(x, "to_local") else x for n, x in tensors.items()}
+    bad = find_nonfinite(shards)
     return next(filter(None, gather_text(bad or "")), None)
 
 

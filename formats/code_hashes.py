@@ -3,7 +3,6 @@
 import ast
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -18,26 +17,21 @@ SKIPPED = {"web.py", "plot.py", "report.py", "runtime/cli.py"}
 
 @cache  # later edits do not change what runs
 def code_hashes(program: str = "train_gpt2.py") -> dict[str, str]:
-    """Return the hash of each file of the project that a program can import, sorted by name."""
-    return {f: code_hash(text) for f, text in imported_files(ROOT, program) if f not in SKIPPED}
+    """Return the hash of each file of the project that a program can import, sorted by name.
 
-
-def imported_files(folder: Path, program: str) -> list[tuple[str, bytes]]:
-    """Return path and text of each file in a folder that a program can import, sorted by path.
-
-    The imports in the code decide, so all ranks have the same list, which includes the modules that
+    The imports in the code decide, so all ranks have the same files, which include the modules that
     an edit added and modules that only some ranks import.
     """
-    texts, paths = dict[str, bytes](), [program]
+    hashes, paths = dict[str, str](), [program]
     while paths:
         path = paths.pop()
         # A library is next to this project's files if pip has installed both.
-        is_library = any(folder.glob(f"{path.partition('/')[0]}-*.dist-info"))
-        if path not in texts and (folder / path).is_file() and not is_library:
-            texts[path] = (folder / path).read_bytes()
-            with suppress(SyntaxError):  # the import shows it
-                paths += _imports(path, ast.parse(texts[path]))
-    return sorted(texts.items())
+        is_library = any(ROOT.glob(f"{path.partition('/')[0]}-*.dist-info"))
+        if (ROOT / path).is_file() and not (is_library or path in hashes or path in SKIPPED):
+            source = (ROOT / path).read_bytes()
+            hashes[path] = code_hash(source)
+            paths += _imports(path, ast.parse(source))
+    return dict(sorted(hashes.items()))
 
 
 def _imports(file: str, tree: ast.Module) -> Iterator[str]:

@@ -26,7 +26,7 @@ HELLASWAG_EXAMPLES = 10042  # the full validation set, on which the reference mo
 METRICS_NAME = "metrics.jsonl"
 RUNS = Path("runs")  # default of --out-dir
 BEST_SUFFIX = "@best"  # after a run's name: its checkpoint with the lowest validation loss
-LOG_METRICS = {  # which the run's log itself sets
+LOG_METRICS = {  # which the run's log itself sets, now or in earlier versions
     *("step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"),
     *("step_time_ms", "tokens_per_second", "mfu", "peak_memory_gib"),
 }

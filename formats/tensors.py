@@ -30,11 +30,11 @@ def check_tensors(
             if tensors[name].dtype != targets[name].dtype:
                 kinds = f"{tensors[name].dtype}, expected {targets[name].dtype}"
                 raise UserError(f"{problem}: {name} is {kinds}")
-        elif not (tensors[name].is_floating_point() and is_finite(tensors[name])):
+        elif not (tensors[name].is_floating_point() and all_finite(tensors[name])):
             raise UserError(f"{problem}: {name} is not floating-point, or has NaN or infinity")
 
 
-def is_finite(tensor: Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """Return whether no number is NaN or infinite."""
     # aminmax() returns NaN if any number is NaN. On a CPU, it is 16 times faster than isfinite().
     return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
@@ -43,7 +43,7 @@ def is_finite(tensor: Tensor) -> bool:
 def find_nonfinite(tensors: Tensors) -> str | None:
     """Return the name of the first tensor that has NaN or an infinity; None if all are finite."""
     floats = {name: x for name, x in tensors.items() if x.is_floating_point()}
-    return next((name for name, tensor in floats.items() if not is_finite(tensor)), None)
+    return next((name for name, tensor in floats.items() if not all_finite(tensor)), None)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,6 @@ from runtime.errors import DivergedError, RunStopped, UserError, is_out_of_memor
 from runtime.files import redact_secrets
 
 Config = TypeVar("Config")
-Result = TypeVar("Result")
 PathOrName = Annotated[str, Path]  # the type of a flag for a path, whose `~` is expanded, or a name
 # Other ranks wait before they print an error. If rank 0 has failed, too, torchrun ends them first.
 RANK_0_SECONDS = 5
@@ -54,27 +53,26 @@ def parse_flags(config_class: type[Config], args: Sequence[str] | None = None) -
         UserError: a flag is unknown or its value is invalid; the message is one line.
     """
     values = read_flags(config_class, args)
-    return with_flags(lambda: config_class(**values))
+    with name_help():
+        return config_class(**values)
 
 
 def read_flags(config_class: type[Any], args: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the values of the flags that are passed, by field; see `parse_flags`."""
     args = sys.argv[1:] if args is None else args
     dashed = [re.sub(r"^--[\w-]+(?==|$)", lambda m: m[0].replace("_", "-"), arg) for arg in args]
-
-    def read() -> dict[str, Any]:
+    with name_help():
         given, unknown = _new_parser(config_class).parse_known_intermixed_args(dashed)
         if unknown:
             raise UserError(_explain_unknown(unknown, config_class))
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
-
-    return with_flags(read)
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in vars(given).items()}
 
 
-def with_flags(use: Callable[[], Result]) -> Result:
-    """Return what `use` returns; an error of it also names `--help`."""
+@contextmanager
+def name_help() -> Iterator[None]:
+    """Name `--help` in a UserError that the body raises."""
     try:
-        return use()
+        yield
     except UserError as error:
         raise UserError(f"{error} (--help lists the flags)") from None
 

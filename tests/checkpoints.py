@@ -12,7 +12,7 @@ from formats.checkpoint import (
     TrainerState,
     collect,
     load_checkpoint,
-    others_of,
+    plain_values,
     read_state,
     rng_states,
 )
@@ -77,7 +77,7 @@ def run_state(step, trainer, train_config=None):
         grad_scaler={},
         val_fingerprint="def",
         optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
-        optimizer_values=others_of(contents(trainer).optimizer),
+        optimizer_values=plain_values(contents(trainer).optimizer),
     )
 
 

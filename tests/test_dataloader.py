@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corpus.shards import open_shards
+from corpus.shards import TokenShards, open_shards
 from dataloader import (
+    BATCHES_AHEAD,
     ShardedDataLoader,
     count_windows,
     epoch_offset,
@@ -141,11 +142,19 @@ def test_loader_steps_have_the_same_windows_at_every_world_size(
 
 
 @pytest.mark.parametrize("taken", [0, 6, 31])  # of 4 windows; batch 31 ends the first epoch
-def test_loader_continues_at_the_position_of_what_was_taken(data_dir, taken):
+def test_loader_continues_at_the_position_of_what_was_taken(data_dir, taken, monkeypatch):
+    windows, read_shards = threading.Semaphore(0), TokenShards.read
+
+    def read(*args):
+        tokens = read_shards(*args)
+        windows.release()
+        return tokens
+
+    monkeypatch.setattr(TokenShards, "read", read)
     with loader(data_dir) as batches:
         list(itertools.islice(batches, taken))
-        for batch in batches._upcoming:  # the next ones are already read
-            batch.result()
+        for _ in range(4 * (taken + BATCHES_AHEAD)):  # the next batches are already read
+            assert windows.acquire(timeout=600)
         assert (batches.position, batches.tokens_seen) == (4 * taken, 4 * taken * T)
         with loader(data_dir, position=batches.position) as resumed:
             for _ in range(2):

@@ -9,16 +9,10 @@ from pathlib import Path
 from formats.checkpoint import Checkpoint, clean_up, complete_checkpoints, verify_checkpoint
 from formats.load import RUN_CONFIG_NAME, RUN_LOCK_NAME, describe_best, latest_checkpoint
 from formats.metrics import METRICS_NAME, logged_values
+from runtime import distributed
 from runtime.cli import as_flags, shell_line
 from runtime.compiler import compile_error
-from runtime.distributed import (
-    barrier,
-    gather_text,
-    is_lost_process,
-    is_main,
-    print0,
-    raise_on_all_ranks,
-)
+from runtime.distributed import is_main, print0
 from runtime.errors import LOST_PROCESS, DivergedError, RunStopped, UserError, is_out_of_memory
 from runtime.files import lock_folder
 from training.config import TrainConfig
@@ -34,7 +28,7 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
     """
     with ExitStack() as stack:
         run_dir = Path()
-        with raise_on_all_ranks():
+        with distributed.raise_on_all_ranks():
             if is_main():
                 run_dir = choose_run_dir(config, resumed)
                 remedy = "use another --run-name or --out-dir"
@@ -44,7 +38,7 @@ def lock_run_folder(config: TrainConfig, resumed: Checkpoint | None) -> Iterator
                 stack.enter_context(lock_folder(run_dir, RUN_LOCK_NAME, remedy))
                 check_usable(run_dir, config, resumed)
                 clean_up(run_dir / "checkpoints")
-        yield Path(gather_text(str(run_dir))[0])
+        yield Path(distributed.gather_text(str(run_dir))[0])
 
 
 def choose_run_dir(config: TrainConfig, resumed: Checkpoint | None) -> Path:
@@ -129,14 +123,14 @@ def explain_failures(run_dir: Path, config: TrainConfig, stop: StopRequest) -> I
     except StopRequested:  # no evaluation was running: a signal came before training began
         stop.report("before training began: run the same command again")
     except DivergedError as error:
-        barrier()  # every rank gets here, rank 0 once its last save is complete
+        distributed.barrier()  # every rank gets here, rank 0 once its last save is complete
         raise DivergedError(f"{error}: {lower_rate_command(run_dir, config)}") from None
     except Exception as error:  # Triton's errors are not RuntimeErrors
         hint = resume_hint(run_dir)
         if is_out_of_memory(error):  # first, because NCCL's is also a DistError
             fix = "stop other programs on the device, or use a smaller --micro-batch-size"
             raise UserError(f"the device ran out of memory: {fix}; {hint}") from None
-        if is_lost_process(error):
+        if distributed.is_lost_process(error):
             raise RunStopped(f"{LOST_PROCESS}; {hint}") from None
         if reason := compile_error(error):
             if stop.signal:  # the signal also stopped the compiler's processes

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from runtime.errors import UserError
 
 # Types of attributes in which an optimizer may keep state.
-KEPT = (int, float, Tensor, list, tuple, dict, deque)
+STATE_TYPES = (int, float, Tensor, list, tuple, dict, deque)
 
 
 class GroupSettings:
@@ -40,8 +40,9 @@ class GroupSettings:
             kind, saved = type(optimizer), (id(optimizer.state), id(optimizer.param_groups))
             public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
             values = {n: v.state if isinstance(v, Optimizer) else v for n, v in public.items()}
-            kept = {n: v for n, v in values.items() if isinstance(v, KEPT) and id(v) not in saved}
-            settings.append({f"{kind.__name__}.{n}": v for n, v in kept.items()})
+            state = {n: v for n, v in values.items() if isinstance(v, STATE_TYPES)}
+            new = {f"{kind.__name__}.{n}": v for n, v in state.items() if id(v) not in saved}
+            settings.append(new)
         return settings
 
     def multiply(self, factors: Mapping[str, float]) -> None:

@@ -9,7 +9,7 @@ from formats import load
 from formats.checkpoint import STATE_NAME, Checkpoint, read_state, verify_checkpoint
 from formats.metrics import BEST_SUFFIX, RUNS, find_run, is_run
 from model import GPTConfig
-from runtime.cli import read_flags, usable_settings, with_flags
+from runtime.cli import name_help, read_flags, usable_settings
 from runtime.distributed import print0
 from runtime.errors import UserError
 from runtime.files import read_json
@@ -50,7 +50,8 @@ def parse_config(args: Sequence[str]) -> tuple[TrainConfig, Checkpoint | None]:
     if checkpoint is None and init_from and is_new_size:
         source = load.model_config_of(init_from)
         defaults = _with_model_settings(defaults, source)
-    config = with_flags(lambda: replace(defaults, **flags))
+    with name_help():
+        config = replace(defaults, **flags)
     if source is not None:
         _check_size(config, source)
     if checkpoint is not None:

@@ -149,10 +149,8 @@ def is_finished(resumed: Checkpoint | None, config: TrainConfig) -> bool:
     """
     if resumed is None or resumed.state.step < config.max_steps:
         return False
-    if resumed.state.step > config.max_steps:
-        return True
-    path = resumed.path.parent.parent / METRICS_NAME
-    return path.is_file() and config.max_steps in logged_values(path, "finished_step")
+    finished = logged_values(resumed.path.parent.parent / METRICS_NAME, "finished_step")
+    return resumed.state.step > config.max_steps or config.max_steps in finished
 
 
 def can_compile(dist_info: DistInfo) -> bool:

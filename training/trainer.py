@@ -288,7 +288,7 @@ class Trainer:
 
     def check_finite(self, step: int, contents: Contents) -> None:
         """Raise DivergedError on every rank if a weight or a moment is not finite."""
-        if name := checkpoint.find_nonfinite_on_ranks(contents, self.run.ranks):
+        if name := checkpoint.find_nonfinite_on_ranks(contents):
             self._raise_diverged(step, f"{name} is not finite")
 
     def _raise_diverged(self, step: int, reason: str) -> NoReturn:
@@ -312,9 +312,9 @@ class Trainer:
             rng_states=checkpoint.rng_states(),
             grad_scaler=self.scaler.state_dict(),
             optimizers=[type(optimizer).__name__ for optimizer in self.optimizers],
-            optimizer_values=checkpoint.others_of(contents.optimizer),
+            optimizer_values=checkpoint.plain_values(contents.optimizer),
             optimizer_groups=self.settings.state(),
-            own=checkpoint.others_of(self.state),
+            own=checkpoint.plain_values(self.state),
             code=code_hashes(),
         )
 
