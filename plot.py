@@ -133,10 +133,9 @@ def _fit_loss(axes: Axes, lines: Sequence[Series]) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def save_figure(axes: Axes, path: Path, is_over_tokens: bool = True) -> Path:
+def save_figure(axes: Axes, path: Path) -> Path:
     """Add the legend and write the file, in the format of its suffix."""
-    if is_over_tokens:
-        axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width
+    axes.set_xlim(right=max(1, axes.get_xlim()[1]))  # a run at step 0 has no width
     axes.legend(fontsize=9, edgecolor="none", framealpha=1)
     # Without a warning if the font lacks a name's characters, such as Chinese.
     with atomic_write(path) as file, warnings.catch_warnings(action="ignore"):
