@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
+import model
 from corpus.shards import TokenShards
 from dataloader import validation_fingerprint
 from formats.checkpoint import Checkpoint
@@ -15,6 +17,7 @@ from formats.metrics import METRICS_NAME, logged_values
 from hellaswag import Example, examples_or_none
 from lr_schedule import windows_at
 from model import GPTConfig
+from ops import block_attention, select_attention
 from parallel import DDP, FSDP, Ranks
 from runtime import distributed
 from runtime.compiler import prepare_compiler
@@ -102,6 +105,17 @@ def choose_ranks(config: TrainConfig, dist_info: DistInfo, dtype: torch.dtype) -
     return (DDP if dist_info.world_size > 1 else Ranks)(**vars(dist_info))
 
 
+def choose_attention(config: TrainConfig, device: Device) -> TrainConfig:
+    """Set the function that the model calls; return the settings with the choice, to be saved."""
+    name = config.cpu_attention
+    if name == "auto":
+        cpu, kind = torch.cpu.get_capabilities(), device.dist_info.device.type
+        name = select_attention(kind, cpu, device.dtype, config.block_size)
+    attention = block_attention if name == "blocks" else F.scaled_dot_product_attention
+    vars(model)["scaled_dot_product_attention"] = attention
+    return replace(config, cpu_attention=name)
+
+
 @contextmanager
 def open_run(
     config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo
@@ -112,6 +126,7 @@ def open_run(
         The run; None if it is already finished.
     """
     device = find_device(config, dist_info)
+    config = choose_attention(config, device)
     splits = check_ranks_agree(config, resumed, device)
     if is_finished(resumed, config):
         print0("the run is finished: use a larger --max-steps to continue")
