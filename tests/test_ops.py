@@ -7,6 +7,7 @@ from conftest import needs_compiler
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+import model
 from model import GPT, GPTConfig, Loss
 from ops import (
     QUERY_BLOCKS,
@@ -16,7 +17,11 @@ from ops import (
     mean_in_chunks,
     select_attention,
 )
+from runtime.distributed import DistInfo
 from train_gpt2 import compile_by_block
+from training.config import TrainConfig
+from training.memory import Device
+from training.run import choose_attention
 
 
 @pytest.fixture(autouse=True)
@@ -199,3 +204,15 @@ def test_select_attention_depends_on_flags_dtype_and_length(
     device, cpu, dtype, block_size, expected
 ):
     assert select_attention(device, cpu, dtype, block_size) == expected
+
+
+def test_choose_attention_sets_the_models_function_and_keeps_a_choice(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: EPYC)
+    monkeypatch.setattr(model, "scaled_dot_product_attention", None)
+    device = Device("AMD EPYC", None, torch.bfloat16, DistInfo())
+    chosen = choose_attention(TrainConfig(), device)
+    assert chosen.saved()["cpu_attention"] == "blocks"
+    assert model.scaled_dot_product_attention is block_attention
+    chosen = choose_attention(TrainConfig(cpu_attention="torch"), device)
+    assert chosen.saved()["cpu_attention"] == "torch"
+    assert model.scaled_dot_product_attention is F.scaled_dot_product_attention
