@@ -1,16 +1,17 @@
-"""The same results in less time or memory: cached keys, a loss in chunks, recomputed activations.
+"""The same results in less time or memory: cached keys, attention, loss, recomputed activations.
 
 `model.py` states GPT-2 in plain terms; nothing here knows it. Shapes use the letters of `model.py`.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 ModelConfig = Any  # a GPTConfig; model.py imports this module
@@ -46,6 +47,93 @@ class KVCache:
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+# --- attention on a CPU -----------------------------------------------------------------------
+
+QUERY_BLOCKS = 8  # more blocks skip more of the scores but compile longer
+cpu_attention: Literal["torch", "blocks"] = "torch"  # of this process; training/run.py sets it
+
+
+def select_attention(
+    device: str, cpu: Mapping[str, Any], dtype: torch.dtype, block_size: int
+) -> Literal["torch", "blocks"]:
+    """Return `blocks` where they were measured to save 5 % of a step, else `torch`.
+
+    `bench/results/README.md` has the measurements.
+
+    Args:
+        device: the device's type.
+        cpu: what `torch.cpu.get_capabilities` returns.
+        dtype: dtype for matmuls.
+        block_size: context length in tokens.
+    """
+    is_measured = cpu.get("avx512_bf16") and "AMD" in cpu.get("cpu_name", "")
+    is_long = 1024 <= block_size <= 2048  # one block's scores take memory that grows with T squared
+    is_fast = is_measured and device == "cpu" and dtype == torch.bfloat16 and is_long
+    return "blocks" if is_fast else "torch"
+
+
+def scaled_dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    **options: Any,  # noqa: ANN401
+) -> Tensor:
+    """Do the same as `torch.nn.functional.scaled_dot_product_attention`.
+
+    If `cpu_attention` is `blocks`, the gradients of causal attention in bfloat16 take less time in
+    code compiled for a CPU. All other calls, such as with a mask or in eager mode, are torch's.
+    """
+    is_plain = cpu_attention == "blocks" and is_causal and attn_mask is None and not options
+    is_square = q.dim() == 4 and q.shape == k.shape == v.shape and q.size(2) % QUERY_BLOCKS == 0
+    is_supported = q.device.type == "cpu" and q.dtype == k.dtype == v.dtype == torch.bfloat16
+    if not (is_plain and is_square and is_supported and torch.compiler.is_compiling()):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, **options)
+    heads = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    y: Tensor = BlockAttention.apply(*heads)  # type: ignore[no-untyped-call]
+    return y.view(q.shape)
+
+
+class BlockAttention(torch.autograd.Function):
+    """torch's causal attention with a backward pass of large matmuls, one block of queries each.
+
+    The backward pass recomputes the probabilities from their log-sum-exp instead of saving them
+    (FlashAttention-2, Dao 2023, algorithm 2). A block skips the keys after its last query.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ANN401
+        """Attend; arguments and result are (B * H, T, D), and T is a multiple of QUERY_BLOCKS."""
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y, log_sums = (out[0] for out in attend(q[None], k[None], v[None], 0.0, True))
+        ctx.save_for_backward(q, k, v, y, log_sums)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+        """Return the gradients of queries, keys and values."""
+        q, k, v, y, log_sums = ctx.saved_tensors
+        T, scale = q.size(1), q.size(2) ** -0.5
+        shifts = (d_y.float() * y.float()).sum(dim=-1)  # softmax's gradient subtracts them
+        d_q, d_k, d_v = [], [], []
+        for end in range(T // QUERY_BLOCKS, T + 1, T // QUERY_BLOCKS):
+            rows = slice(end - T // QUERY_BLOCKS, end)
+            # All scores are transposed: (B * H, keys, queries).
+            positions = torch.arange(end, device=q.device)
+            is_future = positions[:, None] > positions[rows]
+            scores = (k[:, :end] @ q[:, rows].mT).float() * scale
+            probs = (scores - log_sums[:, None, rows]).exp().masked_fill(is_future, 0.0)
+            d_probs = (v[:, :end] @ d_y[:, rows].mT).float()
+            d_scores = (probs * (d_probs - shifts[:, None, rows]) * scale).to(q.dtype)
+            skipped_keys = (0, 0, 0, T - end)
+            d_q.append(d_scores.mT @ k[:, :end])
+            d_k.append(F.pad(d_scores @ q[:, rows], skipped_keys))
+            d_v.append(F.pad(probs.to(v.dtype) @ d_y[:, rows], skipped_keys))
+        return torch.cat(d_q, dim=1), sum(d_k[1:], d_k[0]), sum(d_v[1:], d_v[0])
 
 
 # --- loss -------------------------------------------------------------------------------------

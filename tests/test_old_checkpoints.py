@@ -72,4 +72,5 @@ def test_checkpoint_of_1f2b603_resumes_exactly_with_a_line_about_each_thing_that
     state = read_json(path.with_name("step_00000008") / "trainer_state.json")
     assert state["step"] == 8
     assert state["val_fingerprint"].endswith(" (8 of 62 windows, spread)")
+    assert state["train_config"]["cpu_attention"] == "torch"  # it had no other
     assert state["code"]

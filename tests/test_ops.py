@@ -5,10 +5,23 @@ import torch
 import torch._inductor.config as inductor_config
 from conftest import needs_compiler
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 
+import ops
 from model import GPT, GPTConfig, Loss
-from ops import checkpoint_activations, mean_in_chunks
+from ops import (
+    QUERY_BLOCKS,
+    BlockAttention,
+    checkpoint_activations,
+    mean_in_chunks,
+    scaled_dot_product_attention,
+    select_attention,
+)
+from runtime.distributed import DistInfo
 from train_gpt2 import compile_by_block
+from training.config import TrainConfig
+from training.memory import Device
+from training.run import choose_attention
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +113,108 @@ def test_checkpoint_activations_recomputes_no_block_that_has_buffers(has_buffer,
     block(torch.ones(3, requires_grad=True)).sum().backward()
     assert block.runs == runs
     assert not has_buffer or block.seen == 1
+
+
+@pytest.mark.parametrize("length", [QUERY_BLOCKS, 48])
+def test_block_attention_equals_torchs_in_output_and_gradients(length):
+    q, k, v = (torch.randn(6, length, 8, requires_grad=True) for _ in range(3))
+    d_output = torch.randn(6, length, 8)
+    ours = BlockAttention.apply(q, k, v)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert (ours - theirs).abs().max() <= 1e-5
+    for gradient, expected in zip(
+        torch.autograd.grad(ours, (q, k, v), d_output),
+        torch.autograd.grad(theirs, (q, k, v), d_output),
+        strict=True,
+    ):
+        assert (gradient - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_block_attention_compiled_in_bfloat16_errs_at_most_1_5_times_as_much_as_torchs(monkeypatch):
+    monkeypatch.setattr(ops, "cpu_attention", "blocks")
+    exact = [torch.randn(2, 3, 256, 64, requires_grad=True) for _ in range(3)]
+    rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    d_output = torch.randn(2, 3, 256, 64)
+
+    def results(attend, inputs):
+        output = attend(*inputs, is_causal=True)
+        return output, *torch.autograd.grad(output, inputs, d_output.to(output.dtype))
+
+    expected = results(F.scaled_dot_product_attention, exact)
+    theirs = results(F.scaled_dot_product_attention, rounded)
+    torch._dynamo.reset()
+    ours = results(torch.compile(scaled_dot_product_attention, fullgraph=True), rounded)
+    assert torch.equal(ours[0], theirs[0])  # the same forward pass
+    for found, other, value in zip(ours, theirs, expected, strict=True):
+        assert (found - value).norm() <= 1.5 * (other - value).norm() <= 0.01 * value.norm()
+
+
+WINDOW = torch.ones(8, 8, dtype=torch.bool).tril().triu(-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kv_heads", "n_keys", "arguments", "dtype", "is_fast"),
+    [
+        (4, 8, {"is_causal": True}, torch.bfloat16, True),
+        (4, 8, {"is_causal": True}, torch.float32, False),
+        (4, 8, {}, torch.bfloat16, False),
+        (4, 8, {"attn_mask": WINDOW}, torch.bfloat16, False),
+        (4, 8, {"is_causal": True, "scale": 0.5}, torch.bfloat16, False),
+        (2, 8, {"is_causal": True, "enable_gqa": True}, torch.bfloat16, False),
+        (4, 12, {"is_causal": True}, torch.bfloat16, False),
+    ],
+)
+def test_block_attention_equals_torchs_with_any_arguments(
+    monkeypatch, kv_heads, n_keys, arguments, dtype, is_fast
+):
+    monkeypatch.setattr(ops, "cpu_attention", "blocks")
+    graphs = []
+    q = torch.randn(2, 4, 8, 16, dtype=dtype)
+    k, v = torch.randn(2, 2, kv_heads, n_keys, 16, dtype=dtype)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        scaled_dot_product_attention,
+        backend=lambda graph, inputs: graphs.append(graph.code) or graph.forward,
+        fullgraph=True,
+    )
+    expected = F.scaled_dot_product_attention(q, k, v, **arguments)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, **arguments), expected)
+    assert torch.equal(compiled(q, k, v, **arguments), expected)
+    assert ("_flash_attention_for_cpu" in graphs[0]) == is_fast
+
+
+EPYC = {"cpu_name": "AMD EPYC", "avx512_bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "cpu", "dtype", "block_size", "expected"),
+    [
+        ("cpu", EPYC, torch.bfloat16, 1024, "blocks"),
+        ("cpu", EPYC, torch.bfloat16, 256, "torch"),  # as in recipes/demo.json
+        ("cpu", EPYC, torch.bfloat16, 4096, "torch"),
+        ("cpu", EPYC, torch.float32, 1024, "torch"),
+        ("cuda", EPYC, torch.bfloat16, 1024, "torch"),
+        ("cpu", {"cpu_name": "AMD EPYC"}, torch.bfloat16, 1024, "torch"),
+        ("cpu", {"cpu_name": "Intel", "avx512_bf16": True}, torch.bfloat16, 1024, "torch"),
+        ("cpu", {}, torch.bfloat16, 1024, "torch"),
+    ],
+)
+def test_select_attention_depends_on_flags_dtype_and_length(
+    device, cpu, dtype, block_size, expected
+):
+    assert select_attention(device, cpu, dtype, block_size) == expected
+
+
+def test_choose_attention_follows_the_setting_and_saves_what_auto_chose(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: EPYC)
+    monkeypatch.setattr(ops, "cpu_attention", "torch")
+    device = Device("AMD EPYC", None, torch.bfloat16, DistInfo())
+    chosen = choose_attention(TrainConfig(), device)
+    assert chosen.saved()["cpu_attention"] == "blocks"
+    assert ops.cpu_attention == "blocks"
+    chosen = choose_attention(TrainConfig(cpu_attention="torch"), device)
+    assert chosen.saved()["cpu_attention"] == "torch"
+    assert ops.cpu_attention == "torch"

@@ -90,7 +90,8 @@ def _saved_config(checkpoint: Checkpoint) -> TrainConfig:
     ignored += [f"{n} {value}" for n, value in state.train_config.items() if n not in settings]
     if ignored:
         print0(f"note: {path} has values that this version ignores: {', '.join(ignored)}")
-    config = config_from_settings(settings, path)
+    # Earlier versions only had torch's attention.
+    config = config_from_settings({"cpu_attention": "torch"} | settings, path)
     if config.init_from is not None:  # earlier versions did not save the size with it
         config = _with_model_settings(config, GPTConfig(**state.model_config))
     return config

@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import ops
 from corpus.shards import TokenShards
 from dataloader import validation_fingerprint
 from formats.checkpoint import Checkpoint
@@ -102,6 +104,17 @@ def choose_ranks(config: TrainConfig, dist_info: DistInfo, dtype: torch.dtype) -
     return (DDP if dist_info.world_size > 1 else Ranks)(**vars(dist_info))
 
 
+def choose_attention(config: TrainConfig, device: Device) -> TrainConfig:
+    """Turn attention in blocks on or off; return the settings with the choice, to be saved."""
+    name = config.cpu_attention
+    if name == "auto":
+        cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # new in torch
+        kind = device.dist_info.device.type
+        name = ops.select_attention(kind, cpu, device.dtype, config.block_size)
+    ops.cpu_attention = name
+    return replace(config, cpu_attention=name)
+
+
 @contextmanager
 def open_run(
     config: TrainConfig, resumed: Checkpoint | None, dist_info: DistInfo
@@ -112,6 +125,7 @@ def open_run(
         The run; None if it is already finished.
     """
     device = find_device(config, dist_info)
+    config = choose_attention(config, device)
     splits = check_ranks_agree(config, resumed, device)
     if is_finished(resumed, config):
         print0("the run is finished: use a larger --max-steps to continue")
