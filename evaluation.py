@@ -15,13 +15,13 @@ import torch
 
 from corpus.shards import TokenShards
 from dataloader import validation_batches
+from generation import cache_agrees, generate_tokens
 from hellaswag import evaluate_hellaswag
 from model import IGNORE_INDEX
 from runtime.device import synchronize
 from runtime.distributed import all_reduce_max, all_reduce_sum, print0
 from runtime.errors import UserError
 from runtime.precision import autocast, eval_mode
-from sample import cache_agrees, generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
 from training.run import Run

@@ -36,6 +36,7 @@ from formats.checkpoint import complete_checkpoints
 from formats.huggingface import HF_WEIGHTS_NAME
 from formats.load import find_checkpoint, is_hugging_face, load_model
 from formats.metrics import find_run, is_run
+from generation import generate_tokens, text_loss
 from model import GPT
 from runtime.errors import UserError, is_user_error
 from tokenizer import bits_per_byte, gpt2_encoding, prompt_ids
@@ -55,13 +56,11 @@ Request = dict[str, Any]
 
 
 class Models(NamedTuple):
-    """The models that the page shows, and the functions of `sample` that use them."""
+    """The models that the page shows."""
 
     sources: Sequence[str | Path]
     device: torch.device
     dtype: torch.dtype
-    generate_tokens: Callable[..., object]
-    text_loss: Callable[..., float]
 
     def checkpoints(self, number: int) -> dict[int, Path]:
         """Return the checkpoints of a model's run by their step; none if it is not a run."""
@@ -151,7 +150,7 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
         pieces.add(int(tokens[0]), loss, likeliest(latest[0][0]))
 
     options: dict[str, Any] = {n: float(request[n]) for n in ("temperature", "top_p")}
-    models.generate_tokens(
+    generate_tokens(
         model,
         torch.tensor([ids], device=models.device),
         int(request["max_new_tokens"]),
@@ -170,7 +169,7 @@ def look_inside(models: Models, request: Request, send: Send) -> None:
     tokens = torch.tensor([request["ids"]], device=models.device)
     options: dict[str, Any] = {"temperature": 0, "dtype": models.dtype, "stop_token": None}
     logits = list[Tensor]()
-    models.generate_tokens(models.get(request), tokens, 1, on_logits=logits.append, **options)
+    generate_tokens(models.get(request), tokens, 1, on_logits=logits.append, **options)
     send({"top": likeliest(logits[0][0])})
 
 
@@ -186,7 +185,7 @@ def score_text(models: Models, request: Request, send: Send) -> None:
 
     if ids:
         pieces.add(ids[0], 0.0)  # nothing predicts it
-    loss = models.text_loss(model, text, models.dtype, send_losses)
+    loss = text_loss(model, text, models.dtype, send_losses)
     pieces.close()
     send({"mean": loss, "bits": bits_per_byte(loss, ids), "tokens": len(ids)})
 

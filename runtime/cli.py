@@ -119,11 +119,13 @@ def shell_line(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
+def bad_numbers(
+    config: object, above_zero: Collection[str], at_most_1: Collection[str] = ()
+) -> list[str]:
     """Describe the invalid numbers of a configuration.
 
-    Numbers in the fields `above_zero` must be above 0, all others at least 0. Floats must be
-    finite, and integers must fit in 64 bits.
+    Numbers in the fields `above_zero` must be above 0, all others at least 0; numbers in the fields
+    `at_most_1` must not be above 1. Floats must be finite, and integers must fit in 64 bits.
     """
     problems = []
     for name, value in vars(config).items():
@@ -133,6 +135,7 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
             "finite": abs(value) < float("inf"),
             "above 0": value > 0 or name not in above_zero,
             "at least 0": value >= 0,
+            "at most 1": value <= 1 or name not in at_most_1,
             "below 2**63": value < 2**63 or isinstance(value, float),
         }
         unmet = [limit for limit, is_met in limits.items() if not is_met]

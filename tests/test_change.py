@@ -545,8 +545,8 @@ def test_a_number_of_ones_own_is_on_the_console_line(patched, tiny_data, name, n
 
 CHECK_DOCUMENTS = """
 import torch
+from generation import generate_tokens
 from model import GPT, GPTConfig
-from sample import generate_tokens
 
 torch.manual_seed(0)
 model = GPT(GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=2, n_embd=32)).eval()

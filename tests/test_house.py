@@ -13,7 +13,7 @@ from conftest import ROOT
 FLOORS = (
     ("model", "ops", "lr_schedule"),
     ("runtime", "tokenizer"),
-    ("parallel",),
+    ("parallel", "generation"),
     ("formats",),
     ("corpus",),
     (

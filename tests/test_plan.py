@@ -23,6 +23,7 @@ from formats.checkpoint import (
     rng_states,
 )
 from formats.load import latest_checkpoint, load_model
+from generation import generate_tokens
 from lr_schedule import position_at, windows_at
 from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS
@@ -31,7 +32,6 @@ from runtime.distributed import DistInfo
 from runtime.errors import UserError
 from runtime.flops import GPUS
 from runtime.precision import DTYPES
-from sample import generate_tokens
 from tokenizer import VOCAB_SHA256
 from train_gpt2 import build_optimizers, main
 from training import memory, plan

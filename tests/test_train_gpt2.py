@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dataloader
 import evaluation
-import sample
+import generation
 import train_gpt2
 from corpus.shards import open_shards
 from dataloader import Batch
@@ -181,7 +181,7 @@ def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flag
 
 def test_write_samples_compares_the_cache_again_after_training(tiny_data, tmp_path, capsys):
     """Tokens are mixed by weights that begin as 0."""
-    sample.print_once.cache_clear()
+    generation.print_once.cache_clear()
 
     def mix(block, args):
         x, *rest = args

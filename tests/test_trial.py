@@ -663,7 +663,7 @@ def test_worktree_takes_changed_files_and_new_python_files(flags, checkout, tmp_
         ("dataloader.py", "np.arange(n_windows) * total", "np.arange(n_windows)", "validation_win"),
         ("model.py", "return F.cross_entropy(", "return 0.9 * F.cross_entropy(", "cross_entropy"),
         ("model.py", "IGNORE_INDEX = -100", "IGNORE_INDEX = -1", "IGNORE_INDEX"),
-        ("hellaswag.py", "def score_tokens(", "def unused(", "score_tokens"),
+        ("generation.py", "def score_tokens(", "def unused(", "score_tokens"),
         ("evaluation.py", '"""Return the loss on a text', '# why\n    """Loss', None),
         ("evaluation.py", "# --- --max-", "def validate_2(run): ...\n# ", None),
         ("evaluation.py", "(config.val_every, validate),", "(1, validate), (1, print),", None),
