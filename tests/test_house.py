@@ -21,7 +21,7 @@ FLOORS = (
         *("hellaswag", "sample", "web", "export", "plot", "report"),
     ),
     ("training",),
-    ("train_gpt2", "train_plain", "evaluation", "fineweb", "read_step", "demo"),
+    ("train_gpt2", "train_plain", "evaluation", "time_limit", "fineweb", "read_step", "demo"),
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -11,7 +11,6 @@ from dataclasses import replace
 from decimal import Decimal
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -33,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dataloader
 import evaluation
 import generation
+import time_limit
 import train_gpt2
 from corpus.shards import open_shards
 from dataloader import Batch
@@ -45,9 +45,8 @@ from runtime.errors import UserError
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
-from training import memory
+from training import memory, plan
 from training.groups import check_optimizers
-from training.stopping import StopRequest
 from training.trainer import Numbers, Trainer
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -309,7 +308,7 @@ def test_main_trains_without_a_validation_split(tiny_flags, tiny_data, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("busy", [(evaluation, "time_call"), (train_gpt2, "build_model")])
+@pytest.mark.parametrize("busy", [(time_limit, "time_call"), (train_gpt2, "build_model")])
 def test_main_signal_before_training_leaves_no_folder(
     tiny_flags, tmp_path, monkeypatch, capsys, busy, number
 ):
@@ -321,7 +320,7 @@ def test_main_signal_before_training_leaves_no_folder(
 
     monkeypatch.setattr(*busy, interrupted)
     flags, line = [*tiny_flags, "--run-name=a"], "before training began: run the same command again"
-    if busy[0] is evaluation:
+    if busy[0] is time_limit:
         flags.append("--max-minutes=9")
     if number == signal.SIGINT:
         with pytest.raises(KeyboardInterrupt, match=line):
@@ -354,11 +353,9 @@ def test_main_names_the_flag_for_data_that_was_moved(tiny_data, copied, capsys, 
 )
 def test_time_call_is_the_median_after_the_first_call(monkeypatch, durations, expected):
     now, left = [0.0], iter(durations)
-    monkeypatch.setattr(evaluation, "perf_counter", lambda: now[0])
-    config = SimpleNamespace(max_minutes=100)
-    idle = SimpleNamespace(stop=StopRequest(), ranks=SINGLE_PROCESS, config=config)
-    seconds = evaluation.time_call(lambda: now.append(now.pop() + next(left)), idle)
-    assert seconds == expected
+    monkeypatch.setattr(plan, "perf_counter", lambda: now[0])
+    work, cpu = lambda: now.append(now.pop() + next(left)), torch.device("cpu")
+    assert plan.time_call(work, cpu, min_seconds=5.0) == expected
 
 
 def test_fit_max_minutes_times_evaluations_in_eval_mode(tiny_data, tmp_path):
@@ -373,7 +370,7 @@ def test_fit_max_minutes_times_evaluations_in_eval_mode(tiny_data, tmp_path):
         trainer = build(run)
         part = trainer.raw_model.transformer.ln_f
         part.register_forward_hook(lambda m, *_: modes.add((torch.is_grad_enabled(), m.training)))
-        evaluation.fit_max_minutes(trainer, train_step)
+        time_limit.fit_max_minutes(trainer, train_step)
         assert trainer.raw_model.training
     assert modes == {(True, True), (False, False)}
 
