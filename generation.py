@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from model import GPT, IGNORE_INDEX
 from ops import KVCache
-from runtime.cli import bad_numbers, print_error, raise_problems
+from runtime.cli import check_settings, print_error
 from runtime.device import to_device
 from runtime.distributed import is_main
 from runtime.errors import UserError
@@ -42,8 +42,7 @@ def generate_tokens(
     dtype: torch.dtype = torch.float32,
     stop_token: int | None = END_OF_TEXT,
     stop: Sequence[str] = (),
-    on_token: Callable[[Tensor], None] | None = None,
-    on_logits: Callable[[Tensor], None] | None = None,
+    on_token: Callable[[Tensor, Tensor], None] | None = None,
 ) -> list[list[int]]:
     """Continue each row of (B, T) tokens, T >= 1; return the rows, each with its continuation.
 
@@ -54,13 +53,13 @@ def generate_tokens(
     `model` is the raw model, neither compiled nor wrapped, on the same device as `tokens` and
     `generator`. A row ends before the first sampled `stop_token`; with None, it never ends early.
     No token is sampled once every row has ended or its continuation has a text of `stop`.
-    `on_token` is called with the next token of every row, (B,), once it is sampled, and `on_logits`
-    before that with the logits, (B, V) float32.
+    `on_token` is called with the next token of every row, (B,), once it is sampled, and with its
+    logits, (B, V) float32.
     """
     numbers = SimpleNamespace(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
     )
-    raise_problems(bad_numbers(numbers, ("max_new_tokens", "top_p"), at_most_1=("top_p",)))
+    check_settings(numbers, ("max_new_tokens", "top_p"), at_most_1=("top_p",))
     B, T = tokens.shape
     start, device, block_size = 0, tokens.device, model.config.block_size
     cache = None
@@ -79,8 +78,6 @@ def generate_tokens(
             n_cached = 0 if cache is None else cache.length
             hidden = model.hidden_states(tokens[:, start + n_cached :], cache)[:, -1]  # (B, C)
             logits = model.logits(hidden)  # (B, vocab_size)
-            if on_logits is not None:
-                on_logits(logits)
             next_token = sample_token(logits, temperature, top_k, top_p, generator)
             tokens = torch.cat([tokens, next_token[:, None]], dim=1)
             ended |= next_token == stop_token
@@ -90,7 +87,7 @@ def generate_tokens(
             if ended.all():
                 break
             if on_token is not None:
-                on_token(next_token)
+                on_token(next_token, logits)
     rows = tokens.tolist()
     return [row[: row.index(stop_token, T)] if stop_token in row[T:] else row for row in rows]
 

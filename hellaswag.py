@@ -36,7 +36,7 @@ from formats.load import load_model, newest_run
 from generation import score_tokens
 from model import GPT
 from runtime import distributed
-from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
+from runtime.cli import PathOrName, check_settings, parse_flags, run_command
 from runtime.device import DeviceName, to_device, tune_malloc
 from runtime.errors import UserError
 from runtime.files import atomic_write
@@ -75,7 +75,7 @@ class HellaSwagConfig:
     float32."""
 
     def __post_init__(self) -> None:
-        raise_problems(bad_numbers(self, ("batch_size",)))
+        check_settings(self, ("batch_size",))
 
 
 @dataclass(frozen=True)

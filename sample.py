@@ -27,7 +27,7 @@ from corpus.sources import hash_ends
 from formats.load import load_with_state, newest_run
 from generation import generate_tokens, text_loss
 from model import GPT
-from runtime.cli import PathOrName, bad_numbers, parse_flags, print_error, run_command
+from runtime.cli import PathOrName, check_settings, parse_flags, print_error, run_command
 from runtime.device import DeviceName, select_device, tune_malloc
 from runtime.errors import UserError
 from runtime.precision import DtypeName, select_dtype
@@ -81,16 +81,15 @@ class SampleConfig:
     GPUs, else float32."""
 
     def __post_init__(self) -> None:
-        above_zero = ("num_samples", "max_new_tokens", "top_p", "port")
-        problems = bad_numbers(self, above_zero, at_most_1=("top_p",))
+        problems = list[str]()
         if sum(map(bool, (self.interactive, self.prompt, self.score, self.web))) > 1:
             problems.append("use only one of --interactive, --prompt, --score and --web")
         if self.compare_to and not self.web:
             problems.append("--compare-to requires --web")
         if "" in self.stop:  # true for any str, and for a list with an empty text
             problems.append("--stop must be a list of texts, none of them empty")
-        if problems:
-            raise UserError("; ".join(problems))
+        above_zero = ("num_samples", "max_new_tokens", "top_p", "port")
+        check_settings(self, above_zero, *problems, at_most_1=("top_p",))
 
 
 def main() -> None:
@@ -136,7 +135,7 @@ def converse(continue_tokens: Callable[..., object], device: torch.device) -> No
         import readline  # noqa: F401 - importing it gives `input` its history
     tokens, decoder = list[int](), codecs.getincrementaldecoder("utf-8")("replace")
 
-    def print_token(token: Tensor) -> None:
+    def print_token(token: Tensor, _: Tensor) -> None:
         """Print a character whose bytes span several tokens with the last of them."""
         tokens.append(int(token))
         text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))

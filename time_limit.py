@@ -11,7 +11,7 @@ from training.plan import time_call
 from training.run import Run
 from training.trainer import Numbers, Trainer
 
-TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # of an evaluation
+TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # per evaluation
 
 
 def fit_max_minutes(trainer: Trainer, train_step: Callable[[Trainer, int], Numbers]) -> Run:

@@ -19,7 +19,6 @@ import json
 import os
 import socket
 import webbrowser
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
@@ -143,11 +142,9 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
     ids = request.get("ids") or prompt_ids(request["text"])
     send({"prompt": ids})
 
-    latest = deque[Tensor](maxlen=1)  # the logits of the next token, (1, V)
-
-    def send_token(tokens: Tensor) -> None:
-        loss = float(torch.log_softmax(latest[0][0], dim=-1)[tokens[0]].neg())
-        pieces.add(int(tokens[0]), loss, likeliest(latest[0][0]))
+    def send_token(tokens: Tensor, logits: Tensor) -> None:  # (1,), (1, V)
+        loss = float(torch.log_softmax(logits[0], dim=-1)[tokens[0]].neg())
+        pieces.add(int(tokens[0]), loss, likeliest(logits[0]))
 
     options: dict[str, Any] = {n: float(request[n]) for n in ("temperature", "top_p")}
     generate_tokens(
@@ -158,7 +155,6 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
         generator=torch.Generator(models.device).manual_seed(seed),
         dtype=models.dtype,
         on_token=send_token,
-        on_logits=latest.append,
         **options,
     )
     pieces.close()
@@ -168,9 +164,11 @@ def look_inside(models: Models, request: Request, send: Send) -> None:
     """Send the likeliest tokens after the request's tokens."""
     tokens = torch.tensor([request["ids"]], device=models.device)
     options: dict[str, Any] = {"temperature": 0, "dtype": models.dtype, "stop_token": None}
-    logits = list[Tensor]()
-    generate_tokens(models.get(request), tokens, 1, on_logits=logits.append, **options)
-    send({"top": likeliest(logits[0][0])})
+
+    def send_top(_: Tensor, logits: Tensor) -> None:
+        send({"top": likeliest(logits[0])})
+
+    generate_tokens(models.get(request), tokens, 1, on_token=send_top, **options)
 
 
 def score_text(models: Models, request: Request, send: Send) -> None:

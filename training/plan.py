@@ -83,8 +83,8 @@ def time_call(
 ) -> float:
     """Return the median seconds of a call; every process must call this.
 
-    The first call is not counted, because it may compile and allocates memory. Of the other calls,
-    every process makes the same number: at least `min_calls`, which take at least `min_seconds`.
+    The first call is not counted, because it compiles and allocates memory. After it, every process
+    makes the same number of calls: at least `min_calls`, which take at least `min_seconds`.
     """
     seconds = list[float]()
     while all_reduce_max(len(seconds) <= min_calls or sum(seconds[1:]) < min_seconds):
