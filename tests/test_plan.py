@@ -324,11 +324,11 @@ def test_planned_time_is_that_of_published_runs_at_their_mfu(gpu, mfu, published
 def test_every_kind_of_gpu_has_a_plan_that_fits(name):
     rows, gpu = plan_rows(gpus=1, gpu=name), GPUS[name]
     needed, *_ = rows["memory"].removeprefix("about ").split()
-    assert 0.2 * gpu.memory_gib < float(needed) < gpu.memory_gib or gpu.memory_gib > 40
+    assert float(needed) < 0.9 * gpu.memory_gib + 0.1  # it is rounded
+    # The micro-batch is the largest that is useful, or one of twice the size would not fit.
+    assert " micro-batch size 128 x" in rows["batch"] or 0.5 * gpu.memory_gib < float(needed)
     dtype = "float16" if name in ("T4", "V100") else "bfloat16"
     assert rows["device"] == f"1 x {name}, {dtype}"
-    hours = 8.6e18 / (0.4 * gpu.peak_flops) / 3600
-    assert hours_of(rows["time"]) == pytest.approx(hours, rel=0.02, abs=1)  # of whole ones
 
 
 def test_plan_says_what_does_not_fit():

@@ -20,6 +20,7 @@ from conftest import (
     HELLASWAG,
     ROOT,
     TINY_RUN,
+    assert_same_run,
     needs_compiler,
     randomize_weights,
     series,
@@ -88,13 +89,6 @@ class Batches(list):
 def random_batch(rows, seed=0):
     tokens = torch.randint(0, 100, (rows, 17), generator=torch.Generator().manual_seed(seed))
     return Batch(tokens[:, :-1], tokens[:, 1:])
-
-
-def assert_same_run(run_dir, other, tolerance=0.0):
-    for name in ("train_loss", "val_loss"):
-        values, expected = series(run_dir, name), series(other, name)
-        assert values.keys() == expected.keys()
-        assert max(abs(values[step] - expected[step]) for step in values) <= tolerance
 
 
 # --- whole runs -----------------------------------------------------------------------------------
