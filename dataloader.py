@@ -79,7 +79,6 @@ class ShardedDataLoader:
 
     def __post_init__(self) -> None:
         self.windows_per_epoch = count_windows(self.shards.total_tokens, self.block_size)
-        self.windows_per_micro_step = self.micro_batch_size * self.dist_info.world_size
 
     @property
     def tokens_seen(self) -> int:
@@ -88,9 +87,15 @@ class ShardedDataLoader:
 
     def __enter__(self) -> "ShardedDataLoader":
         self._threads = ThreadPoolExecutor(BATCHES_AHEAD, "dataloader")
-        positions = [self.position + i * self.windows_per_micro_step for i in range(BATCHES_AHEAD)]
-        self._upcoming = deque(self._threads.submit(self._read_tokens, p) for p in positions)
+        self.start_at(self.position, self.micro_batch_size)
         return self
+
+    def start_at(self, position: int, micro_batch_size: int) -> None:
+        """Continue from a position of the order, with micro-batches of this size."""
+        self.position, self.micro_batch_size = position, micro_batch_size
+        self.windows_per_micro_step = micro_batch_size * self.dist_info.world_size
+        positions = [position + i * self.windows_per_micro_step for i in range(BATCHES_AHEAD)]
+        self._upcoming = deque(self._threads.submit(self._read_tokens, p) for p in positions)
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(cancel_futures=True)

@@ -6,29 +6,22 @@ Each is a function `(trainer) -> dict[str, float]`, whose numbers are logged und
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from statistics import median
-from time import perf_counter
 
 import torch
 
 from corpus.shards import TokenShards
 from dataloader import validation_batches
+from generation import cache_agrees, generate_tokens
 from hellaswag import evaluate_hellaswag
 from model import IGNORE_INDEX
-from runtime.device import synchronize
-from runtime.distributed import all_reduce_max, all_reduce_sum, print0
+from runtime.distributed import all_reduce_sum
 from runtime.errors import UserError
 from runtime.precision import autocast, eval_mode
-from sample import cache_agrees, generate_tokens
 from tokenizer import gpt2_encoding, prompt_ids, token_bytes
 from training.config import TrainConfig
-from training.run import Run
 from training.stopping import StopRequested
-from training.trainer import Numbers, Trainer
+from training.trainer import Trainer
 
-TIMED_BATCHES, TIMED_EXAMPLES = 8, 64  # how much of an evaluation --max-minutes times
 SAMPLE_COUNT, SAMPLE_TOKENS, SAMPLE_TOP_K = 4, 32, 50
 PROMPT_TOKENS = 16  # without --sample-prompt, samples continue the start of the validation split
 Evaluation = Callable[[Trainer], dict[str, float]]
@@ -154,56 +147,3 @@ def write_samples(trainer: Trainer) -> dict[str, float]:
     )
     trainer.run_log.samples([encoding.decode(sequence) for sequence in sequences])
     return {"samples": len(sequences)}
-
-
-# --- --max-minutes ----------------------------------------------------------------------------
-
-
-def fit_max_minutes(trainer: Trainer, train_step: Callable[[Trainer, int], Numbers]) -> Run:
-    """Return the run with the number of steps that fits into `--max-minutes`.
-
-    Time a step, a part of a validation and a part of HellaSwag. Every process must call this. The
-    trainer's weights change, so build another one for training.
-    """
-    begun, run, config = perf_counter(), trainer.run, trainer.run.config
-    assert config.max_minutes is not None
-    trainer.batches.__enter__()
-    try:  # if the batch grows during training, the last is the largest
-        step = partial(trainer.make, train_step, config.max_steps - 1)
-        step_seconds = time_call(step, run)
-    finally:
-        trainer.batches.__exit__()
-    run = trainer.run  # with the micro-batch that fits
-    tokens = TIMED_BATCHES * run.ranks.world_size * run.micro_batch_size * config.block_size
-    val_tokens = min(config.val_tokens, run.val_shards.total_tokens)
-    examples = run.hellaswag[:: max(1, len(run.hellaswag) // TIMED_EXAMPLES)]
-    trainer.run = replace(run, hellaswag=examples, config=replace(config, val_tokens=tokens))
-    seconds_per_step, fixed_seconds = step_seconds, 0.0
-    for every, measure, n_parts in (
-        (config.val_every, validate, val_tokens / tokens),
-        (config.hellaswag_every, score_hellaswag, len(run.hellaswag) / max(1, len(examples))),
-    ):
-        if every > 0:
-            seconds = time_call(partial(run_evaluation, measure, trainer), run)
-            seconds *= max(1.0, n_parts)
-            seconds_per_step += seconds / every
-            fixed_seconds += 1.5 * seconds  # they also run at the start and at the end
-    left = 60 * config.max_minutes - (perf_counter() - begun) - fixed_seconds
-    steps = -all_reduce_max(-max(1, int(left / seconds_per_step)))
-    print0(
-        f"--max-minutes {config.max_minutes:g}: --max-steps {steps} instead of {config.max_steps}, "
-        f"{step_seconds:.3g} s each; other flags, such as --embedding-decay, are unchanged"
-    )
-    return replace(run, config=replace(config, max_steps=steps, max_minutes=None))
-
-
-def time_call(work: Callable[[], object], run: Run) -> float:
-    """Return the median seconds of a compiled call; every process must call this."""
-    timed_seconds, seconds = min(5.0, 0.6 * (run.config.max_minutes or 0.0)), list[float]()
-    while all_reduce_max(sum(seconds[1:]) < timed_seconds):  # the same number on each rank
-        run.stop.raise_if_requested()
-        begun = perf_counter()
-        work()
-        synchronize(run.ranks.device)
-        seconds.append(perf_counter() - begun)
-    return median(seconds[1:])  # the first call compiles

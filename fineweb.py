@@ -34,7 +34,7 @@ from corpus.shards import Manifest, ShardWriter, TokenArray
 from corpus.sources import Document, Source
 from corpus.unigram import unigram_baseline
 from formats.hub import REPO_NAME
-from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
+from runtime.cli import PathOrName, check_settings, parse_flags, run_command
 from runtime.errors import UserError
 from runtime.files import lock_folder
 from tokenizer import END_OF_TEXT, VOCAB_SHA256
@@ -97,7 +97,7 @@ class FineWebConfig:
     files of the source."""
 
     def __post_init__(self) -> None:
-        problems = bad_numbers(self, ("shard_size", "max_tokens", "workers"))
+        problems = list[str]()
         if self.val_share is not None and not 0 < self.val_share <= 0.5:
             problems.append(f"--val-share must be above 0 and at most 0.5, not {self.val_share}")
         if self.val_source and self.val_share:
@@ -106,7 +106,7 @@ class FineWebConfig:
             problems.append("--source needs a value, such as fineweb-edu or stdlib")
         if "RANK" in os.environ:
             problems.append("torchrun is not supported: use python, and --part on many machines")
-        raise_problems(problems)
+        check_settings(self, ("shard_size", "max_tokens", "workers"), *problems)
         Part.parse(self.part)
 
 

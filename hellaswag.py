@@ -30,14 +30,13 @@ import runtime.threads  # noqa: F401 - before torch, which reads its settings
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from formats.hub import explain_hub_errors, fetch_files
 from formats.load import load_model, newest_run
-from model import GPT, IGNORE_INDEX
+from generation import score_tokens
+from model import GPT
 from runtime import distributed
-from runtime.cli import PathOrName, bad_numbers, parse_flags, raise_problems, run_command
+from runtime.cli import PathOrName, check_settings, parse_flags, run_command
 from runtime.device import DeviceName, to_device, tune_malloc
 from runtime.errors import UserError
 from runtime.files import atomic_write
@@ -48,7 +47,6 @@ DATA_REPO, DATA_FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parque
 DATA_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
 N_ENDINGS = 4
 Style = Literal["completion", "harness"]
-Row = tuple[list[int], list[int]]  # token ids of a context and of one of its endings
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class HellaSwagConfig:
     float32."""
 
     def __post_init__(self) -> None:
-        raise_problems(bad_numbers(self, ("batch_size",)))
+        check_settings(self, ("batch_size",))
 
 
 @dataclass(frozen=True)
@@ -245,37 +243,12 @@ def evaluate_hellaswag(
     # With a single autocast for all batches, the weights are cast only once.
     with inference(model, dist_info.device, dtype):
         for batch, is_counted in rounds:
-            losses = score_rows(model, [rows[i] for i in batch], dist_info.device)
+            losses = score_tokens(model, [rows[i] for i in batch], dist_info.device)  # (B, T)
             if is_counted:
-                summed[to_device(torch.tensor(batch), dist_info.device)] = losses
+                summed[to_device(torch.tensor(batch), dist_info.device)] = losses.sum(dim=1)
     # Each row has its loss on one rank and zero on the other ranks.
     summed = distributed.all_reduce_sum(summed).cpu().view(-1, N_ENDINGS)
     return HellaSwagResult(examples, summed)
-
-
-@torch.no_grad()
-def score_rows(model: GPT, rows: Sequence[Row], device: torch.device) -> Tensor:
-    """Return the summed loss of the ending of each of B rows, in nats: (B,) float32 on `device`."""
-    return score_tokens(model, rows, device).sum(dim=1)
-
-
-def score_tokens(model: GPT, rows: Sequence[Row], device: torch.device) -> Tensor:
-    """Return the loss of each token of the endings of B rows: (B, T) float32 on `device`.
-
-    A loss is at the place of the input before its token; everything else is 0.
-    """
-    n = model.config.block_size  # only the last n inputs of a row are used
-    inputs = [torch.tensor((context + ending)[-n - 1 : -1]) for context, ending in rows]
-    labels = [torch.tensor(([IGNORE_INDEX] * (len(c) - 1) + ending)[-n:]) for c, ending in rows]
-    idx = pad_sequence(inputs, batch_first=True)  # (B, T)
-    targets = pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX).flatten()
-    queries = (targets != IGNORE_INDEX).nonzero().squeeze(1)  # (N,): N tokens in all endings
-    targets, queries = to_device(targets[queries], device), to_device(queries, device)
-
-    hidden = model.hidden_states(to_device(idx, device)).flatten(0, 1)[queries]  # (N, C)
-    losses = F.cross_entropy(model.logits(hidden), targets, reduction="none")  # (N,)
-    by_token = losses.new_zeros(idx.numel()).index_copy(0, queries, losses)
-    return by_token.view(idx.shape)
 
 
 def write_predictions(path: str | Path, result: HellaSwagResult) -> None:

@@ -18,7 +18,7 @@ from dataloader import ShardedDataLoader, to_batch
 from formats.load import RUN_CONFIG_NAME, load_model
 from formats.metrics import METRICS_NAME, find_run, logged_values
 from lr_schedule import position_at, windows_at
-from runtime.cli import POSITIONAL, PathOrName, bad_numbers, parse_flags, run_command
+from runtime.cli import POSITIONAL, PathOrName, check_settings, parse_flags, run_command
 from runtime.device import select_device
 from runtime.distributed import DistInfo
 from runtime.errors import UserError
@@ -40,8 +40,7 @@ class ReadStepConfig:
     """Folder of the runs' data, if it was moved."""
 
     def __post_init__(self) -> None:
-        if problems := bad_numbers(self, ("step",)):
-            raise UserError("; ".join(problems))
+        check_settings(self, ("step",))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from dataloader import ShardedDataLoader
-from evaluation import evaluate, fit_max_minutes
+from evaluation import evaluate
 from formats.checkpoint import copy_weights
 from formats.load import load_model
 from lr_schedule import settings_at
@@ -31,6 +31,7 @@ from runtime.cli import run_command
 from runtime.distributed import raise_on_all_ranks
 from runtime.precision import autocast
 from spelling import share_by_spelling
+from time_limit import fit_max_minutes
 from training.run import Run, start_run
 from training.trainer import Numbers, Trainer
 

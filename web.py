@@ -19,7 +19,6 @@ import json
 import os
 import socket
 import webbrowser
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
@@ -36,6 +35,7 @@ from formats.checkpoint import complete_checkpoints
 from formats.huggingface import HF_WEIGHTS_NAME
 from formats.load import find_checkpoint, is_hugging_face, load_model
 from formats.metrics import find_run, is_run
+from generation import generate_tokens, text_loss
 from model import GPT
 from runtime.errors import UserError, is_user_error
 from tokenizer import bits_per_byte, gpt2_encoding, prompt_ids
@@ -55,13 +55,11 @@ Request = dict[str, Any]
 
 
 class Models(NamedTuple):
-    """The models that the page shows, and the functions of `sample` that use them."""
+    """The models that the page shows."""
 
     sources: Sequence[str | Path]
     device: torch.device
     dtype: torch.dtype
-    generate_tokens: Callable[..., object]
-    text_loss: Callable[..., float]
 
     def checkpoints(self, number: int) -> dict[int, Path]:
         """Return the checkpoints of a model's run by their step; none if it is not a run."""
@@ -144,14 +142,12 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
     ids = request.get("ids") or prompt_ids(request["text"])
     send({"prompt": ids})
 
-    latest = deque[Tensor](maxlen=1)  # the logits of the next token, (1, V)
-
-    def send_token(tokens: Tensor) -> None:
-        loss = float(torch.log_softmax(latest[0][0], dim=-1)[tokens[0]].neg())
-        pieces.add(int(tokens[0]), loss, likeliest(latest[0][0]))
+    def send_token(tokens: Tensor, logits: Tensor) -> None:  # (1,), (1, V)
+        loss = float(torch.log_softmax(logits[0], dim=-1)[tokens[0]].neg())
+        pieces.add(int(tokens[0]), loss, likeliest(logits[0]))
 
     options: dict[str, Any] = {n: float(request[n]) for n in ("temperature", "top_p")}
-    models.generate_tokens(
+    generate_tokens(
         model,
         torch.tensor([ids], device=models.device),
         int(request["max_new_tokens"]),
@@ -159,7 +155,6 @@ def continue_text(models: Models, request: Request, send: Send) -> None:
         generator=torch.Generator(models.device).manual_seed(seed),
         dtype=models.dtype,
         on_token=send_token,
-        on_logits=latest.append,
         **options,
     )
     pieces.close()
@@ -169,9 +164,11 @@ def look_inside(models: Models, request: Request, send: Send) -> None:
     """Send the likeliest tokens after the request's tokens."""
     tokens = torch.tensor([request["ids"]], device=models.device)
     options: dict[str, Any] = {"temperature": 0, "dtype": models.dtype, "stop_token": None}
-    logits = list[Tensor]()
-    models.generate_tokens(models.get(request), tokens, 1, on_logits=logits.append, **options)
-    send({"top": likeliest(logits[0][0])})
+
+    def send_top(_: Tensor, logits: Tensor) -> None:
+        send({"top": likeliest(logits[0])})
+
+    generate_tokens(models.get(request), tokens, 1, on_token=send_top, **options)
 
 
 def score_text(models: Models, request: Request, send: Send) -> None:
@@ -186,7 +183,7 @@ def score_text(models: Models, request: Request, send: Send) -> None:
 
     if ids:
         pieces.add(ids[0], 0.0)  # nothing predicts it
-    loss = models.text_loss(model, text, models.dtype, send_losses)
+    loss = text_loss(model, text, models.dtype, send_losses)
     pieces.close()
     send({"mean": loss, "bits": bits_per_byte(loss, ids), "tokens": len(ids)})
 

@@ -40,7 +40,7 @@ from bench.measurement import (
 )
 from bench.plain import HUGGING_FACE, OPTIMIZATIONS
 from corpus.shards import open_shards
-from runtime.cli import as_flags, bad_numbers, raise_problems, run_command
+from runtime.cli import as_flags, check_settings, run_command
 from runtime.compiler import prepare_compiler
 from runtime.device import select_device
 from runtime.errors import UserError
@@ -93,7 +93,7 @@ class BenchConfig:
             raise UserError(f"--peer {self.peer} is neither transformers nor a .py file")
         if self.gpu and self.peer:
             raise UserError("--gpu and --peer are separate measurements: use one of them")
-        raise_problems(bad_numbers(self, ("steps", "rounds")))
+        check_settings(self, ("steps", "rounds"))
 
 
 class Setup(NamedTuple):

@@ -14,6 +14,7 @@ RULER = {  # functions that measure, by file
     "evaluation.py": ("validate", "run_evaluation", "score_hellaswag"),
     "dataloader.py": ("validation_batches",),
     "hellaswag.py": ("evaluate_hellaswag",),
+    "generation.py": ("score_tokens",),
     "model.py": ("cross_entropy",),
 }
 

@@ -57,14 +57,7 @@ from bench.variants import (
 from formats.load import RUN_LOCK_NAME
 from formats.metrics import METRICS_NAME, logged_values, read_metrics
 from lr_schedule import default_warmup_steps
-from runtime.cli import (
-    PathOrName,
-    bad_numbers,
-    flag_of,
-    format_duration,
-    raise_problems,
-    run_command,
-)
+from runtime.cli import PathOrName, check_settings, flag_of, format_duration, run_command
 from runtime.device import select_device
 from runtime.errors import FolderInUseError, UserError
 from runtime.files import lock_folder, write_json
@@ -111,14 +104,14 @@ class TrialConfig:
     """Print the ledger of all trials, best first; train nothing."""
 
     def __post_init__(self) -> None:
-        problems = bad_numbers(self, ("seeds", "jobs", "least"))
+        problems = list[str]()
         if self.confirm == 1:
             problems.append("--confirm must be at least 2: a single pair has no interval")
         if not self.edit and not self.list:
             problems.append(f"--edit is missing: use a .patch, a .json, a folder or {WORKTREE}")
         if self.is_higher_better == (self.lower or f"_{self.metric}".endswith(LOWER)):
             problems.append(f"--metric {self.metric} has no direction: use --higher or --lower")
-        raise_problems(problems)
+        check_settings(self, ("seeds", "jobs", "least"), *problems)
 
     @property
     def is_higher_better(self) -> bool:

@@ -26,13 +26,13 @@ HELLASWAG_EXAMPLES = 10042  # the full validation set, on which the reference mo
 METRICS_NAME = "metrics.jsonl"
 RUNS = Path("runs")  # default of --out-dir
 BEST_SUFFIX = "@best"  # after a run's name: its checkpoint with the lowest validation loss
-LOG_METRICS = {  # which the run's log itself sets, now or in earlier versions
-    *("step", "tokens_seen", "evaluation_seconds", "overall_tokens_per_second"),
-    *("step_time_ms", "tokens_per_second", "mfu", "peak_memory_gib"),
+LOG_METRICS = {  # which the run's log itself sets
+    *("step", "tokens_seen", "step_time_ms", "tokens_per_second"),
+    *("mfu", "peak_memory_gib", "evaluation_seconds"),
 }
 STANDARD_METRICS = LOG_METRICS | {  # logged by an unmodified trainer
     *("train_loss", "lr", "grad_norm", "val_loss", "val_bpb", "samples"),
-    *("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_total", "hellaswag_left_out"),
+    *("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_total"),
 }
 SMOOTHING = 0.02  # window of the running mean, as a fraction of the records
 

@@ -117,13 +117,15 @@ def shell_line(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
-    """Describe the invalid numbers of a configuration.
+def check_settings(
+    config: object, above_zero: Collection[str], *problems: str, at_most_1: Collection[str] = ()
+) -> None:
+    """Raise a UserError if a configuration has invalid numbers or other `problems`; list them all.
 
-    Numbers in the fields `above_zero` must be above 0, all others at least 0. Floats must be
-    finite, and integers must fit in 64 bits.
+    Numbers in the fields `above_zero` must be above 0, all others at least 0; numbers in the fields
+    `at_most_1` must not be above 1. Floats must be finite, and integers must fit in 64 bits.
     """
-    problems = []
+    found = []
     for name, value in vars(config).items():
         if type(value) not in (int, float):
             continue
@@ -131,17 +133,13 @@ def bad_numbers(config: object, above_zero: Collection[str]) -> list[str]:
             "finite": abs(value) < float("inf"),
             "above 0": value > 0 or name not in above_zero,
             "at least 0": value >= 0,
+            "at most 1": value <= 1 or name not in at_most_1,
             "below 2**63": value < 2**63 or isinstance(value, float),
         }
         unmet = [limit for limit, is_met in limits.items() if not is_met]
-        problems += [f"{flag_of(name)} must be {limit}, not {value}" for limit in unmet[:1]]
-    return problems
-
-
-def raise_problems(problems: Sequence[str]) -> None:
-    """Raise a UserError that lists all problems, if there are any."""
-    if problems:
-        raise UserError("; ".join(problems))
+        found += [f"{flag_of(name)} must be {limit}, not {value}" for limit in unmet[:1]]
+    if found := [*found, *problems]:
+        raise UserError("; ".join(found))
 
 
 class _Parser(argparse.ArgumentParser):

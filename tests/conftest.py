@@ -187,6 +187,14 @@ def tiny_run(data_dir, folder, dist_info=None, **settings):
         yield run
 
 
+def assert_same_run(run_dir, other, tolerance=0.0, **tolerances):
+    """Assert that two runs logged the same losses and, with tolerances of their own, more."""
+    for name, within in ({"train_loss": tolerance, "val_loss": tolerance} | tolerances).items():
+        values, expected = series(run_dir, name), series(other, name)
+        assert values.keys() == expected.keys()
+        assert max(abs(values[step] - expected[step]) for step in values) <= within
+
+
 def series(run_dir, name):
     """A metric's values by step, exactly as logged."""
     from formats.metrics import read_metrics

@@ -16,7 +16,7 @@ from runtime.cli import (
     POSITIONAL,
     PathOrName,
     as_flags,
-    bad_numbers,
+    check_settings,
     flag_of,
     parse_flags,
     read_flags,
@@ -61,8 +61,7 @@ class Config:
     bare: int = 2  # without a docstring
 
     def __post_init__(self) -> None:
-        if problems := bad_numbers(self, ("max_steps",)):
-            raise UserError("; ".join(problems))
+        check_settings(self, ("max_steps",))
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from conftest import HELLASWAG, series
 from corpus.shards import open_shards
 from dataloader import validation_batches
 from formats.huggingface import save_pretrained
-from hellaswag import evaluate_hellaswag, load_examples, score_rows
+from generation import generate_tokens, score_tokens
+from hellaswag import evaluate_hellaswag, load_examples
 from model import GPT, IGNORE_INDEX, GPTConfig
 from ops import checkpoint_activations
 from runtime.distributed import DistInfo
 from runtime.errors import is_out_of_memory
 from runtime.precision import autocast
-from sample import generate_tokens
 from train_gpt2 import compile_by_block
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -151,7 +151,7 @@ def test_evaluation_never_waits_for_the_gpu(both, tiny_data):
     for mode in ("default", "error"):  # first what is only made once, such as cuBLAS's handle
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            score_rows(model, rows, CUDA)
+            score_tokens(model, rows, CUDA)
             for inputs, targets in validation_batches(shards, **batches, dist_info=dist_info):
                 with torch.no_grad():
                     model(inputs, targets)

@@ -13,7 +13,7 @@ from conftest import ROOT
 FLOORS = (
     ("model", "ops", "lr_schedule"),
     ("runtime", "tokenizer"),
-    ("parallel",),
+    ("parallel", "generation"),
     ("formats",),
     ("corpus",),
     (
@@ -21,7 +21,7 @@ FLOORS = (
         *("hellaswag", "sample", "web", "export", "plot", "report"),
     ),
     ("training",),
-    ("train_gpt2", "train_plain", "evaluation", "fineweb", "read_step", "demo"),
+    ("train_gpt2", "train_plain", "evaluation", "time_limit", "fineweb", "read_step", "demo"),
     ("bench",),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

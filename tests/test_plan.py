@@ -1,6 +1,5 @@
 import itertools
 import re
-import timeit
 from dataclasses import asdict, replace
 
 import pytest
@@ -23,6 +22,7 @@ from formats.checkpoint import (
     rng_states,
 )
 from formats.load import latest_checkpoint, load_model
+from generation import generate_tokens
 from lr_schedule import position_at, windows_at
 from model import GPT, GPTConfig
 from parallel import SINGLE_PROCESS
@@ -31,7 +31,6 @@ from runtime.distributed import DistInfo
 from runtime.errors import UserError
 from runtime.flops import GPUS
 from runtime.precision import DTYPES
-from sample import generate_tokens
 from tokenizer import VOCAB_SHA256
 from train_gpt2 import build_optimizers, main
 from training import memory, plan
@@ -281,12 +280,8 @@ def test_plan_of_the_reproduction_on_a_cpu():
 
 def test_print_plan_measures_the_steps_that_are_left(tiny_flags, monkeypatch, capsys):
     """On this machine; the fastest of all steps but the first takes 0.5 s per token."""
-
-    def repeat(step, **options):
-        step()
-        return [1.0, 129.0, 128.0]  # seconds of steps of 8 x 32 tokens
-
-    monkeypatch.setattr(timeit, "repeat", repeat)
+    clock = itertools.cycle([0.0, 1.0, 0.0, 129.0, 0.0, 128.0])  # of steps of 8 x 32 tokens
+    monkeypatch.setattr(plan, "perf_counter", lambda: next(clock))
     flags = ("--max-steps=140", "--total-batch-size=256", "--micro-batch-size=8")
     config = parse_flags(TrainConfig, [*tiny_flags, *flags, "--plan"])
     for start_step, duration in ((0, "4h58m"), (120, "42m40s")):
@@ -329,12 +324,11 @@ def test_planned_time_is_that_of_published_runs_at_their_mfu(gpu, mfu, published
 def test_every_kind_of_gpu_has_a_plan_that_fits(name):
     rows, gpu = plan_rows(gpus=1, gpu=name), GPUS[name]
     needed, *_ = rows["memory"].removeprefix("about ").split()
-    least = 0.2 * gpu.memory_gib if gpu.memory_gib <= 40 else 0  # a larger one is not filled
-    assert least < float(needed) < gpu.memory_gib
+    assert float(needed) < 0.9 * gpu.memory_gib + 0.1  # it is rounded
+    # The micro-batch is the largest that is useful, or one of twice the size would not fit.
+    assert " micro-batch size 128 x" in rows["batch"] or 0.5 * gpu.memory_gib < float(needed)
     dtype = "float16" if name in ("T4", "V100") else "bfloat16"
     assert rows["device"] == f"1 x {name}, {dtype}"
-    hours = 8.6e18 / (0.4 * gpu.peak_flops) / 3600
-    assert hours_of(rows["time"]) == pytest.approx(hours, rel=0.02, abs=1)  # of whole ones
 
 
 def test_plan_says_what_does_not_fit():

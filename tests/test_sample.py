@@ -14,15 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+import generation
 import model as model_module
 import sample
 from corpus.shards import Manifest
 from corpus.sources import file_source
 from formats.huggingface import load_pretrained, save_pretrained, to_hf_state_dict
+from generation import generate_tokens, sample_token, text_loss
 from model import GPT, Block, GPTConfig
 from runtime.cli import run_command
 from runtime.errors import UserError
-from sample import generate, generate_tokens, sample_token
+from sample import generate
 from tokenizer import VOCAB_SHA256, gpt2_encoding
 
 TINY = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=16)
@@ -78,7 +80,7 @@ def test_generate_greedy_with_shifted_tokens_is_without_the_cache_and_warns_once
             shifted = F.pad(x, (0, 0, 1, -1))  # each token gets the one before
             return super().forward(torch.cat([x[..., :8], shifted[..., 8:]], dim=-1), cache)
 
-    sample.print_once.cache_clear()
+    generation.print_once.cache_clear()
     monkeypatch.setattr(model_module, "Block", ShiftedBlock)
     model, idx = random_model(SMALL_VOCAB), prompts(SMALL_VOCAB, 3, 5)
     for _ in range(2):
@@ -127,7 +129,7 @@ def test_generate_is_without_the_cache_if_attention_depends_on_the_distance_in_t
         n_calls = len(calls)
         assert rows == greedy(model, idx, max_new_tokens, use_cache=False)
     assert n_calls == 60
-    used = sample.cache_agrees(weakref.ref(model), 6, idx.device, torch.float32)
+    used = generation.cache_agrees(weakref.ref(model), 6, idx.device, torch.float32)
     assert used == (bias == "none")
 
 
@@ -267,7 +269,7 @@ def test_converse_never_tears_a_character_even_if_each_turn_is_interrupted(monke
 
     def continue_tokens(prompt, on_token):
         prompts.append(prompt[0].tolist())
-        on_token(torch.tensor([ids[len(prompts) - 1]]))
+        on_token(torch.tensor([ids[len(prompts) - 1]]), None)
         raise KeyboardInterrupt
 
     lines = io.StringIO("Once\n" + "\n" * (len(ids) - 1))
@@ -291,15 +293,15 @@ def test_text_loss_is_the_mean_over_windows_of_the_context(monkeypatch):
         window = torch.tensor(ids[start : start + 17])
         logits = model(window[None, :-1]).logits[0]
         losses += F.cross_entropy(logits, window[1:], reduction="none").tolist()
-    monkeypatch.setattr(sample, "SCORED_TOKENS", 2 * 16 + 1)
+    monkeypatch.setattr(generation, "SCORED_TOKENS", 2 * 16 + 1)
     monkeypatch.setattr(sys, "stderr", Terminal())
     model.transformer.wte.register_forward_hook(lambda _, args, out: shapes.append(args[0].shape))
-    loss = sample.text_loss(model, gpt2_encoding().decode(ids))
+    loss = text_loss(model, gpt2_encoding().decode(ids))
     assert shapes == [(2, 16), (1, 5)]  # bounded memory
     assert "scoring:   0%|          | 0/2" in sys.stderr.getvalue()
     assert loss == pytest.approx(sum(losses) / 37, rel=1e-5)
     with pytest.raises(ValueError, match="2 tokens or more, but 'Once' has 1"):
-        sample.text_loss(model, "Once")
+        text_loss(model, "Once")
 
 
 def test_config_names_all_problems():
@@ -357,9 +359,9 @@ def test_generate_ends_before_each_stop_text(run_main, folder):
         assert text == whole[: min(ends, default=None)]
     both = (full[0][5], full[0][4])  # the first in the text ends it
     assert generate(model, "Once", 12, seed=1, stop=both) == ["Once"]
-    seen = []
-    generate_tokens(model, torch.tensor([[1]]), 12, stop=[""], on_token=seen.append)
-    assert seen == []  # it ended with the first token
+    on_token = Mock()
+    generate_tokens(model, torch.tensor([[1]]), 12, stop=[""], on_token=on_token)
+    on_token.assert_not_called()  # it ended with the first token
     flags = ("--prompt=Once", "--num-samples=1", "--max-new-tokens=12")
     text = generate(model, "Once", 12, temperature=0)[0]
     printed = run_main(*flags, f"--stop={text[6:8]}", "--stop=none such")
@@ -370,7 +372,7 @@ def test_generate_ends_before_each_stop_text(run_main, folder):
 def test_main_scores_a_text(run_main, folder, tmp_path, capsys, monkeypatch):
     text = "Once upon a time, there was a café. " * 3
     (tmp_path / "text").write_text(text, encoding="utf-8")
-    loss = sample.text_loss(load_pretrained(folder), text)
+    loss = text_loss(load_pretrained(folder), text)
     ids = gpt2_encoding().encode_ordinary(text)
     bits = loss * (len(ids) - 1) / math.log(2) / (len(text.encode()) - len("Once"))
     expected = f"{loss:.4f} nats per token, {bits:.4f} bits per byte, {len(ids)} tokens"
@@ -384,7 +386,7 @@ def test_main_scores_a_text(run_main, folder, tmp_path, capsys, monkeypatch):
     (tmp_path / "separated").write_text("a<|endoftext|>b")
     sample.describe_loss(load_pretrained(folder), tmp_path / "separated", torch.float32)
     assert capsys.readouterr().err.startswith("note: <|endoftext|> in the text is scored as text")
-    monkeypatch.setattr(sample, "score_tokens", Mock(side_effect=ValueError("my mistake")))
+    monkeypatch.setattr(generation, "score_tokens", Mock(side_effect=ValueError("my mistake")))
     with pytest.raises(ValueError, match=r"^my mistake$"):  # of the code, not of the file
         run_main(f"--score={tmp_path}/text")
 

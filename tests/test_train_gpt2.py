@@ -11,7 +11,6 @@ from dataclasses import replace
 from decimal import Decimal
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,6 +20,7 @@ from conftest import (
     HELLASWAG,
     ROOT,
     TINY_RUN,
+    assert_same_run,
     needs_compiler,
     randomize_weights,
     series,
@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dataloader
 import evaluation
-import sample
+import generation
+import time_limit
 import train_gpt2
 from corpus.shards import open_shards
 from dataloader import Batch
@@ -45,9 +46,8 @@ from runtime.errors import UserError
 from runtime.precision import make_deterministic
 from tokenizer import END_OF_TEXT, gpt2_encoding
 from train_gpt2 import build, build_optimizers, main, train_step
-from training import memory
+from training import memory, plan
 from training.groups import check_optimizers
-from training.stopping import StopRequest
 from training.trainer import Numbers, Trainer
 
 TINY = GPTConfig(block_size=16, vocab_size=100, n_layer=2, n_head=2, n_embd=16)
@@ -89,13 +89,6 @@ class Batches(list):
 def random_batch(rows, seed=0):
     tokens = torch.randint(0, 100, (rows, 17), generator=torch.Generator().manual_seed(seed))
     return Batch(tokens[:, :-1], tokens[:, 1:])
-
-
-def assert_same_run(run_dir, other, tolerance=0.0):
-    for name in ("train_loss", "val_loss"):
-        values, expected = series(run_dir, name), series(other, name)
-        assert values.keys() == expected.keys()
-        assert max(abs(values[step] - expected[step]) for step in values) <= tolerance
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -155,7 +148,7 @@ def test_walkthrough_lists_every_key_of_metrics_jsonl(whole):
     documented = set(re.findall(r"`(\w+)`", table))
     lines = (whole[0] / "metrics.jsonl").read_text().splitlines()
     logged = {key for line in lines for key in json.loads(line)}
-    assert (logged | STANDARD_METRICS) - {"overall_tokens_per_second"} <= documented
+    assert logged | STANDARD_METRICS <= documented
 
 
 @pytest.mark.parametrize("flags", [["--optimizer=muon"], COMPILED], ids=["muon", "compiled"])
@@ -181,7 +174,7 @@ def test_main_resumed_run_equals_an_uninterrupted_one(tiny_flags, tmp_path, flag
 
 def test_write_samples_compares_the_cache_again_after_training(tiny_data, tmp_path, capsys):
     """Tokens are mixed by weights that begin as 0."""
-    sample.print_once.cache_clear()
+    generation.print_once.cache_clear()
 
     def mix(block, args):
         x, *rest = args
@@ -309,7 +302,7 @@ def test_main_trains_without_a_validation_split(tiny_flags, tiny_data, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("busy", [(evaluation, "time_call"), (train_gpt2, "build_model")])
+@pytest.mark.parametrize("busy", [(time_limit, "time_call"), (train_gpt2, "build_model")])
 def test_main_signal_before_training_leaves_no_folder(
     tiny_flags, tmp_path, monkeypatch, capsys, busy, number
 ):
@@ -321,7 +314,7 @@ def test_main_signal_before_training_leaves_no_folder(
 
     monkeypatch.setattr(*busy, interrupted)
     flags, line = [*tiny_flags, "--run-name=a"], "before training began: run the same command again"
-    if busy[0] is evaluation:
+    if busy[0] is time_limit:
         flags.append("--max-minutes=9")
     if number == signal.SIGINT:
         with pytest.raises(KeyboardInterrupt, match=line):
@@ -354,11 +347,9 @@ def test_main_names_the_flag_for_data_that_was_moved(tiny_data, copied, capsys, 
 )
 def test_time_call_is_the_median_after_the_first_call(monkeypatch, durations, expected):
     now, left = [0.0], iter(durations)
-    monkeypatch.setattr(evaluation, "perf_counter", lambda: now[0])
-    config = SimpleNamespace(max_minutes=100)
-    idle = SimpleNamespace(stop=StopRequest(), ranks=SINGLE_PROCESS, config=config)
-    seconds = evaluation.time_call(lambda: now.append(now.pop() + next(left)), idle)
-    assert seconds == expected
+    monkeypatch.setattr(plan, "perf_counter", lambda: now[0])
+    work, cpu = lambda: now.append(now.pop() + next(left)), torch.device("cpu")
+    assert plan.time_call(work, cpu, min_seconds=5.0) == expected
 
 
 def test_fit_max_minutes_times_evaluations_in_eval_mode(tiny_data, tmp_path):
@@ -373,7 +364,7 @@ def test_fit_max_minutes_times_evaluations_in_eval_mode(tiny_data, tmp_path):
         trainer = build(run)
         part = trainer.raw_model.transformer.ln_f
         part.register_forward_hook(lambda m, *_: modes.add((torch.is_grad_enabled(), m.training)))
-        evaluation.fit_max_minutes(trainer, train_step)
+        time_limit.fit_max_minutes(trainer, train_step)
         assert trainer.raw_model.training
     assert modes == {(True, True), (False, False)}
 

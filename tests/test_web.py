@@ -19,7 +19,8 @@ from run_files import append_records
 import web
 from formats.huggingface import save_pretrained
 from formats.load import load_model
-from sample import describe_loss, generate, generate_tokens, text_loss
+from generation import text_loss
+from sample import describe_loss, generate
 
 HOSTILE = (
     "<script>alert('x')</script><img src=x onerror=alert(1)> 🙂 " + "naïve words & more " * 525
@@ -42,7 +43,7 @@ def server(run_dir):
 
 
 def serving(*sources):
-    models = web.Models(sources, torch.device("cpu"), torch.float32, generate_tokens, text_loss)
+    models = web.Models(sources, torch.device("cpu"), torch.float32)
     server = web.new_server(models, 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from lr_schedule import SCHEDULES, default_warmup_steps
 from model import GPT2_SIZES, GPTConfig
 from ops import ActivationCheckpointing
-from runtime.cli import PathOrName, bad_numbers, raise_problems
+from runtime.cli import PathOrName, check_settings
 from runtime.device import DeviceName
 from runtime.files import read_json
 from runtime.flops import GPUS
@@ -191,7 +191,7 @@ class TrainConfig:
     """With --gpus: GPU model, such as A100, H200, B200, L4, T4 or 4090."""
 
     def __post_init__(self) -> None:
-        raise_problems([*bad_numbers(self, ABOVE_ZERO), *self._conflicts()])
+        check_settings(self, ABOVE_ZERO, *self._conflicts())
 
     def _conflicts(self) -> Iterator[str]:
         """Describe values that are out of range and flags that conflict."""

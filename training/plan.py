@@ -5,8 +5,10 @@ data sheets.
 """
 
 import os
-import timeit
+from collections.abc import Callable
 from dataclasses import replace
+from statistics import median_low
+from time import perf_counter
 
 from runtime.threads import usable_cores
 
@@ -19,7 +21,7 @@ from model import GPT
 from ops import checkpoint_activations
 from runtime.cli import format_duration
 from runtime.device import synchronize, tune_malloc
-from runtime.distributed import DistInfo, print0, read_dist_env
+from runtime.distributed import DistInfo, all_reduce_max, print0, read_dist_env
 from runtime.files import read_json
 from runtime.flops import flops_per_token, peak_flops
 from runtime.precision import autocast
@@ -72,9 +74,25 @@ def measure_seconds(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        synchronize(here)
 
-    return min(timeit.repeat(step, number=1, repeat=3)[1:]) / idx[:, 1:].numel()
+    return time_call(step, here, min_calls=2) / idx[:, 1:].numel()
+
+
+def time_call(
+    work: Callable[[], object], device: torch.device, min_seconds: float = 0.0, min_calls: int = 1
+) -> float:
+    """Return the median seconds of a call; every process must call this.
+
+    The first call is not counted, because it compiles and allocates memory. After it, every process
+    makes the same number of calls: at least `min_calls`, which take at least `min_seconds`.
+    """
+    seconds = list[float]()
+    while all_reduce_max(len(seconds) <= min_calls or sum(seconds[1:]) < min_seconds):
+        begun = perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(perf_counter() - begun)
+    return median_low(seconds[1:])
 
 
 def describe_plan(

@@ -150,8 +150,7 @@ class Trainer:
             self.writer.check(self.contents())
             self.run_log.start(run.train_shards.fingerprint, run.val_fingerprint)
             stack.callback(gc.unfreeze)  # `_after_first_step` calls gc.freeze()
-            self.batches.__enter__()
-            stack.callback(lambda: self.batches.__exit__())  # `make` may replace them
+            stack.enter_context(self.batches)
             self._stack = stack.pop_all()
         return self
 
@@ -195,8 +194,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.run = replace(run, micro_batch_size=half)
-        self.batches.__exit__()
-        self.batches = replace(self.batches, position=position, micro_batch_size=half).__enter__()
+        self.batches.start_at(position, half)
         return self.make(train_step, step)
 
     def log(self, numbers: Numbers) -> None:
