@@ -23,7 +23,7 @@ from dataloader import ShardedDataLoader
 from evaluation import evaluate
 from formats.checkpoint import copy_weights
 from formats.load import load_model
-from lr_schedule import settings_at
+from lr_schedule import settings_at, windows_at
 from model import GPT, IGNORE_INDEX, Block, Linear
 from ops import checkpoint_activations
 from optimizers import Muon
@@ -197,7 +197,7 @@ def train_step(trainer: Trainer, step: int) -> Numbers:
     run, raw_model, scaler = trainer.run, trainer.raw_model, trainer.scaler
     factors = settings_at(run.config, step)
     trainer.settings.multiply(factors)
-    micro_steps = run.micro_steps(step)
+    micro_steps = windows_at(run.config, step) // (run.micro_batch_size * run.ranks.world_size)
     numbers = Numbers(step + 1, lr=run.config.max_lr * factors.get("lr", 1.0))
     for micro_step in range(micro_steps):
         inputs, targets = next(trainer.batches)

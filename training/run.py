@@ -15,7 +15,6 @@ from dataloader import validation_fingerprint
 from formats.checkpoint import Checkpoint
 from formats.metrics import METRICS_NAME, logged_values
 from hellaswag import Example, examples_or_none
-from lr_schedule import windows_at
 from model import GPTConfig
 from parallel import DDP, FSDP, Ranks
 from runtime import distributed
@@ -60,10 +59,6 @@ class Run:
         """Fingerprint of the validation split, with the windows if they are only a part."""
         config = self.config
         return validation_fingerprint(self.val_shards, config.block_size, config.val_tokens)
-
-    def micro_steps(self, step: int) -> int:
-        """Return the number of micro-batches of each rank in the update after `step` updates."""
-        return windows_at(self.config, step) // (self.micro_batch_size * self.ranks.world_size)
 
 
 @contextmanager
