@@ -124,7 +124,7 @@ def cache_agrees(
         model.hidden_states(idx[:, :-1], cache)
         cached = model.hidden_states(idx[:, -1:], cache)[0, -1].float()  # (C,)
         expected = model.hidden_states(idx)[0, -1].float()
-        # A comparison with NaN is false: a model that computes NaN does so without the cache, too.
+        # If the model computes NaN, the comparison is false, and the cache is not to blame.
         if (cached - expected).norm() > CACHE_TOLERANCE[dtype] * expected.norm():
             if is_main():
                 print_once(

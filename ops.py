@@ -52,15 +52,16 @@ class KVCache:
 # --- attention on a CPU -----------------------------------------------------------------------
 
 QUERY_BLOCKS = 8  # more blocks skip more of the scores but compile longer
-cpu_attention: Literal["torch", "blocks"] = "torch"  # of this process; training/run.py sets it
+cpu_attention: Literal["torch", "blocks"] = "torch"  # set by training/run.py
 
 
 def select_attention(
     device: str, cpu: Mapping[str, Any], dtype: torch.dtype, block_size: int
 ) -> Literal["torch", "blocks"]:
-    """Return `blocks` where they were measured to save 5 % of a step, else `torch`.
+    """Return `blocks` where attention takes enough of a step to save 5 % of it, else `torch`.
 
-    `bench/results/README.md` has the measurements.
+    That is so on AMD's Zen 5, whose bfloat16 products are twice as fast as a Zen 4's: see
+    `bench/results/README.md`. AVX512-VP2INTERSECT tells them apart.
 
     Args:
         device: the device's type.
@@ -68,9 +69,9 @@ def select_attention(
         dtype: dtype for matmuls.
         block_size: context length in tokens.
     """
-    is_measured = cpu.get("avx512_bf16") and "AMD" in cpu.get("cpu_name", "")
+    is_zen5 = cpu.get("avx512_vp2intersect") and "AMD" in cpu.get("cpu_name", "")
     is_long = 1024 <= block_size <= 2048  # one block's scores take memory that grows with T squared
-    is_fast = is_measured and device == "cpu" and dtype == torch.bfloat16 and is_long
+    is_fast = is_zen5 and device == "cpu" and dtype == torch.bfloat16 and is_long
     return "blocks" if is_fast else "torch"
 
 

@@ -174,8 +174,8 @@ class TrainConfig:
     GPUs, else float32."""
     cpu_attention: Literal["auto", "torch", "blocks"] = "auto"
     """Attention in code compiled for a CPU: torch (PyTorch's), or blocks, whose backward pass is
-    faster on AMD CPUs with AVX512-BF16, in bfloat16 and for contexts of 1,024 to 2,048 tokens; auto
-    = blocks there, else torch. A resumed run keeps the choice."""
+    faster on AMD's Zen 5, in bfloat16 and for contexts of 1,024 to 2,048 tokens; auto = blocks
+    there, else torch. A resumed run keeps the choice."""
     deterministic: bool = False
     """Use deterministic GPU kernels, so that a resumed run repeats its losses bit for bit; slower.
     CPU training is always deterministic."""
