@@ -143,10 +143,13 @@ def sample(use_cache):
     return rows, torch.stack(logits)
 
 model = load_model(sys.argv[1])
+torch.manual_seed(0)
+for parameter in model.parameters():  # after a few steps, attention hardly acts
+    parameter.data.normal_(std=0.3)
 prompt = torch.tensor([[5, 6, 50256, 7, 8], [9, 10, 11, 50256, 12]])
 (rows, logits), (expected_rows, expected) = sample(True), sample(False)
 assert rows == expected_rows
-assert torch.allclose(logits, expected, atol=1e-3)
+assert (logits - expected).norm() < 1e-4 * expected.norm()
 """
 
 
