@@ -135,7 +135,7 @@ def converse(continue_tokens: Callable[..., object], device: torch.device) -> No
         import readline  # noqa: F401 - importing it gives `input` its history
     tokens, decoder = list[int](), codecs.getincrementaldecoder("utf-8")("replace")
 
-    def print_token(token: Tensor, _: Tensor) -> None:
+    def print_token(token: Tensor, _: Tensor | None = None) -> None:
         """Print a character whose bytes span several tokens with the last of them."""
         tokens.append(int(token))
         text = decoder.decode(gpt2_encoding().decode_single_token_bytes(tokens[-1]))
