@@ -18,7 +18,7 @@ from runtime.errors import UserError
 
 FACTOR = re.compile(r"(?:--)?([\w-]+)(=[^,]+,[^,]+|\*\d*\.?\d+,\d*\.?\d+)?")
 KINDS = "a switch (rotary), two values (mlp=gelu,relu2) or two multiples (max_lr*0.7,1.4)"
-MAX_DIVERGED = 1 / 8  # of the runs
+MAX_DIVERGED = 1 / 8  # fraction of the runs
 
 
 class Factor(NamedTuple):

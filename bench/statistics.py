@@ -12,8 +12,8 @@ from runtime.errors import UserError
 CONFIDENCE, POWER = 0.95, 0.8
 BETTER_BY_CHANCE = (1 - CONFIDENCE) / 2  # equal versions whose interval is on the better side of 0
 MAX_PAIRS = 1000
-MIN_RUNS = 4  # of the base, from which its noise is judged
-HARDLY = 0.1  # differences that are a smaller part of the base's standard deviation
+MIN_RUNS = 4  # runs of the base that are needed to judge its noise
+HARDLY = 0.1  # an edit whose differences are a smaller part of the base's deviation hardly acts
 ROUNDING = 1e-6  # values whose standard deviation is a smaller part of their mean are equal
 
 

@@ -2,6 +2,7 @@ r"""Does an edit help? Train with and without it, in pairs with equal seeds, and
 
     python -m bench.trial --data-dir data/stdlib --config recipes/demo.json --max-steps 200 \
         --warmup-steps 20 --seeds 3 --confirm 5 --edit my_loss.patch --edit "base --max-lr=0.008"
+    python -m bench.trial --base switches.patch --factors rotary mlp=gelu,relu2 "max_lr*0.7,1.4"
     python -m bench.trial --list
 
 The base is the last commit of this checkout with the flags of `train_gpt2.py` that are passed. The
@@ -14,6 +15,11 @@ demo's model it takes 25 s for each new code and then saves 10 % of a step.
    setting for each of them, of which the best counts.
 2. Confirmation, with `--confirm`: the base and the edits that were better by at least `--least`,
    with seeds from 1001 on that no confirmation has used. Only this gives a verdict.
+
+With `--factors`, all settings are measured by the same runs (`bench.design`): each run has about
+half of them at their second level, and a separate seed. At least eight runs of the base show the
+noise. The answer is each factor's effect with its interval, and the best combination that the
+effects predict, which `--confirm` compares with the base on fresh seeds.
 
 `runs/trials/HASH` has the runs and the ledger of all edits of this base, which `--list` prints.
 The same command continues an interrupted trial.
@@ -76,8 +82,8 @@ from runtime.files import lock_folder, write_json
 HIGHER = ("_acc", "_acc_norm", "_accuracy", "_tokens_per_second", "_mfu")
 LOWER = ("_loss", "_bpb", "_step_time_ms", "_evaluation_seconds", "_peak_memory_gib")
 FACTORS, MORE_FACTORS = (0.5, 1.0, 2.0), 2  # of `--tune`
-MIN_BASE_RUNS = 8  # of a design, which show the noise
-FIRST_SEED = 501  # of a design's runs: the base's start at 1, those of a confirmation at 1001
+MIN_BASE_RUNS = 8  # runs of the base that show the noise of a design
+FIRST_SEED = 501  # for a design; the base's seeds start at 1, a confirmation's at 1001
 NTH = ("first", "second", "third", "fourth", "fifth", "another")
 
 
@@ -310,10 +316,8 @@ class Trial:
 
     def base_values(self, base: Variant) -> list[float]:
         """Return the results of all finished runs of a base, also of earlier trials."""
-        found = (path.name for path in self.folder.glob(f"{base.name}-{base.digest}-seed*"))
-        seeds = sorted(
-            int(seed) for name in found if (seed := name[len(base.run_name(0)) - 1 :]).isdecimal()
-        )
+        paths = self.folder.glob(f"{base.name}-{base.digest}-seed*[0-9]")
+        seeds = sorted(int(path.name.rpartition("seed")[2]) for path in paths)
         return [r.value for seed in seeds if not (r := self.result(base, seed)).problem]
 
     def fresh_seeds(self, pairs: Mapping[str, Pair]) -> dict[str, list[int]]:
@@ -502,9 +506,7 @@ def describe(
         words = verdict(differences, config.least, config.is_higher_better)
     elif len(done) <= 2 and (noise := statistics.noise_interval(base_values, len(done))) < math.inf:
         numbers = ", ".join(f"{difference:+.2g}" for difference in differences)
-        width += (
-            f"; {numbers}, and by the noise of {len(base_values)} runs of the base ± {noise:.2g}"
-        )
+        width += f"; {numbers}, ± {noise:.2g} by the noise of {len(base_values)} runs of the base"
     if statistics.hardly_acts(differences, base_values) and words not in ("better", "worse"):
         words = "hardly acts here"
     words = f"not better: {names}; otherwise" if names else f"{words}:"
@@ -526,8 +528,7 @@ def main() -> None:
         return
     statistics.load_stats()  # raise before the first run if scipy is missing
     sources = [split_edit(edit)[0] for edit in config.edit]
-    n_others = f"{config.runs} runs" if config.factors else f"{len(config.edit)} edits"
-    print(f"checking the flags of the base and of {n_others}", flush=True)
+    print("checking the flags", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         base, *edits = build_variants(config.base, config.edit, flags, Path(scratch))
         check_ruler(config.metric, base, edits)

@@ -15,10 +15,10 @@ from conftest import TINY_RUN
 
 from bench import trial
 from bench.design import MAX_FACTORS, effects, folded_design
-from bench.factors import Design, describe_effects, parse_factor
+from bench.factors import Design, describe_effects, parse_factor, plan_design
 from bench.ledger import NAME, list_trials
 from bench.trial import Trial, TrialConfig
-from bench.variants import BASE, Variant
+from bench.variants import BASE, Variant, build_variants
 
 SIZES = [*((n, runs) for runs, n in MAX_FACTORS.items()), (5, 16), (7, 24), (9, 32), (1, 16)]
 
@@ -136,7 +136,7 @@ def test_effects_that_the_other_runs_do_not_show_have_no_interval():
 
 def base_variant(**settings):
     known = {"rotary": False, "norm": False, "mlp": "gelu", "max_lr": 0.006, "min_lr": 0.0006}
-    known |= {"gate": True, "max_steps": 200, "heads": 1, "device": "cpu"}
+    known |= {"gate": True, "max_steps": 200, "heads": 1, "tokens": "64"}
     return Variant(BASE, None, "", ("--x=1",), known | settings, {})
 
 
@@ -315,7 +315,7 @@ def test_a_design_is_kept_and_does_not_disturb_another(tmp_path, capsys):
     # The base's runs are there, and those with rotary and norm off that have the same seed.
     assert "runs to do: 12, 4" in capsys.readouterr().out
     assert all(path.stat().st_mtime_ns == time for path, time in starts.items())
-    assert {**second, **first} == second
+    assert json.loads(json.dumps({**second, **first})) == json.loads(json.dumps(second))
     assert [*second] == ["rotary norm --runs=16 val_loss", "norm mlp=gelu,relu2 --runs=16 val_loss"]
     trained(tmp_path, "rotary", "norm")
     assert "runs to do: 0" in capsys.readouterr().out
@@ -336,41 +336,29 @@ def test_diverged_and_failed_runs_are_named(tmp_path, capsys):
 
 
 def test_runs_of_other_data_leave_no_answer_and_other_tokens_are_noted(tmp_path, capsys):
-    (lines,) = (each["lines"] for each in trained(tmp_path, "rotary", "val=1,2").values())
-    assert lines == ["no answer: the runs read different data"]
-    (lines,) = (each["lines"] for each in trained(tmp_path, "rotary", "tokens=64,128").values())
-    assert "runs trained on 64 to 128 tokens" in lines
+    trained(tmp_path, "rotary", "val=1,2")
+    assert capsys.readouterr().out.endswith("\nno answer: the runs read different data\n")
+    trained(tmp_path, "rotary", "tokens=64,128")
+    assert "\nruns trained on 64 to 128 tokens\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--edit=base"], "--factors cannot be combined with --edit and --tune"),
-        (["--tune=max_lr"], "max_lr*0.7,1.4 instead of --tune"),
-        (["--confirm=1"], "--confirm must be at least 2"),
-        (["--runs=20"], "no design has 1 factors in 20 runs: use --runs and --factors for at most"),
-        (["--factors", *"abcdefghi", "--runs=16"], "no design has 10 factors in 16 runs"),
-        (["--factors=optimizer"], "optimizer is not two levels"),
-        (["--factors=compile=1,2"], "--factors changes compile more than once: keep one factor"),
-        (["--factors", "max_lr*1,2", "min_lr=0,1e-5"], "changes min_lr more than once: keep one"),
-        (["--factors=rotery"], "unknown flag --rotery"),
-        (["--factors=optimizer=adamw,none"], "not valid (argument --optimizer: 'none' is not"),
-        (["--factors=n_head=1,3"], "a run is not valid (--n-embd 32"),
-        (
-            ["--factors=beta1=0.9,.90"],
-            "--factors beta1=0.9,.90: both levels are equal: use two oth",
-        ),
-    ],
-)
-def test_factors_that_cannot_be_used_are_one_line_before_the_first_run(
-    flags, message, checkout, tiny_data, tmp_path, monkeypatch
-):
-    command = ["trial", *TINY_RUN, f"--data-dir={tiny_data}", "--factors=compile", *flags]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        trial.main()
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.slow
+def test_factors_that_cannot_be_used_are_one_line(checkout, tiny_data, tmp_path):
+    (tmp_path / "copies").mkdir()
+    [base] = build_variants(None, [], [*TINY_RUN, f"--data-dir={tiny_data}"], tmp_path / "copies")
+    for factors, message in {
+        (*"abcdefghi",): "no design has 9 factors in 16 runs: use --runs and --factors for at most",
+        ("optimizer",): "--factors optimizer is not two levels of a setting: use a switch (rotary)",
+        ("shuffle", "shuffle=1,2"): "--factors changes shuffle more than once: keep one factor",
+        ("max_lr*1,2", "min_lr=0,1e-5"): "--factors changes min_lr more than once: keep one",
+        ("rotery",): "--factors: a run is not valid (unknown flag --rotery",
+        ("optimizer=adamw,no",): "a run is not valid (--optimizer: 'no' is not adamw or muon",
+        ("n_head=1,3",): "--factors: a run is not valid (--n-embd 32",
+        ("beta1=.9,.90",): "--factors beta1=.9,.90: both levels are equal: use two others",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            plan_design(factors, 16, base)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
