@@ -538,7 +538,8 @@ def main() -> None:
             for version in (base, *edits):
                 version.scaled(setting, 1)  # raise before the first run
         if config.confirm == 2:
-            print("note: an interval of --confirm 2 is ± nine standard deviations of a difference")
+            width = "± nine standard deviations of a difference (--confirm 5: ± 1.2)"
+            print(f"note: the interval of --confirm 2 is {width}")
         if config.factors:
             design = plan_design(config.factors, config.runs, base)
             start_trial(config, flags, base, edits).run_design(base, design)

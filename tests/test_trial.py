@@ -64,6 +64,13 @@ def test_pairs_needed_are_those_of_published_tables(effect, n):
     assert pairs_needed(deviation, 0.01) == 1000  # or more
 
 
+def test_two_pairs_have_an_interval_of_nine_standard_deviations():
+    """The note of `--confirm 2`; five pairs have 1.2."""
+    assert interval([0.0, math.sqrt(2)]) == pytest.approx(9, abs=0.05)
+    five = np.array([1.0, -1.0, 0.5, -0.5, 0.0])
+    assert interval([*five / five.std(ddof=1)]) == pytest.approx(1.2, abs=0.05)
+
+
 def test_a_plan_has_a_range_and_needs_four_runs():
     assert plan([4.98, 4.99, 5.0], 0.02) == (
         "3 runs of the base do not show its noise: use --seeds 4 to plan a confirmation"
