@@ -89,6 +89,17 @@ def as_word(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def problem_of(results: Floats, noise: float, halves: Floats) -> str:
+    """Return why the results of a design have no answer, or an empty text if they have one."""
+    if (n_diverged := int(np.isnan(results).sum())) > MAX_DIVERGED * len(results):
+        fix = "leave out the factor that diverges, or use a lower --max-lr"
+        return f"{n_diverged} runs diverged, more than an eighth: {fix}"
+    if math.isinf(noise):
+        return "the runs of the base are equal, so the noise is unknown: use another --metric"
+    unknown = "the runs that are left do not tell the factors apart: use more --runs"
+    return unknown if np.isinf(halves).any() else ""
+
+
 def describe_effects(
     design: Design, base: Variant, results: Floats, base_results: Sequence[float], higher: bool
 ) -> dict[str, Any]:
@@ -115,15 +126,7 @@ def describe_effects(
         for j in causes
     ]
     sizes, halves = effects(design.levels, results, base_results)
-    problem = ""
-    if len(diverged) > MAX_DIVERGED * len(results):
-        fix = "leave out the factor that diverges, or use a lower --max-lr"
-        problem = f"{len(diverged)} runs diverged, more than an eighth: {fix}"
-    elif math.isinf(noise):
-        problem = "the runs of the base are equal, so the noise is unknown: use another --metric"
-    elif np.isinf(halves).any():
-        problem = "the runs that are left do not tell the factors apart: use more --runs"
-    if problem:
+    if problem := problem_of(results, noise, halves):
         return {"lines": [*lines, f"no answer: {problem}"]}
     best, weights = dict[str, Any](), np.zeros(len(factors))
     order = [int(j) for j in np.argsort(-sizes if higher else sizes) if j not in causes]
